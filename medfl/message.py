@@ -1,0 +1,138 @@
+"""Message: all that crosses a wire, tensors and numbers only.
+
+Encoded as safetensors, so that nothing received is ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from medfl.errors import RunError
+
+Weights = Mapping[str, Tensor]
+"""Tensor name -> tensor, as in a state dict."""
+
+_SCALARS = "scalars"
+
+
+@dataclass(frozen=True)
+class Message:
+    """Named groups of tensors and named numbers, sent by the server (broadcast) or by a site (reply).
+
+    Attributes:
+        tensors: group name -> tensor name -> tensor, e.g. `{"weights": {"conv1.weight": ...}}`.
+        scalars: name -> number, e.g. `{"samples": 120.0}`.
+    """
+
+    tensors: Mapping[str, Weights] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse names that could not be told apart once flat, and make the mappings read-only."""
+        bad = [group for group in self.tensors if group == _SCALARS or "/" in group]
+        if bad:
+            raise ValueError(f"message group {bad[0]!r}: a group name has no '/' and is not {_SCALARS!r}")
+        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+        object.__setattr__(self, "scalars", MappingProxyType({k: float(v) for k, v in self.scalars.items()}))
+
+    def __getitem__(self, group: str) -> Weights:
+        """Return one group; KeyError names the groups that are present."""
+        if group not in self.tensors:
+            raise KeyError(f"no group {group!r} in this message; it has {sorted(self.tensors)}")
+        return self.tensors[group]
+
+    def __contains__(self, group: object) -> bool:
+        """Tell whether the message has this group."""
+        return group in self.tensors
+
+    def __reduce__(self) -> tuple[type[Message], tuple[dict[str, dict[str, Tensor]], dict[str, float]]]:
+        """Let worker processes of one machine exchange messages (a read-only mapping does not pickle)."""
+        return Message, ({group: dict(named) for group, named in self.tensors.items()}, dict(self.scalars))
+
+    def flat(self) -> dict[str, Tensor]:
+        """Return `group/name -> tensor`; numbers become float64 tensors of shape () named `scalars/<name>`."""
+        named = {f"{group}/{name}": value for group, members in self.tensors.items() for name, value in members.items()}
+        return named | {f"{_SCALARS}/{k}": torch.tensor(v, dtype=torch.float64) for k, v in self.scalars.items()}
+
+    @classmethod
+    def from_flat(cls, named: Weights) -> Message:
+        """Invert `flat`."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        scalars: dict[str, float] = {}
+        for key, value in named.items():
+            group, _, name = key.partition("/")
+            if group == _SCALARS:
+                scalars[name] = float(value)
+            else:
+                tensors.setdefault(group, {})[name] = value
+        return cls(tensors, scalars)
+
+    def encode(self) -> bytes:
+        """Return the message as safetensors bytes (tensors on the CPU, each with its own storage)."""
+        return bytes(
+            safetensors.torch.save({k: v.detach().cpu().contiguous().clone() for k, v in self.flat().items()})
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Message:
+        """Invert `encode`; RunError if `data` is not a safetensors document."""
+        try:
+            return cls.from_flat(safetensors.torch.load(data))
+        except Exception as error:  # the Rust reader raises its own type for each kind of damage
+            raise RunError(f"a received message of {len(data)} bytes is not a safetensors document: {error}") from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of `encode()`, without copying the tensors; 0 for an empty message, which is not sent."""
+        if not any(self.tensors.values()) and not self.scalars:
+            return 0
+        shapes = tuple(
+            (f"{group}/{name}", value.dtype, tuple(value.shape))
+            for group, members in self.tensors.items()
+            for name, value in members.items()
+        )
+        return _encoded_length(shapes + tuple((f"{_SCALARS}/{name}", torch.float64, ()) for name in self.scalars))
+
+
+@lru_cache(maxsize=256)
+def _encoded_length(shapes: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> int:
+    """The length depends on names, dtypes and shapes alone, so one encoding per signature tells it."""
+    return len(safetensors.torch.save({name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in shapes}))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether a tensor has neither NaN nor infinity (always true for integers and empty tensors)."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor)  # NaN propagates; unlike isfinite it allocates nothing
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def verify(message: Message, expected: Message, sender: str) -> None:
+    """Check a received message against the one expected: same groups, names, shapes, dtypes; finite values.
+
+    Args:
+        message: what arrived.
+        expected: a message of the right form; its values do not matter.
+        sender: who sent it, for the error text.
+
+    Raises:
+        RunError: naming the sender and the first tensor or number that differs.
+    """
+    got, want = message.flat(), expected.flat()
+    for label, names in (("unexpected", got.keys() - want.keys()), ("missing", want.keys() - got.keys())):
+        if names:
+            raise RunError(f"{sender}: {label} {min(names)!r} in its message ({len(names)} such)")
+    for name, tensor in got.items():
+        form, wanted = (tuple(tensor.shape), tensor.dtype), (tuple(want[name].shape), want[name].dtype)
+        if form != wanted:
+            raise RunError(f"{sender}: {name!r} has shape and dtype {form}; expected {wanted}")
+        if not is_finite(tensor):
+            raise RunError(f"{sender}: {name!r} has NaN or infinite values")

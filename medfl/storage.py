@@ -1,0 +1,123 @@
+"""Files that are either the old or the new one, never half-written; states and weights as safetensors."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from medfl.errors import RunError
+
+State = dict[str, Any]
+"""A plain, possibly nested dict of tensors, numbers, strings and lists: all that survives a round."""
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write `data` to `path` by way of a sibling file and a rename.
+
+    Raises:
+        RunError: the disk is full or the folder cannot be written; the old file is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        reason = "no space left on the disk" if full else (error.strerror or str(error))
+        raise RunError(
+            f"cannot write {path} ({len(data)} bytes): {reason}; what was saved before is intact; "
+            "free some space and continue with --resume"
+        ) from error
+
+
+def save_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a State atomically: its tensors as safetensors, its shape and numbers as JSON in the header."""
+    tensors: list[Tensor] = []
+
+    def strip(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            tensors.append(node.detach().cpu().contiguous())
+            return {"tensor": len(tensors) - 1}
+        if isinstance(node, Mapping):
+            if not all(isinstance(key, str) for key in node):
+                raise TypeError(f"a State has string keys only; got {list(node)[:3]}")
+            return {"dict": {key: strip(value) for key, value in node.items()}}
+        if isinstance(node, list | tuple):
+            return {"list": [strip(value) for value in node]}
+        if node is None or isinstance(node, bool | int | float | str):
+            return {"value": node}
+        raise TypeError(f"a State holds tensors, numbers, strings, lists and dicts; got {type(node).__name__}")
+
+    tree = json.dumps(strip(state))
+    named = {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
+    write_atomic(path, safetensors.torch.save(named, metadata={"tree": tree}))
+
+
+def load_state(path: Path) -> State:
+    """Invert `save_state`; RunError if the file is missing or damaged."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tree = json.loads((file.metadata() or {})["tree"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except Exception as error:  # the Rust reader raises its own type for each kind of damage
+        raise RunError(f"cannot read the saved state {path}: {error}") from error
+
+    def fill(node: dict[str, Any]) -> Any:
+        ((kind, value),) = node.items()
+        if kind == "tensor":
+            return tensors[str(value)]
+        if kind == "dict":
+            return {key: fill(child) for key, child in value.items()}
+        return [fill(child) for child in value] if kind == "list" else value
+
+    state: State = fill(tree)
+    return state
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write weights atomically as a plain safetensors file under their own names."""
+    names = sorted(weights)
+    tensors = _unshared([weights[name].detach().cpu().contiguous() for name in names])
+    write_atomic(path, safetensors.torch.save(dict(zip(names, tensors, strict=True))))
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """Read weights written by `save_weights`; RunError if the file is missing or damaged."""
+    try:
+        return dict(safetensors.torch.load_file(path))
+    except Exception as error:  # as above
+        raise RunError(f"cannot read the weights {path}: {error}") from error
+
+
+def weights_sha256(weights: Mapping[str, Tensor]) -> str:
+    """Hash the sorted tensor names, each followed by its raw little-endian bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode())
+        # reshape(-1) first: a 0-dimensional tensor has no byte view
+        digest.update(weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _unshared(tensors: list[Tensor]) -> list[Tensor]:
+    """Clone tensors whose storage was seen before (tied weights): safetensors refuses shared storage."""
+    seen: set[int] = set()
+    out = []
+    for tensor in tensors:
+        pointer = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        out.append(tensor.clone() if pointer and (pointer in seen or not whole) else tensor)
+        seen.add(pointer)
+    return out
