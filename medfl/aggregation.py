@@ -1,0 +1,43 @@
+"""Means over a group of replies, in sorted site order, never in order of arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from medfl.message import Message
+
+
+def sample_shares(replies: Mapping[str, Message]) -> dict[str, float]:
+    """Return p_k = n_k / sum of n over the round's participants (McMahan et al. 2017, FedAvg)."""
+    total = sum(replies[name].scalars["samples"] for name in sorted(replies))
+    return {name: replies[name].scalars["samples"] / total for name in sorted(replies)}
+
+
+def uniform_shares(replies: Mapping[str, Message]) -> dict[str, float]:
+    """Return 1/S for each of the S participants."""
+    return {name: 1 / len(replies) for name in sorted(replies)}
+
+
+def weighted_mean(replies: Mapping[str, Message], group: str, shares: Mapping[str, float]) -> dict[str, Tensor]:
+    """Average one tensor group with the given shares (they sum to 1).
+
+    Floating tensors, BatchNorm's running statistics among them, are averaged; integer counters such as `num_batches_tracked` take
+    the maximum, since the mean of counters means nothing.
+    """
+    names = sorted(replies)
+    out: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for key, first in replies[names[0]][group].items():
+            if first.is_floating_point():
+                total = first * shares[names[0]]
+                for name in names[1:]:
+                    total.add_(replies[name][group][key], alpha=shares[name])
+            else:
+                total = first.clone()
+                for name in names[1:]:
+                    total = torch.maximum(total, replies[name][group][key])
+            out[key] = total
+    return out

@@ -1,0 +1,106 @@
+"""The methods: one file each, found by its name. `load` also takes a dotted path to a method of your own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import yaml
+
+from medfl.errors import InputError
+from medfl.methods.base import Method, option
+
+__all__ = ["Method", "load", "method_class", "names", "option", "options_of"]
+
+
+@lru_cache(maxsize=1)
+def names() -> tuple[str, ...]:
+    """Return the names of the shipped methods: the modules of this folder, but for `base`."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.name.startswith("_")))
+
+
+def method_class(name: str) -> type[Method]:
+    """Return a shipped method's class, or that of a dotted path `mypkg.mymethod` (a module with `METHOD`).
+
+    Raises:
+        InputError: unknown name, or a module without a `METHOD` that derives from `Method`.
+    """
+    path = f"{__name__}.{name}" if name in names() else name
+    if name not in names() and "." not in name:
+        raise InputError(
+            f"method {name!r}", f"methods are {', '.join(names())}", "pick one, or give the dotted path of your own module"
+        )
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (path + ".").startswith(error.name + "."):
+            raise  # the module exists and misses something itself: show that
+        raise InputError(
+            f"method {name!r}", "a dotted path names an importable module", "install it or set PYTHONPATH"
+        ) from error
+    found = getattr(module, "METHOD", None)
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise InputError(f"module {path!r}", "a method module has METHOD = <subclass of medfl.Method>", "add that line")
+    return found
+
+
+def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) -> Method:
+    """Build a method with options; values may be text as typed on a command line.
+
+    Raises:
+        InputError: unknown method or option, or a value that the option does not allow; the valid ones are listed.
+    """
+    cls = method_class(name)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for key, value in {**(options or {}), **more}.items():
+        if key not in fields:
+            valid = ", ".join(sorted(fields)) or "none"
+            raise InputError(f"option {key!r} of method {name!r}", f"its options are: {valid}", f"see medfl methods {name}")
+        values[key] = _checked(name, fields[key], value)
+    return cls(**values)
+
+
+def options_of(cls: type[Method]) -> list[dict[str, Any]]:
+    """Return name, type, default, help and choices of each option of a method."""
+    return [
+        {"name": f.name, "type": str(f.type), "default": f.default, "help": f.metadata.get("help", ""),
+         "choices": f.metadata.get("choices")}
+        for f in dataclasses.fields(cls)
+    ]  # fmt: skip
+
+
+def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
+    """Bring one value to its field's type and check it against its limits."""
+    kinds = {"float": float, "int": int, "bool": bool, "str": str}
+    wanted = [part.strip() for part in str(field.type).split("|")]
+    given = value
+    if isinstance(value, str) and "str" not in wanted:
+        value = yaml.safe_load(value)
+        if isinstance(value, str) and "float" in wanted:
+            value = _number(value)  # YAML reads 1e-3 as text
+    if "float" in wanted and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    allowed = tuple(kinds[part] for part in wanted if part in kinds) + ((type(None),) if "None" in wanted else ())
+    choices, minimum = field.metadata.get("choices"), field.metadata.get("minimum")
+    right = isinstance(value, allowed) and not (isinstance(value, bool) and bool not in allowed)
+    if right and choices is not None:
+        right = value in choices
+    if right and minimum is not None and value is not None:
+        right = value >= minimum
+    if not right:
+        limits = f"one of {', '.join(map(str, choices))}" if choices else f"{field.type}"
+        limits += f" >= {minimum:g}" if minimum is not None else ""
+        raise InputError(f"{field.name}={given} for method {name!r}", f"{field.name} is {limits}", f"see medfl methods {name}")
+    return value
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

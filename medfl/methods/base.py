@@ -1,0 +1,98 @@
+"""Method: an algorithm as a frozen value whose defaults are FedAvg. A new method overrides only what its paper changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+
+from medfl.aggregation import sample_shares, weighted_mean
+from medfl.message import Message, Weights
+from medfl.site import Host, Site, merged, snapshot
+from medfl.storage import State
+from medfl.training import FitReport, fit
+
+
+def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, minimum: float | None = None) -> Any:
+    """Declare an option of a method: its type, default, help and limits exist once, on the dataclass field."""
+    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+
+
+@dataclass(frozen=True)
+class Method:
+    """Federated averaging; the base of all methods.
+
+    The server half sees a `Host` and messages, the site half a `Site`, its own State and one message. Both are functions of their
+    arguments: whatever must survive a round is returned as State.
+
+    Class facts:
+        paper: title, authors, year.
+        tasks: the tasks that it supports.
+        judged: "global" if the server's model is the product, "personal" if each site's own model is.
+        pools_data: the data of all sites is pooled at one participant (the centralised reference only).
+    """
+
+    paper: ClassVar[str] = ""
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation", "other")
+    judged: ClassVar[str] = "global"
+    pools_data: ClassVar[bool] = False
+
+    # What leaves and what stays
+
+    def personal_names(self, network: nn.Module) -> frozenset[str]:
+        """Return the state-dict names that never leave a site (default: none)."""
+        return frozenset()
+
+    # Server half
+
+    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+        """Make the server's first State from the initial weights and the sites' introductions."""
+        personal = self.personal_names(host.model(weights))
+        return {"weights": {name: tensor for name, tensor in weights.items() if name not in personal}}
+
+    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+        """Return what the server sends to one site."""
+        return Message({"weights": server["weights"]})
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Return the server's next State; w = sum_k p_k w_k with p_k by sample counts (FedAvg)."""
+        return {**server, "weights": weighted_mean(replies, "weights", sample_shares(replies))}
+
+    def global_predictor(self, host: Host, server: State) -> nn.Module | None:
+        """Return the server's network for any new site, or None where the server alone has none."""
+        network = host.model(host.networks.initial)
+        if self.personal_names(network):
+            return None
+        return host.model(server["weights"])
+
+    # Site half
+
+    def introduce(self, site: Site) -> Message:
+        """Return what a site tells the server once, before round 1 (default: nothing)."""
+        return Message()
+
+    def init_site(self, site: Site) -> State:
+        """Return a site's first State: its personal tensors, from the common initial weights."""
+        names = self.personal_names(site.model(site.initial_weights))
+        return {"weights": {name: site.initial_weights[name].clone() for name in sorted(names)}} if names else {}
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train on the site's data from the received model; return the next State and the reply."""
+        model = site.model(merged(down["weights"], state.get("weights", {})))
+        self.train(model, site, state, down)
+        trained, personal = snapshot(model), state.get("weights", {})
+        reply = Message(
+            {"weights": {name: tensor for name, tensor in trained.items() if name not in personal}},
+            {"samples": site.num_samples},
+        )
+        return ({**state, "weights": {name: trained[name] for name in personal}} if personal else state), reply
+
+    def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
+        """Train `model` in place; the hook for methods that change only the loss or the gradient."""
+        return fit(model, site)
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return the network that the site is judged by, from its State and the newest broadcast."""
+        return site.model(merged(down["weights"], state.get("weights", {})))

@@ -1,0 +1,36 @@
+"""Central: the data of all sites pooled at one place. Breaks privacy; the upper reference only.
+
+One participant named "central" trains on the union for the same number of epochs. Its optimiser, and with it the momentum, lives
+over the whole run (`keep_optimizer`), or is rebuilt every round for step parity with the federated methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from medfl.message import Message
+from medfl.methods.base import Method, option
+from medfl.site import Site, snapshot
+from medfl.storage import State
+from medfl.training import fit
+
+
+@dataclass(frozen=True)
+class Central(Method):
+    """Pooled training: the upper reference."""
+
+    keep_optimizer: bool = option(True, "keep one optimiser over the whole run instead of a fresh one every round")
+
+    paper: ClassVar[str] = "reference: pooled data"
+    pools_data: ClassVar[bool] = True
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train on the pooled data, continuing the optimiser."""
+        model = site.model(down["weights"])
+        report = fit(model, site, optimizer_state=state.get("optimizer", {}) if self.keep_optimizer else None)
+        reply = Message({"weights": snapshot(model)}, {"samples": site.num_samples})
+        return ({"optimizer": report.optimizer_state} if self.keep_optimizer else {}), reply
+
+
+METHOD = Central

@@ -1,0 +1,35 @@
+"""FedProx: "Federated Optimization in Heterogeneous Networks" (Li et al., MLSys 2020).
+
+A site minimises f_k(w) + (mu/2) ||w - w^t||^2 over the trainable parameters; the server is FedAvg's. The term's gradient
+mu (w - w^t) is added to the loss gradient, so it passes through momentum as a term of the loss does; buffers are not pulled.
+Departure: sites never return inexact solutions (no stragglers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from medfl.message import Message
+from medfl.methods.base import Method, option
+from medfl.site import Site
+from medfl.storage import State
+from medfl.training import FitReport, fit, pull
+
+
+@dataclass(frozen=True)
+class FedProx(Method):
+    """FedAvg with a proximal term that holds each site near the received model."""
+
+    mu: float = option(0.01, "strength of the proximal term (original grid 0.001 to 1)", minimum=0.0)
+
+    paper: ClassVar[str] = "Federated Optimization in Heterogeneous Networks (Li et al., 2020)"
+
+    def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
+        """Train with mu (w - w^t) added to the gradient; `model` holds w^t now."""
+        return fit(model, site, gradient_hook=pull(model, dict(model.named_parameters()), self.mu))
+
+
+METHOD = FedProx

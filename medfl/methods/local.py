@@ -1,0 +1,42 @@
+"""Local: no federation. Each site trains its own model from the common initial weights, for as many epochs as the others.
+
+Every tensor is personal, so nothing is sent in either direction. The optimiser is rebuilt every round, to be step-comparable with
+the federated methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from medfl.message import Message
+from medfl.methods.base import Method
+from medfl.site import Host, Site
+from medfl.storage import State
+
+
+@dataclass(frozen=True)
+class Local(Method):
+    """Per-site training without any exchange: the lower reference."""
+
+    paper: ClassVar[str] = "reference: no federation"
+    judged: ClassVar[str] = "personal"
+
+    def personal_names(self, network: nn.Module) -> frozenset[str]:
+        """Return every tensor of the network."""
+        return frozenset(network.state_dict())
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train the site's own model on; reply nothing."""
+        state, _ = super().local_update(site, state, down)
+        return state, Message()
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Do nothing."""
+        return server
+
+
+METHOD = Local

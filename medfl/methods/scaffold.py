@@ -1,0 +1,111 @@
+"""SCAFFOLD: "Stochastic Controlled Averaging for Federated Learning" (Karimireddy et al., ICML 2020).
+
+Local step:   y <- y - eta (g_i(y) - c_i + c), R optimiser steps from y = x
+Option II:    c_i+ = c_i - c + (x - y) / (R eta)
+Server:       x <- x + eta_g (1/S) sum (y_i - x);  c <- c + (1/N) sum_{i in S_t} (c_i+ - c_i), N = all sites
+
+Departures. Option II is the mean gradient of the local steps only for plain SGD; with momentum, weight decay or an adaptive
+optimiser c_i+ is the mean of the loss gradients seen (`control="auto"`). Controls exist for trainable parameters only; buffers
+follow the same mean as the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.message import Message, Weights
+from medfl.methods.base import Method, option
+from medfl.site import Host, Site, snapshot
+from medfl.storage import State
+from medfl.training import fit
+
+
+@dataclass(frozen=True)
+class Scaffold(Method):
+    """FedAvg with control variates that cancel the sites' drift."""
+
+    server_lr: float = option(1.0, "eta_g, the server's step towards the mean of the sites", minimum=0.0)
+    control: str = option(
+        "auto",
+        "c_i from the weight difference (option II), from the mean gradient, or by optimiser",
+        choices=("auto", "difference", "gradient"),
+    )
+    weights: str = option("uniform", "mean over participants: the paper's 1/S, or by samples", choices=("uniform", "samples"))
+
+    paper: ClassVar[str] = "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al., 2020)"
+
+    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+        """Start from the initial weights and c = 0."""
+        return {**super().init_server(host, weights, introductions), "control": _zeros(host.model(weights))}
+
+    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+        """Send x and c."""
+        return Message({"weights": server["weights"], "control": server["control"]})
+
+    def init_site(self, site: Site) -> State:
+        """Start from c_i = 0."""
+        return {"control": _zeros(site.model(site.initial_weights))}
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train with corrected gradients; reply the trained weights and c_i+ - c_i."""
+        model = site.model(down["weights"])
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        own, common = state["control"], down["control"]
+        correction = [common[name] - own[name] for name in named]
+        total = [torch.zeros_like(p) for p in named.values()]
+        by_gradient = self.control == "gradient" or (self.control == "auto" and not _plain_sgd(site, model))
+
+        def correct(parameters: Sequence[nn.Parameter]) -> None:
+            gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+            if by_gradient:
+                torch._foreach_add_(total, gradients)
+            torch._foreach_add_(gradients, correction)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+        report = fit(model, site, gradient_hook=correct)
+        trained = snapshot(model)
+        if by_gradient:
+            fresh = {name: value / report.steps for name, value in zip(named, total, strict=True)}
+        else:
+            scale = 1 / (report.steps * _learning_rate(site, model))
+            fresh = {n: own[n] - common[n] + scale * (down["weights"][n] - trained[n]) for n in named}
+        change = {name: fresh[name] - own[name] for name in named}
+        return {"control": fresh}, Message({"weights": trained, "control": change}, {"samples": site.num_samples})
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Move x by eta_g times the mean difference and c by the participants' changes over all N sites."""
+        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
+        weights = weighted_mean(replies, "weights", shares)
+        if self.server_lr != 1:
+            weights = {
+                name: old + self.server_lr * (weights[name] - old) if old.is_floating_point() else weights[name]
+                for name, old in server["weights"].items()
+            }
+        change = weighted_mean(replies, "control", uniform_shares(replies))
+        part = len(replies) / num_sites  # mean over participants times S/N is the sum over N
+        control = {name: value + part * change[name] for name, value in server["control"].items()}
+        return {"weights": weights, "control": control}
+
+
+def _zeros(network: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p.detach()) for name, p in network.named_parameters() if p.requires_grad}
+
+
+def _plain_sgd(site: Site, model: nn.Module) -> bool:
+    optimizer = site.settings.optimizer(model)
+    plain = all(not group.get("momentum") and not group.get("weight_decay") for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.SGD) and plain and len(optimizer.param_groups) == 1
+
+
+def _learning_rate(site: Site, model: nn.Module) -> float:
+    return float(site.settings.optimizer(model).param_groups[0]["lr"]) * site.settings.lr_factor
+
+
+METHOD = Scaffold

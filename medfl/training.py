@@ -1,0 +1,172 @@
+"""fit: the one local training loop. A method changes its loss or its gradients, never the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from medfl.errors import RunError
+from medfl.seeding import stream
+from medfl.site import Site
+from medfl.storage import State
+
+Objective = Callable[[nn.Module, Any, Any], Tensor]
+"""(model, inputs, targets) -> scalar loss, mean over the batch."""
+
+GradientHook = Callable[[Sequence[nn.Parameter]], None]
+"""Called after backward and before the step with the trainable parameters, in `model.parameters()` order; edits `.grad`."""
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What one call of `fit` did.
+
+    Attributes:
+        steps: optimiser updates.
+        loss: mean training loss over the steps (NaN if there was none).
+        optimizer_state: the optimiser's state, only if it was asked for.
+    """
+
+    steps: int
+    loss: float
+    optimizer_state: State | None = None
+
+
+def fit(
+    model: nn.Module,
+    site: Site,
+    *,
+    objective: Objective | None = None,
+    gradient_hook: GradientHook | None = None,
+    purpose: str = "local",
+    optimizer_state: State | None = None,
+) -> FitReport:
+    """Train `model` in place on the site's data for its local epochs.
+
+    Every call opens the random stream (site, purpose): two calls with the same purpose see the same batches, the same dropout and
+    the same random transforms.
+
+    Args:
+        model: network in training mode on the site's device.
+        site: data, loss and settings.
+        objective: the loss; default `site.loss(model(x), y)`.
+        gradient_hook: edits gradients between backward and step (after unscaling with mixed precision).
+        purpose: name of the random stream.
+        optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh optimiser, not kept.
+
+    Raises:
+        RunError: the loss became NaN or infinite; names the site and the step.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = site.settings.optimizer(model)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * site.settings.lr_factor
+    if optimizer_state:
+        _restore(optimizer, optimizer_state)
+    objective = objective or (lambda net, x, y: site.loss(net(x), y))
+    cuda_amp = site.settings.amp and site.device.type == "cuda"
+    scaler = torch.amp.GradScaler("cuda", enabled=cuda_amp)
+    losses: list[Tensor] = []
+    with stream(site.seed, purpose) as generator:
+        for _ in range(site.settings.epochs):
+            done = len(losses)
+            for x, y in site.train.batches(site.settings.batch_size, generator):
+                x, y = _to(x, site.device), _to(y, site.device)
+                optimizer.zero_grad(set_to_none=True)
+                with _one_sample_safe(model, x), autocast(site):
+                    loss = objective(model, x, y)
+                if cuda_amp:
+                    scaler.scale(loss).backward()
+                    scaler.unscale_(optimizer)
+                else:
+                    loss.backward()
+                if gradient_hook is not None:
+                    gradient_hook(parameters)
+                if cuda_amp:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
+                losses.append(loss.detach())
+            _check_finite(losses, done, site.name)
+    mean = float(torch.stack(losses).mean()) if losses else float("nan")
+    report = FitReport(len(losses), mean, None if optimizer_state is None else _captured(optimizer))
+    site.journal.append(report)
+    return report
+
+
+def autocast(site: Site) -> Any:
+    """Return the mixed-precision context of the site's settings (float16 on CUDA, bfloat16 on CPU), or a null one."""
+    if not site.settings.amp:
+        return nullcontext()
+    return torch.autocast(site.device.type, torch.float16 if site.device.type == "cuda" else torch.bfloat16)
+
+
+@contextmanager
+def _switched(layers: list[_BatchNorm]) -> Iterator[None]:
+    for layer in layers:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.train()
+
+
+def _one_sample_safe(model: nn.Module, x: Any) -> Any:
+    """Let a batch of one sample pass: BatchNorm uses its running statistics, since one value has no variance."""
+    if not isinstance(x, Tensor) or len(x) != 1:
+        return nullcontext()
+    return _switched([m for m in model.modules() if isinstance(m, _BatchNorm) and m.training])
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) and value.device != device else value
+
+
+def _check_finite(losses: list[Tensor], start: int, name: str) -> None:
+    """Look at a whole epoch at once, so that a GPU is not stopped at every step."""
+    if len(losses) == start:
+        return
+    bad = (~torch.isfinite(torch.stack(losses[start:]))).nonzero()
+    if len(bad):
+        step = start + int(bad[0]) + 1
+        raise RunError(
+            f"site {name!r}: the training loss is {float(losses[step - 1])} at step {step}; the last good round is kept; "
+            "lower the learning rate or look at this site's data"
+        )
+
+
+def _captured(optimizer: torch.optim.Optimizer) -> State:
+    """Turn an optimiser's per-parameter state into a State (string keys, tensors and numbers)."""
+    return {str(index): dict(values) for index, values in optimizer.state_dict()["state"].items()}
+
+
+def _restore(optimizer: torch.optim.Optimizer, state: State) -> None:
+    saved = optimizer.state_dict()
+    saved["state"] = {int(index): dict(values) for index, values in state.items()}
+    optimizer.load_state_dict(saved)
+
+
+def pull(model: nn.Module, anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
+    """Return a gradient hook that adds `strength * (w - anchor)`, the gradient of (strength/2) ||w - anchor||^2.
+
+    Args:
+        model: the network to be trained; only its trainable parameters are pulled.
+        anchor: tensor name -> where to pull; copied, so it may be the model's own parameters.
+        strength: mu of FedProx, lambda of Ditto.
+    """
+    anchors = [anchor[name].detach().clone() for name, p in model.named_parameters() if p.requires_grad]
+
+    def hook(parameters: Sequence[nn.Parameter]) -> None:
+        pairs = [(p, a) for p, a in zip(parameters, anchors, strict=True) if p.grad is not None]
+        apart = torch._foreach_sub([p.detach() for p, _ in pairs], [a for _, a in pairs])
+        torch._foreach_add_([p.grad for p, _ in pairs if p.grad is not None], apart, alpha=strength)
+
+    return hook
