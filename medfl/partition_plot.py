@@ -1,0 +1,285 @@
+"""Partitions for the eye: a text table for the terminal and a bubble chart."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from medfl.partition import Partition
+
+    Sections = Mapping[str, Sequence[Mapping[str, Any]]]
+
+WIDTH = 100
+TITLES = {"train": "training", "validate": "validation", "test": "test"}
+
+INK, SOFT, BAND = "#1f2937", "#6b7280", "#f3f5f8"
+TINTS = {"train": "#2f6f9f", "validate": "#86b6d8", "test": "#e0b457"}
+LETTER = 0.08  # inches a letter takes
+SMALLEST = 2.0  # points; the least diameter of a disc that can be seen
+
+
+def table(partition: Partition, sections: Sections, classes: Sequence[str] | None) -> str:
+    """Return the text of `Partition.table`."""
+    names, shown = list(classes or ()), _shown(partition)
+    counts = partition.counts(sections, len(names))
+    numbers = [[*(len(held[n]) for n in shown), *counts[site]] for site, held in partition.sites.items()]
+    rows = [[shorten(site, 24), *map(_cell, row)] for site, row in zip(partition.sites, numbers, strict=True)]
+    rows.append(["all sites", *(_cell(sum(column)) for column in zip(*numbers, strict=True))])
+    head, legend = ["site", *(TITLES[name] for name in shown), *names], ""
+    if sum(_widths([head, *rows])) > WIDTH:
+        head[1 + len(shown) :] = [str(c) for c in range(len(names))]
+        legend = _wrap(f"{c} = {shorten(name, WIDTH - 8)}" for c, name in enumerate(names))
+    blocks = [_block([[row[i] for i in columns] for row in [head, *rows]]) for columns in _columns([head, *rows])]
+    content = "images of each section" + (" and training images of each class" if names else "")
+    title = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {content}"
+    notes = "\n".join(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  ") for note in partition.notes)
+    return "\n\n".join(part for part in [title, *blocks, legend, notes] if part)
+
+
+def shorten(text: str, width: int) -> str:
+    """Cut the middle out of a text that is longer than `width`."""
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return text[: width - 1 - tail] + "…" + text[len(text) - tail :]
+
+
+def _cell(count: int) -> str:
+    return str(count) if count else "-"
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Column widths with the two spaces that part a column from the one before."""
+    return [max(map(len, column)) + 2 * (i > 0) for i, column in enumerate(zip(*rows, strict=True))]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Divide the columns into blocks that fit; each block begins with the site's name."""
+    blocks, used = [[0]], _widths(rows)[0]
+    for i, width in enumerate(_widths(rows)[1:], start=1):
+        if used + width > WIDTH:
+            blocks.append([0])
+            used = _widths(rows)[0]
+        blocks[-1].append(i)
+        used += width
+    return blocks
+
+
+def _block(rows: Sequence[Sequence[str]]) -> str:
+    """Align one block: names left, numbers right, a rule under the head and above the last row."""
+    first, *others = _widths(rows)
+    lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], others)) for row in rows]
+    rule = "-" * (first + sum(others))
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def _wrap(entries: Iterable[str]) -> str:
+    """Fill lines with entries without breaking one."""
+    lines = [""]
+    for entry in entries:
+        if lines[-1] and len(lines[-1]) + 3 + len(entry) > WIDTH:
+            lines.append("")
+        lines[-1] += ("   " if lines[-1] else "") + entry
+    return "\n".join(lines)
+
+
+def _shown(partition: Partition) -> tuple[str, ...]:
+    """Return the sections that hold any item; the training section always."""
+    return tuple(n for n in TITLES if n == "train" or any(held[n] for held in partition.sites.values()))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the parts of the chart lie, in inches; sites run down, classes run across."""
+
+    sites: tuple[str, ...]
+    classes: tuple[str, ...]
+    shown: tuple[str, ...]
+
+    @property
+    def step_x(self) -> float:
+        return min(1.0, max(0.42, 8 / len(self.classes)))
+
+    @property
+    def step_y(self) -> float:
+        return min(0.7, max(0.21, 6.0 / len(self.sites)))
+
+    @property
+    def disc(self) -> float:
+        """Diameter of the largest disc; on narrow rows it may reach into the neighbours."""
+        return 0.95 * min(self.step_x, max(self.step_y, 0.36))
+
+    @property
+    def font(self) -> float:
+        return 10 if self.step_y > 0.3 else 8.5
+
+    @property
+    def roomy(self) -> bool:
+        """Whether every disc can have its number."""
+        return self.step_y >= 0.3 and self.step_x >= 0.6
+
+    @property
+    def wrapped(self) -> list[str]:
+        """The class names on as many lines as the columns are narrow."""
+        letters = max(1, int(self.step_x / LETTER))
+        return [textwrap.fill(name, letters, break_long_words=False, break_on_hyphens=False) for name in self.classes]
+
+    @property
+    def slanted(self) -> bool:
+        lines = [name.split("\n") for name in self.wrapped]
+        return max(map(len, lines)) > 3 or max(len(line) for name in lines for line in name) * LETTER > self.step_x
+
+    @property
+    def head(self) -> float:
+        if self.slanted:
+            return 0.35 + 0.052 * max(map(len, self.classes))
+        return 0.2 + 0.16 * max(name.count("\n") + 1 for name in self.wrapped)
+
+    @property
+    def left(self) -> float:
+        return 0.35 + 1.05 * LETTER * max(map(len, self.sites))
+
+    @property
+    def body(self) -> tuple[float, float]:
+        return self.step_x * len(self.classes), self.step_y * len(self.sites)
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return self.left + self.body[0] + 1.8 + 0.75 * len(self.shown), self.body[1] + self.head + 2.3
+
+    def box(self, figure: Figure, x: float, y: float, width: float, height: float) -> Axes:
+        """Add bare axes; `x` and `y` are measured from the lower left corner of the bubbles."""
+        whole_x, whole_y = self.size
+        axes = figure.add_axes(((self.left + x) / whole_x, (0.85 + y) / whole_y, width / whole_x, height / whole_y))
+        axes.patch.set_alpha(0)
+        axes.tick_params(length=0, labelcolor=INK)
+        axes.spines[:].set_visible(False)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return axes
+
+
+def plot(partition: Partition, sections: Sections, classes: Sequence[str] | None, path: str | Path) -> None:
+    """Draw discs, site x class, their area in proportion to the training images, with totals at the margins.
+
+    The kind of picture follows the ending of `path` (png, svg, pdf). Without classes, one column holds all images.
+    """
+    # Here and not above: the command line reads this module also where nothing is drawn.
+    from matplotlib.figure import Figure
+
+    held = partition.sites
+    counts = partition.counts(sections, len(classes)) if classes else {s: [len(h["train"])] for s, h in held.items()}
+    shown = _shown(partition)
+    layout = _Layout(
+        tuple(shorten(site, 28) for site in held), tuple(shorten(name, 36) for name in classes or ["all images"]), shown
+    )
+    figure = Figure(figsize=layout.size, dpi=130, facecolor="white")
+    width, height = layout.body
+    bands = layout.box(figure, 0, 0, width + 1.6 + 0.75 * len(shown), height)
+    bands.set_ylim(len(held), 0)
+    for row in range(0, len(held), 2):
+        bands.axhspan(row, row + 1, color=BAND, linewidth=0)
+    matrix = [counts[site] for site in held]
+    _draw_discs(layout, layout.box(figure, 0, 0, width, height), matrix)
+    _draw_classes(layout.box(figure, 0, height + layout.head, width, 0.75), matrix)
+    sizes = [[len(parts[name]) for name in shown] for parts in held.values()]
+    _draw_sizes(layout, layout.box(figure, width + 0.2, 0, 1.3, height), sizes)
+    _draw_numbers(layout, layout.box(figure, width + 1.6, 0, 0.75 * len(shown), height), sizes)
+    _draw_scale(layout, layout.box(figure, 0, -0.85, layout.size[0] - layout.left, 0.75), max(map(max, matrix)))
+    x, top = 0.2 / layout.size[0], 1 - 0.15 / layout.size[1]
+    title = "Training images of each class at each site" if classes else "Training images at each site"
+    figure.text(x, top, title, size=13, weight="bold", color=INK, va="top")
+    text = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {len(held)} sites, " + (
+        f"{sum(map(sum, matrix)):,} training images"
+    )
+    figure.text(x, top - 0.28 / layout.size[1], text, size=9.5, color=SOFT, va="top")
+    figure.savefig(path)
+
+
+def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) -> None:
+    largest = max(map(max, matrix))
+    cells = [(x, y, count) for y, row in enumerate(matrix) for x, count in enumerate(row) if count]
+    diameters = [_diameter(layout, count, largest) for _, _, count in cells]
+    axes.set(xlim=(-0.5, len(layout.classes) - 0.5), ylim=(len(matrix) - 0.5, -0.5))
+    places = [x for x, _, _ in cells], [y for _, y, _ in cells]
+    axes.scatter(*places, s=[d**2 for d in diameters], color=TINTS["train"], alpha=0.85, linewidths=0, clip_on=False)
+    axes.set_yticks(range(len(matrix)), layout.sites, size=layout.font)
+    axes.xaxis.tick_top()
+    slant: dict[str, Any] = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"} if layout.slanted else {}
+    axes.set_xticks(range(len(layout.classes)), layout.classes if slant else layout.wrapped, size=9.5, **slant)
+    if len(matrix) > 25 and layout.head < 0.4:
+        axes.tick_params(labelbottom=True)
+    if not layout.roomy:
+        return
+    for (x, y, count), diameter in zip(cells, diameters, strict=True):
+        text = f"{count:,}"
+        if diameter > 4.6 * len(text) + 3:
+            axes.text(x, y, text, size=7.5, color="white", ha="center", va="center_baseline")
+        else:
+            shift = (diameter / 2 + 2, 0)
+            axes.annotate(text, (x, y), shift, textcoords="offset points", size=7.5, color=SOFT, va="center_baseline")
+
+
+def _draw_classes(axes: Axes, matrix: Sequence[Sequence[int]]) -> None:
+    """Draw the images of each class over all sites as bars above the class names."""
+    totals = [sum(column) for column in zip(*matrix, strict=True)]
+    axes.bar(range(len(totals)), totals, width=0.55, color=TINTS["train"])
+    axes.set(xlim=(-0.5, len(totals) - 0.5), ylim=(0, max(totals) * 1.25))
+    for x, total in enumerate(totals):
+        axes.annotate(f"{total:,}", (x, total), (0, 2), textcoords="offset points", size=8.5, color=INK, ha="center")
+
+
+def _draw_sizes(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> None:
+    """Draw the section sizes of each site as stacked bars."""
+    start = [0] * len(sizes)
+    for k, name in enumerate(layout.shown):
+        part = [row[k] for row in sizes]
+        axes.barh(range(len(sizes)), part, left=start, height=0.6, color=TINTS[name])
+        start = [a + b for a, b in zip(start, part, strict=True)]
+    axes.set(xlim=(0, max(start)), ylim=(len(sizes) - 0.5, -0.5))
+
+
+def _draw_numbers(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> None:
+    """Write the section sizes of each site, each column headed by its colour, name and total."""
+    axes.set(xlim=(0, len(layout.shown)), ylim=(len(sizes) - 0.5, -0.5))
+    style: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right"}
+    for k, name in enumerate(layout.shown):
+        total = f"{sum(row[k] for row in sizes):,}"
+        axes.annotate(total, (k + 0.9, 1), (0, 6), size=8.5, weight="bold", color=INK, **style)
+        patch = {"facecolor": TINTS[name], "linewidth": 0, "boxstyle": "round,pad=0.25"}
+        color = "white" if name == "train" else INK
+        axes.annotate(TITLES[name], (k + 0.9, 1), (0, 22), size=8.5, color=color, bbox=patch, **style)
+        for y, row in enumerate(sizes):
+            axes.text(k + 0.9, y, f"{row[k]:,}", size=layout.font - 1, color=INK, ha="right", va="center_baseline")
+
+
+def _draw_scale(layout: _Layout, axes: Axes, largest: int) -> None:
+    """Draw discs of round numbers, so that areas can be read; the axes are in inches."""
+    axes.set(xlim=(0, layout.size[0] - layout.left), ylim=(0, 0.75))
+    power = 10 ** int(math.log10(largest))
+    top = max(step * power for step in (1, 2, 5) if step * power <= largest)
+    x = 0.1
+    for count in [count for count in (top // 100, top // 10, top) if count]:
+        diameter = _diameter(layout, count, largest)
+        x += diameter / 144
+        axes.scatter([x], [0.35], s=[diameter**2], color=TINTS["train"], alpha=0.85, linewidths=0)
+        label = f"{count:,} image{'s' * (count > 1)}"
+        x += diameter / 144 + 0.06
+        axes.text(x, 0.35, label, size=8.5, color=INK, va="center_baseline")
+        x += 0.075 * len(label) + 0.2
+    floor = int(largest * (SMALLEST / (72 * layout.disc)) ** 2)
+    if floor > 1:
+        axes.text(x, 0.35, f"smallest dot: 1 to {floor}", size=8.5, color=SOFT, va="center_baseline")
+
+
+def _diameter(layout: _Layout, count: int, largest: int) -> float:
+    """Return a disc's diameter in points; a single image among thousands is still drawn as a dot."""
+    return max(SMALLEST, 72 * layout.disc * math.sqrt(count / largest))

@@ -1,0 +1,119 @@
+"""The table and the chart of a partition."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medfl.partition import assign
+from medfl.partition_plot import SMALLEST, _diameter, _Layout, plot, shorten
+
+
+def cohort(num_classes, per_class=30):
+    return {
+        name: [{"id": f"{name}-{i:05d}", "label": i % num_classes} for i in range(num_classes * count)]
+        for name, count in (("train", per_class), ("test", 4))
+    }
+
+
+def test_table_by_hand():
+    sections = {
+        "train": [{"id": f"a{i}", "label": i % 2, "centre": "north" if i < 3 else "south-west"} for i in range(12)],
+        "validate": [],
+        "test": [{"id": "t", "label": 0, "centre": "north"}],
+    }
+    text = assign("centre", sections, sites=None, classes=("mel", "nv"), seed=5).table(sections, ("mel", "nv"))
+    assert text.splitlines() == [
+        "partition centre, seed 5: images of each section and training images of each class",
+        "",
+        "site        training  test  mel  nv",
+        "-----------------------------------",
+        "north              3     1    2   1",
+        "south-west         9     -    4   5",
+        "-----------------------------------",
+        "all sites         12     1    6   6",
+    ]
+
+
+@pytest.mark.parametrize(("num_classes", "length"), [(2, 200), (7, 8), (8, 40), (62, 18), (150, 3)])
+def test_table_keeps_to_a_hundred_columns_and_loses_no_number(num_classes, length):
+    names = [f"{c} {'x' * length}" for c in range(num_classes)]
+    sections = cohort(num_classes)
+    partition = assign("dirichlet:0.5", sections, sites=5, classes=names, seed=0)
+    lines = partition.table(sections, names).splitlines()
+    assert max(map(len, lines)) <= 100
+    rows = [line.split() for line in lines if line.startswith("site-2 ")]
+    numbers = [0 if cell == "-" else int(cell) for row in rows for cell in row[1:]]
+    held = partition.sites["site-2"]
+    assert numbers == [len(held["train"]), len(held["test"]), *partition.counts(sections, num_classes)["site-2"]]
+
+
+def test_table_shortens_site_names():
+    wards = ("hospital of the holy spirit, ward a", "hospital of the holy spirit, ward b")
+    sections = {"train": [{"id": f"i{i}", "centre": wards[i % 2]} for i in range(6)]}
+    lines = assign("centre", sections, sites=None, classes=None, seed=0).table(sections, None).splitlines()
+    assert "hospital of …rit, ward a         3" in lines
+    assert "hospital of …rit, ward b         3" in lines
+
+
+def test_table_tells_the_notes():
+    sections, names = cohort(3, per_class=40), ("a", "b", "c")
+    partition = assign("shots:2,5,0", sections, sites=2, classes=names, seed=0)
+    assert partition.notes
+    assert all(f"note: {note}" in partition.table(sections, names) for note in partition.notes)
+
+
+def test_shorten_keeps_both_ends():
+    assert shorten("abcdefghij", 10) == "abcdefghij"
+    assert shorten("abcdefghijk", 10) == "abcde…hijk"
+    assert [len(shorten("x" * 50, width)) for width in (9, 10)] == [9, 10]
+
+
+@pytest.mark.parametrize(("num_classes", "sites", "name"), [(3, 1, "a"), (7, 12, "class of long name"), (4, 60, "b")])
+def test_plot_keeps_inside_its_edges(tmp_path, num_classes, sites, name):
+    names = [f"{name} {c}" for c in range(num_classes)]
+    sections = cohort(num_classes, per_class=90)
+    plot(assign("dirichlet:1", sections, sites=sites, classes=names, seed=0), sections, names, tmp_path / "chart.png")
+    pixels = np.asarray(Image.open(tmp_path / "chart.png").convert("RGB"))
+    assert (pixels < 255).any()
+    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert (edge == 255).all()
+
+
+def test_plot_draws_a_disc_for_every_class_that_a_site_holds(tmp_path):
+    names, sections = ("mel", "nv", "bcc"), cohort(3)
+    partition = assign("dirichlet:0.2", sections, sites=8, classes=names, seed=0)
+    plot(partition, sections, names, tmp_path / "chart.svg")
+    root = ElementTree.parse(tmp_path / "chart.svg").getroot()
+    discs = next(group for group in root.iter() if group.get("id") == "PathCollection_1")
+    cells = sum(count > 0 for row in partition.counts(sections, 3).values() for count in row)
+    assert 8 <= cells < 24
+    assert sum(node.tag.endswith(("}use", "}path")) for node in discs.iter()) == cells
+
+
+def test_area_of_a_disc_is_in_proportion_to_its_images():
+    layout = _Layout(("site-1", "site-2"), ("mel", "nv"), ("train",))
+    whole = _diameter(layout, 400, 400)
+    assert _diameter(layout, 100, 400) == pytest.approx(whole / 2)
+    assert whole < 72 * min(layout.step_x, layout.step_y)
+    assert _diameter(layout, 1, 10**9) == SMALLEST
+
+
+def test_plot_without_labels(tmp_path):
+    sections = {"train": [{"id": f"i{i}"} for i in range(9)]}
+    plot(assign("iid", sections, sites=3, classes=None, seed=0), sections, None, tmp_path / "chart.svg")
+    text = (tmp_path / "chart.svg").read_text(encoding="utf-8")
+    assert "<!-- all images -->" in text
+    assert "<!-- Training images at each site -->" in text
+
+
+def test_drawing_leaves_the_global_figure_list_alone(tmp_path):
+    from matplotlib import pyplot
+
+    before = pyplot.get_fignums()
+    sections = cohort(2)
+    plot(assign("iid", sections, sites=2, classes=("a", "b"), seed=0), sections, ("a", "b"), tmp_path / "chart.png")
+    assert pyplot.get_fignums() == before
