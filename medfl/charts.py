@@ -1,0 +1,135 @@
+"""Line and bar charts over the rounds of a run, as inline SVG in the colours and fonts of the page around them."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from markupsafe import Markup, escape
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# matplotlib draws with these stand-ins; `_svg` writes the page's CSS variable of that name in their place
+_VARIABLES = {f"#0a0b{i:02d}": name for i, name in enumerate(("muted", "rule", "received", "personal", "local"))}
+_COLOUR = {name: colour for colour, name in _VARIABLES.items()}
+
+Values = Sequence[float | None]
+
+
+def lines(
+    label: str,
+    rounds: Sequence[int],
+    curves: Mapping[str, Values],
+    sites: Sequence[Values],
+    *,
+    band_of: str,
+    bounded: bool = False,
+    chance: float | None = None,
+) -> Markup | None:
+    """Draw one line per curve and a band from the lowest to the highest site; None if no curve has a finite value.
+
+    Args:
+        label: what a screen reader says.
+        rounds: (R,) round numbers.
+        curves: colour name (received, personal, local) -> (R,) values, None where there is none.
+        sites: (R,) lists of the sites' values, of any length.
+        band_of: colour name of the band.
+        bounded: the values lie in 0 to 1, and so does the axis.
+        chance: value to mark as that of guessing.
+    """
+    known = {name: _finite(rounds, values) for name, values in curves.items()}
+    known = {name: points for name, points in known.items() if points}
+    if not known:
+        return None
+    band = []
+    for number, values in zip(rounds, sites, strict=True):
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        if finite:
+            band.append((number, min(finite), max(finite)))
+
+    def draw(axes: Axes) -> None:
+        if len(band) > 1:
+            x, low, high = zip(*band, strict=True)
+            axes.fill_between(x, low, high, color=_COLOUR[band_of], alpha=0.16, linewidth=0)
+        elif band:
+            axes.vlines(*band[0], color=_COLOUR[band_of], alpha=0.3, linewidth=6)
+        for name, points in known.items():
+            marker = "o" if len(points) <= 12 else ""
+            axes.plot(*zip(*points, strict=True), color=_COLOUR[name], linewidth=1.6, marker=marker, markersize=4)
+        if bounded:
+            axes.set_ylim(0, 1)
+        if chance is not None:
+            axes.axhline(chance, color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
+            axes.text(
+                0.995,
+                chance,
+                "chance",
+                transform=axes.get_yaxis_transform(),
+                ha="right",
+                va="bottom",
+                color=_COLOUR["muted"],
+                fontsize=8,
+            )
+
+    return _svg(draw, label)
+
+
+def stacked(label: str, rounds: Sequence[int], parts: Mapping[str, Values], unit: float = 1.0) -> Markup | None:
+    """Draw one stacked bar a round, each part in its colour and divided by `unit`; None if all are zero or absent."""
+    if not any(any(values) for values in parts.values()):
+        return None
+    edges = [*(number - 0.5 for number in rounds), rounds[-1] + 0.5]
+
+    def draw(axes: Axes) -> None:
+        base = np.zeros(len(rounds))
+        for name, values in parts.items():
+            top = base + np.array([value or 0.0 for value in values]) / unit
+            axes.stairs(top, edges, baseline=base, fill=True, color=_COLOUR[name], alpha=0.75)
+            base = top
+        axes.set(xlim=(edges[0], edges[-1]), ylim=(0, float(base.max()) * 1.08))
+
+    return _svg(draw, label)
+
+
+def _finite(rounds: Sequence[int], values: Values) -> list[tuple[int, float]]:
+    pairs = zip(rounds, values, strict=True)
+    return [(number, value) for number, value in pairs if value is not None and math.isfinite(value)]
+
+
+def _svg(draw: Callable[[Axes], None], label: str) -> Markup:
+    import matplotlib as mpl  # here: importing it takes longer than most verbs of the command line
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.size": 10}):
+        figure = Figure(figsize=(4.7, 2.6), layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(_COLOUR["rule"])
+        axes.tick_params(length=0, labelcolor=_COLOUR["muted"])
+        axes.grid(axis="y", color=_COLOUR["rule"], linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+        axes.set_xlabel("round", color=_COLOUR["muted"])
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    return _inline(file.getvalue(), label)
+
+
+def _inline(svg: str, label: str) -> Markup:
+    """Take from a matplotlib SVG what belongs to a file: header, metadata, size, own fonts, ids that nothing uses."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    body = re.search(r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>(.*</svg>)", svg, flags=re.DOTALL)
+    assert body is not None
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", body[2])
+    used = set(re.findall(r"#([\w.-]+)", svg))
+    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
+    svg = re.sub(r"#0a0b\d\d", lambda match: f"var(--{_VARIABLES[match[0]]})", svg)
+    return Markup(f'<svg {body[1]} role="img" aria-label="{escape(label)}">{svg}')

@@ -1,0 +1,262 @@
+"""Metrics of one model on one set of cases, and their spread over sites.
+
+Every number that a run stores or prints comes from `summarise`. Classification metrics are scikit-learn's (the tests
+compare them), computed from one confusion matrix and one ranking: every round needs them for every site.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from medfl.errors import InputError, RunError
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric's name in files, its title in reports, its definition in one line and its direction."""
+
+    name: str
+    title: str
+    definition: str
+    higher_is_better: bool = True
+
+
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {
+        metric.name: metric
+        for metric in (
+            Metric("accuracy", "Accuracy", "share of cases whose most probable class is the reference class"),
+            Metric("balanced_accuracy", "Balanced accuracy", "mean recall over the classes present in the reference"),
+            Metric("f1_macro", "Macro F1", "mean F1 over the classes present in the reference or predicted"),
+            Metric("auroc", "AUROC", "mean one-versus-rest area under the ROC curve; if two classes, the second's"),
+            Metric("loss", "Loss", "mean of the bundle's loss over the cases", higher_is_better=False),
+            Metric("dice", "Dice", "overlap 2|A∩B| / (|A|+|B|) per case, averaged"),
+            Metric("hd95", "HD95", "95th percentile of surface distances per case, averaged", higher_is_better=False),
+            Metric("surface_dice", "Surface Dice", "share of surface within tolerance per case, averaged"),
+            Metric("pixel_accuracy", "Pixel accuracy", "share of pixels of the right class per case, averaged"),
+        )
+    }
+)
+
+KEY_METRICS: Mapping[str, str] = MappingProxyType({"classification": "balanced_accuracy", "segmentation": "dice"})
+"""The metric by which a task's best round is chosen, where its bundle names none."""
+
+_LOWER_IS_BETTER = frozenset({"loss", "error", "mae", "mse", "rmse", "nll", "ece", "hd95", "hausdorff", "distance"})
+
+
+def higher_is_better(name: str) -> bool:
+    """Whether larger values of the metric are better.
+
+    A metric that is not in `METRICS` counts as better when higher, as MONAI treats key metrics, unless a word of its
+    name says otherwise (loss, error, mae, mse, rmse, nll, ece, hd95, hausdorff, distance).
+    """
+    if name in METRICS:
+        return METRICS[name].higher_is_better
+    return _LOWER_IS_BETTER.isdisjoint(name.lower().replace("-", "_").split("_"))
+
+
+def title(name: str) -> str:
+    """Return the metric's name as people write it."""
+    return METRICS[name].title if name in METRICS else name.replace("_", " ")
+
+
+@dataclass(frozen=True, eq=False)
+class Cases:
+    """Per-case outcomes of one model on one set.
+
+    Attributes:
+        ids: the items' ids, without repeats.
+        values: tensors whose first dimension is the case. Classification: "probabilities" (N, K) float32, "label" (N,)
+            int64, "loss" (N,) float32. Other tasks: one (N,) float tensor per metric, NaN where a case has none.
+
+    Raises:
+        ValueError: a tensor's first dimension is not the number of ids.
+    """
+
+    ids: tuple[str, ...]
+    values: Mapping[str, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        """Check that every tensor has one entry per case."""
+        for name, tensor in self.values.items():
+            if tensor.ndim == 0 or len(tensor) != len(self.ids):
+                raise ValueError(f"values[{name!r}] has shape {tuple(tensor.shape)} for {len(self.ids)} cases")
+
+    def __len__(self) -> int:
+        """Return the number of cases."""
+        return len(self.ids)
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether the cases carry class probabilities."""
+        return "probabilities" in self.values
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        index = {name: i for i, name in enumerate(self.ids)}
+        if len(index) != len(self.ids):
+            raise ValueError(f"{len(self.ids) - len(index)} of {len(self.ids)} case ids are repeated")
+        return index
+
+    def select(self, which: Sequence[str] | Sequence[int]) -> Cases:
+        """Return the given cases, by id or by index, in the given order.
+
+        Raises:
+            KeyError: an id is not among the cases.
+        """
+        rows = [self._index[item] if isinstance(item, str) else int(item) for item in which]
+        index = torch.tensor(rows, dtype=torch.int64)
+        chosen = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.values.items()}
+        return Cases(tuple(self.ids[row] for row in rows), chosen)
+
+    @staticmethod
+    def concat(parts: Sequence[Cases]) -> Cases:
+        """Join several sets in the given order; empty sets add nothing.
+
+        Raises:
+            ValueError: two sets carry different values.
+        """
+        filled = [part for part in parts if len(part)]
+        if not filled:
+            return parts[0] if parts else Cases((), {})
+        names = list(filled[0].values)
+        for part in filled[1:]:
+            if set(part.values) != set(names):
+                raise ValueError(f"cannot join cases with values {sorted(names)} and {sorted(part.values)}")
+        ids = tuple(name for part in filled for name in part.ids)
+        return Cases(ids, {name: torch.cat([part.values[name] for part in filled]) for name in names})
+
+
+def summarise(cases: Cases) -> dict[str, float]:
+    """Return the metrics of a set of cases as plain floats; the empty set has none.
+
+    Classification: `accuracy`, `balanced_accuracy`, `f1_macro`, `auroc`, and `loss` where the cases carry it, as
+    `METRICS` defines them. Classes without a case, or without any other case, do not enter the mean of `auroc`;
+    where no class is left (one class present) it is left out.
+
+    Other tasks: the mean over cases of each value. Cases whose value is NaN are ignored; if there are any,
+    `<name>_cases` says how many entered the mean, and if all are, the metric is left out.
+
+    Raises:
+        InputError: a label is outside the classes.
+        RunError: a probability is not finite.
+    """
+    if not len(cases):
+        return {}
+    if not cases.is_classification:
+        return _case_means(cases)
+    probabilities = cases.values["probabilities"].numpy(force=True)
+    label = cases.values["label"].numpy(force=True)
+    _check(cases.ids, probabilities, label)
+    result = from_confusion(confusion(label, probabilities.argmax(1), probabilities.shape[1]))
+    area = _auroc(label, probabilities)
+    if area is not None:
+        result["auroc"] = area
+    if "loss" in cases.values:
+        result["loss"] = float(cases.values["loss"].numpy(force=True).mean(dtype=np.float64))
+    return result
+
+
+def confusion(label: NDArray[Any], predicted: NDArray[Any], classes: int) -> NDArray[np.int64]:
+    """Return the (K, K) counts with the reference in rows; `label` and `predicted` are (N,) integers in 0..K-1."""
+    counts = np.bincount(label.astype(np.int64) * classes + predicted, minlength=classes * classes)
+    return counts.reshape(classes, classes)
+
+
+def from_confusion(counts: NDArray[np.int64]) -> dict[str, float]:
+    """Return accuracy, balanced accuracy and macro F1 of (K, K) counts that are not all zero, reference in rows."""
+    hits, reference, predicted = np.diag(counts), counts.sum(1), counts.sum(0)
+    present, seen = reference > 0, reference + predicted > 0
+    return {
+        "accuracy": float(hits.sum() / counts.sum()),
+        "balanced_accuracy": float((hits[present] / reference[present]).mean()),
+        "f1_macro": float((2 * hits[seen] / (reference + predicted)[seen]).mean()),
+    }
+
+
+class Spread(TypedDict, total=False):
+    """How a metric lies over the sites; `sd` is that of these sites (ddof 0), `count` how many have the metric."""
+
+    mean: float
+    sd: float
+    worst: float
+    worst_site: str
+    count: int
+
+
+def spread(values: Mapping[str, float | None], higher_is_better: bool = True) -> Spread:
+    """Return mean, standard deviation and worst site (the first of equals) over the sites that have the metric.
+
+    A site without the metric has no entry, None or NaN. No site at all gives an empty result.
+    """
+    known = {site: float(value) for site, value in values.items() if value is not None and not math.isnan(value)}
+    if not known:
+        return {}
+    numbers = np.array(list(known.values()))
+    worst_site = (min if higher_is_better else max)(known, key=known.__getitem__)
+    return {
+        "mean": float(numbers.mean()),
+        "sd": float(numbers.std()),
+        "worst": known[worst_site],
+        "worst_site": worst_site,
+        "count": len(known),
+    }
+
+
+def definitions() -> Iterator[tuple[str, str, str]]:
+    """Yield (name, definition, "higher" or "lower" is better) of every metric, for tables."""
+    for metric in METRICS.values():
+        yield metric.name, metric.definition, "higher" if metric.higher_is_better else "lower"
+
+
+def _case_means(cases: Cases) -> dict[str, float]:
+    result: dict[str, float] = {}
+    for name, tensor in cases.values.items():
+        values = tensor.numpy(force=True).astype(np.float64)
+        known = values[~np.isnan(values)]
+        if known.size:
+            result[name] = float(known.mean())
+            if known.size < values.size:
+                result[f"{name}_cases"] = float(known.size)
+    return result
+
+
+def _check(ids: tuple[str, ...], probabilities: NDArray[Any], label: NDArray[Any]) -> None:
+    classes = probabilities.shape[1]
+    outside = (label < 0) | (label >= classes)
+    if outside.any():
+        first = int(outside.argmax())
+        raise InputError(
+            f"item {ids[first]!r} has the label {label[first]}",
+            f"the network has {classes} classes: labels 0 to {classes - 1}",
+            "correct the label, or the bundle's number of classes",
+        )
+    if not np.isfinite(probabilities).all():
+        bad = ~np.isfinite(probabilities).all(1)
+        count = f"{int(bad.sum())} of {len(ids)} cases"
+        raise RunError(f"the model's probabilities are not finite for {count}, first {ids[bad.argmax()]!r}")
+
+
+def _auroc(label: NDArray[Any], probabilities: NDArray[Any]) -> float | None:
+    """Return the macro one-versus-rest area by Mann-Whitney: (rank sum of n positives - n(n+1)/2) / (n · negatives)."""
+    cases, classes = probabilities.shape
+    columns = np.array([1]) if classes == 2 else np.arange(classes)
+    positive = label[:, None] == columns
+    n = positive.sum(0)
+    usable = (n > 0) & (n < cases)
+    if not usable.any():
+        return None
+    n, positive = n[usable], positive[:, usable]
+    ranks = rankdata(probabilities[:, columns[usable]], axis=0)
+    areas = ((ranks * positive).sum(0) - n * (n + 1) / 2) / (n * (cases - n))
+    return float(areas.mean())

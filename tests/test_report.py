@@ -1,0 +1,529 @@
+"""Reports and tables from synthetic run folders of every shape a run can leave behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from medfl.errors import InputError
+from medfl.report import RunFolder, result_table, write_report
+
+Make = Callable[..., Path]
+CLASSES = ["normal", "bacterial pneumonia", "viral pneumonia"]
+
+
+def metrics_at(level: float, draw: np.random.Generator) -> dict[str, float]:
+    """Invented metrics around a level."""
+    names = ("accuracy", "balanced_accuracy", "f1_macro", "auroc")
+    values = {name: float(np.clip(level + draw.normal(0, 0.01), 0, 1)) for name in names}
+    return values | {"loss": float(2 * (1 - level))}
+
+
+def make_rounds(sites: list[str], rounds: int, judged: str, draw: np.random.Generator) -> list[dict[str, Any]]:
+    skill = {site: float(draw.normal(0, 0.06)) for site in sites}
+    entries = []
+    for number in range(1, rounds + 1):
+        level = 0.85 - 0.5 * float(np.exp(-number / 5))
+        site_values = {
+            site: {
+                "train_loss": 1.2 - level - skill[site],
+                "steps": 12,
+                "received": metrics_at(level + skill[site], draw) if judged == "global" else None,
+                "personal": metrics_at(level + 0.05 + skill[site] / 2, draw),
+            }
+            for site in sites
+        }
+        found = {
+            "global": metrics_at(level, draw) if judged == "global" else None,
+            "personal": metrics_at(level + 0.05, draw),
+        }
+        entries.append(
+            {
+                "round": number,
+                "cohort": sites,
+                "seconds": 2.5,
+                "seconds_train": 1.8 + float(draw.normal(0, 0.1)),
+                "seconds_server": 0.1,
+                "seconds_eval": 0.6,
+                "bytes_up": 44_800_000 * len(sites),
+                "bytes_down": 44_800_000 * len(sites),
+                "train_loss": 1.2 - level,
+                "val": found[judged],
+                "judged": judged,
+                "val_global": found["global"],
+                "val_personal": found["personal"],
+                "sites": site_values,
+            }
+        )
+    return entries
+
+
+def make_run(
+    sites: list[str], classes: list[str], rounds: int, source: str, draw: np.random.Generator
+) -> dict[str, Any]:
+    counts = {
+        site: [int(n) for n in draw.multinomial(draw.integers(20, 400), draw.dirichlet([0.4] * len(classes)))]
+        for site in sites
+    }
+    parts = {
+        site: {
+            "train": [f"{site}/{i}" for i in range(sum(n))],
+            "validate": [f"{site}/v{i}" for i in range(9)],
+            "test": [f"{site}/t{i}" for i in range(20)],
+        }
+        for site, n in counts.items()
+    }
+    return {
+        "medfl": "0.1.0",
+        "bundle": "pneumonia",
+        "bundle_path": "bundles/pneumonia",
+        "task": "classification",
+        "classes": classes,
+        "key_metric": "balanced_accuracy",
+        "method": "fedprox",
+        "options": {"mu": 0.1},
+        "config": {"image_size": 64, "network": "resnet18"},
+        "data": {
+            "source": source,
+            "folder": "/secret/hospital/folder",
+            "checksum": "5f2c" * 16,
+            "split": "official",
+            "counts": {
+                section: sum(len(p[section]) for p in parts.values()) for section in ("train", "validate", "test")
+            },
+        },
+        "partition": {
+            "spec": "dirichlet:0.4",
+            "seed": 0,
+            "notes": ["re-drawn 2 times: a site was empty"],
+            "sites": parts,
+        },
+        "site_class_counts": counts,
+        "cohort": 1.0,
+        "rounds": rounds,
+        "local_epochs": 2,
+        "batch_size": 16,
+        "lr": 0.01,
+        "lr_decay": 0.98,
+        "seed": 0,
+        "device": "cpu",
+        "amp": False,
+        "threads": 1,
+        "versions": {"python": "3.11", "torch": "2.15.0", "monai": "1.6.1"},
+        "command": "medfl run pneumonia --method fedprox --set mu=0.1 --partition dirichlet:0.4 --sites 6 --out runs/a",
+        "run_hash": "c0ffee" * 10 + "abcd",
+    }
+
+
+def make_summary(entries: list[dict[str, Any]], source: str, judged: str) -> dict[str, Any]:
+    best = max(entries, key=lambda entry: entry["val"]["balanced_accuracy"])
+    found = {
+        kind: {
+            when: {"round": entry["round"], **entry[f"val_{kind}"]}
+            for when, entry in (("last", entries[-1]), ("best", best))
+        }
+        if entries[-1][f"val_{kind}"]
+        else None
+        for kind in ("global", "personal")
+    }
+    return {
+        "method": "fedprox",
+        "bundle": "pneumonia",
+        "seed": 0,
+        "rounds": len(entries),
+        "status": "finished",
+        "data_source": source,
+        "judged": judged,
+        **found[judged],
+        **found,
+        "bytes_up": sum(entry["bytes_up"] for entry in entries),
+        "bytes_down": sum(entry["bytes_down"] for entry in entries),
+        "seconds": 2.5 * len(entries),
+        "seconds_per_round": 2.5,
+        "peak_memory_bytes": 812_000_000,
+        "weights_sha256": "ab12" * 16,
+        "run_hash": "c0ffee" * 10 + "abcd",
+    }
+
+
+def write_tables(folder: Path, run: dict[str, Any], entries: list[dict[str, Any]], draw: np.random.Generator) -> None:
+    rows = []
+    for site, parts in run["partition"]["sites"].items():
+        row: dict[str, Any] = {"site": site, **{section: len(ids) for section, ids in parts.items()}}
+        row |= {f"train_{name}": n for name, n in zip(run["classes"], run["site_class_counts"][site], strict=True)}
+        found = entries[-1]["sites"][site]
+        local = {name: value - 0.08 for name, value in found["personal"].items()}
+        for kind, values in (("received", found["received"]), ("personal", found["personal"]), ("local", local)):
+            names = found["personal"]
+            row |= {f"{kind}_{name}": values[name] if values else "" for name in names}
+        rows.append(row)
+    with (folder / "sites.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    k = len(run["classes"])
+    with (folder / "predictions.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["id", "site", "label", "predicted", *(f"p_{name}" for name in run["classes"])])
+        for site, parts in run["partition"]["sites"].items():
+            for name in parts["test"]:
+                label = int(draw.integers(0, k))
+                predicted = label if draw.random() < 0.8 else int(draw.integers(0, k))
+                table.writerow([name, site, label, predicted, *np.round(draw.dirichlet([1.0] * k), 4)])
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Return a function that writes a synthetic run folder, formatted as real runs are."""
+
+    def build(
+        name: str = "run",
+        *,
+        sites: list[str] | int = 6,
+        classes: list[str] = CLASSES,
+        rounds: int = 20,
+        done: int | None = None,
+        source: str = "real",
+        judged: str = "global",
+        **changes: Any,
+    ) -> Path:
+        draw = np.random.default_rng(7)
+        folder = tmp_path / name
+        folder.mkdir()
+        names = [f"site-{i + 1}" for i in range(sites)] if isinstance(sites, int) else sites
+        run = make_run(names, classes, rounds, source, draw) | changes
+        entries = make_rounds(names, rounds if done is None else done, judged, draw)
+        (folder / "run.json").write_text(json.dumps(run))
+        (folder / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        if done is None:
+            (folder / "summary.json").write_text(json.dumps(make_summary(entries, source, judged)))
+            write_tables(folder, run, entries, draw)
+        return folder
+
+    return build
+
+
+class Page(HTMLParser):
+    """What a browser would load, run and show, and whether the tags nest."""
+
+    VOID = ("meta", "img", "br", "use", "path")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action")]
+        self.tags += [name for name, _ in attrs if name.startswith("on")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def render(folder: Path) -> tuple[str, Page]:
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    return text, page
+
+
+def test_page_needs_nothing_but_itself(make: Make) -> None:
+    text, page = render(make())
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+    assert all(target.startswith("#") for target in page.loads)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "@import" not in text
+
+
+def test_page_tells_what_was_run_and_found(make: Make) -> None:
+    folder = make()
+    _, page = render(folder)
+    words = " ".join(page.text.split())
+    summary, run = json.loads((folder / "summary.json").read_text()), json.loads((folder / "run.json").read_text())
+    for expected in (
+        "fedprox on pneumonia",
+        "The method fedprox trained for classification into 3 classes at 6 sites over 20 rounds",
+        "all sites train for 2 local epochs in batches of 16 at learning rate 0.01, multiplied by 0.98",
+        "dirichlet:0.4, seed 0. re-drawn 2 times: a site was empty.",
+        run["command"],
+        run["run_hash"],
+        run["data"]["checksum"],
+        "torch 2.15.0",
+        "mu=0.1",
+        f"{summary['last']['balanced_accuracy']:.3f}",
+        f"{summary['best']['auroc']:.3f}",
+        "5.38 GB",
+        "50 s",
+        "Real images",
+    ):
+        assert " ".join(expected.split()).replace(" ", "") in words.replace(" ", ""), expected
+    assert "/secret" not in words
+    assert page.tags.count("svg") == 4
+
+
+def test_site_figures_are_those_of_sites_csv(make: Make) -> None:
+    folder = make(sites=2)
+    rows = list(csv.DictReader((folder / "sites.csv").read_text().splitlines()))
+    received = [float(row["received_balanced_accuracy"]) for row in rows]
+    local = [float(row["local_balanced_accuracy"]) for row in rows]
+    _, page = render(folder)
+    words = " ".join(page.text.split())
+    assert f"{np.mean(received):.3f} ± {np.std(received):.3f}" in words
+    assert f"{np.mean(local):.3f} ± {np.std(local):.3f}" in words
+    better = sum(a > b for a, b in zip(received, local, strict=True))
+    assert f"is better at {better} of 2 sites" in words
+
+
+def test_confusion_matrix_by_hand(make: Make) -> None:
+    folder = make(sites=2)
+    pairs = [(0, 0), (0, 0), (0, 0), (0, 1), (1, 1), (2, 1)]
+    lines = [f"t{i},site-1,{label},{predicted},1,0,0" for i, (label, predicted) in enumerate(pairs)]
+    (folder / "predictions.csv").write_text("\n".join(["id,site,label,predicted,p_a,p_b,p_c", *lines]) + "\n")
+    _, page = render(folder)
+    matrix, foot = "".join(page.text.split()).split("sensitivity")[1].split("precision")
+    assert matrix == "normal31040.750" + "bacterialpneumonia01011.000" + "viralpneumonia01010.000"
+    assert foot.startswith("1.0000.333–")
+
+
+@pytest.mark.parametrize("source", ["real", "phantom"])
+def test_phantom_is_said_loudly_and_only_then(make: Make, source: str) -> None:
+    folder = make(source=source)
+    text, page = render(folder)
+    assert ("PHANTOM DATA" in page.text) is (source == "phantom")
+    assert ('class="alarm"' in text) is (source == "phantom")
+    assert ("Real images" in page.text) is (source == "real")
+    last = result_table(folder).splitlines()[-1]
+    assert last.startswith("PHANTOM data" if source == "phantom" else "real data")
+
+
+def test_names_of_users_are_text(make: Make) -> None:
+    bad = "<script>alert('x')</script>"
+    sites = [bad, 'a"b onload="x', "$\\frac{1}{0}$", "医院"]
+    folder = make(
+        sites=sites,
+        classes=[bad, "b&b", "c"],
+        bundle=bad,
+        method=bad,
+        command=f"medfl run {bad}",
+        options={bad: bad},
+        config={bad: [bad]},
+        versions={bad: bad},
+        run_hash=bad,
+        key_metric="balanced_accuracy",
+    )
+    text, page = render(folder)
+    assert "script" not in page.tags
+    assert "onload" not in page.tags
+    assert bad not in text
+    assert bad in page.text
+    assert "b&b" in page.text
+    assert "$\\frac{1}{0}$" in page.text
+
+
+def test_key_metric_from_a_foreign_bundle_is_text_in_charts(make: Make) -> None:
+    key = "$x_<b>"
+    folder = make(key_metric=key)
+    entries = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for entry in entries:
+        entry["val"][key] = entry["val_global"][key] = 3.0
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    _, page = render(folder)
+    assert "$x <b> on the validation set" in page.text
+    assert "b" not in page.tags[: page.tags.index("h1")]
+
+
+def test_unfinished_run(make: Make) -> None:
+    folder = make(done=7)
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 8, "cohort": ["si')
+    _, page = render(folder)
+    assert "Not finished: 7 of 20 rounds" in " ".join(page.text.split())
+    assert "round 7, pooled validation set" in page.text
+    table = result_table(folder)
+    assert "unfinished: 7 of 20 rounds" in table
+    assert "site-6" in table
+
+
+def test_no_round_yet(make: Make) -> None:
+    folder = make(done=0)
+    (folder / "rounds.jsonl").unlink()
+    _, page = render(folder)
+    assert "Not finished: 0 of 20 rounds" in " ".join(page.text.split())
+    assert "svg" not in page.tags
+
+
+def test_one_round_is_drawn(make: Make) -> None:
+    text, page = render(make(rounds=1, sites=1))
+    assert page.tags.count("svg") == 4
+    assert "at 1 site over 1 round." in " ".join(page.text.split())
+    assert "nan" not in text.lower().replace("nano", "")
+
+
+def test_method_without_a_global_model(make: Make) -> None:
+    folder = make(judged="personal")
+    _, page = render(folder)
+    assert "judged by the personalised models" in " ".join(page.text.split())
+    assert "Global model" not in page.text
+    assert "received" not in result_table(folder)
+
+
+def test_rounds_without_evaluation_and_loss_that_is_not_a_number(make: Make) -> None:
+    folder = make()
+    entries = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for entry in entries[::2]:
+        entry |= {"val": None, "val_global": None, "val_personal": None}
+        entry["sites"] = {site: {"train_loss": float("nan"), "steps": 1} for site in entry["sites"]}
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    _, page = render(folder)
+    assert page.tags.count("svg") == 4
+
+
+def test_optional_files_may_be_missing(make: Make) -> None:
+    folder = make()
+    for name in ("predictions.csv", "sites.csv"):
+        (folder / name).unlink()
+    _, page = render(folder)
+    assert "Confusion matrix" not in page.text
+    assert "at each site" not in page.text
+
+
+def test_segmentation_run_shows_the_stored_partition_picture(make: Make) -> None:
+    folder = make(task="segmentation", key_metric="dice")
+    run = json.loads((folder / "run.json").read_text()) | {"classes": [], "site_class_counts": {}}
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "predictions.csv").unlink()
+    (folder / "partition.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    for name in ("summary.json", "rounds.jsonl", "sites.csv"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("balanced_accuracy", "dice").replace("auroc", "hd95"))
+    _, page = render(folder)
+    assert "data:image/png;base64,iVBORw0KGgo=" in page.loads
+    assert "Dice at each site" in page.text
+    assert "95th percentile of surface distances" in page.text
+
+
+def test_hundred_sites(make: Make) -> None:
+    folder = make(sites=100, classes=[f"a rather long name of tissue class number {i}" for i in range(9)])
+    text, page = render(folder)
+    assert all(f"site-{i} " in page.text for i in range(1, 101))
+    assert len(text) < 1_500_000
+    lines = result_table(folder).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 45
+    assert "80 better sites are in sites.csv" in "\n".join(lines)
+
+
+def test_same_folder_same_bytes(make: Make) -> None:
+    folder = make(rounds=3)
+    assert render(folder)[0] == render(folder)[0]
+
+
+def test_result_table(make: Make) -> None:
+    folder = make(sites=["rosendahl", "a hospital with a very long name indeed", "bad\x1b[31mname"])
+    rows = list(csv.DictReader((folder / "sites.csv").read_text().splitlines()))
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = result_table(folder).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[1].split() == ["site", "train", "test", *["received", "personal", "local"] * 2]
+    first = lines[3].split()
+    names = [
+        f"{kind}_{name}" for name in ("balanced_accuracy", "accuracy") for kind in ("received", "personal", "local")
+    ]
+    assert first == ["rosendahl", rows[0]["train"], "20", *(f"{float(rows[0][name]):.3f}" for name in names)]
+    assert lines[4].startswith("a hospital with a very …")
+    assert "\x1b" not in "".join(lines)
+    mean = next(line for line in lines if line.startswith("mean")).split()
+    assert mean[1] == f"{np.mean([float(row[names[0]]) for row in rows]):.3f}"
+    text = "\n".join(lines)
+    pooled = lines[lines.index("") + 1 :]
+    names = ["balanced_accuracy", "accuracy", "f1_macro", "auroc", "loss"]
+    assert pooled[0].split() == ["pooled", "test", "set", "round", *names]
+    for row, kind, when in zip(pooled[1:5], ["global"] * 2 + ["personal"] * 2, ["last", "best"] * 2, strict=True):
+        values = summary[kind][when]
+        assert row.split() == [kind, when, str(values["round"]), *(f"{values[name]:.3f}" for name in names)]
+    assert "up 2.69 GB, down 2.69 GB, time 50 s" in text
+    assert lines[-1] == "real data: pneumonia, checksum 5f2c5f2c5f2c5f2c"
+
+
+def test_table_lists_the_worst_sites_where_lower_is_better(make: Make) -> None:
+    folder = make(sites=30, key_metric="loss")
+    values = RunFolder.read(folder).site_values("received", "loss")
+    lines = result_table(folder).splitlines()
+    assert lines[3].split()[0] == max(values, key=lambda site: values[site])
+
+
+def spoil_rounds(folder: Path) -> None:
+    (folder / "rounds.jsonl").write_text('{"round": 1}\n{oops\n')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "run.json").unlink(), "has no run.json"),
+        (lambda folder: (folder / "run.json").write_text("{"), "run.json is not JSON"),
+        (lambda folder: (folder / "run.json").write_text("[]"), "run.json holds no JSON object"),
+        (lambda folder: (folder / "run.json").write_text("{}"), "run.json lacks method, bundle"),
+        (lambda folder: (folder / "summary.json").write_bytes(b"\xff\xfe\x00"), "summary.json is not JSON"),
+        (spoil_rounds, "rounds.jsonl is not JSON line 2"),
+        (lambda folder: (folder / "rounds.jsonl").write_text("{}\n"), "without a round number"),
+        (lambda folder: (folder / "sites.csv").write_text("a,b\n1,2\n"), "sites.csv line 2 does not fit"),
+        (lambda folder: (folder / "sites.csv").write_text("site,train\nx,1,2\n"), "sites.csv line 2 does not fit"),
+        (
+            lambda folder: (folder / "predictions.csv").write_text("id,label,predicted\nx,0,9\n"),
+            "line 2 has a class outside 0 to 2",
+        ),
+        (
+            lambda folder: (folder / "predictions.csv").write_text("id,label,predicted\nx,0,\n"),
+            "line 2 has no class numbers",
+        ),
+        (
+            lambda folder: (folder / "sites.csv").write_text("site,received_balanced_accuracy\nx,good\n"),
+            "no number in column received_balanced_accuracy",
+        ),
+    ],
+)
+def test_damaged_folder_is_named(make: Make, spoil: Callable[[Path], None], said: str) -> None:
+    folder = make(rounds=2)
+    spoil(folder)
+    with pytest.raises(InputError, match=re.escape(said)) as caught:
+        write_report(folder)
+    assert "\n" not in str(caught.value)
+    assert not (folder / "report.html").exists()
+
+
+def test_run_that_hides_its_data_source_is_refused(make: Make) -> None:
+    folder = make(rounds=1, data={"folder": "x"})
+    (folder / "report.html").unlink(missing_ok=True)
+    with pytest.raises(InputError, match="real or phantom"):
+        result_table(folder)
