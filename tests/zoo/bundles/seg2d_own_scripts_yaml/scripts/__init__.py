@@ -1,0 +1,1 @@
+"""Code of this bundle: its network, its transforms and its batches."""
