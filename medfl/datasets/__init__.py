@@ -1,0 +1,44 @@
+"""Medical image data sets: layouts, data lists, readers, checks and phantoms.
+
+A data set is one module of this folder with a `DATASET`; it is found by being there.
+"""
+
+from __future__ import annotations
+
+from medfl.datasets.base import (
+    DataSet,
+    Download,
+    Item,
+    checksum,
+    datalist,
+    get,
+    is_phantom,
+    locate,
+    names,
+    notes,
+    sections,
+    splits,
+)
+from medfl.datasets.checking import CheckReport, check
+from medfl.datasets.phantom import write_phantom
+from medfl.datasets.reading import ReadPixelsd, read_pixels
+
+__all__ = [
+    "CheckReport",
+    "DataSet",
+    "Download",
+    "Item",
+    "ReadPixelsd",
+    "check",
+    "checksum",
+    "datalist",
+    "get",
+    "is_phantom",
+    "locate",
+    "names",
+    "notes",
+    "read_pixels",
+    "sections",
+    "splits",
+    "write_phantom",
+]

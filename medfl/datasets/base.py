@@ -1,0 +1,272 @@
+"""Data sets: what each is, where it lies, and its images as MONAI data lists."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypedDict
+
+import numpy as np
+
+from medfl.datasets.reading import content_key, split_uri
+from medfl.datasets.splitting import SECTIONS, Rule
+from medfl.datasets.tables import Layout, Table
+from medfl.errors import InputError
+
+
+class Item(TypedDict):
+    """One entry of a data list. `group` is the patient or lesion, or `id` where it is not known."""
+
+    image: str
+    label: int
+    id: str
+    centre: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file that may be fetched; `digest` is "md5:…" or "sha256:…", or None if its source publishes none."""
+
+    url: str
+    file: str
+    digest: str | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DataSet:
+    """One data set.
+
+    Attributes:
+        classes: names in label order, as in the source's tables or folders.
+        concepts: the classes in words, in the same order.
+        centres: where images were taken; one name if the source does not say.
+        channels: channels of an image (1 grey, 3 RGB).
+        mixed_channels: some files have another number of channels and are to be converted.
+        folders: names under which the data set is looked for below $MEDFL_DATA.
+        readers: the layouts that are recognised, in the order tried.
+        rules: split name -> rule; a layout may offer only some, its first is the default.
+        notes: what a user of the data must know.
+        draw: writes a phantom cohort: (folder, generator, images per class, pixels per side) -> number of images.
+        per_class: default number of phantom images per class.
+        size: default side of phantom images.
+    """
+
+    name: str
+    title: str
+    classes: tuple[str, ...]
+    concepts: tuple[str, ...]
+    centres: tuple[str, ...]
+    channels: int
+    folders: tuple[str, ...]
+    readers: tuple[Layout, ...]
+    rules: Mapping[str, Rule]
+    licence: str
+    source: str
+    citation: str
+    draw: Callable[[Path, np.random.Generator, int, int], int]
+    per_class: int
+    size: int = 64
+    task: str = "classification"
+    mixed_channels: bool = False
+    notes: tuple[str, ...] = ()
+    downloads: tuple[Download, ...] = ()
+    download_note: str = ""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of all splits; a folder may offer only some of them, see `splits(name, folder)`."""
+        return tuple(self.rules)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The layouts that are recognised, in words."""
+        return tuple(layout.text for layout in self.readers)
+
+    def layout(self, folder: Path) -> Layout | None:
+        """Return the layout of which `folder` is one, or None."""
+        return next((layout for layout in self.readers if layout.find(folder)), None) if folder.is_dir() else None
+
+
+@functools.cache
+def _registry() -> Mapping[str, DataSet]:
+    package = importlib.import_module("medfl.datasets")
+    modules = (
+        importlib.import_module(f"medfl.datasets.{module.name}") for module in pkgutil.iter_modules(package.__path__)
+    )
+    return MappingProxyType({module.DATASET.name: module.DATASET for module in modules if hasattr(module, "DATASET")})
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the data sets, sorted."""
+    return tuple(sorted(_registry()))
+
+
+def get(name: str) -> DataSet:
+    """Return the data set `name`.
+
+    Raises:
+        InputError: no such data set.
+    """
+    if name not in _registry():
+        raise InputError(f"data set {name!r} is not known", f"data sets: {', '.join(names())}", "choose one of them")
+    return _registry()[name]
+
+
+def locate(name: str, folder: str | Path | None = None) -> Path:
+    """Return the folder that holds data set `name`: `folder` or a known folder in it; if None, below $MEDFL_DATA.
+
+    Raises:
+        InputError: none of the folders has a known layout.
+    """
+    dataset = get(name)
+    known = "known layouts: " + " | ".join(dataset.layouts)
+    if folder is None:
+        if not os.environ.get("MEDFL_DATA"):
+            raise InputError(
+                f"no folder is given for {name} and MEDFL_DATA is not set", known, "name the folder or set MEDFL_DATA"
+            )
+        root = Path(os.environ["MEDFL_DATA"])
+    else:
+        root = Path(folder)
+    if not root.is_dir():
+        raise InputError(f"{root} is not a folder", known, f"name the folder that holds {name}")
+    places = [root, *(root / known_name for known_name in dataset.folders)]
+    for place in places:
+        if dataset.layout(place) is not None:
+            return place
+    looked = ", ".join(place.name for place in places[1:])
+    raise InputError(
+        f"{root} holds no {name} data, nor does a folder {looked} in it", known, "name the folder that holds it"
+    )
+
+
+def _layout(name: str, folder: str | Path | None) -> tuple[Path, Layout]:
+    place = locate(name, folder)
+    layout = get(name).layout(place)
+    assert layout is not None, place
+    return place, layout
+
+
+def splits(name: str, folder: str | Path) -> tuple[str, ...]:
+    """Return the splits that the layout of `folder` offers; the first is used where none is named."""
+    return _layout(name, folder)[1].splits
+
+
+def notes(name: str, folder: str | Path) -> tuple[str, ...]:
+    """Return what a user of the data in `folder` must know: of the data set, of this layout, of a phantom."""
+    place, layout = _layout(name, folder)
+    phantom = (f"{place} is a phantom: drawn images, not real ones",) if is_phantom(place) else ()
+    return phantom + layout.notes + get(name).notes
+
+
+MARKER = "PHANTOM.json"
+
+
+def is_phantom(folder: str | Path) -> bool:
+    """Say whether `folder` is (or lies directly in) a phantom cohort, by its marker file."""
+    return any((place / MARKER).is_file() for place in (Path(folder), Path(folder).absolute().parent))
+
+
+def read_table(name: str, folder: str | Path) -> Table:
+    """Return the records of a data set in `folder`, sorted by id, and the problems found without opening images."""
+    return _read(name, *_version(name, folder))
+
+
+def datalist(name: str, folder: str | Path, section: str, split: str | None = None) -> list[Item]:
+    """Return the items of one section (train, validate, test), in a stable order; `split` None is the layout's default.
+
+    The folder is read once per process and again when its direct contents change.
+
+    Raises:
+        InputError: unknown layout, section or split; missing images, bad labels or double ids in its tables.
+    """
+    if section not in SECTIONS:
+        raise InputError(f"section {section!r} is not known", f"sections: {', '.join(SECTIONS)}", "choose one of them")
+    return [item.copy() for item in sections(name, folder, split)[section]]
+
+
+def sections(name: str, folder: str | Path, split: str | None = None) -> Mapping[str, tuple[Item, ...]]:
+    """Return the items of all sections; they are shared with later calls and must not be changed."""
+    return _sections(name, *_version(name, folder), split)
+
+
+def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int, int], ...]]:
+    """Return where the data lie and what tells an old from a changed folder."""
+    place, layout = _layout(name, folder)
+    with os.scandir(place) as entries:
+        found = [
+            (entry.name, (stat := entry.stat(follow_symlinks=False)).st_mtime_ns, stat.st_size) for entry in entries
+        ]
+    return place.absolute(), (*sorted(found), (layout.text, 0, 0))
+
+
+@functools.lru_cache(maxsize=8)
+def _read(name: str, place: Path, version: tuple[tuple[str, int, int], ...]) -> Table:
+    table = _layout(name, place)[1].read(place)
+    table.records.sort(key=lambda record: record.id)
+    table.check_ids()
+    if not table.records and not table.problems:
+        table.problems.append(f"{place} holds no image")
+    return table
+
+
+@functools.lru_cache(maxsize=16)
+def _sections(
+    name: str, place: Path, version: tuple[tuple[str, int, int], ...], split: str | None
+) -> Mapping[str, tuple[Item, ...]]:
+    dataset, layout, table = get(name), _layout(name, place)[1], _read(name, place, version)
+    if table.problems:
+        more = f" (and {len(table.problems) - 1} more problems)" if len(table.problems) > 1 else ""
+        raise InputError(
+            f"{name} in {place}: {table.problems[0]}{more}",
+            f"the classes are {', '.join(dataset.classes)}; each image lies in the folder once",
+            f"see `medfl data check {name} --data {place}`",
+        )
+    split = split or layout.splits[0]
+    if split not in layout.splits:
+        raise InputError(
+            f"split {split!r} is not offered by {name} in {place}",
+            f"splits there: {', '.join(layout.splits)}",
+            "choose one of them",
+        )
+    assigned = dataset.rules[split](table.records)
+    found: dict[str, list[Item]] = {section: [] for section in SECTIONS}
+    for record, section in zip(table.records, assigned, strict=True):
+        found[section].append(
+            Item(image=record.image, label=record.label, id=record.id, centre=record.centre, group=record.group)
+        )
+    return MappingProxyType({section: tuple(items) for section, items in found.items()})
+
+
+def checksum(name: str, folder: str | Path, split: str | None = None) -> str:
+    """Return the SHA-256 over ids, labels, centres, groups, sections, and size and CRC-32 of each image file.
+
+    Nothing is decoded. It is the same for zipped and plain files and does not depend on where the folder lies.
+    """
+    found = sections(name, folder, split)
+    rows = [(section, item) for section in SECTIONS for item in found[section]]
+    # All rows of an array share one checksum: that of the array.
+    keys = {item["image"]: _content(item["image"]) for _, item in rows}
+    uris = sorted(set(keys.values()))
+    with ThreadPoolExecutor(4) as pool:
+        content = dict(zip(uris, pool.map(content_key, uris), strict=True))
+    digest = hashlib.sha256()
+    for section, item in rows:
+        fields = (section, item["id"], str(item["label"]), item["centre"], item["group"], content[keys[item["image"]]])
+        digest.update(("\t".join(fields) + "\n").encode())
+    return digest.hexdigest()
+
+
+def _content(uri: str) -> str:
+    path, part = split_uri(uri)
+    return f"{path}!{part.rpartition('#')[0]}#0" if path.endswith(".npz") else uri

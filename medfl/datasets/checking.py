@@ -1,0 +1,173 @@
+"""Verification of a data set's folder: layout, counts, missing and unreadable images, labels, leakage."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from medfl.datasets.base import DataSet, get, is_phantom, locate, notes, read_table
+from medfl.datasets.reading import read_pixels
+from medfl.datasets.splitting import SECTIONS, Record
+from medfl.errors import InputError
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` found; `ok` is False if a problem keeps the data from being used.
+
+    Attributes:
+        layout: the recognised layout in words.
+        split: the split whose sections are counted.
+        counts: section -> centre -> number of images of each class, in label order.
+        problems: one line each, naming the file; the data cannot be used as they are.
+        warnings: one line each; the data can be used.
+        notes: what a user of these data must know.
+    """
+
+    name: str
+    folder: Path
+    layout: str
+    split: str
+    phantom: bool
+    classes: tuple[str, ...]
+    counts: Mapping[str, Mapping[str, tuple[int, ...]]]
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+    @property
+    def images(self) -> int:
+        """Number of images counted."""
+        return sum(sum(row) for centres in self.counts.values() for row in centres.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values."""
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "layout": self.layout,
+            "split": self.split,
+            "source": "phantom" if self.phantom else "real",
+            "images": self.images,
+            "classes": list(self.classes),
+            "counts": {
+                section: {centre: list(row) for centre, row in rows.items()} for section, rows in self.counts.items()
+            },
+            "ok": self.ok,
+            "problems": list(self.problems),
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
+        }
+
+
+def check(
+    name: str, folder: str | Path | None = None, *, split: str | None = None, progress: bool = False
+) -> CheckReport:
+    """Verify the folder of a data set and decode every image; `progress` shows a bar on stderr.
+
+    Raises:
+        InputError: no known layout in the folder, or no such split in it.
+    """
+    dataset, place = get(name), locate(name, folder)
+    layout = dataset.layout(place)
+    assert layout is not None, place
+    split = split or layout.splits[0]
+    if split not in layout.splits:
+        raise InputError(
+            f"split {split!r} is not offered by {name} in {place}",
+            f"splits there: {', '.join(layout.splits)}",
+            "choose one",
+        )
+    problems: list[str] = []
+    records: Sequence[Record] = ()
+    assigned: list[str] = []
+    try:
+        table = read_table(name, place)
+        records = table.records
+        problems += table.problems
+        assigned = dataset.rules[split](records)
+    except InputError as error:
+        problems.append(str(error))
+    counts = _counts(dataset, records, assigned)
+    problems += _unreadable(dataset, records, progress)
+    return CheckReport(
+        name=name,
+        folder=place,
+        layout=layout.text,
+        split=split,
+        phantom=is_phantom(place),
+        classes=dataset.classes,
+        counts=counts,
+        problems=tuple(problems),
+        warnings=tuple(_warnings(dataset, records, assigned, counts, layout.splits)),
+        notes=notes(name, place),
+    )
+
+
+def _counts(
+    dataset: DataSet, records: Sequence[Record], assigned: Sequence[str]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    found = Counter((section, record.centre, record.label) for record, section in zip(records, assigned, strict=False))
+    present = {centre for _, centre, _ in found}
+    centres = [
+        *(centre for centre in dataset.centres if centre in present),
+        *sorted(present.difference(dataset.centres)),
+    ]
+    labels = range(len(dataset.classes))
+    return {
+        section: {centre: tuple(found[section, centre, label] for label in labels) for centre in centres}
+        for section in SECTIONS
+    }
+
+
+def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> list[str]:
+    problems = []
+    for record in tqdm(records, desc=f"reading {dataset.name}", unit="image", disable=not progress, leave=False):
+        try:
+            pixels = read_pixels(record.image)
+        except InputError as error:
+            problems.append(str(error))
+            continue
+        if pixels.shape[-1] != dataset.channels and not dataset.mixed_channels:
+            problems.append(f"{record.image} has {pixels.shape[-1]} channels, {dataset.name} has {dataset.channels}")
+    return problems
+
+
+def _warnings(
+    dataset: DataSet,
+    records: Sequence[Record],
+    assigned: Sequence[str],
+    counts: Mapping[str, Mapping[str, tuple[int, ...]]],
+    splits: Sequence[str],
+) -> list[str]:
+    warnings = []
+    for section, rows in counts.items():
+        empty = [
+            name
+            for name, total in zip(dataset.classes, map(sum, zip(*rows.values(), strict=True)), strict=False)
+            if not total
+        ]
+        if assigned and empty:
+            warnings.append(f"section {section} has no image of {', '.join(empty)}")
+    seen: dict[str, set[str]] = defaultdict(set)
+    for record, section in zip(records, assigned, strict=False):
+        seen[record.group].add(section)
+    leaking = {group for group, found in seen.items() if len(found) > 1}
+    if leaking:
+        test = sum(
+            section == "test" and record.group in leaking for record, section in zip(records, assigned, strict=False)
+        )
+        warnings.append(
+            f"{len(leaking)} patients or lesions have images in several sections of this split ({test} test images)"
+        )
+    return warnings

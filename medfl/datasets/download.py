@@ -1,0 +1,272 @@
+"""Fetching a data set: licence shown first, transfers resumed where they stopped, every file verified before it counts.
+
+A file under way is `<name>.part`, with the server's version mark in `<name>.part.tag`; one that fails its checksum is
+kept as `<name>.part.bad` and never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tqdm import tqdm
+
+from medfl.datasets.base import DataSet, Download, get
+from medfl.errors import InputError, RunError
+
+ATTEMPTS = 4
+TIMEOUT = 30.0  # seconds without a byte
+_CHUNK = 1 << 18
+_SPARE = 64 << 20  # bytes left free on the disk
+_NOT_WORTH_RETRYING = range(400, 429)
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+def fetch(
+    dataset: str | DataSet,
+    folder: str | Path,
+    *,
+    progress: bool = True,
+    show: Callable[[str], None] = _to_stderr,
+    pause: float = 1.0,
+) -> tuple[Path, ...]:
+    """Download the files of a data set into `folder` and return their paths; files already there and intact are kept.
+
+    Args:
+        dataset: a name, or the data set itself.
+        folder: made if missing; archives are left packed.
+        progress: draw a bar on stderr.
+        show: takes the lines for the user: licence and source before, digests without a published checksum after.
+        pause: seconds before the second attempt of a broken transfer; each further attempt waits that much longer.
+
+    Raises:
+        InputError: the licence or the host allows no direct download (the line says what to do by hand), or a file that
+            is already there is not the published one.
+        RunError: no connection, no such file, too little space, a transfer that keeps breaking, a wrong checksum.
+    """
+    data = get(dataset) if isinstance(dataset, str) else dataset
+    folder = Path(folder)
+    if not data.downloads:
+        raise InputError(
+            f"{data.name} cannot be fetched from here",
+            data.download_note or f"it is at {data.source}",
+            f"put it into {folder}",
+        )
+    for line in (
+        data.title,
+        f"licence: {data.licence}",
+        f"source: {data.source}",
+        f"cite: {data.citation}",
+        data.download_note,
+    ):
+        if line:
+            show(line)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"folder {folder} cannot be made ({error.strerror})", "a folder you may write to", "choose another"
+        ) from error
+    return tuple(_Transfer(item, folder, progress, show, pause).run() for item in data.downloads)
+
+
+def digest(path: Path, algorithm: str) -> str:
+    """Return the hexadecimal digest of a file; `algorithm` as in `hashlib`."""
+    found = hashlib.new(algorithm)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+class _Broken(Exception):
+    """A transfer stopped before the end; another attempt may go on from there."""
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """One file on its way into `folder`."""
+
+    item: Download
+    folder: Path
+    progress: bool
+    show: Callable[[str], None]
+    pause: float
+
+    @property
+    def target(self) -> Path:
+        return self.folder / self.item.file
+
+    @property
+    def part(self) -> Path:
+        return self.folder / f"{self.item.file}.part"
+
+    @property
+    def tag(self) -> Path:
+        return self.folder / f"{self.item.file}.part.tag"
+
+    def run(self) -> Path:
+        """Fetch, verify, and only then give the file its name."""
+        if self.target.exists():
+            self.accept_existing()
+            return self.target
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self.receive()
+                break
+            except (_Broken, TimeoutError, ConnectionError, HTTPException) as error:
+                if attempt == ATTEMPTS:
+                    raise RunError(
+                        f"{self.item.url}: the transfer broke {ATTEMPTS} times ({error or type(error).__name__}); "
+                        f"{self.received} bytes are kept in {self.part}; run the same command again to go on from there"
+                    ) from error
+                time.sleep(self.pause * attempt)
+            except OSError as error:
+                raise RunError(
+                    f"{self.part} cannot be written ({error.strerror}); free some space or choose another folder"
+                ) from error
+        self.verify()
+        self.part.replace(self.target)
+        self.tag.unlink(missing_ok=True)
+        return self.target
+
+    @property
+    def received(self) -> int:
+        return self.part.stat().st_size if self.part.exists() else 0
+
+    def accept_existing(self) -> None:
+        """Keep a file that is there if it is the published one (or nothing is published to compare it with)."""
+        wrong = self.wrong(self.target)
+        if wrong:
+            raise InputError(
+                f"{self.target} is already there, {wrong}", "the published file", "move it away and fetch again"
+            )
+        self.show(f"{self.target} is already there")
+
+    def wrong(self, path: Path) -> str:
+        """Say in words how a file differs from what is published, '' if it does not."""
+        size = path.stat().st_size
+        if self.item.bytes is not None and size != self.item.bytes:
+            return f"with {size} bytes instead of {self.item.bytes}"
+        if self.item.digest is not None:
+            algorithm, _, expected = self.item.digest.partition(":")
+            found = digest(path, algorithm)
+            if found != expected.lower():
+                return f"with {algorithm} {found} instead of {expected}"
+        return ""
+
+    def verify(self) -> None:
+        wrong = self.wrong(self.part)
+        if wrong:
+            bad = self.part.replace(self.folder / f"{self.item.file}.part.bad")
+            self.tag.unlink(missing_ok=True)
+            raise RunError(
+                f"{self.item.url} arrived damaged or is another file: {self.item.file} came {wrong}; it was put aside "
+                f"as {bad} and is not used; fetch again, or compare with the publisher's page"
+            )
+        if self.item.digest is None:
+            self.show(
+                f"no published checksum for {self.item.file}: sha256 of what arrived is {digest(self.part, 'sha256')}"
+            )
+
+    def receive(self) -> None:
+        """Receive what is missing into the part file; return when it is complete.
+
+        Raises:
+            _Broken: the connection ended early.
+            RunError: another attempt would not help.
+        """
+        with self.open(self.resumable()) as response:
+            start = self.start_of(response)
+            length = response.headers.get("Content-Length")
+            total = start + int(length) if length is not None else self.item.bytes
+            self.check_space((total or 0) - start)
+            self.remember_version(response)
+            with (
+                self.part.open("r+b" if start else "wb") as file,
+                tqdm(
+                    total=total,
+                    initial=start,
+                    desc=self.item.file,
+                    unit="B",
+                    unit_scale=True,
+                    disable=not self.progress,
+                ) as bar,
+            ):
+                file.truncate(start)
+                file.seek(start)
+                while chunk := response.read(_CHUNK):
+                    file.write(chunk)
+                    bar.update(len(chunk))
+        if total is not None and self.received < total:
+            raise _Broken(f"{self.received} of {total} bytes arrived")
+
+    def resumable(self) -> int:
+        """Return from which byte to go on; 0 if nothing tells whether the server's file is still the same."""
+        known = self.tag.exists() or self.item.digest is not None
+        return self.received if known else 0
+
+    def open(self, start: int) -> HTTPResponse:
+        """Ask for the file from byte `start` on."""
+        request = urllib.request.Request(self.item.url, headers={"User-Agent": "medfl", "Accept-Encoding": "identity"})
+        if start:
+            request.add_header("Range", f"bytes={start}-")
+            if self.tag.exists():
+                request.add_header("If-Range", self.tag.read_text())
+        by_hand = f"download it elsewhere and put it into {self.folder} as {self.item.file}"
+        try:
+            response: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 416 and start:  # what is there is not the beginning of the server's file
+                self.part.unlink(missing_ok=True)
+                return self.open(0)
+            if error.code in _NOT_WORTH_RETRYING:
+                word = "there is no such file" if error.code in (404, 410) else error.reason
+                raise RunError(f"{self.item.url}: {word} (HTTP {error.code}); {by_hand}") from error
+            raise _Broken(f"HTTP {error.code} {error.reason}") from error
+        except urllib.error.URLError as error:
+            host = urlsplit(self.item.url).hostname
+            raise RunError(f"no connection to host {host} ({error.reason}); {by_hand}") from error
+        return response
+
+    def start_of(self, response: HTTPResponse) -> int:
+        """Return the first byte that the server sends: it may ignore what was asked for and start again."""
+        if response.status != 206:
+            return 0
+        unit, _, span = response.headers.get("Content-Range", "").partition(" ")
+        first = span.partition("-")[0]
+        if unit != "bytes" or not first.isdigit() or int(first) > self.received:
+            self.part.unlink(missing_ok=True)
+            raise _Broken(f"the server sent bytes {span or '?'}")
+        return int(first)
+
+    def remember_version(self, response: HTTPResponse) -> None:
+        """Keep the server's strong version mark, so that a resumed transfer never joins two versions of a file."""
+        mark = response.headers.get("ETag", "")
+        if not mark or mark.startswith("W/"):
+            mark = response.headers.get("Last-Modified", "")
+        if mark:
+            self.tag.write_text(mark)
+        else:
+            self.tag.unlink(missing_ok=True)
+
+    def check_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if needed + _SPARE > free:
+            raise RunError(
+                f"{self.item.file} needs {needed / 1e6:.0f} MB more and {self.folder} has {free / 1e6:.0f} MB free; "
+                "free some space or choose another folder"
+            )

@@ -1,0 +1,155 @@
+"""HAM10000: dermatoscopic pictures of pigmented skin lesions from four centres."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+from medfl.datasets.base import DataSet
+from medfl.datasets.phantom import SHARES, Generator, cut, mixed_cases, render, save
+from medfl.datasets.scenes_colour import skin
+from medfl.datasets.splitting import Record, by_group, carved, given
+from medfl.datasets.tables import SECTION_NAMES, Layout, Table, first, image_index, label_of, medmnist, read_csv
+
+CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
+CENTRES = ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")
+# Images of each centre (row) and class (column).
+MIX = (
+    (295, 296, 490, 30, 342, 803, 3),
+    (32, 211, 475, 51, 680, 1832, 82),
+    (0, 2, 124, 30, 24, 3720, 54),
+    (0, 5, 10, 4, 67, 350, 3),
+)
+METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata.tab", "HAM10000_metadata")
+SPLIT_TABLE = "dermamnist_split.csv"
+
+
+def centre_roots(folder: Path) -> list[Path]:
+    """Return the image folders and archives `images_<centre>[.zip]` of a folder, folders first."""
+    names = [f"images_{centre}" for centre in CENTRES]
+    return [path for suffix in ("", ".zip") for name in names if (path := folder / f"{name}{suffix}").exists()]
+
+
+def _part_roots(folder: Path) -> list[Path]:
+    found = [path for path in sorted(folder.glob("HAM10000_images*")) if path.is_dir() or path.suffix == ".zip"]
+    return sorted(found, key=lambda path: path.is_file())
+
+
+def _sections(folder: Path) -> Mapping[str, str]:
+    path = first(folder, SPLIT_TABLE)
+    rows = read_csv(path, ("image_id", "split")) if path else []
+    return {row["image_id"]: SECTION_NAMES[row["split"]] for row in rows if row["split"] in SECTION_NAMES}
+
+
+def _read(folder: Path, table_path: Path, centre_column: str, roots: list[Path]) -> Table:
+    rows, images, derma = (
+        read_csv(table_path, ("image_id", "lesion_id", "dx", centre_column)),
+        image_index(roots),
+        _sections(folder),
+    )
+    table, labels = Table(), {name: number for number, name in enumerate(CLASSES)}
+    for row in rows:
+        key, where = row["image_id"], f"{row['image_id']} in {table_path}"
+        label = label_of(row["dx"], labels, where, table)
+        if row[centre_column] not in CENTRES:
+            table.problems.append(f"{where} has centre {row[centre_column]!r}, the centres are {', '.join(CENTRES)}")
+        elif key not in images:
+            table.problems.append(f"{where}: image {key}.jpg is missing")
+        elif label is not None:
+            sections = {"dermamnist": derma[key]} if key in derma else {}
+            if row.get("flamby_fold") in ("train", "test"):
+                sections["flamby"] = row["flamby_fold"]
+            table.records.append(Record(images[key], label, key, row[centre_column], row["lesion_id"], sections))
+    return table
+
+
+def _read_published(folder: Path) -> Table:
+    path = first(folder, *METADATA)
+    assert path is not None
+    return _read(folder, path, "dataset", _part_roots(folder))
+
+
+def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
+    """Write a phantom in the layout images_<centre>/ + labels.csv + dermamnist_split.csv."""
+    scene, cases = skin(*CLASSES), mixed_cases(rng, MIX, per_class * len(CLASSES))
+    numbers = rng.permutation(len(cases))
+    folds = cut(rng, [case.label * len(CENTRES) + case.centre for case in cases], {"train": 0.8, "test": 0.2})
+    parts = cut(rng, [case.label for case in cases], SHARES)
+    rows = []
+    for case, number, fold, part in zip(cases, numbers, folds, parts, strict=True):
+        key, centre = f"ISIC_9{number:06d}", CENTRES[case.centre]
+        save(folder / f"images_{centre}" / f"{key}.jpg", render(scene, case, size))
+        rows.append((f"HAM_9{case.group:06d}", key, CLASSES[case.label], centre, fold, part))
+    rows.sort(key=lambda row: row[1])
+    with (folder / "labels.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(
+            [("lesion_id", "image_id", "dx", "centre", "flamby_fold"), *(row[:5] for row in rows)]
+        )
+    with (folder / SPLIT_TABLE).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("image_id", "split"), *((row[1], row[5]) for row in rows)])
+    return len(rows)
+
+
+DATASET = DataSet(
+    name="ham10000",
+    title="HAM10000: seven kinds of pigmented skin lesion, four centres",
+    classes=CLASSES,
+    concepts=(
+        "actinic keratoses or intraepithelial carcinoma",
+        "basal cell carcinoma",
+        "benign keratosis-like lesions",
+        "dermatofibroma",
+        "melanoma",
+        "melanocytic nevi",
+        "vascular lesions",
+    ),
+    centres=CENTRES,
+    channels=3,
+    folders=("ham10000", "HAM10000", "dermamnist", "medmnist"),
+    readers=(
+        Layout(
+            "labels.csv (image_id, lesion_id, dx, centre[, flamby_fold]) + images_<centre>/ or images_<centre>.zip "
+            "[+ dermamnist_split.csv]",
+            ("lesion", "flamby", "dermamnist"),
+            lambda folder: (folder / "labels.csv").is_file() and bool(centre_roots(folder)),
+            lambda folder: _read(folder, folder / "labels.csv", "centre", centre_roots(folder)),
+        ),
+        Layout(
+            "HAM10000_metadata[.csv|.tab] (dataset = centre) + HAM10000_images_part_1, _part_2 as folders or zips "
+            "[+ dermamnist_split.csv]",
+            ("lesion", "dermamnist"),
+            lambda folder: first(folder, *METADATA) is not None and bool(_part_roots(folder)),
+            _read_published,
+        ),
+        medmnist(
+            "MedMNIST dermamnist[_64|_128|_224].npz",
+            "dermamnist",
+            len(CLASSES),
+            "dermamnist",
+            notes=(
+                "MedMNIST's file names neither lesions nor centres: no lesion-disjoint split, no partition by centre",
+            ),
+        ),
+    ),
+    rules={
+        "lesion": by_group((0.7, 0.1, 0.2), "ham10000"),
+        "flamby": carved("flamby"),
+        "dermamnist": given("dermamnist"),
+    },
+    licence="CC BY-NC 4.0 as MedMNIST and FLamby state it for these images; terms of use on the Harvard Dataverse page",
+    source="https://doi.org/10.7910/DVN/DBW86T (Harvard Dataverse)",
+    citation="Tschandl, Rosendahl, Kittler: The HAM10000 dataset. Scientific Data 5, 180161 (2018)",
+    draw=draw,
+    per_class=90,
+    notes=(
+        "split lesion: 70/10/20 within each class and centre; all images of a lesion are in one section",
+        "split flamby: FLamby's folds are by image, 696 lesions of the full set are in both train and test; "
+        "validation is 10 % of train, lesions kept together",
+        "split dermamnist: the published split is by image, 693 of its 2005 test images show a lesion "
+        "that is also in train",
+        "scores on flamby and dermamnist are therefore optimistic against the lesion split",
+        "9 lesions have images in two centres; vidir_molemax and vienna_dias have no akiec",
+    ),
+    download_note="accept the terms at the Dataverse page; put HAM10000_metadata and both image archives in one folder",
+)

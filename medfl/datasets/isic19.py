@@ -1,0 +1,170 @@
+"""Fed-ISIC2019: dermatoscopic pictures of eight kinds of skin lesion from six centres, as FLamby lays them out."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+from medfl.datasets.base import DataSet, Download
+from medfl.datasets.ham10000 import centre_roots
+from medfl.datasets.phantom import Generator, cut, mixed_cases, render, save
+from medfl.datasets.scenes_colour import skin
+from medfl.datasets.splitting import Record, by_group, carved
+from medfl.datasets.tables import Layout, Table, first, image_index, label_of, read_csv
+
+# FLamby's targets 0 to 7 and centres 0 to 5.
+CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+CENTRES = ("BCN", "vidir_molemax", "vidir_modern", "rosendahl", "MSK", "vienna_dias")
+# Images of each centre (row) and class (column).
+MIX = (
+    (2857, 4206, 2809, 737, 1138, 124, 111, 431),
+    (24, 3720, 2, 0, 124, 30, 54, 0),
+    (680, 1832, 211, 21, 475, 51, 82, 11),
+    (342, 803, 296, 109, 490, 30, 3, 186),
+    (215, 415, 0, 0, 189, 0, 0, 0),
+    (67, 350, 5, 0, 10, 4, 3, 0),
+)
+TABLES = ("train_test_split.csv", "train_test_split", "isic2019_train_test_split.csv")
+METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata", "ham10000_metadata.csv")
+IMAGES = "ISIC_2019_Training_Input"
+
+
+def _image_roots(folder: Path) -> list[Path]:
+    names = (f"{IMAGES}_preprocessed", f"{IMAGES}_preprocessed.zip", IMAGES, f"{IMAGES}.zip")
+    return [folder / name for name in names if (folder / name).exists()]
+
+
+def _lesions(path: Path | None) -> Mapping[str, str]:
+    return {row["image_id"]: row["lesion_id"] for row in read_csv(path, ("image_id", "lesion_id"))} if path else {}
+
+
+def _read(path: Path, images: Mapping[str, str], lesions: Mapping[str, str], absent: tuple[str, ...] = ()) -> Table:
+    table = Table()
+    labels, centres = ({str(number): number for number in range(len(names))} for names in (CLASSES, CENTRES))
+    for row in read_csv(path, ("image", "target", "center", "fold")):
+        key, where = row["image"], f"{row['image']} in {path}"
+        label = label_of(row["target"], labels, where, table)
+        if row["center"] not in centres:
+            table.problems.append(f"{where} has center {row['center']!r}, the centers are {', '.join(centres)}")
+        elif row["fold"] not in ("train", "test"):
+            table.problems.append(f"{where} has fold {row['fold']!r}, the folds are train, test")
+        elif CENTRES[centres[row["center"]]] in absent:
+            continue
+        elif key not in images:
+            table.problems.append(f"{where}: image {key}.jpg is missing")
+        elif label is not None:
+            # Tables of HAM10000 know its images without the suffix that ISIC gave to scaled ones.
+            group = lesions.get(key.removesuffix("_downsampled"), key)
+            table.records.append(
+                Record(images[key], label, key, CENTRES[centres[row["center"]]], group, {"flamby": row["fold"]})
+            )
+    return table
+
+
+def _read_flamby(folder: Path) -> Table:
+    path = first(folder, *TABLES)
+    assert path is not None
+    return _read(path, image_index(_image_roots(folder)), _lesions(first(folder, *METADATA)))
+
+
+def _read_subset(folder: Path) -> Table:
+    path = first(folder / "flamby_meta", *TABLES)
+    assert path is not None
+    images = image_index(centre_roots(folder / "ham10000"))
+    return _read(path, images, _lesions(first(folder / "ham10000", "labels.csv")), absent=("BCN", "MSK"))
+
+
+def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
+    """Write a phantom in FLamby's layout: preprocessed images, train_test_split.csv, HAM10000_metadata.csv."""
+    scene = skin("mel", "nv", "bcc", "akiec", "bkl", "df", "vasc", "scc")
+    cases = mixed_cases(rng, MIX, per_class * len(CLASSES))
+    numbers = rng.permutation(len(cases))
+    folds = cut(rng, [case.label * len(CENTRES) + case.centre for case in cases], {"train": 0.8, "test": 0.2})
+    split, lesions = [], []
+    for case, number, fold in zip(cases, numbers, folds, strict=True):
+        key = f"ISIC_9{number:06d}"
+        save(folder / f"{IMAGES}_preprocessed" / f"{key}.jpg", render(scene, case, size))
+        split.append((key, case.label, case.centre, fold, f"{fold}_{case.centre}"))
+        if CENTRES[case.centre] not in ("BCN", "MSK"):
+            lesions.append((f"HAM_9{case.group:06d}", key))
+    with (folder / TABLES[0]).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("image", "target", "center", "fold", "fold2"), *sorted(split)])
+    with (folder / METADATA[0]).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("lesion_id", "image_id"), *sorted(lesions)])
+    return len(cases)
+
+
+_FLAMBY = "https://raw.githubusercontent.com/owkin/FLamby/main/flamby/datasets/fed_isic2019/dataset_creation_scripts"
+
+DATASET = DataSet(
+    name="isic19",
+    title="Fed-ISIC2019: eight kinds of skin lesion, six centres",
+    classes=CLASSES,
+    concepts=(
+        "melanoma",
+        "melanocytic nevus",
+        "basal cell carcinoma",
+        "actinic keratosis",
+        "benign keratosis",
+        "dermatofibroma",
+        "vascular lesion",
+        "squamous cell carcinoma",
+    ),
+    centres=CENTRES,
+    channels=3,
+    folders=("isic19", "isic2019", "ISIC2019", "fed_isic2019"),
+    readers=(
+        Layout(
+            f"{IMAGES}_preprocessed or {IMAGES} (folder or zip) + train_test_split[.csv] (image, target, center, fold) "
+            "[+ HAM10000_metadata[.csv]]",
+            ("flamby", "lesion"),
+            lambda folder: first(folder, *TABLES) is not None and bool(_image_roots(folder)),
+            _read_flamby,
+        ),
+        Layout(
+            "ham10000/images_<centre>[.zip] + ham10000/labels.csv + flamby_meta/isic2019_train_test_split.csv "
+            "(four of the six centres)",
+            ("flamby", "lesion"),
+            lambda folder: (
+                (folder / "ham10000" / "labels.csv").is_file()
+                and first(folder / "flamby_meta", *TABLES) is not None
+                and bool(centre_roots(folder / "ham10000"))
+            ),
+            _read_subset,
+            notes=(
+                "ONLY FOUR OF SIX CENTRES: the images of BCN (12,413) and MSK (819) are absent; "
+                "numbers from this subset are not Fed-ISIC2019 numbers",
+            ),
+        ),
+    ),
+    rules={"flamby": carved("flamby"), "lesion": by_group((0.7, 0.1, 0.2), "isic19")},
+    licence="CC BY-NC 4.0",
+    source="https://challenge.isic-archive.com/data/#2019; split by FLamby (MIT), https://github.com/owkin/FLamby",
+    citation="Ogier du Terrail et al.: FLamby. NeurIPS 2022; Tschandl et al., Scientific Data 5, 180161 (2018); "
+    "Codella et al., ISBI 2018; Combalia et al., arXiv:1908.02288",
+    draw=draw,
+    per_class=90,
+    notes=(
+        "FLamby's folds are by image: lesions of the HAM10000 centres have images in both; validation is 10 % of "
+        "train, lesions kept together",
+        "lesions are known for the four HAM10000 centres only; an image of BCN or MSK counts as its own lesion",
+        "FLamby's label differs from HAM10000's in one class: akiec is divided into AK and SCC",
+    ),
+    downloads=(
+        Download("https://isic-challenge-data.s3.amazonaws.com/2019/ISIC_2019_Training_Input.zip", f"{IMAGES}.zip"),
+        Download(
+            f"{_FLAMBY}/train_test_split",
+            "train_test_split.csv",
+            "sha256:d0f9d0d0102f60d78b4c5f9f0ef32100881a8e92fe6c38644f980b3eb4e1a86c",
+            1558106,
+        ),
+        Download(
+            f"{_FLAMBY}/HAM10000_metadata",
+            "HAM10000_metadata.csv",
+            "sha256:de17ec44cb25ea9c3f6378ba18d69224c740afd62e86ec2edc6a894d6aa663d3",
+            690218,
+        ),
+    ),
+    download_note="9.1 GB; FLamby trains on images scaled by its own script, these are the originals",
+)

@@ -1,0 +1,59 @@
+"""Kvasir v2: eight kinds of finding in gastrointestinal endoscopy."""
+
+from __future__ import annotations
+
+from medfl.datasets.base import DataSet, Download
+from medfl.datasets.phantom import draw_folders
+from medfl.datasets.scenes_colour import endoscopy
+from medfl.datasets.splitting import by_group
+from medfl.datasets.tables import class_folders
+
+CLASSES = (
+    "dyed-lifted-polyps",
+    "dyed-resection-margins",
+    "esophagitis",
+    "normal-cecum",
+    "normal-pylorus",
+    "normal-z-line",
+    "polyps",
+    "ulcerative-colitis",
+)
+ROOT = "kvasir-dataset-v2"
+
+DATASET = DataSet(
+    name="kvasir_v2",
+    title="Kvasir v2: eight findings in gastrointestinal endoscopy",
+    classes=CLASSES,
+    concepts=(
+        "dyed lifted polyp",
+        "dyed resection margin",
+        "esophagitis",
+        "cecum",
+        "pylorus",
+        "Z-line",
+        "polyps",
+        "ulcerative colitis",
+    ),
+    centres=("vestre_viken",),
+    channels=3,
+    folders=("kvasir_v2", "kvasir-v2", "kvasir"),
+    readers=(
+        class_folders(
+            f"{ROOT}/<class>/*.jpg with the eight published class folders, as folders or in kvasir*.zip",
+            ("seeded",),
+            (ROOT,),
+            ("kvasir*.zip",),
+            CLASSES,
+            centre="vestre_viken",
+        ),
+    ),
+    rules={"seeded": by_group((0.7, 0.1, 0.2), "kvasir_v2")},
+    licence="free for research and education, as its page states",
+    source="https://datasets.simula.no/kvasir/",
+    citation="Pogorelov et al.: KVASIR: a multi-class image dataset for computer aided "
+    "gastrointestinal disease detection. MMSys 2017",
+    draw=draw_folders(ROOT, CLASSES, endoscopy, lambda part, kind, number: f"{kind}-{number:04d}.jpg"),
+    per_class=76,
+    notes=("7:1:2 within each class by image in the order of a hash of the file name; patients are not named",),
+    downloads=(Download("https://datasets.simula.no/downloads/kvasir/kvasir-dataset-v2.zip", "kvasir-dataset-v2.zip"),),
+)

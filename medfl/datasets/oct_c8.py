@@ -1,0 +1,53 @@
+"""Retinal OCT-C8: eight kinds of retinal disease in OCT scans."""
+
+from __future__ import annotations
+
+from medfl.datasets.base import DataSet
+from medfl.datasets.phantom import draw_folders
+from medfl.datasets.scenes_grey import oct_scan
+from medfl.datasets.splitting import given
+from medfl.datasets.tables import class_folders
+
+CLASSES = ("AMD", "CNV", "CSR", "DME", "DR", "DRUSEN", "MH", "NORMAL")
+ROOT = "RetinalOCT_Dataset"
+
+DATASET = DataSet(
+    name="oct_c8",
+    title="Retinal OCT-C8: eight classes of OCT scan",
+    classes=CLASSES,
+    concepts=(
+        "Age-related macular degeneration",
+        "Choroidal neovascularization",
+        "Central serous retinopathy",
+        "Diabetic macular edema",
+        "Diabetic retinopathy",
+        "Choroidal drusen",
+        "Macular hole",
+        "Normal retina",
+    ),
+    centres=("unknown",),
+    channels=1,
+    mixed_channels=True,
+    folders=("oct_c8", "OCT-C8", "retinal-oct-c8"),
+    readers=(
+        class_folders(
+            f"{ROOT}/{{train,val,test}}/{{{','.join(CLASSES)}}}/*.jpg, as folders or in a zip "
+            "(Retinal*.zip, retinal*.zip, archive.zip)",
+            ("official",),
+            (ROOT,),
+            ("Retinal*.zip", "retinal*.zip", "archive.zip"),
+            CLASSES,
+            sections=True,
+        ),
+    ),
+    rules={"official": given("official")},
+    licence="stated on its Kaggle page; collected from open sources with terms of their own",
+    source="https://www.kaggle.com/datasets/obulisainaren/retinal-oct-c8",
+    citation="Subramanian et al.: Classification of retinal OCT images using deep learning. ICCCI 2022",
+    draw=draw_folders(
+        ROOT, CLASSES, oct_scan, lambda part, kind, number: f"{kind.lower()}_{part}_{1001 + number}.jpg", sections=True
+    ),
+    per_class=76,
+    notes=("18,400 / 2,800 / 2,800 images; patients and centres are not named",),
+    download_note="download needs a Kaggle account: kaggle datasets download obulisainaren/retinal-oct-c8",
+)

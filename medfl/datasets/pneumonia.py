@@ -1,0 +1,65 @@
+"""Paediatric chest radiographs with and without pneumonia: PneumoniaMNIST or the folders that it was made from."""
+
+from __future__ import annotations
+
+import re
+
+from medfl.datasets.base import DataSet, Download
+from medfl.datasets.phantom import draw_medmnist
+from medfl.datasets.scenes_grey import chest
+from medfl.datasets.splitting import by_group, given
+from medfl.datasets.tables import class_folders, medmnist
+
+FOLDERS = ("NORMAL", "PNEUMONIA")
+
+
+def patient(kind: str, stem: str) -> str:
+    """Return the patient that a file name gives: person<n>_…, IM-<n>-…, NORMAL2-IM-<n>-…; else the image itself."""
+    match = re.match(r"(person\d+)_|((?:NORMAL2-)?IM-\d+)-", stem)
+    return f"{kind}/{match[1] or match[2] if match else stem}"
+
+
+DATASET = DataSet(
+    name="pneumonia",
+    title="Paediatric chest radiographs: normal or pneumonia",
+    classes=("normal", "pneumonia"),
+    concepts=("normal chest", "pneumonia"),
+    centres=("guangzhou",),
+    channels=1,
+    mixed_channels=True,
+    folders=("pneumonia", "pneumoniamnist", "chest_xray", "chest-xray-pneumonia", "medmnist"),
+    readers=(
+        class_folders(
+            "chest_xray/{train,val,test}/{NORMAL,PNEUMONIA}/*.jpeg, as folders or in a zip (chest*.zip, archive.zip)",
+            ("official", "patient"),
+            ("chest_xray",),
+            ("chest*.zip", "archive.zip"),
+            FOLDERS,
+            sections=True,
+            centre="guangzhou",
+            group=patient,
+            notes=("the published val folder has 16 images only; split patient cuts all images 70/10/20 by patient",),
+        ),
+        medmnist("MedMNIST pneumoniamnist[_64|_128|_224].npz", "pneumoniamnist", 2, "official", centre="guangzhou"),
+    ),
+    rules={"official": given("official"), "patient": by_group((0.7, 0.1, 0.2), "pneumonia")},
+    licence="CC BY 4.0",
+    source="https://doi.org/10.5281/zenodo.10519652 (MedMNIST); https://doi.org/10.17632/rscbjbr9sj (images)",
+    citation="Kermany et al.: Identifying medical diagnoses and treatable diseases by image-based deep learning. "
+    "Cell 172 (2018); "
+    "Yang et al.: MedMNIST v2. Scientific Data 10, 41 (2023)",
+    draw=draw_medmnist("pneumoniamnist", 2, chest),
+    per_class=300,
+    notes=(
+        "a person number in a file name counts as one patient, for bacterial and viral pneumonia alike",
+        "patients are known from the file names of the folders only; MedMNIST's arrays do not name them",
+        "MedMNIST's arrays repeat some images, 8 of them in both train and val",
+    ),
+    downloads=(
+        Download(
+            "https://zenodo.org/records/10519652/files/pneumoniamnist.npz?download=1",
+            "pneumoniamnist.npz",
+            "md5:28209eda62fecd6e6a2d98b1501bb15f",
+        ),
+    ),
+)

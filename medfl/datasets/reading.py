@@ -1,0 +1,265 @@
+"""One reader for all images: a plain file, a member of a zip archive, a row of a NumPy archive.
+
+Image URIs: `<path>`, `<archive>.zip!<member>`, `<archive>.npz!<array>#<row>`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import threading
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from monai.config.type_definitions import KeysCollection
+from monai.transforms.transform import MapTransform
+from numpy.typing import NDArray
+from PIL import Image
+
+from medfl.errors import InputError
+
+Pixels = NDArray[Any]
+T = TypeVar("T")
+
+UNREADABLE = (
+    OSError,
+    EOFError,
+    KeyError,
+    IndexError,
+    ValueError,
+    SyntaxError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+    Image.DecompressionBombError,
+)
+READABLE = "images are JPEG, PNG, BMP or TIFF files, plain or in a zip, or rows of an .npz array"
+
+
+class _Handles:
+    """What a process keeps open, by file version.
+
+    A forked child must open archives anew, as shared file offsets would mix reads; loaded arrays it may share.
+    """
+
+    def __init__(self, limit: int, share: bool) -> None:
+        self.limit, self.share, self.pid, self.lock = limit, share, os.getpid(), threading.Lock()
+        self.kept: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def get(self, path: str, part: str, open_: Callable[[], T]) -> T:
+        stat = os.stat(path)
+        key = (path, part, stat.st_mtime_ns, stat.st_size)
+        if self.pid != os.getpid():
+            self.pid, self.lock = os.getpid(), threading.Lock()
+            self.kept = self.kept if self.share else OrderedDict()
+        with self.lock:
+            if key not in self.kept:
+                self.kept[key] = open_()
+                if len(self.kept) > self.limit:
+                    self.kept.popitem(last=False)
+            self.kept.move_to_end(key)
+            found: T = self.kept[key]
+            return found
+
+
+_ARCHIVES = _Handles(limit=64, share=False)
+_ARRAYS = _Handles(limit=6, share=True)
+
+
+def archive(path: str | Path) -> zipfile.ZipFile:
+    """Return the zip archive at `path`, opened once per process.
+
+    Raises:
+        InputError: `path` is not a zip archive or is damaged.
+    """
+    try:
+        return _ARCHIVES.get(str(path), "", lambda: zipfile.ZipFile(path))
+    except (OSError, zipfile.BadZipFile) as error:
+        raise InputError(
+            f"{path} cannot be opened ({error})", "a complete .zip or .npz file", "fetch or copy it again"
+        ) from error
+
+
+def array(path: str | Path, name: str) -> Pixels:
+    """Return the array `name` of an .npz file, loaded once per process.
+
+    Raises:
+        InputError: no such array, or it is damaged.
+    """
+
+    def load() -> Pixels:
+        with archive(path).open(f"{name}.npy") as file:
+            loaded: Pixels = np.lib.format.read_array(file, allow_pickle=False)
+            return loaded
+
+    try:
+        return _ARRAYS.get(str(path), name, load)
+    except KeyError as error:
+        names = ", ".join(Path(member).stem for member in archive(path).namelist())
+        raise InputError(f"{path} has no array {name!r}", f"it has {names}", "take the file as published") from error
+    except UNREADABLE as error:
+        raise InputError(
+            f"array {name!r} of {path} cannot be read ({error})", READABLE, "fetch the file again"
+        ) from error
+
+
+def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
+    """Return the shape of array `name` of an .npz file, from its header only."""
+    if f"{name}.npy" not in archive(path).NameToInfo:
+        return array(path, name).shape  # raises, naming the arrays that are there
+    with archive(path).open(f"{name}.npy") as file:
+        version = np.lib.format.read_magic(file)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        return tuple(header(file)[0])
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """Split an image URI into the file's path and the part inside it ("" for a plain file)."""
+    for suffix in (".zip!", ".npz!"):
+        if suffix in uri:
+            head, part = uri.split(suffix, 1)
+            return head + suffix[:-1], part
+    return uri, ""
+
+
+def content_key(uri: str) -> str:
+    """Return "<bytes>:<CRC-32>" of the image file at `uri`, without decoding it; of the whole array for .npz rows.
+
+    Raises:
+        InputError: the file is not there.
+    """
+    path, part = split_uri(uri)
+    try:
+        if part:
+            info = archive(path).getinfo(part if path.endswith(".zip") else part.rpartition("#")[0] + ".npy")
+            return f"{info.file_size}:{info.CRC:08x}"
+        crc, size = 0, 0
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                crc, size = zlib.crc32(block, crc), size + len(block)
+        return f"{size}:{crc:08x}"
+    except (OSError, KeyError) as error:
+        raise InputError(f"image {uri} cannot be read ({error})", READABLE, "restore the file") from error
+
+
+def read_pixels(
+    uri: str, size: tuple[int, int] | None = None, channels: int | None = None, convert: bool = False
+) -> Pixels:
+    """Read an image as a (H, W, C) array of its own type, resized to `size` (H, W) and checked for `channels`.
+
+    Raises:
+        InputError: unreadable or truncated image, or another number of channels that is not converted.
+    """
+    try:
+        path, part = split_uri(uri)
+        if path.endswith(".npz"):
+            name, _, row = part.rpartition("#")
+            pixels = array(path, name)[int(row)]
+        else:
+            source: Any = io.BytesIO(archive(path).read(part)) if part else path
+            with Image.open(source) as image:
+                pixels = _decode(image, size, channels if convert else None)
+    except UNREADABLE as error:
+        reason = str(error) or type(error).__name__
+        raise InputError(
+            f"image {uri} cannot be read ({reason})", READABLE, "restore the file, or check the folder"
+        ) from error
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if channels and pixels.shape[-1] != channels:
+        if not convert or {channels, pixels.shape[-1]} - {1, 2, 3, 4}:
+            raise InputError(
+                f"image {uri} has {pixels.shape[-1]} channels", f"the data set has {channels}", "convert or remove it"
+            )
+        pixels = _convert(pixels, channels)
+    return pixels if size is None or pixels.shape[:2] == size else _resize(pixels, size)
+
+
+def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | None) -> Pixels:
+    """Decode, scaling a JPEG down by 2, 4 or 8 inside the decoder (draft mode) and the rest with antialiasing."""
+    if size is not None and image.format == "JPEG":
+        image.draft(
+            None if channels is None or image.mode == "CMYK" else {1: "L", 3: "RGB"}.get(channels), (size[1], size[0])
+        )
+    if image.mode == "CMYK" or image.mode.startswith(("P", "YCbCr", "HSV", "LAB")):
+        image = image.convert("RGB")
+    elif image.mode == "1":
+        image = image.convert("L")
+    if size is not None and image.size != (size[1], size[0]) and image.mode in ("L", "RGB"):
+        image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    decoded: Pixels = np.array(image)
+    if decoded.dtype == np.int32 and decoded.min() >= 0 and decoded.max() < 65536:
+        return decoded.astype(np.uint16)
+    return decoded.astype(decoded.dtype.newbyteorder("="))
+
+
+def _convert(pixels: Pixels, channels: int) -> Pixels:
+    """Convert between grey and RGB, dropping an alpha channel (ITU-R 601 luma, as PIL)."""
+    colour = pixels[..., :-1] if pixels.shape[-1] in (2, 4) else pixels
+    if channels == 3:
+        return np.repeat(colour, 3, axis=-1) if colour.shape[-1] == 1 else colour
+    if channels != 1:
+        raise ValueError(f"cannot convert to {channels} channels")
+    if colour.shape[-1] == 1:
+        return colour
+    grey = colour.astype(np.float64) @ np.array([[0.299], [0.587], [0.114]])
+    converted: Pixels = (grey if colour.dtype.kind == "f" else np.rint(grey)).astype(colour.dtype)
+    return converted
+
+
+def _resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+    """Antialiased bilinear resize of a (H, W, C) array, keeping its type."""
+    if pixels.dtype == np.uint8 and pixels.shape[-1] in (1, 3):
+        image = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels))
+        resized: Pixels = np.array(image.resize((size[1], size[0]), Image.Resampling.BILINEAR))
+        return resized[..., None] if resized.ndim == 2 else resized
+    batch = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None]
+    scaled = torch.nn.functional.interpolate(batch, size=size, mode="bilinear", antialias=True, align_corners=False)
+    values = scaled[0].permute(1, 2, 0).numpy()
+    return (values if pixels.dtype.kind == "f" else np.rint(values)).astype(pixels.dtype)
+
+
+class ReadPixelsd(MapTransform):
+    """Replace image URIs by their pixels: plain torch tensors (C, H, W), uint8, uint16 or float as stored.
+
+    Args:
+        keys: items to read.
+        channels: number of channels that every image must have; None takes what the file has.
+        convert: convert between grey and RGB (and drop alpha) instead of refusing another number of channels.
+        size: (H, W), or one number for both: antialiased bilinear resize while decoding; None keeps the size.
+
+    Raises:
+        InputError: unreadable or truncated image, or another number of channels; the image is named.
+    """
+
+    def __init__(
+        self,
+        keys: KeysCollection,
+        channels: int | None = None,
+        convert: bool = False,
+        size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
+        super().__init__(keys)
+        if convert and channels not in (1, 3):
+            raise InputError(
+                f"convert=True with channels={channels}", "channels 1 or 3", "say to what the images are converted"
+            )
+        sides = (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
+        if sides is not None and min(sides) < 1:
+            raise InputError(f"image size {size}", "a whole number from 1, or (height, width)", "choose another size")
+        self.channels, self.convert, self.size = channels, convert, sides
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return a copy of `data` with a tensor at each key."""
+        item = dict(data)
+        for key in self.key_iterator(item):
+            pixels = read_pixels(str(item[key]), self.size, self.channels, self.convert)
+            item[key] = torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, 0)))
+        return item

@@ -1,0 +1,81 @@
+"""Rules that put the images of a data set into train, validate and test; groups (patients, lesions) stay together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from medfl.errors import InputError
+
+SECTIONS = ("train", "validate", "test")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One image of a data set; `given` holds the section that the source's own tables name, by split name."""
+
+    image: str
+    label: int
+    id: str
+    centre: str
+    group: str
+    given: Mapping[str, str] = field(default_factory=dict)
+
+
+Rule = Callable[[Sequence[Record]], list[str]]
+
+
+def by_group(shares: Sequence[float], salt: str) -> Rule:
+    """Return the rule that cuts the groups of each class and centre by `shares` of their images.
+
+    The order is that of a hash of the group, so the result depends on the records alone. Where a class has few groups
+    at a centre, a section may get none of them.
+    """
+
+    def rule(records: Sequence[Record]) -> list[str]:
+        sizes = Counter(record.group for record in records)
+        strata: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for group, record in {record.group: record for record in reversed(records)}.items():
+            strata[record.label, record.centre].append(group)
+        section: dict[str, str] = {}
+        for groups in strata.values():
+            total, done = sum(sizes[group] for group in groups), 0
+            for group in sorted(groups, key=lambda group: hashlib.sha256(f"{salt}/{group}".encode()).digest()):
+                middle = (done + sizes[group] / 2) / total
+                section[group] = SECTIONS[sum(middle >= sum(shares[:last]) for last in range(1, len(shares)))]
+                done += sizes[group]
+        return [section[record.group] for record in records]
+
+    return rule
+
+
+def given(split: str) -> Rule:
+    """Return the rule that takes the sections as the source gives them."""
+
+    def rule(records: Sequence[Record]) -> list[str]:
+        unknown = next((record for record in records if split not in record.given), None)
+        if unknown is not None:
+            raise InputError(
+                f"split {split!r}: the folder's tables give no section for {unknown.id}",
+                f"split {split!r} needs a table that names every image",
+                "add the table, or choose another split",
+            )
+        return [record.given[split] for record in records]
+
+    return rule
+
+
+def carved(split: str, share: float = 0.1) -> Rule:
+    """Return the rule that takes the source's train and test and carves `share` of train for validation, by group."""
+
+    def rule(records: Sequence[Record]) -> list[str]:
+        sections = given(split)(records)
+        train = [index for index, section in enumerate(sections) if section == "train"]
+        cut = by_group((1 - share, share), f"{split}-validate")([records[index] for index in train])
+        for index, section in zip(train, cut, strict=True):
+            sections[index] = section
+        return sections
+
+    return rule

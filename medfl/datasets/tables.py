@@ -1,0 +1,212 @@
+"""What data sets share in reading their folders: tables, image indices, class folders, MedMNIST arrays."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from medfl.datasets.reading import archive, array, array_shape
+from medfl.datasets.splitting import Record
+from medfl.errors import InputError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
+SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}
+
+
+@dataclass
+class Table:
+    """The records of a folder, and what is wrong with it: one line each, naming the file."""
+
+    records: list[Record] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def check_ids(self) -> None:
+        """Add a problem for each id that occurs more than once."""
+        counts = Counter(record.id for record in self.records)
+        self.problems += [f"image {id_} is listed {count} times" for id_, count in counts.items() if count > 1]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way in which a data set lies on disk: its text, the splits it offers, how to find and to read it."""
+
+    text: str
+    splits: tuple[str, ...]
+    find: Callable[[Path], bool]
+    read: Callable[[Path], Table]
+    notes: tuple[str, ...] = ()
+
+
+def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """Read a comma- or tab-separated table with a header line.
+
+    Raises:
+        InputError: the file is not text, a needed column is missing, or a row is cut off.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            head = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter="\t" if "\t" in head else ",")
+            names, rows = list(reader.fieldnames or []), list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(
+            f"table {path} cannot be read ({error})", "a UTF-8 text table with a header", "restore the file"
+        ) from error
+    missing = [column for column in columns if column not in names]
+    if missing:
+        raise InputError(
+            f"{path} has no column {missing[0]!r}",
+            f"it needs {', '.join(columns)} and has {', '.join(names) or 'none'}",
+            "take the table as published",
+        )
+    for number, row in enumerate(rows, start=2):
+        if any(row[column] is None for column in columns):
+            raise InputError(f"{path} line {number} is cut off", f"{len(names)} values a line", "restore the file")
+    return rows
+
+
+def first(folder: Path, *names: str) -> Path | None:
+    """Return the first of the files or folders `names` that `folder` holds."""
+    return next((folder / name for name in names if (folder / name).exists()), None)
+
+
+def _is_image(name: str) -> bool:
+    hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+    return not hidden and name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def image_files(root: Path) -> list[tuple[str, str]]:
+    """Return (relative path, URI) of all images below a folder or in a zip archive, in sorted order."""
+    if root.is_file():
+        return [(name, f"{root}!{name}") for name in sorted(archive(root).namelist()) if _is_image(name)]
+    names = []
+    for base, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
+        prefix = os.path.relpath(base, root).replace(os.sep, "/")
+        names += [name if prefix == "." else f"{prefix}/{name}" for name in files if _is_image(name)]
+    return [(name, str(root / name)) for name in sorted(names)]
+
+
+def image_index(roots: Iterable[Path]) -> dict[str, str]:
+    """Return the URI of each image by its file name without suffix; the first root that has it wins."""
+    index: dict[str, str] = {}
+    for root in roots:
+        for name, uri in image_files(root):
+            index.setdefault(name.rpartition("/")[2].rpartition(".")[0], uri)
+    return index
+
+
+def class_folders(
+    text: str,
+    splits: tuple[str, ...],
+    roots: Sequence[str],
+    zips: Sequence[str],
+    classes: Sequence[str],
+    *,
+    sections: bool = False,
+    centre: str = "unknown",
+    group: Callable[[str, str], str] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Layout:
+    """Return the layout `[root/][train|val|test/]<class>/<image>`, as a folder or in a zip archive named like `zips`.
+
+    Args:
+        text: the layout in words.
+        splits: names of the splits it offers; `sections=True` gives each image its section under the name "official".
+        roots: folder names that may lie between the data set's folder and the section or class folders.
+        zips: glob patterns of archives that may hold the same tree.
+        classes: folder names in label order.
+        sections: the tree has a level train, val, test above the classes.
+        centre: centre of all images.
+        group: patient id from (class folder, file name without suffix); the image is its own group without it.
+        notes: what a user should know of this layout.
+    """
+    level = "(?:(train|val|test)/)" if sections else "()"
+    pattern = re.compile(rf"(?:^|/)({level}({'|'.join(map(re.escape, classes))})/[^/]+)$")
+    label = {name: number for number, name in enumerate(classes)}
+
+    def places(folder: Path) -> list[Path]:
+        nested = [folder, *(folder / root for root in roots), *(folder / root / root for root in roots)]
+        above = "train" if sections else "."
+        plain = [
+            place for place in nested if sum((place / above / name).is_dir() for name in classes) * 2 > len(classes)
+        ]
+        if plain:
+            return plain[:1]
+        packed = sorted(path for glob in zips for path in folder.glob(glob) if path.is_file())
+        return [path for path in packed if len({match[3] for match in _matches(path, pattern)}) * 2 > len(classes)][:1]
+
+    def read(folder: Path) -> Table:
+        records: dict[str, Record] = {}
+        for place in places(folder):
+            for match, uri in _matches(place, pattern).items():
+                stem = match[1].rpartition("/")[2].rpartition(".")[0]
+                key = group(match[3], stem) if group else match[1]
+                section = {"official": SECTION_NAMES[match[2]]} if sections else {}
+                # Some published archives hold the same tree twice; the first copy counts.
+                records.setdefault(match[1], Record(uri, label[match[3]], match[1], centre, key, section))
+        return Table(list(records.values()))
+
+    return Layout(text, splits, lambda folder: bool(places(folder)), read, notes)
+
+
+def _matches(root: Path, pattern: re.Pattern[str]) -> dict[re.Match[str], str]:
+    found = [(pattern.search(name), uri) for name, uri in image_files(root)]
+    return {match: uri for match, uri in found if match}
+
+
+def medmnist(
+    text: str,
+    stem: str,
+    classes: int,
+    split: str,
+    *,
+    more_splits: tuple[str, ...] = (),
+    centre: str = "unknown",
+    notes: tuple[str, ...] = (),
+) -> Layout:
+    """Return the layout of a MedMNIST file `<stem>[_<size>].npz`; of several sizes in a folder the largest is taken.
+
+    The arrays are {train,val,test}_images (N, H, W[, 3]) uint8 and {train,val,test}_labels (N, 1): split `split`.
+    """
+    name = re.compile(rf"{re.escape(stem)}(?:_(\d+))?\.npz$")
+
+    def files(folder: Path) -> list[Path]:
+        sized = [
+            (int(match[1] or 28), path) for path in folder.glob(f"{stem}*.npz") if (match := name.match(path.name))
+        ]
+        return [path for _, path in sorted(sized, reverse=True)]
+
+    def read(folder: Path) -> Table:
+        table, path = Table(), files(folder)[0]
+        for part, section in SECTION_NAMES.items():
+            labels, rows = array(path, f"{part}_labels").reshape(-1), array_shape(path, f"{part}_images")[0]
+            if len(labels) != rows:
+                raise InputError(
+                    f"{path}: {rows} {part} images but {len(labels)} labels",
+                    "one label an image",
+                    "fetch the file again",
+                )
+            for row, label in enumerate(labels.tolist()):
+                if not (isinstance(label, int) and 0 <= label < classes):
+                    table.problems.append(f"{path}: {part}_labels[{row}] is {label}, the labels are 0 to {classes - 1}")
+                    continue
+                key = f"{part}_{row:06d}"
+                table.records.append(Record(f"{path}!{part}_images#{row}", label, key, centre, key, {split: section}))
+        return table
+
+    return Layout(text, (split, *more_splits), lambda folder: bool(files(folder)), read, notes)
+
+
+def label_of(value: str, labels: Mapping[str, int], what: str, table: Table) -> int | None:
+    """Return the label of a class name or number in a table, or None after adding the problem."""
+    if value in labels:
+        return labels[value]
+    table.problems.append(f"{what} has label {value!r}, the labels are {', '.join(labels)}")
+    return None

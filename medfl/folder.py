@@ -1,0 +1,160 @@
+"""RunFolder: what a run leaves in `--out`, written so that a kill at any moment loses at most the round in progress."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medfl.errors import InputError, RunError
+from medfl.message import Weights
+from medfl.settings import Run
+from medfl.storage import State, load_state, save_state, save_weights, write_atomic
+
+_MANIFEST = "manifest.json"
+
+
+class RunFolder:
+    """The output folder of one run; file names and contents as in the contract.
+
+    The manifest in `state/` is the commit point: it names the state files of the last complete round, and is replaced by a rename.
+    Files that it does not name are left over from a kill and are removed at the next commit.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Point at a folder; nothing is read or made yet."""
+        self.path = path
+        self.state = path / "state"
+
+    @classmethod
+    def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
+        """Make a new folder; `beside` names what may be in it already.
+
+        Raises:
+            InputError: it exists and is not empty.
+        """
+        if path.exists() and (not path.is_dir() or any(p.name not in beside for p in path.iterdir())):
+            raise InputError(f"--out {path} exists and is not empty", "a new or empty folder", "choose another, or add --resume")
+        folder = cls(path)
+        try:
+            folder.state.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--out {path} cannot be made: {error.strerror}", "a folder that can be written", "choose another") from error
+        return folder
+
+    @classmethod
+    def existing(cls, path: Path) -> RunFolder:
+        """Open the folder of an earlier run.
+
+        Raises:
+            InputError: there is no run in it.
+        """
+        if not (path / "run.json").is_file():
+            raise InputError(f"--out {path} holds no run (no run.json)", "the folder of an earlier run", "start without --resume")
+        return cls(path)
+
+    def write_run(self, run: Run, extra: Mapping[str, Any]) -> None:
+        """Write run.json: the run, its hash, and what helps a reader (`extra`)."""
+        self._json("run.json", {**extra, **run.to_dict(), "run_hash": run.run_hash})
+
+    def read_run(self) -> tuple[Run, dict[str, Any]]:
+        """Read run.json; InputError if it is damaged."""
+        path = self.path / "run.json"
+        try:
+            document = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read: {error}", "a run.json that medfl wrote", "give another") from error
+        return Run.from_dict(document), document
+
+    # State
+
+    def commit(self, round_: int, server: State, changed: Mapping[str, State], record: Mapping[str, Any]) -> None:
+        """Save a complete round: the server's State, the States of the sites that changed, and a JSON record.
+
+        Raises:
+            RunError: the disk is full; the last committed round is intact.
+        """
+        old = self.manifest() or {"server": None, "sites": {}}
+        files = {"server": f"{round_:06d}.server.safetensors", "sites": dict(old["sites"])}
+        save_state(self.state / str(files["server"]), server)
+        for name, state in changed.items():
+            files["sites"][name] = f"{round_:06d}.{_safe(name)}.safetensors"
+            save_state(self.state / files["sites"][name], state)
+        write_atomic(self.state / _MANIFEST, json.dumps({"round": round_, **files, "record": record}).encode())
+        kept = {files["server"], *files["sites"].values(), _MANIFEST}
+        for path in self.state.iterdir():
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
+
+    def manifest(self) -> dict[str, Any] | None:
+        """Return the last committed round's manifest, None before the first commit."""
+        path = self.state / _MANIFEST
+        if not path.is_file():
+            return None
+        try:
+            manifest: dict[str, Any] = json.loads(path.read_text())
+        except ValueError as error:
+            raise RunError(f"{path} is damaged ({error}); start the run anew in another folder") from error
+        return manifest
+
+    def load(self, manifest: Mapping[str, Any]) -> tuple[State, dict[str, State]]:
+        """Load the server's State and the sites' States of a manifest."""
+        sites = {name: load_state(self.state / file) for name, file in manifest["sites"].items()}
+        return load_state(self.state / manifest["server"]), sites
+
+    # Rounds
+
+    def append_round(self, entry: Mapping[str, Any]) -> None:
+        """Append one line to rounds.jsonl."""
+        try:
+            with (self.path / "rounds.jsonl").open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise RunError(f"cannot write {self.path / 'rounds.jsonl'}: {error.strerror}; continue with --resume") from error
+
+    def rounds(self, up_to: int | None = None) -> list[dict[str, Any]]:
+        """Read rounds.jsonl; with `up_to` drop later (uncommitted) and half-written lines from the file too."""
+        path = self.path / "rounds.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        entries: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                break  # the kill came inside this line
+        if up_to is not None:
+            entries = [entry for entry in entries if entry["round"] <= up_to]
+            write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries).encode())
+        return entries
+
+    # Results
+
+    def write_weights(self, name: str, weights: Weights) -> None:
+        """Write `<name>.safetensors`."""
+        save_weights(self.path / f"{name}.safetensors", weights)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        self._json("summary.json", summary)
+
+    def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a CSV file with the columns of all rows in order of appearance."""
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomic(self.path / name, text.getvalue().encode())
+
+    def _json(self, name: str, document: Mapping[str, Any]) -> None:
+        write_atomic(self.path / name, (json.dumps(document, indent=1, default=list) + "\n").encode())
+
+
+def _safe(name: str) -> str:
+    """Make a site name a file name; different names stay different."""
+    plain = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):02x}" for c in name)
+    return plain if len(plain) <= 100 else f"{plain[:80]}%{hashlib.sha256(name.encode()).hexdigest()[:12]}"

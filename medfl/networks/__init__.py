@@ -1,0 +1,84 @@
+"""Networks by name, for bundle configurations: `{_target_: medfl.networks.build, name: resnet18, ...}`.
+
+MONAI's where MONAI has them; own code only for what it lacks. All take any spatial size from 16 up and return logits of
+shape (B, num_classes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from monai.networks.nets.efficientnet import EfficientNetBN
+from monai.networks.nets.resnet import ResNet
+from torch import nn
+
+from medfl.errors import InputError
+from medfl.networks.cifar_resnet import CifarResNet
+from medfl.networks.small_cnn import SmallCNN
+
+
+def _resnet18(in_channels: int, num_classes: int, spatial_dims: int) -> nn.Module:
+    """ResNet-18 with the ImageNet stem (7x7 stride 2, then 3x3 max-pool stride 2); the body ends in 512 features."""
+    return ResNet(
+        "basic",
+        [2, 2, 2, 2],
+        [64, 128, 256, 512],
+        spatial_dims=spatial_dims,
+        n_input_channels=in_channels,
+        conv1_t_stride=2,  # MONAI's default of 1 makes the network four times as dear
+        num_classes=num_classes,
+        bias_downsample=False,
+    )
+
+
+def _efficientnet_b0(in_channels: int, num_classes: int, spatial_dims: int) -> nn.Module:
+    """EfficientNet-B0, not pretrained; activation as TorchScript can export it, padding for any image size.
+
+    MONAI pads for 224x224 images, which fails below 32 and cuts borders of others: this pads kernel // 2 all round.
+    """
+    network: nn.Module = EfficientNetBN(
+        "efficientnet-b0",
+        pretrained=False,
+        spatial_dims=spatial_dims,
+        in_channels=in_channels,
+        num_classes=num_classes,
+    )
+    network.set_swish(memory_efficient=False)  # type: ignore[operator]
+    for module in list(network.modules()):
+        for name, padder in list(module.named_children()):
+            if name.endswith("_padding") and not isinstance(padder, nn.Identity):
+                conv = getattr(module, name.removesuffix("_padding"))
+                conv.padding = tuple(size // 2 for size in conv.kernel_size)
+                setattr(module, name, nn.Identity())
+    return network
+
+
+_BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    "efficientnet_b0": _efficientnet_b0,
+    "resnet18": _resnet18,
+    "resnet20": lambda channels, classes, dims: CifarResNet(20, channels, classes, dims),
+    "resnet110": lambda channels, classes, dims: CifarResNet(110, channels, classes, dims),
+    "small_cnn": SmallCNN,
+}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that `build` knows."""
+    return tuple(_BUILDERS)
+
+
+def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) -> nn.Module:
+    """Build a freshly initialised classification network: (B, in_channels, H, W[, D]) -> logits (B, num_classes).
+
+    Raises:
+        InputError: unknown name, or a number that no network can have.
+    """
+    if name not in _BUILDERS:
+        known = ", ".join(names())
+        raise InputError(f"network '{name}'", f"the networks are {known}", "choose one of these with network=NAME")
+    for what, value, allowed in (("in_channels", in_channels, ">= 1"), ("num_classes", num_classes, ">= 2")):
+        if value < int(allowed[-1]):
+            raise InputError(f"{what}={value} for network '{name}'", f"{what} is {allowed}", f"correct {what}")
+    if spatial_dims not in (2, 3):
+        raise InputError(f"spatial_dims={spatial_dims}", "spatial_dims is 2 or 3", "correct spatial_dims")
+    return _BUILDERS[name](in_channels, num_classes, spatial_dims)

@@ -1,0 +1,30 @@
+"""A small network without normalisation layers, so without buffers: what is averaged is exactly what is trained."""
+
+from __future__ import annotations
+
+import torch
+from monai.networks.layers.factories import Conv, Pool
+from torch import Tensor, nn
+
+
+class SmallCNN(nn.Module):
+    """Three times convolution, ReLU, max-pool; global average; linear: (B, in_channels, H, W[, D]) -> (B, num_classes).
+
+    60,506 parameters for grey 2D images and two classes. Each side of the image has at least 8 pixels.
+    """
+
+    def __init__(self, in_channels: int, num_classes: int, spatial_dims: int = 2) -> None:
+        """Build the network with PyTorch's initialisation."""
+        super().__init__()
+        conv, pool = Conv[Conv.CONV, spatial_dims], Pool[Pool.MAX, spatial_dims]
+        layers: list[nn.Module] = []
+        widths = (in_channels, 32, 64, 72)
+        for narrow, wide in zip(widths, widths[1:], strict=False):
+            layers += [conv(narrow, wide, 3, padding=1), nn.ReLU(inplace=True), pool(2)]
+        self.body = nn.Sequential(*layers, Pool[Pool.ADAPTIVEAVG, spatial_dims](1))
+        self.fc = nn.Linear(widths[-1], num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (B, num_classes) of the images x (B, C, H, W[, D])."""
+        logits: Tensor = self.fc(torch.flatten(self.body(x), 1))
+        return logits

@@ -1,0 +1,342 @@
+"""Simulator: all sites of a federation on one machine, round by round, resumable after a kill at any moment."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from medfl.errors import InputError
+from medfl.folder import RunFolder
+from medfl.message import Message
+from medfl.metrics import Cases, higher_is_better, spread, summarise
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.step import StepResult, global_cases, introduce, site_judge, site_step, site_weights
+from medfl.runtimes.workers import Workers
+from medfl.storage import State, load_weights, weights_sha256
+
+_CHUNK = 1024  # pooled items a task; a multiple of the evaluation batch, so that no batch depends on the number of workers
+
+Metrics = dict[str, float]
+Say = Callable[[str], None]
+
+
+class Simulator:
+    """One run in one folder.
+
+    Args:
+        federation: sites and server.
+        folder: where the run is written; `run.json` is there already.
+        jobs: worker processes; they never change a result.
+        progress: show a bar on stderr.
+        say: where lines for the user go.
+    """
+
+    def __init__(self, federation: Federation, folder: RunFolder, *, jobs: int = 1, progress: bool = False, say: Say = str) -> None:
+        """Take the parts; nothing runs yet."""
+        self.federation, self.folder, self.say, self.progress = federation, folder, say, progress
+        self.method, self.run = federation.method, federation.run
+        self.jobs = 1 if self.run.device != "cpu" else jobs
+        self.key = federation.bundle.key_metric
+        self.server: State = {}
+        self.states: dict[str, State] = {}
+        self.done = 0
+        self.record: dict[str, Any] = {
+            "best": None, "best_test": None, "bytes_up": 0, "bytes_down": 0, "seconds": 0.0, "seconds_rounds": 0.0, "personal": {},
+        }  # fmt: skip
+
+    def execute(self, resume: bool = False) -> dict[str, Any]:
+        """Run all rounds that are left, score, write everything, and return the summary.
+
+        Raises:
+            RunError: training failed; the last committed round is intact.
+        """
+        manifest = self.folder.manifest() if resume else None
+        if manifest:
+            self.server, self.states = self.folder.load(manifest)
+            self.done, self.record = manifest["round"], manifest["record"]
+        if self.done > self.run.rounds:
+            raise InputError(f"--rounds {self.run.rounds}", f"{self.done} rounds are done already", "ask for at least as many")
+        self.folder.rounds(up_to=self.done)
+        with Workers(self.federation, self.jobs) as self.workers:
+            self.say(self.federation.policy())
+            if not manifest:
+                self._start()
+            with _events(self.folder.path / "events", self.done) as events, self._bar() as bar:
+                for round_ in range(self.done + 1, self.run.rounds + 1):
+                    entry = self._round(round_, bar)
+                    _log(events, entry)
+                    self.folder.commit(round_, self.server, self._changed, self.record)
+            return self._finish()
+
+    # Rounds
+
+    def _start(self) -> None:
+        federation = self.federation
+        introductions = dict(
+            zip(federation.participants, self.workers.all([(introduce, (name,)) for name in federation.participants]), strict=True)
+        )
+        self.record["bytes_up"] += sum(m.num_bytes for m in introductions.values())
+        with federation.networks.scope():
+            self.server = self.method.init_server(federation.host(0), federation.networks.initial, introductions)
+
+    def _bar(self) -> Any:
+        tqdm.monitor_interval = 0  # no thread beside forked workers
+        size = len(self.federation.cohort(1))
+        bar = tqdm(
+            total=self.run.rounds * size, initial=self.done * size, unit="site", disable=not self.progress, dynamic_ncols=True
+        )
+        bar.set_description(f"round {self.done}/{self.run.rounds}")
+        return bar
+
+    def _round(self, round_: int, bar: Any) -> dict[str, Any]:
+        federation, started = self.federation, time.perf_counter()
+        cohort = federation.cohort(round_)
+        evaluate = round_ == self.run.rounds or (self.run.eval_every > 0 and round_ % self.run.eval_every == 0)
+        judge = ("validate",) if evaluate and self.method.judged == "global" and not self.method.pools_data else ()
+        bar.set_description(f"round {round_}/{self.run.rounds}")
+        down = self._broadcasts(round_, cohort)
+        results: dict[str, StepResult] = {}
+        tasks = [(site_step, (round_, name, self.states.get(name), down[name], judge)) for name in cohort]
+        for index, result in self.workers.run(tasks):
+            results[cohort[index]] = result
+            bar.update()
+        trained = time.perf_counter()
+        replies = {name: results[name].reply for name in cohort}
+        with federation.networks.scope():
+            self.server = self.method.aggregate(federation.host(round_), self.server, replies, len(federation.participants))
+        self._changed = {name: results[name].state for name in cohort if results[name].state}
+        self.states |= self._changed
+        served = time.perf_counter()
+        bytes_up, bytes_down = (sum(m.num_bytes for m in messages.values()) for messages in (replies, down))
+        self.record["bytes_up"] += bytes_up
+        self.record["bytes_down"] += bytes_down
+        samples = {name: len(federation.shard(name, "train")) for name in cohort}
+        loss = sum(results[name].loss * samples[name] for name in cohort) / max(1, sum(samples.values()))
+        entry: dict[str, Any] = {"round": round_, "cohort": cohort}
+        scores = self._evaluate(round_, results) if evaluate else {"val": {}, "val_global": None, "val_personal": None, "sites": {}}
+        ended = time.perf_counter()
+        entry |= {
+            "seconds": ended - started, "seconds_train": trained - started, "seconds_server": served - trained,
+            "seconds_eval": ended - served, "bytes_up": bytes_up, "bytes_down": bytes_down, "train_loss": loss,
+            "judged": self.method.judged, **scores,
+        }  # fmt: skip
+        for name in cohort:
+            entry["sites"].setdefault(name, {}).update(train_loss=results[name].loss, steps=results[name].steps)
+        self.record["seconds"] += entry["seconds"]
+        self.record["seconds_rounds"] += entry["seconds"]
+        self.folder.append_round(entry)
+        shown = {"loss": f"{loss:.3f}"}
+        if self.record["best"]:
+            shown[f"best {self.key}"] = f"{self.record['best']['value']:.3f} (round {self.record['best']['round']})"
+        bar.set_postfix(shown)
+        return entry
+
+    def _broadcasts(self, round_: int, names: list[str]) -> dict[str, Message]:
+        with self.federation.networks.scope():
+            host = self.federation.host(round_)
+            return {name: self.method.broadcast(host, self.server, name) for name in names}
+
+    # Scores
+
+    def _evaluate(self, round_: int, results: Mapping[str, StepResult]) -> dict[str, Any]:
+        """Score the received global and the personal models on validation data; remember the best round."""
+        whole = self._global(round_, "validate")
+        personal = self._personal(round_, ("validate",)) if self.method.judged == "personal" else None
+        if personal is None:
+            personal = {name: result.cases for name, result in results.items() if result.cases}
+        val_global = summarise(whole) if whole is not None else None
+        own = {name: cases["validate"] for name, cases in personal.items()}
+        val_personal = summarise(Cases.concat(list(own.values()))) if own else None
+        received = self._per_site(whole, "validate")
+        sites: dict[str, dict[str, Any]] = {}
+        for name in self.federation.names:
+            site: dict[str, Any] = {}
+            if name in received:
+                site["received"] = received[name]
+            if name in own:
+                site["personal"] = summarise(own[name])
+            sites[name] = site
+        val = (val_global if self.method.judged == "global" else val_personal) or {}
+        self._remember(round_, val)
+        return {"val": val, "val_global": val_global, "val_personal": val_personal, "sites": sites}
+
+    def _remember(self, round_: int, val: Metrics) -> None:
+        value, best = val.get(self.key), self.record["best"]
+        if value is None or value != value:
+            return
+        if best is not None and not (value > best["value"] if higher_is_better(self.key) else value < best["value"]):
+            return
+        self.record["best"] = {"round": round_, "value": value}
+        weights = self._judged_weights(round_)
+        self.folder.write_weights("best", weights)
+        if self.method.judged == "personal":
+            tested = [cases["test"] for cases in self._personal(round_, ("test",)).values()]
+            self.record["best_test"] = summarise(Cases.concat(tested))
+
+    def _global(self, round_: int, section: str, server: State | None = None) -> Cases | None:
+        total = len(self.federation.pooled(section))
+        state = self.server if server is None else server
+        tasks = [(global_cases, (round_, state, section, i, i + _CHUNK)) for i in range(0, total, _CHUNK)]
+        parts = self.workers.all(tasks)
+        return Cases.concat(parts) if parts and parts[0] is not None else None
+
+    def _personal(self, round_: int, sections: tuple[str, ...]) -> dict[str, dict[str, Cases]]:
+        names = self.federation.names
+        down = self._broadcasts(round_, names)
+        tasks = [(site_judge, (round_, name, self.states.get(name), down[name], sections)) for name in names]
+        return dict(zip(names, self.workers.all(tasks), strict=True))
+
+    def _per_site(self, whole: Cases | None, section: str) -> dict[str, Metrics]:
+        """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
+        if whole is None:
+            return {}
+        return {
+            name: summarise(whole.select(self.federation.shard(name, section).indices.tolist()))
+            for name in self.federation.names
+            if len(self.federation.shard(name, section))
+        }
+
+    def _judged_weights(self, round_: int) -> State:
+        """Return the global model's weights, or every site's own under `<site>/<tensor>` where there is no global model."""
+        with self.federation.networks.scope():
+            network = self.method.global_predictor(self.federation.host(round_), self.server)
+            if network is not None:
+                return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
+        names = self.federation.names
+        down = self._broadcasts(round_, names)
+        parts = self.workers.all([(site_weights, (round_, name, self.states.get(name), down[name])) for name in names])
+        return {f"{name}/{key}": tensor for name, part in zip(names, parts, strict=True) for key, tensor in part.items()}
+
+    # End
+
+    def _finish(self) -> dict[str, Any]:
+        """Score on the test items, write tables, weights and the summary."""
+        started, last = time.perf_counter(), self.run.rounds
+        self.say("scoring on the test items")
+        whole = self._global(last, "test")
+        personal = self._final_personal(last)
+        own = {name: cases["test"] for name, cases in personal.items()}
+        received = self._per_site(whole, "test")
+        mine = {name: summarise(cases) for name, cases in own.items()}
+        last_global = {"round": last, **summarise(whole)} if whole is not None else None
+        last_personal = {"round": last, **summarise(Cases.concat(list(own.values())))} if own else None
+        weights = self._judged_weights(last)
+        self.folder.write_weights("weights", weights)
+        best_global = self._best_global()
+        best_personal = {"round": self.record["best"]["round"], **self.record["best_test"]} if self.record["best_test"] else None
+        judged = self.method.judged
+        judged_sites = received if judged == "global" else mine
+        self.record["seconds"] += time.perf_counter() - started
+        summary = {
+            "method": self.run.method, "bundle": self.run.bundle, "seed": self.run.seed, "rounds": last, "status": "finished",
+            "data_source": self.run.data.source, "judged": judged,
+            "last": last_global if judged == "global" else last_personal,
+            "best": best_global if judged == "global" else best_personal,
+            "global": {"last": last_global, "best": best_global} if last_global else None,
+            "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
+            "sites": {"metric": self.key, **spread({n: v.get(self.key) for n, v in judged_sites.items()}, higher_is_better(self.key))},
+            "bytes_up": self.record["bytes_up"], "bytes_down": self.record["bytes_down"], "seconds": self.record["seconds"],
+            "seconds_per_round": self.record["seconds_rounds"] / max(1, last), "peak_memory_bytes": _peak_memory(),
+            "weights_sha256": weights_sha256(weights), "run_hash": self.run.run_hash,
+        }  # fmt: skip
+        self._write_tables(received, mine, whole if judged == "global" else None, own)
+        self.folder.write_summary(summary)
+        return summary
+
+    def _final_personal(self, last: int) -> dict[str, dict[str, Cases]]:
+        """Score the personal models of all sites on test items.
+
+        For globally judged methods the personal model is the final global one after one more local training, of which nothing is
+        sent; sites outside the last cohort have one too then.
+        """
+        if self.method.judged == "personal":
+            return self._personal(last, ("test",))
+        if self.method.pools_data:
+            return {}
+        names = self.federation.names
+        down = self._broadcasts(last + 1, names)
+        tasks = [(site_step, (last + 1, name, self.states.get(name), down[name], ("test",))) for name in names]
+        return {name: result.cases for name, result in zip(names, self.workers.all(tasks), strict=True) if result.cases}
+
+    def _best_global(self) -> Metrics | None:
+        path, best = self.folder.path / "best.safetensors", self.record["best"]
+        if best is None or not path.is_file():
+            return None
+        with self.federation.networks.scope():
+            has_global = self.method.global_predictor(self.federation.host(0), self.server) is not None
+        if not has_global:
+            return None
+        tested = self._global(best["round"], "test", {**self.server, "weights": load_weights(path)})
+        return {"round": best["round"], **summarise(tested)} if tested is not None else None
+
+    def _write_tables(
+        self, received: Mapping[str, Metrics], personal: Mapping[str, Metrics], whole: Cases | None, own: Mapping[str, Cases]
+    ) -> None:
+        federation, classes = self.federation, self.federation.bundle.classes
+        rows = []
+        for name in federation.names:
+            row: dict[str, Any] = {"site": name, **{s: len(federation.shard(name, s)) for s in ("train", "validate", "test")}}
+            labels = federation.shard(name, "train").labels
+            row |= {f"train_{title}": labels.count(index) for index, title in enumerate(classes)} if labels else {}
+            row |= {f"received_{metric}": value for metric, value in received.get(name, {}).items()}
+            row |= {f"personal_{metric}": value for metric, value in personal.get(name, {}).items()}
+            rows.append(row)
+        self.folder.write_table("sites.csv", rows)
+        owner = {ident: name for name in federation.names for ident in federation.shard(name, "test").ids}
+        cases = whole if whole is not None else (Cases.concat(list(own.values())) if own else None)
+        if cases is not None:
+            self.folder.write_table("predictions.csv", [*_predictions(cases, classes, owner)])
+
+
+def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]) -> list[dict[str, Any]]:
+    rows = []
+    for index, ident in enumerate(cases.ids):
+        row: dict[str, Any] = {"id": ident, "site": owner.get(ident, "")}
+        if cases.is_classification:
+            probabilities = cases.values["probabilities"][index].tolist()
+            row |= {"label": int(cases.values["label"][index]), "predicted": probabilities.index(max(probabilities))}
+            titles = classes if len(classes) == len(probabilities) else tuple(str(i) for i in range(len(probabilities)))
+            row |= {f"p_{title}": round(p, 6) for title, p in zip(titles, probabilities, strict=True)}
+        else:
+            row |= {metric: float(values[index]) for metric, values in cases.values.items()}
+        rows.append(row)
+    return rows
+
+
+def _peak_memory() -> int:
+    """Largest resident size of this process and of its finished workers, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+class _events:
+    """TensorBoard event files, continued after a resume."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        self.path, self.done = path, done
+
+    def __enter__(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter  # imports for a second
+
+        self.writer: Any = SummaryWriter(str(self.path), purge_step=self.done + 1 if self.done else None)  # type: ignore[no-untyped-call]
+        return self.writer
+
+    def __exit__(self, *_: object) -> None:
+        self.writer.close()
+
+
+def _log(events: Any, entry: Mapping[str, Any]) -> None:
+    """Write a round's numbers as TensorBoard scalars."""
+    step = entry["round"]
+    events.add_scalar("train/loss", entry["train_loss"], step)
+    for group in ("val_global", "val_personal"):
+        for metric, value in (entry[group] or {}).items():
+            events.add_scalar(f"{group}/{metric}", value, step)
+    for name in ("bytes_up", "bytes_down", "seconds"):
+        events.add_scalar(f"cost/{name}", entry[name], step)

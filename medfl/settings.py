@@ -1,0 +1,153 @@
+"""Run: the frozen record of all that a federated run depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from medfl.errors import InputError
+
+_NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts")
+"""Where things lie and what was said about them cannot change a weight."""
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """Which images a run uses.
+
+    Attributes:
+        source: "real" or "phantom".
+        folder: where they lie on this machine.
+        checksum: SHA-256 over ids, labels, sections and file contents.
+        split: name of the train/validate/test split.
+        counts: section -> number of items.
+        notes: what a reader of the results must know of these data.
+    """
+
+    source: str
+    folder: str
+    checksum: str
+    split: str
+    counts: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PartitionRecord:
+    """Which items each site has: site -> section -> item ids."""
+
+    spec: str
+    seed: int
+    notes: tuple[str, ...]
+    sites: Mapping[str, Mapping[str, list[str]]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Every setting of a run. The same `Run` gives the same weights, bit for bit on CPU.
+
+    Attributes:
+        bundle: name of the bundle.
+        bundle_path: its folder.
+        bundle_sha256: hash of its configuration files.
+        method: method name or dotted path.
+        options: every option of the method, defaults included.
+        config: overridden ids of the bundle's configuration.
+        cohort: fraction of the sites in each round.
+        local_epochs: passes over a site's data a round.
+        lr: learning rate of round 1; None leaves the bundle's optimiser as it is.
+        lr_decay: factor on the learning rate after each round.
+        device: "cpu", or "cuda" with an index.
+        amp: mixed precision.
+        threads: threads of each worker; they may change the last bits, the number of workers never does.
+        eval_every: rounds between evaluations; 0 evaluates after the last round only.
+        versions: versions of medfl, torch, monai and numpy.
+    """
+
+    bundle: str
+    bundle_path: str
+    bundle_sha256: str
+    method: str
+    options: Mapping[str, Any]
+    config: Mapping[str, Any]
+    data: DataRecord
+    partition: PartitionRecord
+    cohort: float
+    rounds: int
+    local_epochs: int
+    batch_size: int
+    lr: float | None
+    lr_decay: float
+    seed: int
+    device: str
+    amp: bool
+    threads: int
+    eval_every: int
+    versions: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON values."""
+        document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return document
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Run:
+        """Invert `to_dict`, ignoring other keys.
+
+        Raises:
+            InputError: a setting is missing.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        missing = [name for name in names if name not in document]
+        if missing:
+            raise InputError(f"run record without {missing[0]!r}", "it is a run.json that medfl wrote", "give that file")
+        values = {name: document[name] for name in names}
+        data, partition = dict(document["data"]), dict(document["partition"])
+        values["data"] = DataRecord(**{**data, "notes": tuple(data.get("notes", ()))})
+        values["partition"] = PartitionRecord(**{**partition, "notes": tuple(partition["notes"])})
+        return cls(**values)
+
+    @property
+    def run_hash(self) -> str:
+        """SHA-256 over everything that can change a weight, as 64 hexadecimal digits."""
+        document = self.to_dict()
+        for path in _NOT_HASHED:
+            *parents, leaf = path.split(".")
+            node = document
+            for parent in parents:
+                node = node[parent]
+            node.pop(leaf)
+        document["data"].pop("notes")
+        document["device"] = document["device"].partition(":")[0]
+        if document["partition"]["spec"].startswith("file:"):
+            document["partition"]["spec"] = "file"  # the ids say what the file said
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+    def difference(self, other: Run) -> list[str]:
+        """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
+        left, right = self.to_dict(), other.to_dict()
+        for document in (left, right):
+            for name in ("rounds", "bundle_path"):
+                document.pop(name)
+            for name in ("folder", "counts", "notes"):
+                document["data"].pop(name)
+            document["device"] = document["device"].partition(":")[0]
+        lines = []
+        for name in left:
+            if left[name] == right[name]:
+                continue
+            if isinstance(left[name], Mapping) and isinstance(right[name], Mapping):
+                keys = [k for k in {**left[name], **right[name]} if left[name].get(k) != right[name].get(k)]
+                lines += [f"{name}.{k}: {_short(left[name].get(k))} was {_short(right[name].get(k))}" for k in keys]
+            else:
+                lines.append(f"{name}: {_short(left[name])} was {_short(right[name])}")
+        return lines
+
+
+def _short(value: Any, width: int = 40) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= width else text[:width] + "…"
