@@ -1,0 +1,373 @@
+"""The shipped bundles: MONAI's own checks pass, offline, and their documents say what the data sets say."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import monai.bundle
+import pytest
+import torch
+import yaml
+from monai.utils import set_determinism
+
+from medfl import datasets, networks
+from medfl.seeding import stream
+
+ROOT = Path(__file__).parents[2]
+BUNDLES = ROOT / "bundles"
+SCHEMA = ROOT / "medfl" / "schemas" / "bundle_metadata.json"
+NAMES = sorted(path.name for path in BUNDLES.iterdir() if path.is_dir())
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:No hash value provided:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*no allow list.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
+]
+every_bundle = pytest.mark.parametrize("name", NAMES)
+
+
+def metadata(name: str) -> dict[str, Any]:
+    return json.loads((BUNDLES / name / "configs" / "metadata.json").read_text())
+
+
+def config(name: str, file: str) -> dict[str, Any]:
+    return yaml.safe_load((BUNDLES / name / "configs" / file).read_text())
+
+
+def readme(name: str) -> str:
+    return (BUNDLES / name / "docs" / "README.md").read_text()
+
+
+def facts(name: str) -> dict[str, str]:
+    return dict(re.findall(r"^\| (Source|Licence|Centres|Images) \| (.*) \|$", readme(name), re.MULTILINE))
+
+
+def count_tables(name: str) -> list[dict[str, dict[str, int]]]:
+    """Return the README's count tables: row -> column -> number."""
+    tables = []
+    for block in re.findall(r"(?:^\|.*\n)+", readme(name).partition("## Counts")[2], re.MULTILINE):
+        header, _, *rows = ([cell.strip() for cell in line.strip("| ").split("|")] for line in block.splitlines())
+        tables.append({row[0]: dict(zip(header[1:], map(int, row[1:]), strict=True)) for row in rows})
+    return tables
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder to write into, no data folder, and no trace of what a bundle's `initialize` seeds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEDFL_DATA", raising=False)
+    flags = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    with stream(0, "bundle test"):
+        yield tmp_path
+        set_determinism(None)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
+
+
+def test_every_data_set_has_its_bundle() -> None:
+    assert tuple(NAMES) == datasets.names()
+
+
+@every_bundle
+def test_it_is_configuration_only(name: str) -> None:
+    files = {str(path.relative_to(BUNDLES / name)) for path in (BUNDLES / name).rglob("*") if path.is_file()}
+    written = {"models/model.pt", "models/model.ts", "output/predictions.csv", "output/metrics.csv"}
+    stems = ("metadata.json", "train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
+    documents = {"docs/README.md", "docs/data_license.txt", "LICENSE"}
+    assert files - written == {f"configs/{stem}" for stem in stems} | documents
+    licence = (BUNDLES / name / "LICENSE").read_text()
+    assert "Apache License" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
+
+
+@every_bundle
+def test_metadata_passes_the_schema(name: str) -> None:
+    monai.bundle.verify_metadata(meta_file=str(BUNDLES / name / "configs" / "metadata.json"), filepath=str(SCHEMA))
+
+
+MANDATORY = [
+    *("version", "monai_version", "pytorch_version", "numpy_version", "required_packages_version"),
+    *("task", "description", "authors", "copyright", "network_data_format"),
+    *("network_data_format/inputs", "network_data_format/inputs/image", "network_data_format/outputs/pred"),
+    *(f"network_data_format/inputs/image/{key}" for key in ("type", "format", "modality", "num_channels", "dtype")),
+    *(f"network_data_format/outputs/pred/{key}" for key in ("spatial_shape", "value_range", "channel_def")),
+    "network_data_format/inputs/image/is_patch_data",
+]
+WRONG = [
+    ("version", "one"),
+    ("version", 1),
+    ("required_packages_version", ["torch"]),
+    ("task", ""),
+    ("references", "a paper"),
+    ("changelog", {}),
+    ("network_data_format/inputs/image/num_channels", "3"),
+    ("network_data_format/inputs/image/num_channels", 0),
+    ("network_data_format/inputs/image/spatial_shape", 128),
+    ("network_data_format/inputs/image/value_range", [0]),
+    ("network_data_format/inputs/image/is_patch_data", "false"),
+    ("network_data_format/inputs/image/dtype", "float33"),
+    ("network_data_format/outputs/pred/channel_def", {"zero": "nevus"}),
+    ("network_data_format/outputs/pred/channel_def", {"0": 1}),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), [*((path, None) for path in MANDATORY), *WRONG])
+def test_schema_refuses(path: str, value: object, tmp_path: Path) -> None:
+    content = copy.deepcopy(metadata("ham10000"))
+    *above, key = path.split("/")
+    place = content
+    for step in above:
+        place = place[step]
+    if value is None:
+        del place[key]
+    else:
+        place[key] = value
+    (tmp_path / "metadata.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="Failed validating"):
+        monai.bundle.verify_metadata(meta_file=str(tmp_path / "metadata.json"), filepath=str(SCHEMA))
+
+
+@every_bundle
+def test_metadata_says_what_the_data_set_and_the_configurations_say(name: str) -> None:
+    meta, data = metadata(name), datasets.get(name)
+    image, pred = meta["network_data_format"]["inputs"]["image"], meta["network_data_format"]["outputs"]["pred"]
+    assert list(pred["channel_def"].values()) == list(data.classes)
+    assert list(pred["channel_def"]) == [str(i) for i in range(pred["num_channels"])]
+    assert meta["data_source"] == data.source
+    assert meta["version"] in meta["changelog"]
+    assert meta["intended_use"].startswith("Research only")
+    train, inference = config(name, "train.yaml"), config(name, "inference.yaml")
+    for content in (train, inference):
+        assert (content["in_channels"], content["num_classes"]) == (image["num_channels"], pred["num_channels"])
+        assert image["spatial_shape"] == [content["image_size"]] * 2
+        assert len(image["channel_def"]) == image["num_channels"]
+    own = {"preprocessing", "dataset", "dataloader", "inferer", "postprocessing", "handlers", "evaluator", "run"}
+    assert {key: value for key, value in inference.items() if key not in own}.items() <= train.items()
+    assert inference["preprocessing"]["transforms"] == train["train"]["deterministic_transforms"]
+    reader = train["train"]["deterministic_transforms"][0]
+    assert reader.get("convert", False) == (data.mixed_channels or data.channels != train["in_channels"])
+    assert train["split"] is None or train["split"] in data.splits
+
+
+# Sites, cohort, local epochs, rounds, batch, rate, decay, as the data table and settings of the paper give them.
+PROTOCOLS = {
+    "oct_c8": ("FedBM", 12, 0.5, 2, 200, 8, 0.01, 0.99, "dirichlet:0.05", "resnet18", 128),
+    "kvasir_v2": ("FedBM", 10, 0.5, 2, 200, 8, 0.01, 0.99, "dirichlet:0.05", "resnet18", 128),
+    "ham10000": ("FedBM", 10, 0.5, 1, 200, 8, 0.01, 0.99, "dirichlet:0.05", "resnet18", 128),
+    "pbc": ("FedBM", 12, 0.5, 10, 50, 8, 0.01, 0.99, "dirichlet:0.05", "resnet18", 128),
+    "isic19": ("FedHelp", 6, 1.0, 5, 100, 16, 0.001, 1.0, "centre", "resnet20", 200),
+    "pneumonia": ("FedHelp", 6, 1.0, 5, 100, 16, 0.001, 1.0, "dirichlet:0.5", "resnet20", 28),
+    "mednist": ("ours", 6, 1.0, 1, 20, 16, 0.001, 1.0, "dirichlet:0.5", "small_cnn", 64),
+}
+
+
+@every_bundle
+def test_protocol(name: str) -> None:
+    content, train = config(name, "federated.yaml"), config(name, "train.yaml")
+    source, *numbers, network, size = PROTOCOLS[name]
+    keys = ("sites", "cohort", "local_epochs", "rounds", "batch_size", "lr", "lr_decay", "partition")
+    assert [content[key] for key in keys] == numbers
+    assert content["protocol"].startswith(source)
+    assert (content["task"], content["key_metric"]) == ("classification", "balanced_accuracy")
+    assert (train["network"], train["image_size"]) == (network, size)
+    assert train["network"] in networks.names()
+    for mine, central in (("split", "split"), ("lr", "learning_rate"), ("batch_size", "batch_size")):
+        assert content[mine] == train[central]
+    assert content["methods"] == ({"fedprox": {"mu": 0.001}} if source == "FedBM" else {})
+    assert train["optimizer"]["_target_"] == "torch.optim.Adam"
+    assert float(train["optimizer"].get("weight_decay", 0)) == (1e-4 if source == "FedHelp" else 0)
+    assert bool(train["train"]["random_transforms"]) == (name == "isic19")
+
+
+@every_bundle
+def test_readme_and_licence_say_what_the_data_set_says(name: str) -> None:
+    data, found = datasets.get(name), facts(name)
+    assert found["Source"] == data.source
+    assert found["Licence"] == f"{data.licence}; see `data_license.txt`"
+    assert found["Centres"].split(", ") == list(data.centres)
+    assert readme(name).startswith(f"# {metadata(name)['name']}\n")
+    assert "Research only" in readme(name)
+    licence = (BUNDLES / name / "docs" / "data_license.txt").read_text()
+    short = re.match(r"CC [A-Z-]+ [\d.]+", data.licence)
+    assert short is None or f"({short[0]})" in licence
+    if short is None:
+        assert "Read the terms" in licence or "read it" in licence
+
+
+@every_bundle
+def test_readme_counts_add_up(name: str) -> None:
+    total = int(re.findall(r"\d+", facts(name)["Images"])[-1 if name == "mednist" else 0])
+    for table in count_tables(name):
+        assert table["all"]["all"] == total
+        for column, value in table["all"].items():
+            assert sum(row[column] for key, row in table.items() if key != "all") == value
+        for row in table.values():
+            assert len(row) == 1 or sum(value for key, value in row.items() if key != "all") == row["all"]
+        labels = [key for key in (*table, *next(iter(table.values()))) if key in datasets.get(name).classes]
+        assert labels in ([], list(datasets.get(name).classes))
+
+
+@pytest.mark.parametrize("name", ["ham10000", "pneumonia", "mednist"])
+def test_readme_counts_are_those_of_the_images(name: str, real_data: Path) -> None:
+    classes, table = datasets.get(name).classes, count_tables(name)[0]
+    found = datasets.sections(name, real_data)
+    by_centre = "rosendahl" in table
+    counts: Counter[tuple[str, str]] = Counter()
+    for section, items in found.items():
+        counts.update((item["centre"] if by_centre else section, classes[item["label"]]) for item in items)
+    for row, cells in table.items():
+        if row != "all":
+            assert {kind: counts[row, kind] for kind in classes} == {kind: cells[kind] for kind in classes}
+    assert counts.total() == table["all"]["all"]
+
+
+def test_isic_counts_are_those_of_the_published_table(real_data: Path) -> None:
+    data = datasets.get("isic19")
+    with (real_data / "flamby_meta" / "isic2019_train_test_split.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    counts = Counter((data.centres[int(row["center"])], data.classes[int(row["target"])]) for row in rows)
+    table = count_tables("isic19")[0]
+    assert all(counts[centre, kind] == table[centre][kind] for centre in data.centres for kind in data.classes)
+    folds = Counter(row["fold"] for row in rows)
+    assert all(str(folds[fold]) in readme("isic19") for fold in ("train", "test"))
+
+
+@pytest.mark.parametrize("name", ["ham10000", "isic19"])
+def test_counts_agree_with_the_data_folders_own_readme(name: str, real_data: Path) -> None:
+    text = (real_data / "README.md").read_text()
+    for centre, row in count_tables(name)[0].items():
+        if name == "ham10000":
+            assert "| ".join(("\n", f"{centre} ", *(f"{value} " for value in row.values()))) in text, centre
+        elif centre != "all":
+            train_and_test = re.search(rf"^\| \d \| (?:HAM )?{centre} \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+            assert train_and_test is not None
+            assert sum(map(int, train_and_test.groups())) == row["all"]
+
+
+@every_bundle
+def test_network_input_and_output_without_any_data(name: str, workplace: Path) -> None:
+    configs = BUNDLES / name / "configs"
+    monai.bundle.verify_net_in_out(
+        net_id="network_def",
+        meta_file=str(configs / "metadata.json"),
+        config_file=str(configs / "inference.yaml"),
+        device="cpu",
+    )
+
+
+@every_bundle
+def test_export_to_torchscript(name: str, workplace: Path) -> None:
+    configs = BUNDLES / name / "configs"
+    content = config(name, "inference.yaml")
+    network = networks.build(content["network"], content["in_channels"], content["num_classes"]).eval()
+    torch.save(network.state_dict(), "model.pt")
+    monai.bundle.ckpt_export(
+        net_id="network_def",
+        filepath="model.ts",
+        ckpt_file="model.pt",
+        meta_file=str(configs / "metadata.json"),
+        config_file=str(configs / "inference.yaml"),
+    )
+    images = torch.rand(2, content["in_channels"], 32, 32)
+    assert torch.allclose(torch.jit.load("model.ts")(images), network(images), atol=1e-5)
+
+
+def run(name: str, files: list[str], **overrides: object) -> None:
+    configs = BUNDLES / name / "configs"
+    monai.bundle.run(
+        config_file=[str(configs / file) for file in files],
+        meta_file=str(configs / "metadata.json"),
+        **overrides,
+    )
+
+
+@every_bundle
+def test_central_training_test_and_inference(name: str, workplace: Path) -> None:
+    folder = datasets.write_phantom(name, workplace / "phantom", per_class=10, size=24)
+    small = {"dataset_dir": str(folder), "image_size": 24, "network": "small_cnn", "device": "$torch.device('cpu')"}
+    run(name, ["train.yaml"], max_epochs=1, **small)
+    weights = torch.load("models/model.pt", weights_only=True)
+    content = config(name, "train.yaml")
+    network = networks.build("small_cnn", content["in_channels"], content["num_classes"])
+    network.load_state_dict(weights)
+
+    run(name, ["train.yaml", "evaluate.yaml"], **small)
+    scores = dict(line.split(",") for line in Path("output/metrics.csv").read_text().splitlines())
+    assert {"balanced_accuracy", "accuracy"} == scores.keys()
+
+    run(name, ["inference.yaml"], **small)
+    items = datasets.datalist(name, folder, "test", content["split"])
+    with Path("output/predictions.csv").open() as file:
+        rows = {key: [float(value) for value in values] for key, *values in csv.reader(file)}
+    assert rows.keys() == {item["id"] for item in items}
+    assert all(len(row) == content["num_classes"] and sum(row) == pytest.approx(1, abs=1e-5) for row in rows.values())
+    right = [rows[item["id"]].index(max(rows[item["id"]])) == item["label"] for item in items]
+    assert float(scores["accuracy"]) == pytest.approx(sum(right) / len(right), abs=1e-4)
+
+
+@every_bundle
+def test_properties_that_monai_asks_for(name: str, workplace: Path) -> None:
+    folder = str(datasets.write_phantom(name, workplace / "phantom", per_class=10, size=24))
+    configs = BUNDLES / name / "configs"
+    for kind, *files in (
+        ("train", "train.yaml"),
+        ("train", "train.yaml", "evaluate.yaml"),
+        ("infer", "inference.yaml"),
+    ):
+        workflow = monai.bundle.ConfigWorkflow(
+            config_file=[str(configs / file) for file in files],
+            meta_file=str(configs / "metadata.json"),
+            workflow_type=kind,
+            logging_file=False,
+            dataset_dir=folder,
+            network="small_cnn",
+        )
+        workflow.initialize()
+        assert workflow.check_properties() == []
+
+
+def command(name: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "monai.bundle", *arguments],
+        cwd=BUNDLES / name,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def training_command(name: str, folder: Path) -> None:
+    data = datasets.write_phantom(name, folder / "phantom", per_class=10, size=24)
+    places = (f"--dataset_dir={data}", f"--output_dir={folder}", f"--ckpt_dir={folder}")
+    small = ("--max_epochs=1", "--image_size=24", "--network=small_cnn")
+    command(name, "run", "--config_file", "configs/train.yaml", *places, *small)
+    assert (folder / "model.pt").is_file()
+
+
+def test_the_real_training_command(tmp_path: Path) -> None:
+    training_command("mednist", tmp_path)
+
+
+@pytest.mark.slow
+@every_bundle
+def test_the_real_commands(name: str, tmp_path: Path) -> None:
+    meta = ("--meta_file", "configs/metadata.json")
+    command(name, "verify_metadata", *meta, "--filepath", str(SCHEMA))
+    command(name, "verify_net_in_out", "--net_id", "network_def", *meta, "--config_file", "configs/inference.yaml")
+    training_command(name, tmp_path)
+    files = ("--filepath", str(tmp_path / "model.ts"), "--ckpt_file", str(tmp_path / "model.pt"))
+    of = ("--net_id", "network_def", "--config_file", "configs/inference.yaml", "--network", "small_cnn")
+    command(name, "ckpt_export", *files, *meta, *of)
+    assert torch.jit.load(tmp_path / "model.ts") is not None

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from medfl import networks
+from medfl.errors import InputError
+from medfl.networks.cifar_resnet import CifarResNet
+
+
+def parameters(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())
+
+
+def float_buffers(network: nn.Module) -> int:
+    return sum(b.numel() for b in network.buffers() if b.is_floating_point())
+
+
+# (name, channels, classes) -> parameters, floating BatchNorm entries; numbers of the papers' networks.
+COUNTS = [
+    ("resnet18", 3, 8, 11_176_512 + 513 * 8, 9_600),
+    ("resnet18", 3, 7, 11_176_512 + 513 * 7, 9_600),
+    ("resnet20", 3, 2, 269_202, 1_376),
+    ("resnet20", 3, 8, 269_592, 1_376),
+    ("resnet110", 3, 2, 1_727_442, 8_096),
+    ("resnet110", 3, 8, 1_727_832, 8_096),
+    ("efficientnet_b0", 3, 8, 4_017_796, 42_016),
+    ("small_cnn", 1, 2, 60_506, 0),
+    ("small_cnn", 3, 8, 61_520, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "channels", "classes", "count", "buffers"), COUNTS)
+def test_sizes(name: str, channels: int, classes: int, count: int, buffers: int) -> None:
+    network = networks.build(name, channels, classes)
+    assert parameters(network) == count
+    assert float_buffers(network) == buffers
+
+
+def test_resnet18_has_20_norms_and_the_imagenet_stem() -> None:
+    network = networks.build("resnet18", 3, 8)
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in network.modules()) == 20
+    shapes: list[torch.Size] = []
+    network.layer1.register_forward_hook(lambda _m, inputs, _o: shapes.append(inputs[0].shape))
+    network.layer4.register_forward_hook(lambda _m, _i, output: shapes.append(output.shape))
+    network(torch.rand(2, 3, 128, 128))
+    assert shapes == [(2, 64, 32, 32), (2, 512, 4, 4)]
+
+
+@pytest.mark.parametrize("name", [n for n in networks.names() if n != "resnet110"])
+@pytest.mark.parametrize("size", [(16, 16), (28, 28), (37, 51)])
+def test_any_size_and_gradients_everywhere(name: str, size: tuple[int, int]) -> None:
+    network = networks.build(name, 1, 5)
+    logits = network(torch.rand(2, 1, *size))
+    assert logits.shape == (2, 5)
+    logits.square().sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet20", "small_cnn"])
+def test_volumes(name: str) -> None:
+    assert networks.build(name, 1, 2, spatial_dims=3)(torch.rand(2, 1, 17, 16, 18)).shape == (2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.parametrize("name", networks.names())
+def test_scripted_network_computes_the_same(name: str) -> None:
+    network = networks.build(name, 3, 4).eval()
+    images = torch.rand(2, 3, 33, 32)
+    assert torch.allclose(torch.jit.script(network)(images), network(images), atol=1e-5)
+
+
+def test_option_a_shortcut_is_every_second_pixel_and_zeros() -> None:
+    """With both convolutions zero and BatchNorm in its initial state a block is relu(shortcut)."""
+    network = CifarResNet(8, 3, 2).eval()
+    block = network.stages[1][0]
+    nn.init.zeros_(block.conv1.weight)
+    nn.init.zeros_(block.conv2.weight)
+    x = torch.rand(2, 16, 7, 6)
+    y = block(x)
+    assert y.shape == (2, 32, 4, 3)
+    assert torch.equal(y[:, :16], x[:, :, ::2, ::2])
+    assert not y[:, 16:].any()
+
+
+@pytest.mark.parametrize(("size", "shape"), [(28, (1, 1)), (33, (2, 2)), (224, (7, 7))])
+def test_efficientnet_halves_five_times_rounding_up(size: int, shape: tuple[int, int]) -> None:
+    network = networks.build("efficientnet_b0", 3, 8).eval()
+    shapes: list[torch.Size] = []
+    network._conv_head.register_forward_hook(lambda _m, _i, output: shapes.append(output.shape))
+    network(torch.rand(1, 3, size, size))
+    assert shapes == [(1, 1280, *shape)]
+
+
+def test_small_cnn_has_no_buffers() -> None:
+    assert list(networks.build("small_cnn", 1, 2).buffers()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("resnet19", 3, 8), ["resnet19", *networks.names()]),
+        (("resnet20", 0, 8), ["in_channels=0", "resnet20"]),
+        (("resnet20", 3, 1), ["num_classes=1", "resnet20"]),
+        (("resnet20", 3, 8, 4), ["spatial_dims=4"]),
+    ],
+)
+def test_bad_input(arguments: tuple[str, int, int], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        networks.build(*arguments)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_depth_of_a_cifar_resnet() -> None:
+    with pytest.raises(ValueError, match="6n"):
+        CifarResNet(21, 3, 2)
