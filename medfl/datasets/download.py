@@ -129,7 +129,7 @@ class _Transfer:
             except (_Broken, TimeoutError, ConnectionError, HTTPException) as error:
                 if attempt == ATTEMPTS:
                     raise RunError(
-                        f"{self.item.url}: the transfer broke {ATTEMPTS} times ({error or type(error).__name__}); "
+                        f"{self.item.url}: the transfer broke {ATTEMPTS} times ({str(error) or type(error).__name__}); "
                         f"{self.received} bytes are kept in {self.part}; run the same command again to go on from there"
                     ) from error
                 time.sleep(self.pause * attempt)
@@ -195,7 +195,7 @@ class _Transfer:
             self.check_space((total or 0) - start)
             self.remember_version(response)
             with (
-                self.part.open("r+b" if start else "wb") as file,
+                self.part.open("ab" if start else "wb") as file,
                 tqdm(
                     total=total,
                     initial=start,
@@ -205,8 +205,6 @@ class _Transfer:
                     disable=not self.progress,
                 ) as bar,
             ):
-                file.truncate(start)
-                file.seek(start)
                 while chunk := response.read(_CHUNK):
                     file.write(chunk)
                     bar.update(len(chunk))
@@ -243,12 +241,12 @@ class _Transfer:
         return response
 
     def start_of(self, response: HTTPResponse) -> int:
-        """Return the first byte that the server sends: it may ignore what was asked for and start again."""
+        """Return the first byte that the server sends: what was asked for, or 0 where it sends the whole file."""
         if response.status != 206:
             return 0
         unit, _, span = response.headers.get("Content-Range", "").partition(" ")
         first = span.partition("-")[0]
-        if unit != "bytes" or not first.isdigit() or int(first) > self.received:
+        if unit != "bytes" or not first.isdigit() or int(first) != self.received:
             self.part.unlink(missing_ok=True)
             raise _Broken(f"the server sent bytes {span or '?'}")
         return int(first)

@@ -7,6 +7,7 @@ Classes differ in shape, texture and shade, with overlap: features of single ima
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -26,10 +27,12 @@ LOOKS: tuple[tuple[float, float, tuple[float, float, float]], ...] = (
 )
 
 
+@functools.lru_cache(maxsize=4)
 def grid(size: int) -> tuple[Array, Array]:
-    """Return the coordinates (x, y) of the pixel centres in -1..1, each (size, size)."""
+    """Return the coordinates (x, y) of the pixel centres in -1..1, each (size, size); not to be changed."""
     axis = (np.arange(size) + 0.5) * 2 / size - 1
     x, y = np.meshgrid(axis, axis)
+    x.flags.writeable = y.flags.writeable = False
     return x, y
 
 

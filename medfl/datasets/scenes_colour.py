@@ -117,13 +117,13 @@ def blood(rng: np.random.Generator, label: int, size: int) -> Array:
         mask = mask * (0.9 + 0.1 * noise(rng, size, 12))
         picture = paint(picture, mask, np.array(kind.nuclear) + shade)
     if kind.granules:
-        for _ in range(kind.granules[0]):
-            away, angle = radius * 0.9 * np.sqrt(rng.uniform()), rng.uniform(0, 2 * np.pi)
-            x, y = grid(size)
-            dot = inside(
-                np.hypot(x - centre[0] - away * np.cos(angle), y - centre[1] - away * np.sin(angle)) - 0.045, 0.03
-            )
-            picture = paint(picture, dot, kind.granules[1], 0.7)
+        reach = radius * 0.9 * np.sqrt(rng.uniform(size=kind.granules[0]))
+        angles = rng.uniform(0, 2 * np.pi, kind.granules[0])
+        x, y = grid(size)
+        dots = np.full_like(x, np.inf)
+        for u, v in zip(centre[0] + reach * np.cos(angles), centre[1] + reach * np.sin(angles), strict=True):
+            dots = np.minimum(dots, (x - u) ** 2 + (y - v) ** 2)
+        picture = paint(picture, inside(np.sqrt(dots) - 0.045, 0.03), kind.granules[1], 0.7)
     return picture
 
 
