@@ -108,7 +108,7 @@ def _add_run(verbs: Any) -> None:
     output.add_argument("--resume", action="store_true", help="continue the run in --out")
     output.add_argument("--from", dest="source", type=Path, metavar="RUN.JSON", help="repeat a recorded run")
     output.add_argument("--with-local", action="store_true", help="first run Local with the same steps, as each site's reference")
-    output.add_argument("--quiet", action="store_true", help="no progress bar")
+    output.add_argument("--quiet", action="store_true", help="say nothing but errors while running")
 
 
 _REQUESTED = (
@@ -132,9 +132,9 @@ def _run(options: Any) -> int:
         source=options.source,
         jobs=_jobs(options.jobs),
         with_local=options.with_local,
-        progress=not options.quiet,
+        progress=sys.stderr.isatty() and not options.quiet,
         command="medfl " + shlex.join(options.given),
-        say=_say,
+        say=str if options.quiet else _say,
     )
     if options.json:
         _print(json.dumps(document))
@@ -142,14 +142,9 @@ def _run(options: Any) -> int:
         from medfl.report import result_table
 
         folder = Path(document["folder"])
-        _print(result_table(folder))
-        _print(f"report: {folder / 'report.html'}\nrun folder: {folder}")
-        _print(f"data: {_data_line(document)}")
+        *table, data = result_table(folder).splitlines()
+        _print("\n".join([*table, f"report: {folder / 'report.html'}", f"run folder: {folder}", data]))
     return 0
-
-
-def _data_line(document: Any) -> str:
-    return "PHANTOM images, drawn by medfl: no clinical meaning" if document["data_source"] == "phantom" else "real images"
 
 
 def _jobs(text: str) -> int | None:
@@ -237,7 +232,7 @@ def _data_check(options: Any) -> int:
     from medfl import datasets
 
     report = datasets.check(options.bundle, options.data, progress=sys.stderr.isatty())
-    _print(json.dumps(report.to_dict()) if options.json else str(report))
+    _print(json.dumps(report.as_dict()) if options.json else str(report))
     return 0 if report.ok else 2
 
 

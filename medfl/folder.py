@@ -37,7 +37,7 @@ class RunFolder:
         Raises:
             InputError: it exists and is not empty.
         """
-        if path.exists() and (not path.is_dir() or any(p.name not in beside for p in path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())):
             raise InputError(f"--out {path} exists and is not empty", "a new or empty folder", "choose another, or add --resume")
         folder = cls(path)
         try:
@@ -152,6 +152,11 @@ class RunFolder:
 
     def _json(self, name: str, document: Mapping[str, Any]) -> None:
         write_atomic(self.path / name, (json.dumps(document, indent=1, default=list) + "\n").encode())
+
+
+def _leftover(path: Path) -> bool:
+    """Tell whether this is what a kill left before run.json was there: nothing of it is of use."""
+    return path.name == ".run.json.tmp" or (path.name == "state" and path.is_dir() and not any(path.iterdir()))
 
 
 def _safe(name: str) -> str:

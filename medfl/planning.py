@@ -146,7 +146,7 @@ def repeat(run: Run, data: str | None = None, say: Callable[[str], None] = str) 
         bundle=run.bundle if known else run.bundle_path,
         method=run.method,
         config={**run.config, **({"split": run.data.split} if known else {})},
-        data=data or (PHANTOM if run.data.source == PHANTOM else run.data.folder or None),
+        data=data or _recorded_data(run, known),
     )
     bundle, record, notes = _with_data(request, dict(request.config), _device(run.device), say)
     if record.checksum != run.data.checksum:
@@ -162,6 +162,13 @@ def repeat(run: Run, data: str | None = None, say: Callable[[str], None] = str) 
             "restore it, or start a new run",
         )
     return Plan(dataclasses.replace(run, data=record), bundle, methods.load(run.method, run.options), notes)
+
+
+def _recorded_data(run: Run, known: bool) -> str | None:
+    """Return where the run's images lay; a phantom that is gone is drawn again."""
+    if known and run.data.source == PHANTOM and not Path(run.data.folder).is_dir():
+        return PHANTOM
+    return run.data.folder or None
 
 
 def versions() -> dict[str, str]:

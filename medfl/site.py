@@ -127,6 +127,7 @@ class Site:
         loss: (network output, targets) -> scalar tensor, mean over the batch.
         settings: local training settings.
         networks: the worker's network pool.
+        round: the round, from 1; 0 before the first.
         journal: what `fit` did in this step (its reports, in order); stays at the site.
     """
 
@@ -138,6 +139,7 @@ class Site:
     loss: Callable[..., Tensor]
     settings: LocalSettings
     networks: Networks
+    round: int = 0
     journal: list[Any] = field(default_factory=list)
 
     @property
@@ -171,10 +173,12 @@ class Host:
     Attributes:
         seed: seed of the server in this round.
         networks: the worker's network pool.
+        round: the round, from 1; 0 before the first.
     """
 
     seed: int
     networks: Networks
+    round: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -193,7 +197,7 @@ class Host:
 def split_names(network: nn.Module, kinds: tuple[type[nn.Module], ...]) -> frozenset[str]:
     """Return the state-dict names that belong to layers of these types (by type: names such as `bn` prove nothing)."""
     names: set[str] = set()
-    for prefix, module in network.named_modules():
+    for prefix, module in network.named_modules(remove_duplicate=False):  # a state dict has all names of a shared layer
         if isinstance(module, kinds):
             names.update(f"{prefix}.{name}" if prefix else name for name in module.state_dict())
     return frozenset(names)

@@ -78,7 +78,8 @@ def fit(
             done = len(losses)
             for x, y in site.train.batches(site.settings.batch_size, generator):
                 x, y = _to(x, site.device), _to(y, site.device)
-                optimizer.zero_grad(set_to_none=True)
+                for parameter in parameters:  # also those that the optimiser leaves out, which a hook may read
+                    parameter.grad = None
                 with _one_sample_safe(model, x), autocast(site):
                     loss = objective(model, x, y)
                 if cuda_amp:
@@ -94,7 +95,7 @@ def fit(
                 else:
                     optimizer.step()
                 losses.append(loss.detach())
-            _check_finite(losses, done, site.name)
+            _check_finite(losses, done, site)
     mean = float(torch.stack(losses).mean()) if losses else float("nan")
     report = FitReport(len(losses), mean, None if optimizer_state is None else _captured(optimizer))
     site.journal.append(report)
@@ -108,29 +109,32 @@ def autocast(site: Site) -> Any:
     return torch.autocast(site.device.type, torch.float16 if site.device.type == "cuda" else torch.bfloat16)
 
 
+def _one_sample_safe(model: nn.Module, x: Any) -> Any:
+    """Let a batch of one sample pass: BatchNorm without a second value per channel uses its running statistics."""
+    if not isinstance(x, Tensor) or len(x) != 1:
+        return nullcontext()
+    return _guarded([m for m in model.modules() if isinstance(m, _BatchNorm) and m.training])
+
+
 @contextmanager
-def _switched(layers: list[_BatchNorm]) -> Iterator[None]:
-    for layer in layers:
-        layer.eval()
+def _guarded(layers: list[_BatchNorm]) -> Iterator[None]:
+    def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        layer.train(inputs[0].numel() > inputs[0].shape[1])  # one value has no variance
+
+    handles = [layer.register_forward_pre_hook(before) for layer in layers]
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, handle in zip(layers, handles, strict=True):
+            handle.remove()
             layer.train()
-
-
-def _one_sample_safe(model: nn.Module, x: Any) -> Any:
-    """Let a batch of one sample pass: BatchNorm uses its running statistics, since one value has no variance."""
-    if not isinstance(x, Tensor) or len(x) != 1:
-        return nullcontext()
-    return _switched([m for m in model.modules() if isinstance(m, _BatchNorm) and m.training])
 
 
 def _to(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) and value.device != device else value
 
 
-def _check_finite(losses: list[Tensor], start: int, name: str) -> None:
+def _check_finite(losses: list[Tensor], start: int, site: Site) -> None:
     """Look at a whole epoch at once, so that a GPU is not stopped at every step."""
     if len(losses) == start:
         return
@@ -138,7 +142,7 @@ def _check_finite(losses: list[Tensor], start: int, name: str) -> None:
     if len(bad):
         step = start + int(bad[0]) + 1
         raise RunError(
-            f"site {name!r}: the training loss is {float(losses[step - 1])} at step {step}; the last good round is kept; "
+            f"site {site.name!r}, round {site.round}: the training loss is {float(losses[step - 1])} at step {step}; the last good round is kept; "
             "lower the learning rate or look at this site's data"
         )
 
@@ -150,7 +154,10 @@ def _captured(optimizer: torch.optim.Optimizer) -> State:
 
 def _restore(optimizer: torch.optim.Optimizer, state: State) -> None:
     saved = optimizer.state_dict()
-    saved["state"] = {int(index): dict(values) for index, values in state.items()}
+    saved["state"] = {  # copied: the optimiser works in place, and a State given is never changed
+        int(index): {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
+        for index, values in state.items()
+    }
     optimizer.load_state_dict(saved)
 
 
@@ -162,6 +169,8 @@ def pull(model: nn.Module, anchor: Mapping[str, Tensor], strength: float) -> Gra
         anchor: tensor name -> where to pull; copied, so it may be the model's own parameters.
         strength: mu of FedProx, lambda of Ditto.
     """
+    if strength == 0:
+        return lambda parameters: None  # adding 0 would turn a gradient of -0.0 into 0.0
     anchors = [anchor[name].detach().clone() for name, p in model.named_parameters() if p.requires_grad]
 
     def hook(parameters: Sequence[nn.Parameter]) -> None:

@@ -92,11 +92,11 @@ class Federation:
         )
         train, validate, test = (self.shard(name, section) for section in SECTIONS)
         seed = derive(run.seed, "round", round_, name)
-        return Site(name, seed, train, validate, test, self.bundle.loss, settings, self.networks)
+        return Site(name, seed, train, validate, test, self.bundle.loss, settings, self.networks, round_)
 
     def host(self, round_: int) -> Host:
         """Return the server's side in a round."""
-        return Host(derive(self.run.seed, "round", round_, "server"), self.networks)
+        return Host(derive(self.run.seed, "round", round_, "server"), self.networks, round_)
 
     def policy(self) -> str:
         """Say what of the network leaves a site and what stays."""

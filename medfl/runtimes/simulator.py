@@ -131,11 +131,20 @@ class Simulator:
         self.record["seconds"] += entry["seconds"]
         self.record["seconds_rounds"] += entry["seconds"]
         self.folder.append_round(entry)
-        shown = {"loss": f"{loss:.3f}"}
-        if self.record["best"]:
-            shown[f"best {self.key}"] = f"{self.record['best']['value']:.3f} (round {self.record['best']['round']})"
-        bar.set_postfix(shown)
+        self._show(bar, entry)
         return entry
+
+    def _show(self, bar: Any, entry: Mapping[str, Any]) -> None:
+        """Show loss and best metric on the bar; where there is no bar, as one line a round."""
+        shown = {"loss": f"{entry['train_loss']:.3f}"}
+        if self.key in entry["val"]:
+            shown[self.key] = f"{entry['val'][self.key]:.3f}"
+        if self.record["best"]:
+            shown["best"] = f"{self.record['best']['value']:.3f} (round {self.record['best']['round']})"
+        bar.set_postfix(shown)
+        if not self.progress:
+            numbers = ", ".join(f"{name} {value}" for name, value in shown.items())
+            self.say(f"round {entry['round']}/{self.run.rounds}: {numbers}, {entry['seconds']:.1f} s")
 
     def _broadcasts(self, round_: int, names: list[str]) -> dict[str, Message]:
         with self.federation.networks.scope():
