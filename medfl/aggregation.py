@@ -24,8 +24,8 @@ def uniform_shares(replies: Mapping[str, Message]) -> dict[str, float]:
 def weighted_mean(replies: Mapping[str, Message], group: str, shares: Mapping[str, float]) -> dict[str, Tensor]:
     """Average one tensor group with the given shares (they sum to 1).
 
-    Floating tensors, BatchNorm's running statistics among them, are averaged; integer counters such as `num_batches_tracked` take
-    the maximum, since the mean of counters means nothing.
+    Floating tensors, BatchNorm's running statistics among them, are averaged; integer counters such as
+    `num_batches_tracked` take the maximum, since the mean of counters means nothing.
     """
     names = sorted(replies)
     out: dict[str, Tensor] = {}

@@ -16,7 +16,12 @@ class InputError(MedflError):
 
     def __init__(self, given: str, allowed: str, advice: str) -> None:
         """Join the three parts into the one line that the command line prints."""
-        super().__init__("; ".join(" ".join(part.split()) for part in (given, allowed, advice)))
+        self._parts = (given, allowed, advice)
+        super().__init__("; ".join(" ".join(part.split()) for part in self._parts))
+
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
+        """Let a worker process hand the error to its parent."""
+        return type(self), self._parts
 
 
 class RunError(MedflError):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,16 @@ import torch
 
 from medfl import methods, partition_plot
 from medfl.errors import InputError
-from medfl.folder import RunFolder
-from medfl.planning import Plan, Request, plan, repeat
+from medfl.folder import RunFolder, read_run
+from medfl.planning import Plan, Request, again, plan, repeat
 from medfl.report import write_report
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
+from medfl.settings import Run
+
+Say = Callable[[str], object]
+_BESIDE = ("local",)
+"""The Local reference may lie in a run folder before the run itself."""
 
 
 def federate(
@@ -34,7 +41,7 @@ def federate(
     with_local: bool = False,
     progress: bool = False,
     command: str = "medfl.federate(...)",
-    say: Callable[[str], None] = str,
+    say: Say = str,
 ) -> dict[str, Any]:
     """Run a federation and return its summary with the run folder under "folder".
 
@@ -57,19 +64,30 @@ def federate(
         RunError: failed while running; the last committed round is intact.
     """
     requested = dict(requested or {})
+    if out is not None and not resume:
+        RunFolder.refuse_used(Path(out), _BESIDE)
     made = _plan(bundle, options or {}, config or {}, requested, out, resume, source, say)
     run = made.run
     path = Path(out) if out else Path("runs") / f"{made.bundle.name}-{run.method.rpartition('.')[2]}-{run.seed}"
+    if not resume:
+        RunFolder.refuse_used(path, _BESIDE)
     for note in made.notes:
         say(f"note: {note}")
-    if with_local and run.method != "local":
-        say("first the Local reference")
-        local = replace(made, run=replace(run, method="local", options={}), method=methods.load("local"))
-        _execute(local, path / "local", resume and (path / "local").exists(), jobs, progress, command, say)
-    summary = _execute(made, path, resume, jobs, progress, command, say, beside=("local",) if with_local else ())
-    if with_local and run.method != "local":
-        _add_local(path)
-    say("writing the report")
+    say(made.partition.table(made.sections, made.bundle.classes or None))
+    workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
+    with _threads(run.threads):
+        federation = Federation(made.bundle, made.method, run, jobs=workers, progress=progress)
+        execute = partial(_execute, jobs=workers, progress=progress, command=command, say=say)
+        if with_local and run.method != "local":
+            say("first the Local reference")
+            local = replace(made, run=replace(run, method="local", options={}), method=methods.load("local"))
+            execute(
+                local, Federation(local.bundle, local.method, local.run, prepared=federation.sections), path / "local"
+            )
+            say(f"now {run.method}")
+        summary = execute(made, federation, path)
+        if with_local and run.method != "local":
+            summary = _add_local(path)
     write_report(path)
     return {**summary, "folder": str(path)}
 
@@ -82,29 +100,28 @@ def _plan(
     out: str | Path | None,
     resume: bool,
     source: str | Path | None,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Plan:
     """Make the plan: a new one, a recorded one, or the one in the folder to be resumed."""
     if source is not None:
-        if bundle or options or config or set(requested) - {"data", "device"}:
-            raise InputError("--from together with other settings", "--from repeats a recorded run as it was", "drop the others")
+        if bundle or options or config or set(requested) - {"data"}:
+            raise InputError(
+                "--from together with other settings", "--from repeats a recorded run as it was", "drop the others"
+            )
         record = Path(source)
-        run, _ = RunFolder.existing(record.parent if record.is_file() else record).read_run()
+        run, _ = read_run(record / "run.json" if record.is_dir() else record)
         return repeat(run, requested.get("data"), say)
     if resume:
         if out is None:
             raise InputError("--resume without --out", "--out names the folder of the run to continue", "add it")
-        run, _ = RunFolder.existing(Path(out)).read_run()
-        rounds = requested.get("rounds", run.rounds)
+        folder = RunFolder.existing(Path(out))
+        run, _ = folder.read_run()
+        rounds, done = requested.get("rounds", run.rounds), (folder.manifest() or {"round": 0})["round"]
+        if rounds < max(1, done):
+            raise InputError(f"--rounds {rounds}", f"{done} rounds are done already", "ask for at least as many")
         if bundle or options or config or set(requested) - {"rounds", "data"}:
-            asked = plan(Request(bundle or run.bundle, options=options, config=config, **{"method": run.method, **requested}), say)
-            different = asked.run.difference(run)
-            if different:
-                raise InputError(
-                    f"--resume with other settings: {different[0]}" + (f" (and {len(different) - 1} more)" if different[1:] else ""),
-                    "a run is resumed with its own settings; only --rounds may grow",
-                    "repeat them, or start in another folder",
-                )
+            asked = plan(again(run, bundle, options, config, **requested), say)
+            _refuse_other(asked.run, run)
         made = repeat(run, requested.get("data"), say)
         return replace(made, run=replace(made.run, rounds=rounds))
     if bundle is None:
@@ -112,29 +129,29 @@ def _plan(
     return plan(Request(bundle, options=options, config=config, **requested), say)
 
 
+def _refuse_other(asked: Run, recorded: Run) -> None:
+    """Raise an InputError that names a difference between what is asked for and the run to be continued."""
+    different = asked.difference(recorded)
+    if different:
+        more = f" (and {len(different) - 1} more)" if different[1:] else ""
+        raise InputError(
+            f"--resume with other settings: {different[0]}{more}",
+            "a run is resumed with its own settings; only --rounds may grow",
+            "repeat them, or start in another folder",
+        )
+
+
 def _execute(
-    made: Plan,
-    path: Path,
-    resume: bool,
-    jobs: int | None,
-    progress: bool,
-    command: str,
-    say: Callable[[str], None],
-    beside: tuple[str, ...] = (),
+    made: Plan, federation: Federation, path: Path, *, jobs: int, progress: bool, command: str, say: Say
 ) -> dict[str, Any]:
-    run = made.run
-    with _threads(run.threads):
-        cohort = max(1, int(run.cohort * len(run.partition.sites)))
-        workers = jobs if jobs is not None else min(os.cpu_count() or 1, cohort)
-        federation = Federation(made.bundle, made.method, run, jobs=workers, progress=progress)
-        if resume and (path / "run.json").is_file():
-            folder = RunFolder.existing(path)
-        else:
-            folder = RunFolder.create(path, beside=beside)
-        folder.write_run(run, made.extra(command))
-        say(made.partition.table(made.sections, made.bundle.classes or None))
-        partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")
-        return Simulator(federation, folder, jobs=workers, progress=progress, say=say).execute(resume)
+    """Run a plan in a new folder, or continue what is there (`federate` has refused a folder that it may not continue)."""
+    resume = (path / "run.json").is_file()
+    folder = RunFolder.existing(path) if resume else RunFolder.create(path, _BESIDE)
+    if resume:
+        _refuse_other(made.run, folder.read_run()[0])
+    folder.write_run(made.run, made.extra(command))
+    partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")
+    return Simulator(federation, folder, jobs=jobs, progress=progress, say=say).execute(resume)
 
 
 @contextmanager
@@ -147,8 +164,11 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _add_local(path: Path) -> None:
-    """Fill the `local_` columns of sites.csv from the Local reference beside it."""
+def _add_local(path: Path) -> dict[str, Any]:
+    """Fill the `local_` columns of sites.csv, and the summary's "local", from the Local reference beside it."""
+    folder, summary = RunFolder(path), json.loads((path / "summary.json").read_text())
+    summary["local"] = json.loads((path / "local" / "summary.json").read_text())["site_models"]
+    folder.write_summary(summary)
     with (path / "local" / "sites.csv").open() as file:
         local = {row["site"]: row for row in csv.DictReader(file)}
     with (path / "sites.csv").open() as file:
@@ -156,4 +176,5 @@ def _add_local(path: Path) -> None:
     for row in rows:
         reference = local[row["site"]]
         row |= {f"local_{k.removeprefix('personal_')}": v for k, v in reference.items() if k.startswith("personal_")}
-    RunFolder(path).write_table("sites.csv", rows)
+    folder.write_table("sites.csv", rows)
+    return dict(summary)

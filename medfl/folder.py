@@ -6,6 +6,8 @@ import csv
 import hashlib
 import io
 import json
+import os
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,8 @@ _MANIFEST = "manifest.json"
 class RunFolder:
     """The output folder of one run; file names and contents as in the contract.
 
-    The manifest in `state/` is the commit point: it names the state files of the last complete round, and is replaced by a rename.
-    Files that it does not name are left over from a kill and are removed at the next commit.
+    The manifest in `state/` is the commit point: it names the state files of the last complete round, and is replaced
+    by a rename. Files that it does not name are left over from a kill and are removed at the next commit.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,20 +32,35 @@ class RunFolder:
         self.path = path
         self.state = path / "state"
 
+    @staticmethod
+    def refuse_used(path: Path, beside: Sequence[str] = ()) -> None:
+        """Raise an InputError if a folder cannot be made or is not empty, but for what `beside` names."""
+        above = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
+        if above != path and not (above.is_dir() and os.access(above, os.W_OK)):
+            reason = "may not be written to" if above.is_dir() else "is not a folder"
+            raise InputError(f"--out {path} cannot be made: {above} {reason}", "a new folder", "choose another")
+        if path.exists() and (
+            not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())
+        ):
+            raise InputError(
+                f"--out {path} exists and is not empty", "a new or empty folder", "choose another, or add --resume"
+            )
+
     @classmethod
     def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
         """Make a new folder; `beside` names what may be in it already.
 
         Raises:
-            InputError: it exists and is not empty.
+            InputError: it exists and is not empty, or cannot be made.
         """
-        if path.exists() and (not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())):
-            raise InputError(f"--out {path} exists and is not empty", "a new or empty folder", "choose another, or add --resume")
+        cls.refuse_used(path, beside)
         folder = cls(path)
         try:
             folder.state.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"--out {path} cannot be made: {error.strerror}", "a folder that can be written", "choose another") from error
+            raise InputError(
+                f"--out {path} cannot be made: {error.strerror}", "a folder that can be written", "choose another"
+            ) from error
         return folder
 
     @classmethod
@@ -54,7 +71,9 @@ class RunFolder:
             InputError: there is no run in it.
         """
         if not (path / "run.json").is_file():
-            raise InputError(f"--out {path} holds no run (no run.json)", "the folder of an earlier run", "start without --resume")
+            raise InputError(
+                f"--out {path} holds no run (no run.json)", "the folder of an earlier run", "start without --resume"
+            )
         return cls(path)
 
     def write_run(self, run: Run, extra: Mapping[str, Any]) -> None:
@@ -62,13 +81,8 @@ class RunFolder:
         self._json("run.json", {**extra, **run.to_dict(), "run_hash": run.run_hash})
 
     def read_run(self) -> tuple[Run, dict[str, Any]]:
-        """Read run.json; InputError if it is damaged."""
-        path = self.path / "run.json"
-        try:
-            document = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read: {error}", "a run.json that medfl wrote", "give another") from error
-        return Run.from_dict(document), document
+        """Read run.json: the run, and all that the file says; InputError if it is damaged."""
+        return read_run(self.path / "run.json")
 
     # State
 
@@ -78,14 +92,17 @@ class RunFolder:
         Raises:
             RunError: the disk is full; the last committed round is intact.
         """
-        old = self.manifest() or {"server": None, "sites": {}}
-        files = {"server": f"{round_:06d}.server.safetensors", "sites": dict(old["sites"])}
-        save_state(self.state / str(files["server"]), server)
+        server_file = f"{round_:06d}-server.safetensors"
+        sites: dict[str, str] = dict((self.manifest() or {"sites": {}})["sites"])
+        save_state(self.state / server_file, server)
         for name, state in changed.items():
-            files["sites"][name] = f"{round_:06d}.{_safe(name)}.safetensors"
-            save_state(self.state / files["sites"][name], state)
-        write_atomic(self.state / _MANIFEST, json.dumps({"round": round_, **files, "record": record}).encode())
-        kept = {files["server"], *files["sites"].values(), _MANIFEST}
+            sites[name] = f"{round_:06d}-site-{_safe(name)}.safetensors"
+            save_state(self.state / sites[name], state)
+        write_atomic(
+            self.state / _MANIFEST,
+            json.dumps({"round": round_, "server": server_file, "sites": sites, "record": record}).encode(),
+        )
+        kept = {server_file, *sites.values(), _MANIFEST}
         for path in self.state.iterdir():
             if path.name not in kept:
                 path.unlink(missing_ok=True)
@@ -114,7 +131,9 @@ class RunFolder:
             with (self.path / "rounds.jsonl").open("a") as file:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
-            raise RunError(f"cannot write {self.path / 'rounds.jsonl'}: {error.strerror}; continue with --resume") from error
+            raise RunError(
+                f"cannot write {self.path / 'rounds.jsonl'}: {error.strerror}; continue with --resume"
+            ) from error
 
     def rounds(self, up_to: int | None = None) -> list[dict[str, Any]]:
         """Read rounds.jsonl; with `up_to` drop later (uncommitted) and half-written lines from the file too."""
@@ -154,6 +173,20 @@ class RunFolder:
         write_atomic(self.path / name, (json.dumps(document, indent=1, default=list) + "\n").encode())
 
 
+def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
+    """Read a run's record: the run, and all that the file says.
+
+    Raises:
+        InputError: it is not there or damaged.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{path} cannot be read: {reason}", "a run.json that medfl wrote", "give another") from error
+    return Run.from_dict(document), document
+
+
 def _leftover(path: Path) -> bool:
     """Tell whether this is what a kill left before run.json was there: nothing of it is of use."""
     return path.name == ".run.json.tmp" or (path.name == "state" and path.is_dir() and not any(path.iterdir()))
@@ -161,5 +194,5 @@ def _leftover(path: Path) -> bool:
 
 def _safe(name: str) -> str:
     """Make a site name a file name; different names stay different."""
-    plain = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):02x}" for c in name)
+    plain = urllib.parse.quote(name, safe="").replace(".", "%2E")
     return plain if len(plain) <= 100 else f"{plain[:80]}%{hashlib.sha256(name.encode()).hexdigest()[:12]}"

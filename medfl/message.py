@@ -76,9 +76,7 @@ class Message:
 
     def encode(self) -> bytes:
         """Return the message as safetensors bytes (tensors on the CPU, each with its own storage)."""
-        return bytes(
-            safetensors.torch.save({k: v.detach().cpu().contiguous().clone() for k, v in self.flat().items()})
-        )
+        return bytes(safetensors.torch.save({k: v.detach().cpu().contiguous().clone() for k, v in self.flat().items()}))
 
     @classmethod
     def decode(cls, data: bytes) -> Message:

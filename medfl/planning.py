@@ -1,28 +1,53 @@
-"""From what a user asks for to a `Run`: find the data, draw the partition, fill in the bundle's protocol."""
+"""From what a user asks for to a `Run`: find the data, draw the partition, fill in the bundle's protocol.
+
+What can be refused without looking at the images is refused before they are looked at.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from medfl import datasets, methods
-from medfl.bundle import SECTIONS, Bundle
+from medfl.bundle import SECTIONS, Bundle, shipped
 from medfl.errors import InputError
 from medfl.methods.base import Method
-from medfl.partition import Partition, assign
+from medfl.partition import Partition, assign, parse
+from medfl.seeding import stream
 from medfl.settings import DataRecord, PartitionRecord, Run
 
+Say = Callable[[str], object]
+
 PHANTOM = "phantom"
-_DEFAULTS = {"sites": 4, "partition": "iid", "cohort": 1.0, "rounds": 10, "local_epochs": 1, "lr": None, "lr_decay": 1.0}
+"""What --data takes for drawn images, and the data source of such a run."""
+_OWN_SPLIT = "bundle"
+"""The split of a bundle that is not ours: its own."""
+
+_DEFAULTS: Mapping[str, Any] = {
+    "sites": 4, "partition": "iid", "cohort": 1.0, "rounds": 10, "local_epochs": 1, "batch_size": None, "lr": None,
+    "lr_decay": 1.0, "methods": {},
+}  # fmt: skip
+_LEAST = {"rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0}
+_REPEATED = (
+    "method", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed", "device", "amp", "threads", "eval_every",
+)  # fmt: skip
+_INSTEAD = {
+    "dataset_dir": "--data", "batch_size": "--batch-size", "learning_rate": "--lr", "device": "--device",
+    "max_epochs": "--rounds and --local-epochs",
+}  # fmt: skip
+"""Ids of the shipped bundles that a federated run sets itself, and what a user gives for each."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +80,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run with what is needed to execute it."""
+    """A run with what is needed to execute it; `notes` are for the user, those of the partition stand in its table."""
 
     run: Run
     bundle: Bundle
     method: Method
     notes: tuple[str, ...]
 
-    @property
+    @cached_property
     def sections(self) -> dict[str, list[Any]]:
         """The items of each section, for tables and pictures of the partition."""
         return _items(self.bundle)
 
-    @property
+    @cached_property
     def partition(self) -> Partition:
         """The partition as an object with tables and pictures."""
         record = self.run.partition
@@ -88,7 +113,7 @@ class Plan:
         }
 
 
-def plan(request: Request, say: Callable[[str], None] = str) -> Plan:
+def plan(request: Request, say: Say = str) -> Plan:
     """Resolve a request into a run.
 
     Raises:
@@ -97,17 +122,22 @@ def plan(request: Request, say: Callable[[str], None] = str) -> Plan:
     _check_numbers(request)
     device = _device(request.device)
     config = {key: _value(value) for key, value in request.config.items()}
-    bundle, record, notes = _with_data(request, config, device, say)
-    protocol = {**_DEFAULTS, "batch_size": None, **bundle.protocol}
-    defaults = protocol.get("methods") or {}
-    options = {**(defaults.get(request.method) or {}), **request.options}
-    method = methods.load(request.method, options)
-    sections = _items(bundle)
-    spec = request.partition or (str(protocol["partition"]) if request.sites is None or bundle.protocol else "iid")
-    sites = request.sites if request.sites is not None else (None if spec == "centre" or spec.startswith("file:") else protocol["sites"])
-    partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=request.seed)
+    protocol = {**_DEFAULTS, **_opened(request.bundle, config, device).protocol}
+    method = methods.load(request.method, {**_suggested(protocol, request.method), **request.options})
+    spec = request.partition or str(protocol["partition"])
+    kind, _ = parse(spec)
+    opened = _with_data(request, config, device, say)
+    bundle, sections = opened.bundle, _items(opened.bundle)
+    sites = None if kind in ("centre", "file") else protocol["sites"]
+    partition = assign(
+        spec,
+        sections,
+        sites=sites if request.sites is None else request.sites,
+        classes=bundle.classes or None,
+        seed=request.seed,
+    )
     chosen = {
-        name: getattr(request, name) if getattr(request, name) is not None else protocol[name]
+        name: protocol[name] if (value := getattr(request, name)) is None else value
         for name in ("cohort", "rounds", "local_epochs", "batch_size", "lr")
     }
     run = Run(
@@ -117,7 +147,7 @@ def plan(request: Request, say: Callable[[str], None] = str) -> Plan:
         method=request.method,
         options=dataclasses.asdict(method),
         config=config,
-        data=record,
+        data=opened.record(),
         partition=PartitionRecord(partition.spec, request.seed, tuple(partition.notes), partition.to_ids(sections)),
         cohort=float(chosen["cohort"]),
         rounds=int(chosen["rounds"]),
@@ -132,36 +162,69 @@ def plan(request: Request, say: Callable[[str], None] = str) -> Plan:
         eval_every=request.eval_every,
         versions=versions(),
     )
-    return Plan(run, bundle, method, notes + tuple(partition.notes))
+    return Plan(run, bundle, method, opened.notes)
 
 
-def repeat(run: Run, data: str | None = None, say: Callable[[str], None] = str) -> Plan:
+def _suggested(protocol: Mapping[str, Any], method: str) -> Mapping[str, Any]:
+    """Return the options that a bundle's protocol gives a method."""
+    found: Mapping[str, Any] = (protocol["methods"] or {}).get(method) or {}
+    return found
+
+
+def bundle_of(run: Run) -> str:
+    """Return what a recorded run's bundle is opened by: the name of a shipped one, the folder of another."""
+    return run.bundle if run.bundle in shipped() and run.data.split != _OWN_SPLIT else run.bundle_path
+
+
+def again(
+    run: Run,
+    bundle: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    **requested: Any,
+) -> Request:
+    """Return a request for a recorded run's settings, with those that are given in the place of the recorded ones."""
+    known = bundle_of(run) in shipped()
+    recorded: dict[str, Any] = {name: getattr(run, name) for name in _REPEATED}
+    recorded |= {"data": _recorded_data(run, known), "partition": run.partition.spec}
+    if "partition" not in requested:
+        recorded["sites"] = len(run.partition.sites)
+    other = requested.get("method", run.method) != run.method
+    return Request(
+        bundle or bundle_of(run),
+        options={**({} if other else run.options), **(options or {})},
+        config={**run.config, **(config or {})},
+        **{**recorded, **requested},
+    )
+
+
+def repeat(run: Run, data: str | None = None, say: Say = str) -> Plan:
     """Rebuild the plan of a recorded run: same settings, same partition.
 
     Raises:
         InputError: the bundle or the data are not the recorded ones.
     """
-    known = run.bundle in _shipped_names()
-    request = Request(
-        bundle=run.bundle if known else run.bundle_path,
-        method=run.method,
-        config={**run.config, **({"split": run.data.split} if known else {})},
-        data=data or _recorded_data(run, known),
-    )
-    bundle, record, notes = _with_data(request, dict(request.config), _device(run.device), say)
-    if record.checksum != run.data.checksum:
-        raise InputError(
-            f"the data in {record.folder} (checksum {record.checksum[:12]})",
-            f"the run used {run.data.source} data with checksum {run.data.checksum[:12]}",
-            "give the same data with --data",
-        )
+    name = bundle_of(run)
+    known = name in shipped()
+    config = {**run.config, **({"split": run.data.split} if known else {})}
+    bundle = _opened(name, run.config, device := _device(run.device))
     if bundle.sha256 != run.bundle_sha256:
         raise InputError(
             f"bundle {bundle.name!r} has changed since the run (configuration hash {bundle.sha256[:12]})",
             f"the recorded one is {run.bundle_sha256[:12]}",
             "restore it, or start a new run",
         )
-    return Plan(dataclasses.replace(run, data=record), bundle, methods.load(run.method, run.options), notes)
+    method = methods.load(run.method, run.options)
+    request = Request(name, run.method, config=config, data=data or _recorded_data(run, known))
+    opened = _with_data(request, config, device, say)
+    record = opened.record()
+    if record.checksum != run.data.checksum:
+        raise InputError(
+            f"the data in {record.folder} (checksum {record.checksum[:12]})",
+            f"the run used {run.data.source} data with checksum {run.data.checksum[:12]}",
+            "give the same data with --data",
+        )
+    return Plan(dataclasses.replace(run, data=record), opened.bundle, method, opened.notes)
 
 
 def _recorded_data(run: Run, known: bool) -> str | None:
@@ -186,35 +249,60 @@ def phantom_folder(name: str) -> Path:
     return folder
 
 
-def _with_data(
-    request: Request, config: dict[str, Any], device: str, say: Callable[[str], None]
-) -> tuple[Bundle, DataRecord, tuple[str, ...]]:
-    """Open the bundle on its data."""
+def _opened(name: str, config: Mapping[str, Any], device: str) -> Bundle:
+    """Open a bundle without its data; build a shipped one's network once, so that a bad setting of it is told early."""
+    for key, instead in _INSTEAD.items():
+        if key in config and name in shipped():
+            raise InputError(f"--config {key}={config[key]}", f"a federated run sets this id by {instead}", "use that")
+    bundle = Bundle(name, config, device)
+    if bundle.is_shipped:  # another's network may need the data folder, which is not known yet
+        with stream(0, "trial network"):
+            bundle.network()
+    return bundle
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A bundle open on its data: their folder ("" where the bundle says it), their split, and remarks for the user."""
+
+    bundle: Bundle
+    folder: str
+    split: str
+    notes: tuple[str, ...]
+
+    def record(self) -> DataRecord:
+        """Describe the images; hashes them, so this comes after what is quick to refuse."""
+        bundle, counts = self.bundle, {section: len(self.bundle.data(section)) for section in SECTIONS}
+        if not bundle.is_shipped:
+            return DataRecord("real", self.folder, _foreign_checksum(bundle), self.split, counts, self.notes)
+        source = PHANTOM if datasets.is_phantom(self.folder) else "real"
+        notes = tuple(datasets.notes(bundle.name, self.folder))
+        checksum = datasets.checksum(bundle.name, self.folder, self.split)
+        return DataRecord(source, self.folder, checksum, self.split, counts, notes)
+
+
+def _with_data(request: Request, config: Mapping[str, Any], device: str, say: Say) -> _Opened:
     name = request.bundle
-    if name not in _shipped_names():
+    if name not in shipped():
         return _foreign(request, config, device)
-    source, folder = "real", None
-    if request.data == PHANTOM:
-        source = PHANTOM
-    elif request.data is not None:
-        folder = datasets.locate(name, request.data)
-    else:
-        try:
-            folder = datasets.locate(name)
-        except InputError:
-            source = PHANTOM
-            say(f"NO REAL DATA for {name}: neither --data nor $MEDFL_DATA holds it; using a PHANTOM cohort of drawn images")
-    if folder is None:
-        folder = phantom_folder(name)
-    if datasets.is_phantom(folder):
-        source = PHANTOM
+    folder = _folder(name, request.data, say)
     split = str(config.get("split") or _split(name, folder))
     bundle = Bundle(name, {**config, "dataset_dir": str(folder), "split": split}, device)
-    counts = {section: len(bundle.data(section)) for section in SECTIONS}
-    record = DataRecord(
-        source, str(folder), datasets.checksum(name, folder, split), split, counts, tuple(datasets.notes(name, folder))
-    )
-    return bundle, record, (f"split: {split}", *record.notes)
+    return _Opened(bundle, str(folder), split, (f"split: {split}", *datasets.notes(name, folder)))
+
+
+def _folder(name: str, data: str | None, say: Say) -> Path:
+    """Return the folder of a shipped bundle's images: the one given, one below $MEDFL_DATA, or the phantom cohort."""
+    if data == PHANTOM:
+        return phantom_folder(name)
+    if data is not None or os.environ.get("MEDFL_DATA"):
+        try:
+            return datasets.locate(name, data)
+        except InputError:
+            if data is not None:
+                raise
+    say(f"NO REAL DATA for {name}: neither --data nor $MEDFL_DATA holds it; using a PHANTOM cohort of drawn images")
+    return phantom_folder(name)
 
 
 def _split(name: str, folder: Path) -> str:
@@ -223,18 +311,18 @@ def _split(name: str, folder: Path) -> str:
     return str(preferred) if preferred in offered else offered[0]
 
 
-def _foreign(request: Request, config: dict[str, Any], device: str) -> tuple[Bundle, DataRecord, tuple[str, ...]]:
+def _foreign(request: Request, config: Mapping[str, Any], device: str) -> _Opened:
     if request.data == PHANTOM:
-        raise InputError("--data phantom", "phantoms exist for the shipped bundles", "give this bundle's data folder, or omit --data")
+        raise InputError(
+            "--data phantom", "phantoms exist for the shipped bundles", "give this bundle's data folder, or omit --data"
+        )
     if request.data is not None:
         config = {**config, "dataset_dir": str(Path(request.data).expanduser().resolve())}
     bundle = Bundle(request.bundle, config, device)
-    notes: tuple[str, ...] = ()
+    notes = bundle.notes
     if not bundle.has_test:
-        notes = ("this bundle names no test data: the validation items serve as test items, so 'best' is optimistic",)
-    counts = {section: len(bundle.data(section)) for section in SECTIONS}
-    folder = str(config.get("dataset_dir", ""))
-    return bundle, DataRecord("real", folder, _foreign_checksum(bundle), "bundle", counts, notes), notes
+        notes += ("this bundle names no test data: the validation items serve as test items, so 'best' is optimistic",)
+    return _Opened(bundle, str(config.get("dataset_dir", "")), _OWN_SPLIT, notes)
 
 
 def _foreign_checksum(bundle: Bundle) -> str:
@@ -256,12 +344,6 @@ def _items(bundle: Bundle) -> dict[str, list[Any]]:
     return {section: bundle.items(section) for section in SECTIONS}
 
 
-def _shipped_names() -> tuple[str, ...]:
-    from medfl.bundle import shipped
-
-    return shipped()
-
-
 def _value(value: Any) -> Any:
     """Read text as YAML, as MONAI does for overrides; expressions and references stay text."""
     if not isinstance(value, str) or value[:1] in "$@%":
@@ -273,24 +355,24 @@ def _value(value: Any) -> Any:
 
 
 def _device(name: str) -> str:
-    import torch
-
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+    kind, colon, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal())):
         raise InputError(f"--device {name}", "auto, cpu, cuda or cuda:INDEX", "choose one")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise InputError(f"--device {name}", f"this machine has {torch.cuda.device_count()} CUDA devices", "choose cpu or auto")
+        raise InputError(
+            f"--device {name}", f"this machine has {torch.cuda.device_count()} CUDA devices", "choose cpu or auto"
+        )
     return name
 
 
 def _check_numbers(request: Request) -> None:
-    for name, low in (("rounds", 1), ("local_epochs", 1), ("batch_size", 1), ("sites", 1), ("threads", 1), ("eval_every", 0)):
+    for name, least in _LEAST.items():
         value = getattr(request, name)
-        if value is not None and value < low:
-            raise InputError(f"--{name.replace('_', '-')} {value}", f"a whole number of at least {low}", "correct it")
+        if value is not None and value < least:
+            raise InputError(f"--{name.replace('_', '-')} {value}", f"a whole number of at least {least}", "correct it")
     if request.cohort is not None and not 0 < request.cohort <= 1:
         raise InputError(f"--cohort {request.cohort:g}", "a fraction of the sites, above 0 and at most 1", "correct it")
-    if request.lr is not None and not request.lr > 0:
+    if request.lr is not None and not 0 < request.lr < math.inf:
         raise InputError(f"--lr {request.lr:g}", "a learning rate above 0", "correct it")

@@ -1,6 +1,7 @@
 """Prepared: the items of one section after their deterministic transforms, held once and shared by all sites.
 
-A site's data is a `Shard`, a view of some indices; nothing is copied per site, and deterministic transforms run once per data set.
+A site's data is a `Shard`, a view of some indices; nothing is copied per site, and deterministic transforms run once
+per data set.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from medfl.errors import InputError
+from medfl.seeding import stream
 
 Item = Mapping[str, Any]
 Batch = tuple[Any, Any]
@@ -40,7 +43,7 @@ class Prepared(ABC):
         Args:
             indices: (N,) int64.
             size: items per batch.
-            generator: source of the random transforms' seed; without one they are not applied.
+            generator: seeds the random transforms; without one each item always gets the same draw.
         """
 
     def ids(self, indices: Sequence[int]) -> list[str]:
@@ -58,8 +61,9 @@ class Stacked(Prepared):
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield batches; `generator` is not used, there is nothing random."""
-        for chunk in indices.split(size * _AHEAD):
-            yield from zip(self.inputs[chunk].split(size), self.targets[chunk].split(size), strict=True)
+        for chunk in torch.split(indices, size * _AHEAD):
+            inputs, targets = self.inputs[chunk], self.targets[chunk]
+            yield from zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
 
 
 class Sampled(Prepared):
@@ -67,32 +71,38 @@ class Sampled(Prepared):
 
     Args:
         items: data list entries.
-        sample: index -> the sample after the deterministic transforms.
-        augment: random transforms (a `monai.transforms.Compose`), or None.
-        collate: samples -> batch dictionary.
-        unpack: batch dictionary -> (inputs, targets).
+        sample: index -> the sample after all transforms.
+        reseed: sets the state of the random transforms; None if there are none.
+        collate: samples -> batch.
+        unpack: batch -> (inputs, targets).
     """
 
     def __init__(
         self,
         items: Sequence[Item],
         sample: Callable[[int], Any],
-        augment: Any | None,
+        reseed: Callable[[int], None] | None,
         collate: Callable[[list[Any]], Any],
         unpack: Callable[[Any], Batch],
     ) -> None:
         """Keep the parts."""
         super().__init__(items)
-        self.sample, self.augment, self.collate, self.unpack = sample, augment, collate, unpack
+        self.sample, self.reseed, self.collate, self.unpack = sample, reseed, collate, unpack
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
-        """Yield batches; with a generator the random transforms are seeded from it and applied."""
-        augment = self.augment if generator is not None else None
-        if augment is not None:
-            augment.set_random_state(seed=int(torch.randint(2**31 - 1, (), generator=generator)))
-        for chunk in indices.split(size):
-            samples = [self.sample(i) for i in chunk.tolist()]
-            yield self.unpack(self.collate([augment(s) for s in samples] if augment is not None else samples))
+        """Yield batches; random transforms are seeded from the generator, or without one by the item's position."""
+        if self.reseed is not None and generator is not None:
+            self.reseed(int(torch.randint(2**31 - 1, (), generator=generator)))
+        sample = self._same if self.reseed is not None and generator is None else self.sample
+        for chunk in torch.split(indices, size):
+            yield self.unpack(self.collate([sample(i) for i in chunk.tolist()]))
+
+    def _same(self, index: int) -> Any:
+        """Return a sample that does not depend on what was drawn before: what is evaluated is always the same."""
+        assert self.reseed is not None
+        with stream(0, "sample", index):
+            self.reseed(index)
+            return self.sample(index)
 
 
 @dataclass(frozen=True)
@@ -124,30 +134,39 @@ class Shard:
         return [int(x) for x in labels if isinstance(x, int)] if all(isinstance(x, int) for x in labels) else []
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
-        """Yield batches: shuffled and randomly transformed with a generator, in order and plain without."""
+        """Yield batches: shuffled and freshly transformed with a generator, in order and always the same without."""
         order = self.indices
+        if not len(order):
+            return iter(())
         if generator is not None:
             order = order[torch.randperm(len(order), generator=generator)]
         return self.prepared.batches(order, size, generator)
 
 
+def check_channels(items: Sequence[Item], images: Sequence[Tensor]) -> None:
+    """Compare the channels of images (C, H, W[, D]).
+
+    Raises:
+        InputError: two images have different numbers of channels; names both.
+    """
+    for item, image in zip(items, images, strict=True):
+        if len(image) != len(images[0]):
+            raise InputError(
+                f"image {item.get('id', '?')!r} has {len(image)} channels, "
+                f"{items[0].get('id', '?')!r} has {len(images[0])}",
+                "all images of a data set have the same number of channels",
+                "convert the odd ones, or let the bundle's transforms do it",
+            )
+
+
 def stack(items: Sequence[Item], inputs: Sequence[Tensor], targets: Sequence[Any]) -> Stacked | None:
-    """Stack samples into a `Stacked`, or return None where their spatial shapes differ.
+    """Stack samples into a `Stacked`, or return None where shapes differ.
 
     Raises:
         InputError: two images have different numbers of channels.
     """
-    first = inputs[0]
-    for item, image in zip(items, inputs, strict=True):
-        if image.shape[0] != first.shape[0]:
-            raise InputError(
-                f"image {item.get('id', '?')!r} has {image.shape[0]} channels, {items[0].get('id', '?')!r} has {first.shape[0]}",
-                "all images of a data set have the same number of channels",
-                "convert the odd ones, or set convert: true in the bundle's reader",
-            )
-    if any(image.shape != first.shape for image in inputs):
-        return None
+    check_channels(items, inputs)
     values = [torch.as_tensor(target) for target in targets]
-    if any(value.shape != values[0].shape for value in values):
+    if any(len({value.shape for value in column}) > 1 for column in (inputs, values)):
         return None
-    return Stacked(items, torch.stack(list(inputs)), torch.stack(values))
+    return Stacked(items, torch.stack(list(inputs)), default_collate(list(targets)))

@@ -25,7 +25,13 @@ from medfl.storage import write_atomic
 _RUN_FOLDER = "a folder that `medfl run` wrote"
 _NEEDED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
 _KINDS = (("received", "Global model"), ("personal", "Personalised"), ("local", "Local only"))
-_SUMMARY_KEYS = {"received": "global", "personal": "personal"}
+_POOLED = {
+    "received": ("global", "Global", ("last", "best")),
+    "personal": ("personal", "Personal", ("last", "best")),
+    "sites": ("site_models", "Each site's model", ("mean", "sd")),
+    "local": ("local", "Local models", ("mean", "sd")),
+}
+"""Kind -> its key in summary.json, its title, and what is told of it."""
 _PARTS = ("received", "personal", "local")  # the page's colours, here for the parts of a cost
 _COSTS = (
     (
@@ -119,14 +125,17 @@ class RunFolder:
         return {site: value for site, value in values.items() if math.isfinite(value)}
 
     def pooled(self) -> list[tuple[str, str, Mapping[str, Any]]]:
-        """Return (kind, "last" or "best", {"round", metric…}) of the test metrics that the summary holds."""
+        """Return (kind, "last", "best", "mean" or "sd", {"round", metric…}) of the pooled test metrics in the summary.
+
+        Mean and sd are over the sites' own models, each on everybody's test items.
+        """
         if self.summary is None:
             return []
-        given = {kind: self.summary.get(name) for kind, name in _SUMMARY_KEYS.items()}
+        given = {kind: self.summary.get(name) for kind, (name, _, _) in _POOLED.items()}
         if not any(given.values()):
             given[self.judged] = self.summary
         return [
-            (kind, when, got[when]) for kind, got in given.items() if got for when in ("last", "best") if got.get(when)
+            (kind, what, got[what]) for kind, got in given.items() if got for what in _POOLED[kind][2] if got.get(what)
         ]
 
     def metric_names(self) -> list[str]:
@@ -225,9 +234,10 @@ def _pooled_lines(folder: RunFolder) -> list[str]:
     pooled = folder.pooled()
     if not pooled:
         return []
-    lines = ["", f"{'pooled test set':<20} {'round':>5}"]
+    lines = ["", f"{'pooled test set':<22} {'round':>5}"]
     lines += [
-        f"{_SUMMARY_KEYS[kind]} {when}".ljust(20) + f" {values.get('round', '–'):>5}" for kind, when, values in pooled
+        f"{_POOLED[kind][1].lower()} {what}".ljust(22) + f" {values.get('round', '–'):>5}"
+        for kind, what, values in pooled
     ]
     for name in folder.metric_names():
         cells = [_plain(name), *(_number(values.get(name)) for _, _, values in pooled)]
@@ -270,6 +280,7 @@ def _context(folder: RunFolder) -> dict[str, Any]:
         "metric_names": folder.metric_names(),
         "definitions": metrics.METRICS,
         "pooled": pooled,
+        "pooled_titles": {kind: title for kind, (_, title, _) in _POOLED.items()},
         "headline": {when: found for kind, when, found in pooled if kind == judged},
         "kinds": kinds,
         "spreads": [(kind, title, metrics.spread(known, higher)) for kind, title, known in kinds],
@@ -322,7 +333,9 @@ def _charts(folder: RunFolder) -> list[dict[str, Any]]:
     rounds, key, judged = folder.rounds, folder.key, folder.judged
     numbers = [entry["round"] for entry in rounds]
     classes = folder.run.get("classes") or ()
-    curves = {kind: [_of(entry, f"val_{name}", key) for entry in rounds] for kind, name in _SUMMARY_KEYS.items()}
+    curves = {
+        kind: [_of(entry, f"val_{_POOLED[kind][0]}", key) for entry in rounds] for kind in ("received", "personal")
+    }
     if all(value is None for line in curves.values() for value in line):
         curves = {judged: [_of(entry, "val", key) for entry in rounds]}
     sites = [[_of(site, judged, key) for site in _sites(entry)] for entry in rounds]
@@ -381,8 +394,10 @@ def _read_csv(path: Path) -> list[tuple[int, dict[str, str]]]:
 def _read_predictions(path: Path, classes: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
     if not path.is_file():
         return None
-    pairs = []
-    for number, row in _read_csv(path):
+    pairs, rows = [], _read_csv(path)
+    if not classes or (rows and "predicted" not in rows[0][1]):
+        return None  # not a classification: scores of cases, no classes
+    for number, row in rows:
         try:
             pair = (int(row["label"]), int(row["predicted"]))
         except (KeyError, ValueError):

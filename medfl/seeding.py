@@ -1,7 +1,7 @@
 """Derived random streams: the only place that seeds anything.
 
-Nobody seeds globally. Each piece of work opens a stream named by its path (round, site, purpose), so neither order nor worker
-count nor a resume can change a number.
+Nobody seeds globally. Each piece of work opens a stream named by its path (round, site, purpose), so neither order
+nor worker count nor a resume can change a number.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def derive(seed: int, *path: str | int) -> int:
 def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
     """Run a block on its own random stream and put the global generators back afterwards.
 
-    Inside, torch (CPU, and CUDA if it is in use), NumPy and `random` are seeded with `derive(seed, *path)`, for code that draws
-    from the global generators (dropout, third-party transforms). The yielded CPU generator carries the same seed and is what
-    our own code draws from.
+    Inside, torch (CPU, and CUDA if it is in use), NumPy and `random` are seeded with `derive(seed, *path)`, for code
+    that draws from the global generators (dropout, third-party transforms). The yielded CPU generator carries the
+    same seed and is what our own code draws from.
     """
     value = derive(seed, *path)
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=devices):
-        torch.random.default_generator.manual_seed(value)
+        torch.default_generator.manual_seed(value)
         if devices:
             torch.cuda.manual_seed_all(value)
         np.random.seed(value % 2**32)

@@ -99,16 +99,16 @@ class Run:
         """Invert `to_dict`, ignoring other keys.
 
         Raises:
-            InputError: a setting is missing.
+            InputError: a setting is missing or not of its kind.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        missing = [name for name in names if name not in document]
-        if missing:
-            raise InputError(f"run record without {missing[0]!r}", "it is a run.json that medfl wrote", "give that file")
-        values = {name: document[name] for name in names}
-        data, partition = dict(document["data"]), dict(document["partition"])
-        values["data"] = DataRecord(**{**data, "notes": tuple(data.get("notes", ()))})
-        values["partition"] = PartitionRecord(**{**partition, "notes": tuple(partition["notes"])})
+        try:
+            values = {field.name: document[field.name] for field in dataclasses.fields(cls)}
+            data, partition = dict(values["data"]), dict(values["partition"])
+            values["data"] = DataRecord(**{**data, "notes": tuple(data.get("notes", ()))})
+            values["partition"] = PartitionRecord(**{**partition, "notes": tuple(partition["notes"])})
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"without {error}" if isinstance(error, KeyError) else f"that is damaged ({error})"
+            raise InputError(f"run.json {what}", "it is a run.json that medfl wrote", "give that file") from error
         return cls(**values)
 
     @property
@@ -135,6 +135,7 @@ class Run:
                 document.pop(name)
             for name in ("folder", "counts", "notes"):
                 document["data"].pop(name)
+            document["partition"].pop("notes")
             document["device"] = document["device"].partition(":")[0]
         lines = []
         for name in left:

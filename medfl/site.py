@@ -22,12 +22,14 @@ from medfl.seeding import stream
 class Networks:
     """The networks of one worker: built once from the bundle, weights swapped in place.
 
-    Within one `scope` every `lease` is a different network, so a method may hold several; when the scope ends all of them go
-    back to the pool.
+    Within one `scope` every `lease` is a different network, so a method may hold several; when the scope ends all of
+    them go back to the pool.
     """
 
     def __init__(self, factory: Callable[[], nn.Module], seed: int, device: torch.device) -> None:
-        """Take the bundle's network factory; every network starts from the same weights, drawn on the run's own stream."""
+        """Take the bundle's network factory; every network starts from the same weights, drawn on the run's own
+        stream.
+        """
         self._factory, self._seed, self.device = factory, seed, device
         self._free: list[_Pooled] = []
         self._leased: list[_Pooled] = []
@@ -81,11 +83,15 @@ class _Pooled:
     def load(self, weights: Weights) -> None:
         if weights.keys() != self.tensors.keys():
             odd = sorted(weights.keys() ^ self.tensors.keys())
-            raise ValueError(f"these weights do not fit the network: {odd[0]!r} is in one of them only ({len(odd)} such)")
+            raise ValueError(
+                f"these weights do not fit the network: {odd[0]!r} is in one of them only ({len(odd)} such)"
+            )
         with torch.no_grad():
             for name, target in self.tensors.items():
                 if weights[name].shape != target.shape:
-                    raise ValueError(f"{name!r} has shape {tuple(weights[name].shape)}; the network's is {tuple(target.shape)}")
+                    raise ValueError(
+                        f"{name!r} has shape {tuple(weights[name].shape)}; the network's is {tuple(target.shape)}"
+                    )
                 target.copy_(weights[name])
         for parameter, flag in self.trainable:
             parameter.requires_grad_(flag)

@@ -20,7 +20,8 @@ Objective = Callable[[nn.Module, Any, Any], Tensor]
 """(model, inputs, targets) -> scalar loss, mean over the batch."""
 
 GradientHook = Callable[[Sequence[nn.Parameter]], None]
-"""Called after backward and before the step with the trainable parameters, in `model.parameters()` order; edits `.grad`."""
+"""Called after backward and before the step with the trainable parameters, in `model.parameters()` order; edits
+`.grad`."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ def fit(
 ) -> FitReport:
     """Train `model` in place on the site's data for its local epochs.
 
-    Every call opens the random stream (site, purpose): two calls with the same purpose see the same batches, the same dropout and
-    the same random transforms.
+    Every call opens the random stream (site, purpose): two calls with the same purpose see the same batches, the same
+    dropout and the same random transforms.
 
     Args:
         model: network in training mode on the site's device.
@@ -58,7 +59,8 @@ def fit(
         objective: the loss; default `site.loss(model(x), y)`.
         gradient_hook: edits gradients between backward and step (after unscaling with mixed precision).
         purpose: name of the random stream.
-        optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh optimiser, not kept.
+        optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh
+            optimiser, not kept.
 
     Raises:
         RunError: the loss became NaN or infinite; names the site and the step.
@@ -83,10 +85,10 @@ def fit(
                 with _one_sample_safe(model, x), autocast(site):
                     loss = objective(model, x, y)
                 if cuda_amp:
-                    scaler.scale(loss).backward()
+                    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                     scaler.unscale_(optimizer)
                 else:
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
                 if gradient_hook is not None:
                     gradient_hook(parameters)
                 if cuda_amp:
@@ -142,7 +144,8 @@ def _check_finite(losses: list[Tensor], start: int, site: Site) -> None:
     if len(bad):
         step = start + int(bad[0]) + 1
         raise RunError(
-            f"site {site.name!r}, round {site.round}: the training loss is {float(losses[step - 1])} at step {step}; the last good round is kept; "
+            f"site {site.name!r}, round {site.round}: the training loss is {float(losses[step - 1])} at step {step}; "
+            "the last good round is kept; "
             "lower the learning rate or look at this site's data"
         )
 

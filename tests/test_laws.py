@@ -26,7 +26,9 @@ def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(phantom: Path, out: Path, method: str = "scaffold", **changes: object) -> dict[str, object]:
     """Run a small federation; `resume` runs give only what a user would type again."""
-    jobs, resume, options = (changes.pop(name, default) for name, default in (("jobs", 1), ("resume", False), ("options", {})))
+    jobs, resume, options = (
+        changes.pop(name, default) for name, default in (("jobs", 1), ("resume", False), ("options", {}))
+    )
     requested = {
         "method": method, "data": str(phantom), "sites": 3, "partition": "iid", "cohort": 0.67, "rounds": ROUNDS,
         "local_epochs": 1, "batch_size": 8, "lr": 0.01, **changes,
@@ -101,7 +103,9 @@ def _start(phantom: Path, out: Path, jobs: int) -> multiprocessing.Process:
     return process
 
 
-def test_law1_kill_at_ten_random_moments_and_resume(phantom: Path, reference: dict[str, object], tmp_path: Path) -> None:
+def test_law1_kill_at_ten_random_moments_and_resume(
+    phantom: Path, reference: dict[str, object], tmp_path: Path
+) -> None:
     generator, kills, chains = random.Random(7), 0, 0
     started = time.monotonic()
     _child_duration = None
@@ -192,10 +196,19 @@ def test_law2_ditto_without_pull_is_local(phantom: Path, tmp_path: Path) -> None
 
 def test_law3_what_leaves_is_said_and_enforced(phantom: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    requested = {"method": "fedbn", "data": str(phantom), "sites": 2, "partition": "iid", "rounds": 1, "local_epochs": 1}
+    requested = {
+        "method": "fedbn",
+        "data": str(phantom),
+        "sites": 2,
+        "partition": "iid",
+        "rounds": 1,
+        "local_epochs": 1,
+    }
     config = {"network": "resnet20", "image_size": 28}
     federate("pneumonia", config=config, requested=requested, out=tmp_path / "ok", jobs=1, say=said.append)
-    assert "21 tensors leave each site, 95 stay" in said  # 19 convolutions and fc's two; 19 BatchNorm layers of 5 tensors
+    assert (
+        "21 tensors leave each site, 95 stay" in said
+    )  # 19 convolutions and fc's two; 19 BatchNorm layers of 5 tensors
 
     from medfl.methods.fedbn import FedBN
 

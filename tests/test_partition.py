@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from medfl.errors import InputError
-from medfl.partition import MAX_DRAWS, Partition, _divide, _Group, _Share, assign, natural, parse
+from medfl.partition import Partition, assign, natural, parse
+from medfl.partition_draw import MAX_DRAWS, Group, Share, divide
 from medfl.seeding import derive
 
 CLASSES = ("mel", "nv", "bcc", "df")
@@ -135,9 +136,9 @@ def test_iid_sites_differ_by_at_most_one():
 
 def test_cut_rule_by_hand():
     """Parts .26 .48 .26 of 10: cumulative 2.6 and 7.4 are rounded to cuts 3 and 7; the last site takes the rest."""
-    assert _Share((0, 1, 2), np.array([0.26, 0.48, 0.26])).sizes(10).tolist() == [3, 4, 3]
-    assert _Share((0, 1, 2), np.array([1e-9, 1.0, 0.0])).sizes(10).tolist() == [0, 10, 0]
-    assert _Share((4, 7, 9)).sizes(11).tolist() == [4, 4, 3]
+    assert Share((0, 1, 2), np.array([0.26, 0.48, 0.26])).sizes(10).tolist() == [3, 4, 3]
+    assert Share((0, 1, 2), np.array([1e-9, 1.0, 0.0])).sizes(10).tolist() == [0, 10, 0]
+    assert Share((4, 7, 9)).sizes(11).tolist() == [4, 4, 3]
 
 
 def test_dirichlet_is_the_rule_of_the_papers_when_nobody_is_grouped():
@@ -208,18 +209,18 @@ def test_the_seed_of_a_class_is_its_own():
 
 def test_groups_are_cut_at_the_nearest_boundary():
     """Three groups of 3 for two owners: 5 + 4 are wanted, the boundaries are 0 3 6 9, so 6 + 3."""
-    groups = [_Group(f"g{i}", tuple(range(3 * i, 3 * i + 3)), 0) for i in range(3)]
+    groups = [Group(f"g{i}", tuple(range(3 * i, 3 * i + 3)), 0) for i in range(3)]
     placed: dict[str, int] = {}
-    parts = _divide(groups, _Share((5, 8)), np.random.default_rng(0), placed)
+    parts = divide(groups, Share((5, 8)), np.random.default_rng(0), placed)
     assert [len(part) for part in parts] == [2, 1]
     assert Counter(placed.values()) == {5: 2, 8: 1}
 
 
 def test_groups_placed_before_count_towards_their_site():
     """Ten single items in equal parts, three of them at owner 0: it gets 2 of the free 7, owner 1 gets 5."""
-    groups = [_Group(f"g{i}", (i,), 0) for i in range(10)]
+    groups = [Group(f"g{i}", (i,), 0) for i in range(10)]
     placed = {"g0": 0, "g1": 0, "g2": 0}
-    parts = _divide(groups, _Share((0, 1)), np.random.default_rng(0), placed)
+    parts = divide(groups, Share((0, 1)), np.random.default_rng(0), placed)
     assert [len(part) for part in parts] == [5, 5]
     assert placed["g0"] == placed["g1"] == placed["g2"] == 0
     assert len(placed) == 10

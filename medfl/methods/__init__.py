@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +21,9 @@ __all__ = ["Method", "load", "method_class", "names", "option", "options_of"]
 @lru_cache(maxsize=1)
 def names() -> tuple[str, ...]:
     """Return the names of the shipped methods: the modules of this folder, but for `base`."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.name.startswith("_")))
+    return tuple(
+        sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.name.startswith("_"))
+    )
 
 
 def method_class(name: str) -> type[Method]:
@@ -30,9 +33,11 @@ def method_class(name: str) -> type[Method]:
         InputError: unknown name, or a module without a `METHOD` that derives from `Method`.
     """
     path = f"{__name__}.{name}" if name in names() else name
-    if name not in names() and "." not in name:
+    if name not in names() and ("." not in name or name.startswith(".")):
         raise InputError(
-            f"method {name!r}", f"methods are {', '.join(names())}", "pick one, or give the dotted path of your own module"
+            f"method {name!r}",
+            f"methods are {', '.join(names())}",
+            "pick one, or give the dotted path of your own module",
         )
     try:
         module = importlib.import_module(path)
@@ -60,7 +65,9 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     for key, value in {**(options or {}), **more}.items():
         if key not in fields:
             valid = ", ".join(sorted(fields)) or "none"
-            raise InputError(f"option {key!r} of method {name!r}", f"its options are: {valid}", f"see medfl methods {name}")
+            raise InputError(
+                f"option {key!r} of method {name!r}", f"its options are: {valid}", f"see medfl methods {name}"
+            )
         values[key] = _checked(name, fields[key], value)
     return cls(**values)
 
@@ -68,7 +75,7 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
 def options_of(cls: type[Method]) -> list[dict[str, Any]]:
     """Return name, type, default, help and choices of each option of a method."""
     return [
-        {"name": f.name, "type": str(f.type), "default": f.default, "help": f.metadata.get("help", ""),
+        {"name": f.name, "type": _type_name(f), "default": f.default, "help": f.metadata.get("help", ""),
          "choices": f.metadata.get("choices")}
         for f in dataclasses.fields(cls)
     ]  # fmt: skip
@@ -77,10 +84,11 @@ def options_of(cls: type[Method]) -> list[dict[str, Any]]:
 def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
     """Bring one value to its field's type and check it against its limits."""
     kinds = {"float": float, "int": int, "bool": bool, "str": str}
-    wanted = [part.strip() for part in str(field.type).split("|")]
+    wanted = [part.strip() for part in _type_name(field).split("|")]
     given = value
     if isinstance(value, str) and "str" not in wanted:
-        value = yaml.safe_load(value)
+        with suppress(yaml.YAMLError):  # not YAML: it stays text, which is refused below
+            value = yaml.safe_load(value)
         if isinstance(value, str) and "float" in wanted:
             value = _number(value)  # YAML reads 1e-3 as text
     if "float" in wanted and isinstance(value, int) and not isinstance(value, bool):
@@ -93,10 +101,17 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
     if right and minimum is not None and value is not None:
         right = value >= minimum
     if not right:
-        limits = f"one of {', '.join(map(str, choices))}" if choices else f"{field.type}"
+        limits = f"one of {', '.join(map(str, choices))}" if choices else _type_name(field)
         limits += f" >= {minimum:g}" if minimum is not None else ""
-        raise InputError(f"{field.name}={given} for method {name!r}", f"{field.name} is {limits}", f"see medfl methods {name}")
+        raise InputError(
+            f"{field.name}={given} for method {name!r}", f"{field.name} is {limits}", f"see medfl methods {name}"
+        )
     return value
+
+
+def _type_name(field: dataclasses.Field[Any]) -> str:
+    """Return an option's type as written; it is text only where annotations are postponed."""
+    return field.type.__name__ if isinstance(field.type, type) else str(field.type)
 
 
 def _number(text: str) -> float | str:

@@ -1,4 +1,6 @@
-"""Method: an algorithm as a frozen value whose defaults are FedAvg. A new method overrides only what its paper changes."""
+"""Method: an algorithm as a frozen value whose defaults are FedAvg. A new method overrides only what its paper
+changes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, m
 class Method:
     """Federated averaging; the base of all methods.
 
-    The server half sees a `Host` and messages, the site half a `Site`, its own State and one message. Both are functions of their
+    The server half sees a `Host` and messages, the site half a `Site`, its own State and one message. Both are
+    functions of their
     arguments: whatever must survive a round is returned as State.
 
     Class facts:

@@ -1,7 +1,8 @@
 """Central: the data of all sites pooled at one place. Breaks privacy; the upper reference only.
 
-One participant named "central" trains on the union for the same number of epochs. Its optimiser, and with it the momentum, lives
-over the whole run (`keep_optimizer`), or is rebuilt every round for step parity with the federated methods.
+One participant named "central" trains on the union for the same number of epochs. Its optimiser, and with it the
+momentum, lives over the whole run (`keep_optimizer`), or is rebuilt every round for step parity with the federated
+methods.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Ditto: "Fair and Robust Federated Learning Through Personalization" (Li et al., ICML 2021).
 
-The global w is FedAvg's. Each sampled site also keeps v_i, trained by v_i <- v_i - eta (g_i(v_i) + lambda (v_i - w^t)) with w^t the
-received model before the local update. Both see the same batches, as in the reference code; buffers are not pulled.
+The global w is FedAvg's. Each sampled site also keeps v_i, trained by v_i <- v_i - eta (g_i(v_i) + lambda (v_i -
+w^t)) with w^t the received model before the local update. Both see the same batches, as in the reference code;
+buffers are not pulled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from medfl.training import fit, pull
 class Ditto(Method):
     """FedAvg plus a personal model at each site, pulled towards the global one."""
 
-    lam: float = option(1.0, "lambda, strength of the pull towards the received model (paper: 0.1, 1 or 2)", minimum=0.0)
+    lam: float = option(
+        1.0, "lambda, strength of the pull towards the received model (paper: 0.1, 1 or 2)", minimum=0.0
+    )
 
     paper: ClassVar[str] = "Ditto: Fair and Robust Federated Learning Through Personalization (Li et al., 2021)"
     judged: ClassVar[str] = "personal"

@@ -15,7 +15,9 @@ from medfl.methods.base import Method
 class FedAvg(Method):
     """Average the sites' weights by sample counts."""
 
-    paper: ClassVar[str] = "Communication-Efficient Learning of Deep Networks from Decentralized Data (McMahan et al., 2017)"
+    paper: ClassVar[str] = (
+        "Communication-Efficient Learning of Deep Networks from Decentralized Data (McMahan et al., 2017)"
+    )
 
 
 METHOD = FedAvg

@@ -1,9 +1,10 @@
 """FedBN: "Federated Learning on Non-IID Features via Local Batch Normalization" (Li et al., ICLR 2021).
 
-FedAvg over everything except normalisation layers (affine parameters, running statistics and counter), which stay at their site.
-Layers are found by module type: names such as "bn" miss shortcut layers and every norm of MONAI's networks (`adn.N`).
-Departure: the mean is weighted by samples, so that a network without BatchNorm gives FedAvg (`weights="uniform"` as in the
-reference code).
+FedAvg over everything except normalisation layers (affine parameters, running statistics and counter), which stay at
+their site. Layers are found by module type: names such as "bn" miss shortcut layers and every norm of MONAI's
+networks (`adn.N`).
+Departure: the mean is weighted by samples, so that a network without BatchNorm gives FedAvg (`weights="uniform"` as
+in the reference code).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class FedBN(Method):
     norms: str = option("batch", "layers that stay: BatchNorm as in the paper, or every norm", choices=("batch", "all"))
     weights: str = option("samples", "mean over participants by samples, or 1/S", choices=("samples", "uniform"))
 
-    paper: ClassVar[str] = "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization (Li et al., 2021)"
+    paper: ClassVar[str] = (
+        "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization (Li et al., 2021)"
+    )
     judged: ClassVar[str] = "personal"
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:

@@ -1,7 +1,8 @@
-"""Local: no federation. Each site trains its own model from the common initial weights, for as many epochs as the others.
+"""Local: no federation. Each site trains its own model from the common initial weights, for as many epochs as the
+others.
 
-Every tensor is personal, so nothing is sent in either direction. The optimiser is rebuilt every round, to be step-comparable with
-the federated methods.
+Every tensor is personal, so nothing is sent in either direction. The optimiser is rebuilt every round, to be
+step-comparable with the federated methods.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 from medfl.message import Message
 from medfl.methods.base import Method
-from medfl.site import Host, Site
+from medfl.site import Host, Site, snapshot
 from medfl.storage import State
 
 
@@ -29,10 +30,19 @@ class Local(Method):
         """Return every tensor of the network."""
         return frozenset(network.state_dict())
 
+    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+        """Send nothing."""
+        return Message()
+
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train the site's own model on; reply nothing."""
-        state, _ = super().local_update(site, state, down)
-        return state, Message()
+        model = site.model(state["weights"])
+        self.train(model, site, state, down)
+        return {"weights": snapshot(model)}, Message()
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return the site's own model."""
+        return site.model(state["weights"])
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Do nothing."""

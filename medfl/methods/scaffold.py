@@ -4,9 +4,9 @@ Local step:   y <- y - eta (g_i(y) - c_i + c), R optimiser steps from y = x
 Option II:    c_i+ = c_i - c + (x - y) / (R eta)
 Server:       x <- x + eta_g (1/S) sum (y_i - x);  c <- c + (1/N) sum_{i in S_t} (c_i+ - c_i), N = all sites
 
-Departures. Option II is the mean gradient of the local steps only for plain SGD; with momentum, weight decay or an adaptive
-optimiser c_i+ is the mean of the loss gradients seen (`control="auto"`). Controls exist for trainable parameters only; buffers
-follow the same mean as the weights.
+Departures. Option II is the mean gradient of the local steps only for plain SGD; with momentum, weight decay or an
+adaptive optimiser c_i+ is the mean of the loss gradients seen (`control="auto"`). Controls and eta_g act on trainable
+parameters only; buffers take the participants' mean.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Scaffold(Method):
         "c_i from the weight difference (option II), from the mean gradient, or by optimiser",
         choices=("auto", "difference", "gradient"),
     )
-    weights: str = option("uniform", "mean over participants: the paper's 1/S, or by samples", choices=("uniform", "samples"))
+    weights: str = option(
+        "uniform", "mean over participants: the paper's 1/S, or by samples", choices=("uniform", "samples")
+    )
 
     paper: ClassVar[str] = "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al., 2020)"
 
@@ -85,7 +87,7 @@ class Scaffold(Method):
         weights = weighted_mean(replies, "weights", shares)
         if self.server_lr != 1:
             weights = {
-                name: old + self.server_lr * (weights[name] - old) if old.is_floating_point() else weights[name]
+                name: old + self.server_lr * (weights[name] - old) if name in server["control"] else weights[name]
                 for name, old in server["weights"].items()
             }
         change = weighted_mean(replies, "control", uniform_shares(replies))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,8 +30,17 @@ class Federation:
         sections: section -> prepared items, shared by all sites.
     """
 
-    def __init__(self, bundle: Bundle, method: Method, run: Run, *, jobs: int = 1, progress: bool = False) -> None:
-        """Prepare the data of all sections once.
+    def __init__(
+        self,
+        bundle: Bundle,
+        method: Method,
+        run: Run,
+        *,
+        prepared: Mapping[str, Prepared] | None = None,
+        jobs: int = 1,
+        progress: bool = False,
+    ) -> None:
+        """Prepare the data of all sections once, or share what another federation prepared.
 
         Raises:
             InputError: an item of the partition is not in the data, or the method does not support the bundle's task.
@@ -45,16 +55,19 @@ class Federation:
         self.networks = Networks(bundle.network, run.seed, torch.device(run.device))
         self.names = list(run.partition.sites)
         self.participants = [POOLED] if method.pools_data else self.names
-        self.sections: dict[str, Prepared] = {}
-        for section in SECTIONS:
+        self.sections: dict[str, Prepared] = dict(prepared or {})
+        for section in SECTIONS if prepared is None else ():
             shared = section == "test" and not bundle.has_test
             self.sections[section] = (
                 self.sections["validate"] if shared else bundle.prepared(section, jobs=jobs, progress=progress)
             )
         self._shards = {section: self._divide(section) for section in SECTIONS}
-        network = self.networks.lease(self.networks.initial)
-        self._personal = method.personal_names(network)
-        self._forms = {f"weights/{n}": (t.shape, t.dtype) for n, t in network.state_dict().items() if n not in self._personal}
+        with self.networks.scope():
+            network = self.networks.lease(self.networks.initial)
+            self._personal = method.personal_names(network)
+            self._forms = {
+                f"weights/{n}": (t.shape, t.dtype) for n, t in network.state_dict().items() if n not in self._personal
+            }
 
     def _divide(self, section: str) -> dict[str, Shard]:
         prepared = self.sections[section]
@@ -69,12 +82,18 @@ class Federation:
                     "use the same data folder, or draw a new partition",
                 )
             shards[name] = Shard.of(prepared, [position[ident] for ident in ids.get(section, [])])
-        union = torch.cat([shards[name].indices for name in self.names]).sort().values
-        return {**shards, POOLED: Shard(prepared, union)}
+        return shards
 
     def shard(self, name: str, section: str) -> Shard:
         """Return a site's items in a section."""
         return self._shards[section][name]
+
+    def work(self, participant: str, section: str) -> Shard:
+        """Return what a participant trains on: its own items, or everybody's where the method pools the data."""
+        if not self.method.pools_data:
+            return self.shard(participant, section)
+        union = torch.cat([self.shard(name, section).indices for name in self.names]).sort().values
+        return Shard(self.sections[section], union)
 
     def pooled(self, section: str) -> Shard:
         """Return all held-out items of a section, whether or not a site has them."""
@@ -90,7 +109,7 @@ class Federation:
             lr_factor=run.lr_decay ** (round_ - 1),
             amp=run.amp,
         )
-        train, validate, test = (self.shard(name, section) for section in SECTIONS)
+        train, validate, test = (self.work(name, section) for section in SECTIONS)
         seed = derive(run.seed, "round", round_, name)
         return Site(name, seed, train, validate, test, self.bundle.loss, settings, self.networks, round_)
 
@@ -114,13 +133,16 @@ class Federation:
                 if form is None:
                     raise RunError(f"site {name!r}: tensor {key!r} must not leave it")
                 if form != (tensor.shape, tensor.dtype):
-                    raise RunError(f"site {name!r}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(form[0])} {form[1]}")
+                    raise RunError(
+                        f"site {name!r}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}; "
+                        f"expected {tuple(form[0])} {form[1]}"
+                    )
             if not is_finite(tensor):
                 raise RunError(f"site {name!r}: {key!r} has NaN or infinite values; the last good round is kept")
 
     def cohort(self, round_: int) -> list[str]:
         """Draw the participants of a round: a fixed fraction, at least one, without replacement."""
-        count = max(1, int(self.run.cohort * len(self.participants)))
+        count = max(1, math.floor(self.run.cohort * len(self.participants) + 1e-9))  # 0.29 * 100 is 28.999…
         if count == len(self.participants):
             return list(self.participants)
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))

@@ -16,14 +16,24 @@ from medfl.folder import RunFolder
 from medfl.message import Message
 from medfl.metrics import Cases, higher_is_better, spread, summarise
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.step import StepResult, global_cases, introduce, site_judge, site_step, site_weights
+from medfl.runtimes.step import (
+    StepResult,
+    global_cases,
+    introduce,
+    site_abroad,
+    site_judge,
+    site_step,
+    site_weights,
+)
 from medfl.runtimes.workers import Workers
 from medfl.storage import State, load_weights, weights_sha256
 
-_CHUNK = 1024  # pooled items a task; a multiple of the evaluation batch, so that no batch depends on the number of workers
+_CHUNK = (
+    1024  # pooled items a task; a multiple of the evaluation batch, so that no batch depends on the number of workers
+)
 
 Metrics = dict[str, float]
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 
 
 class Simulator:
@@ -37,7 +47,9 @@ class Simulator:
         say: where lines for the user go.
     """
 
-    def __init__(self, federation: Federation, folder: RunFolder, *, jobs: int = 1, progress: bool = False, say: Say = str) -> None:
+    def __init__(
+        self, federation: Federation, folder: RunFolder, *, jobs: int = 1, progress: bool = False, say: Say = str
+    ) -> None:
         """Take the parts; nothing runs yet."""
         self.federation, self.folder, self.say, self.progress = federation, folder, say, progress
         self.method, self.run = federation.method, federation.run
@@ -47,8 +59,13 @@ class Simulator:
         self.states: dict[str, State] = {}
         self.done = 0
         self.record: dict[str, Any] = {
-            "best": None, "best_test": None, "bytes_up": 0, "bytes_down": 0, "seconds": 0.0, "seconds_rounds": 0.0, "personal": {},
-        }  # fmt: skip
+            "best": None,
+            "best_test": None,
+            "bytes_up": 0,
+            "bytes_down": 0,
+            "seconds": 0.0,
+            "seconds_rounds": 0.0,
+        }
 
     def execute(self, resume: bool = False) -> dict[str, Any]:
         """Run all rounds that are left, score, write everything, and return the summary.
@@ -61,7 +78,9 @@ class Simulator:
             self.server, self.states = self.folder.load(manifest)
             self.done, self.record = manifest["round"], manifest["record"]
         if self.done > self.run.rounds:
-            raise InputError(f"--rounds {self.run.rounds}", f"{self.done} rounds are done already", "ask for at least as many")
+            raise InputError(
+                f"--rounds {self.run.rounds}", f"{self.done} rounds are done already", "ask for at least as many"
+            )
         self.folder.rounds(up_to=self.done)
         with Workers(self.federation, self.jobs) as self.workers:
             self.say(self.federation.policy())
@@ -79,7 +98,11 @@ class Simulator:
     def _start(self) -> None:
         federation = self.federation
         introductions = dict(
-            zip(federation.participants, self.workers.all([(introduce, (name,)) for name in federation.participants]), strict=True)
+            zip(
+                federation.participants,
+                self.workers.all([(introduce, (name,)) for name in federation.participants]),
+                strict=True,
+            )
         )
         self.record["bytes_up"] += sum(m.num_bytes for m in introductions.values())
         with federation.networks.scope():
@@ -89,7 +112,12 @@ class Simulator:
         tqdm.monitor_interval = 0  # no thread beside forked workers
         size = len(self.federation.cohort(1))
         bar = tqdm(
-            total=self.run.rounds * size, initial=self.done * size, unit="site", disable=not self.progress, dynamic_ncols=True
+            total=self.run.rounds * size,
+            initial=self.done * size,
+            unit="site",
+            disable=not self.progress,
+            dynamic_ncols=True,
+            bar_format="{desc} {bar:12} {percentage:3.0f}% [{elapsed}<{remaining}]{postfix}",
         )
         bar.set_description(f"round {self.done}/{self.run.rounds}")
         return bar
@@ -109,17 +137,23 @@ class Simulator:
         trained = time.perf_counter()
         replies = {name: results[name].reply for name in cohort}
         with federation.networks.scope():
-            self.server = self.method.aggregate(federation.host(round_), self.server, replies, len(federation.participants))
+            self.server = self.method.aggregate(
+                federation.host(round_), self.server, replies, len(federation.participants)
+            )
         self._changed = {name: results[name].state for name in cohort if results[name].state}
         self.states |= self._changed
         served = time.perf_counter()
         bytes_up, bytes_down = (sum(m.num_bytes for m in messages.values()) for messages in (replies, down))
         self.record["bytes_up"] += bytes_up
         self.record["bytes_down"] += bytes_down
-        samples = {name: len(federation.shard(name, "train")) for name in cohort}
+        samples = {name: len(federation.work(name, "train")) for name in cohort}
         loss = sum(results[name].loss * samples[name] for name in cohort) / max(1, sum(samples.values()))
         entry: dict[str, Any] = {"round": round_, "cohort": cohort}
-        scores = self._evaluate(round_, results) if evaluate else {"val": {}, "val_global": None, "val_personal": None, "sites": {}}
+        scores = (
+            self._evaluate(round_, results)
+            if evaluate
+            else {"val": {}, "val_global": None, "val_personal": None, "sites": {}}
+        )
         ended = time.perf_counter()
         entry |= {
             "seconds": ended - started, "seconds_train": trained - started, "seconds_server": served - trained,
@@ -220,7 +254,9 @@ class Simulator:
         names = self.federation.names
         down = self._broadcasts(round_, names)
         parts = self.workers.all([(site_weights, (round_, name, self.states.get(name), down[name])) for name in names])
-        return {f"{name}/{key}": tensor for name, part in zip(names, parts, strict=True) for key, tensor in part.items()}
+        return {
+            f"{name}/{key}": tensor for name, part in zip(names, parts, strict=True) for key, tensor in part.items()
+        }
 
     # End
 
@@ -238,7 +274,9 @@ class Simulator:
         weights = self._judged_weights(last)
         self.folder.write_weights("weights", weights)
         best_global = self._best_global()
-        best_personal = {"round": self.record["best"]["round"], **self.record["best_test"]} if self.record["best_test"] else None
+        best_personal = (
+            {"round": self.record["best"]["round"], **self.record["best_test"]} if self.record["best_test"] else None
+        )
         judged = self.method.judged
         judged_sites = received if judged == "global" else mine
         self.record["seconds"] += time.perf_counter() - started
@@ -249,6 +287,7 @@ class Simulator:
             "best": best_global if judged == "global" else best_personal,
             "global": {"last": last_global, "best": best_global} if last_global else None,
             "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
+            "site_models": self._site_models(last) if judged == "personal" and whole is None else None,
             "sites": {"metric": self.key, **spread({n: v.get(self.key) for n, v in judged_sites.items()}, higher_is_better(self.key))},
             "bytes_up": self.record["bytes_up"], "bytes_down": self.record["bytes_down"], "seconds": self.record["seconds"],
             "seconds_per_round": self.record["seconds_rounds"] / max(1, last), "peak_memory_bytes": _peak_memory(),
@@ -273,6 +312,15 @@ class Simulator:
         tasks = [(site_step, (last + 1, name, self.states.get(name), down[name], ("test",))) for name in names]
         return {name: result.cases for name, result in zip(names, self.workers.all(tasks), strict=True) if result.cases}
 
+    def _site_models(self, last: int) -> dict[str, Metrics] | None:
+        """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
+        names = self.federation.names
+        down = self._broadcasts(last, names)
+        tasks = [(site_abroad, (last, name, self.states.get(name), down[name])) for name in names]
+        scores = [summarise(cases) for cases in self.workers.all(tasks)]
+        by_metric = {metric: spread({str(i): s.get(metric) for i, s in enumerate(scores)}) for metric in scores[0]}
+        return {what: {"round": last, **{m: v[what] for m, v in by_metric.items()}} for what in ("mean", "sd")}
+
     def _best_global(self) -> Metrics | None:
         path, best = self.folder.path / "best.safetensors", self.record["best"]
         if best is None or not path.is_file():
@@ -285,12 +333,19 @@ class Simulator:
         return {"round": best["round"], **summarise(tested)} if tested is not None else None
 
     def _write_tables(
-        self, received: Mapping[str, Metrics], personal: Mapping[str, Metrics], whole: Cases | None, own: Mapping[str, Cases]
+        self,
+        received: Mapping[str, Metrics],
+        personal: Mapping[str, Metrics],
+        whole: Cases | None,
+        own: Mapping[str, Cases],
     ) -> None:
         federation, classes = self.federation, self.federation.bundle.classes
         rows = []
         for name in federation.names:
-            row: dict[str, Any] = {"site": name, **{s: len(federation.shard(name, s)) for s in ("train", "validate", "test")}}
+            row: dict[str, Any] = {
+                "site": name,
+                **{s: len(federation.shard(name, s)) for s in ("train", "validate", "test")},
+            }
             labels = federation.shard(name, "train").labels
             row |= {f"train_{title}": labels.count(index) for index, title in enumerate(classes)} if labels else {}
             row |= {f"received_{metric}": value for metric, value in received.get(name, {}).items()}

@@ -34,7 +34,9 @@ class StepResult:
 def site_step(
     federation: Federation, round_: int, name: str, state: State | None, down: Message, judge: Sequence[str] = ()
 ) -> StepResult:
-    """Train at one site; for globally judged methods also score the locally trained model on its own sections `judge`."""
+    """Train at one site; for globally judged methods also score the locally trained model on its own sections
+    `judge`.
+    """
     method, site = federation.method, federation.site(name, round_)
     with federation.networks.scope():
         state, reply = method.local_update(site, method.init_site(site) if state is None else state, down)
@@ -57,6 +59,14 @@ def site_judge(
         return {s: federation.bundle.evaluator(network, federation.shard(name, s), site.device) for s in sections}
 
 
+def site_abroad(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Cases:
+    """Score the network that a site is judged by on everybody's test items."""
+    method, site = federation.method, federation.site(name, round_)
+    with federation.networks.scope():
+        network = method.predictor(site, method.init_site(site) if state is None else state, down)
+        return federation.bundle.evaluator(network, federation.pooled("test"), site.device)
+
+
 def site_weights(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> State:
     """Return a copy of the weights that the site is judged by (leaves the site in a simulation only)."""
     method, site = federation.method, federation.site(name, round_)
@@ -65,8 +75,12 @@ def site_weights(federation: Federation, round_: int, name: str, state: State | 
         return {key: tensor.detach().cpu().clone() for key, tensor in network.state_dict().items()}
 
 
-def global_cases(federation: Federation, round_: int, server: State, section: str, start: int, stop: int) -> Cases | None:
-    """Score the server's network on positions start..stop of the pooled section; None where there is no such network."""
+def global_cases(
+    federation: Federation, round_: int, server: State, section: str, start: int, stop: int
+) -> Cases | None:
+    """Score the server's network on positions start..stop of the pooled section; None where there is no such
+    network.
+    """
     with federation.networks.scope():
         network = federation.method.global_predictor(federation.host(round_), server)
         if network is None:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 
@@ -20,14 +20,13 @@ from medfl.runtimes.federation import Federation
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """(function, arguments after the federation)"""
-_T = TypeVar("_T")
 
 
 class Workers:
     """A pool of `jobs` forked processes that inherited the federation with its data; with one job, this process itself.
 
-    Only bytes travel between the processes (tensors as NumPy buffers), never file handles, so thousands of tensors need no limits
-    raised. Workers end when this process does.
+    Only bytes travel between the processes (tensors as NumPy buffers), never file handles, so thousands of tensors
+    need no limits raised. Workers end when this process does.
     """
 
     def __init__(self, federation: Federation, jobs: int) -> None:
@@ -59,7 +58,8 @@ class Workers:
             if pending:
                 self._give(process, link, pending, busy)
         while busy:
-            for link in wait([*busy]):
+            for ready in wait([*busy]):
+                link = cast(Connection, ready)
                 process, index = busy.pop(link)
                 kind, value = self._take(process, link)
                 if kind == "error":
@@ -73,7 +73,9 @@ class Workers:
         results = dict(self.run(tasks))
         return [results[index] for index in range(len(tasks))]
 
-    def _give(self, process: Any, link: Connection, pending: list[tuple[int, Task]], busy: dict[Any, tuple[Any, int]]) -> None:
+    def _give(
+        self, process: Any, link: Connection, pending: list[tuple[int, Task]], busy: dict[Any, tuple[Any, int]]
+    ) -> None:
         index, task = pending.pop()
         with suppress(BrokenPipeError):  # a dead worker is told by the reading end
             link.send_bytes(_pack(task))

@@ -1,0 +1,52 @@
+# make demo | test | test-all | lint | bench | docs        PYTHON=python3.12 TORCH=cpu make demo
+PYTHON ?= python3
+# TORCH=cpu takes PyTorch's CPU wheel from its own index instead of the CUDA build.
+TORCH ?=
+DEMO := .venv
+TEST := .venv-test
+PIP = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+TORCH_CPU = $(if $(filter cpu,$(TORCH)),$(call PIP,$(1)) torch --index-url https://download.pytorch.org/whl/cpu,true)
+SOURCES := setup.cfg pyproject.toml
+
+.PHONY: demo test test-all lint bench docs clean
+
+$(DEMO)/.installed: $(SOURCES)
+	$(PYTHON) -m venv --clear $(DEMO)
+	$(call TORCH_CPU,$(DEMO))
+	$(call PIP,$(DEMO)) -e .
+	touch $@
+
+$(TEST)/.installed: $(SOURCES)
+	$(PYTHON) -m venv --clear $(TEST)
+	$(call TORCH_CPU,$(TEST))
+	$(call PIP,$(TEST)) -e ".[test]"
+	touch $@
+
+# Four hospitals with different cameras and case mix; phantom images, so nothing is downloaded.
+demo: $(DEMO)/.installed
+	rm -rf runs/demo
+	$(DEMO)/bin/medfl run ham10000 --data phantom --partition centre --method fedavg --with-local --rounds 15 \
+	  --local-epochs 2 --cohort 1 --batch-size 16 --lr 0.002 --config network=small_cnn --config image_size=48 --out runs/demo
+
+test: $(TEST)/.installed
+	$(TEST)/bin/python -m pytest
+
+# Everything that can run here, the slow tests too.
+test-all: $(TEST)/.installed
+	$(TEST)/bin/python -m pytest -m "not gpu and not flare"
+
+lint: $(TEST)/.installed
+	$(TEST)/bin/ruff check .
+	$(TEST)/bin/ruff format --check .
+	$(TEST)/bin/mypy
+	$(TEST)/bin/lint-imports
+
+bench: $(TEST)/.installed
+	$(TEST)/bin/python benchmarks/overhead.py
+
+# The tables of the README are made from the code.
+docs: $(TEST)/.installed
+	$(TEST)/bin/python -m medfl.catalogue README.md
+
+clean:
+	rm -rf $(DEMO) $(TEST) build *.egg-info

@@ -1,0 +1,398 @@
+"""What there is to choose from: the methods and the bundles, as JSON-able documents, terminal text and README tables.
+
+Everything is read from the classes and configurations themselves. `python -m medfl.catalogue README.md` refreshes the
+tables of a README between the lines `<!-- methods -->` and `<!-- /methods -->`, and the same for `bundles`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from medfl import datasets, terminal
+from medfl import methods as registry
+from medfl.bundle import Bundle, shipped
+from medfl.configuration import read
+from medfl.errors import InputError
+from medfl.methods.base import Method
+from medfl.prepared import Shard, Stacked
+from medfl.site import Host, LocalSettings, Networks, Site
+from medfl.storage import write_atomic
+
+_JUDGED = {"global": "the server's model is the product", "personal": "each site's own model is the product"}
+_TASKS = Method.tasks
+
+Document = dict[str, Any]
+
+
+# Methods
+
+
+def methods(name: str | None = None) -> Document:
+    """Return {"methods": [...]}, or what is known of one method (a shipped one, or the dotted path of your own).
+
+    Raises:
+        InputError: unknown method.
+    """
+    if name is None:
+        return {"methods": [_method(known) for known in registry.names()]}
+    return {**_method(name), "docs": sys.modules[registry.method_class(name).__module__].__doc__ or ""}
+
+
+def _method(name: str) -> Document:
+    cls = registry.method_class(name)
+    limits = {field.name: field.metadata.get("minimum") for field in dataclasses.fields(cls)}
+    return {
+        "name": name,
+        "summary": (cls.__doc__ or "").partition("\n")[0],
+        "paper": cls.paper,
+        "tasks": list(cls.tasks),
+        "judged": cls.judged,
+        "travels": travels(cls),
+        "plain_host": not cls.pools_data and cls.broadcast is Method.broadcast and cls.aggregate is Method.aggregate,
+        "options": [{**option, "minimum": limits[option["name"]]} for option in registry.options_of(cls)],
+    }
+
+
+def travels(cls: type[Method]) -> Document:
+    """Tell what crosses the wire, by running one round of two toy sites with the method's default options.
+
+    Returns:
+        `start`, `up` and `down`: tensor groups of the introductions, replies and broadcasts; `withheld`: layer types
+        whose weights never leave; `kept`: what a site keeps from round to round; `pooled`: whether images are pooled.
+    """
+    method, networks = cls(), Networks(_toy_network, 0, torch.device("cpu"))
+    images = torch.eye(8).reshape(8, 1, 8)
+    items = Stacked([{"id": str(i), "label": i % 2} for i in range(8)], images, torch.arange(8) % 2)
+    settings = LocalSettings(1, 4, lambda network: torch.optim.SGD(network.parameters(), 0.1))
+    sites = []
+    for index, name in enumerate(("a", "b")):
+        shard = Shard.of(items, range(4 * index, 4 * index + 4))
+        sites.append(Site(name, index, shard, shard, shard, nn.functional.cross_entropy, settings, networks, 1))
+    with networks.scope():
+        host = Host(0, networks, 1)
+        personal = method.personal_names(host.model(networks.initial))
+        introductions = {site.name: method.introduce(site) for site in sites}
+        server = method.init_server(host, networks.initial, introductions)
+        down = {site.name: method.broadcast(host, server, site.name) for site in sites}
+        results = {site.name: method.local_update(site, method.init_site(site), down[site.name]) for site in sites}
+        method.aggregate(host, server, {name: reply for name, (_, reply) in results.items()}, len(sites))
+    state, reply = results["a"]
+    return {
+        "start": sorted(introductions["a"].tensors),
+        "up": _in_order(reply.tensors),
+        "down": _in_order(down["a"].tensors),
+        "withheld": _withheld(personal) if reply.tensors else [],
+        "kept": sorted(state),
+        "pooled": cls.pools_data,
+    }
+
+
+def _toy_network() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2))
+
+
+def _in_order(groups: Mapping[str, Any]) -> list[str]:
+    return sorted(groups, key=lambda group: (group != "weights", group))
+
+
+def _withheld(personal: frozenset[str]) -> list[str]:
+    """Name the layer types of the toy network all of whose tensors stay."""
+    found = []
+    for prefix, module in _toy_network().named_modules():
+        own = {f"{prefix}.{name}" for name in module.state_dict()}
+        if prefix and own and own <= personal:
+            found.append(re.sub(r"\dd$", "", type(module).__name__))
+    return found
+
+
+def _travels_text(entry: Document) -> str:
+    facts = entry["travels"]
+    if facts["pooled"]:
+        return "all images, to one place"
+    up, down = (" + ".join(facts[way]) or "nothing" for way in ("up", "down"))
+    text = up if up == down else f"{up} up, {down} down"
+    text += f" but {', '.join(facts['withheld'])}" if facts["withheld"] else ""
+    return text + (f"; once {' + '.join(facts['start'])}" if facts["start"] else "")
+
+
+def _tasks_text(entry: Document) -> str:
+    return "any" if set(entry["tasks"]) >= set(_TASKS) else ", ".join(entry["tasks"])
+
+
+def _defaults(entry: Document) -> list[str]:
+    return [f"{option['name']}={_plain(option['default'])}" for option in entry["options"]]
+
+
+def _authors(paper: str) -> str:
+    """Return the authors and the year that end a paper's title in brackets; the whole text where there are none."""
+    found = re.search(r"\(([^()]*\d{4})\)$", paper)
+    return found[1] if found else paper
+
+
+def methods_text(document: Document, width: int = terminal.WIDTH) -> str:
+    """Return the table of methods, or the page of one, at most `width` columns wide."""
+    if "methods" not in document:
+        return _method_page(document, width)
+    head = ["method", "tasks", "judged", "what travels", "plain host", "options and defaults", "paper"]
+    rows = [
+        [e["name"], _tasks_text(e), e["judged"], _travels_text(e), _yes(e["plain_host"]), " ".join(_defaults(e)) or "-",
+         _authors(e["paper"])]
+        for e in document["methods"]
+    ]  # fmt: skip
+    return "\n".join(
+        [
+            *terminal.table(head, rows, width, ("tasks",)),
+            "",
+            *textwrap.wrap("judged: whether the server's model or each site's own model is the product", width),
+            *textwrap.wrap("plain host: whether a server that only averages (MONAI FL, NVIDIA FLARE) will do", width),
+            *textwrap.wrap("one method with its options and equations: medfl methods NAME", width),
+        ]
+    )
+
+
+def _method_page(entry: Document, width: int) -> str:
+    host = "yes" if entry["plain_host"] else "no, the server has work of its own"
+    if entry["travels"]["pooled"]:
+        host = "no, there is nothing to average"
+    kept = ", ".join(entry["travels"]["kept"])
+    facts = {
+        "paper": entry["paper"] or "-",
+        "tasks": ", ".join(entry["tasks"]),
+        "judged": f"{entry['judged']}: {_JUDGED[entry['judged']]}",
+        "travels": _travels_text(entry),
+        "stays": f"{kept} (kept at a site from round to round)" if kept else "nothing",
+        "plain host": f"{host} (a server that only averages, as of MONAI FL or NVIDIA FLARE)",
+    }
+    lines = [*textwrap.wrap(f"{entry['name']}: {entry['summary']}", width), "", *terminal.facts(facts, width), ""]
+    if entry["options"]:
+        lines.append("options, each given as --set NAME=VALUE")
+        rows = [[o["name"], _type(o), _plain(o["default"]), o["help"]] for o in entry["options"]]
+        lines += terminal.table(["name", "value", "default", "what it does"], rows, width)
+    else:
+        lines.append("no options")
+    return "\n".join([*lines, "", *terminal.prose(entry["docs"], width)])
+
+
+def _type(option: Document) -> str:
+    if option["choices"]:
+        return " | ".join(_plain(choice) for choice in option["choices"])
+    return str(option["type"]) + (f" >= {option['minimum']:g}" if option["minimum"] is not None else "")
+
+
+def methods_markdown() -> str:
+    """Return the README's table of methods."""
+    head = ["Method", "Tasks", "Judged", "What travels", "Plain averaging host", "Options (defaults)", "Paper"]
+    rows = [
+        [f"`{e['name']}`", _tasks_text(e), e["judged"], _travels_text(e), _yes(e["plain_host"]),
+         " ".join(f"`{text}`" for text in _defaults(e)) or "–", e["paper"]]
+        for e in methods()["methods"]
+    ]  # fmt: skip
+    return terminal.markdown(head, rows)
+
+
+# Bundles
+
+
+def bundles(name: str | None = None) -> Document:
+    """Return {"bundles": [...]}, or what is known of one shipped bundle.
+
+    Raises:
+        InputError: unknown bundle.
+    """
+    if name is None:
+        return {"bundles": [_bundle(known) for known in shipped()]}
+    if name not in shipped():
+        raise InputError(
+            f"bundle {name!r}",
+            f"shipped bundles are {', '.join(shipped())}",
+            "pick one (medfl run takes any folder)",
+        )
+    data = datasets.get(name)
+    return {
+        **_bundle(name),
+        "class_names": list(data.classes),
+        "concepts": list(data.concepts),
+        "centre_names": list(data.centres),
+        "splits": list(data.splits),
+        "layouts": list(data.layouts),
+        "can_fetch": bool(data.downloads),
+        "source": data.source,
+        "citation": data.citation,
+        "notes": list(data.notes),
+    }
+
+
+def _bundle(name: str) -> Document:
+    bundle, data = Bundle(name), datasets.get(name)
+    training = read(bundle.root / "configs" / "train.yaml")
+    settings = ("sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "split")
+    return {
+        "name": name,
+        "title": data.title,
+        "task": data.task,
+        "classes": len(data.classes),
+        "centres": len(data.centres),
+        "channels": data.channels,
+        "image_size": training["image_size"],
+        "network": training["network"],
+        "protocol": bundle.protocol.get("protocol", ""),
+        "defaults": {key: bundle.protocol[key] for key in settings if bundle.protocol.get(key) is not None},
+        "data": _status(name),
+        "licence": data.licence,
+    }
+
+
+def _status(name: str) -> dict[str, str | None]:
+    """Tell whether $MEDFL_DATA holds the images."""
+    try:
+        folder = datasets.locate(name)
+    except InputError:
+        return {"status": "phantom only", "folder": None}
+    return {"status": "phantom" if datasets.is_phantom(folder) else "real", "folder": str(folder)}
+
+
+def _short(text: str) -> str:
+    """Cut a licence or protocol after its first part; "FedBM (Medical Image Analysis 2025)" becomes "FedBM 2025"."""
+    return re.sub(r" \([^()]*(\d{4})\)", r" \1", re.split(r"[,;:] | as ", text)[0])
+
+
+def bundles_text(document: Document, width: int = terminal.WIDTH) -> str:
+    """Return the table of bundles, or the page of one, at most `width` columns wide."""
+    if "bundles" not in document:
+        return _bundle_page(document, width)
+    head = ["bundle", "images", "classes", "centres", "pixels", "network", "protocol", "data", "licence"]
+    rows = [
+        [e["name"], e["title"].rpartition(": ")[2], *map(str, (e["classes"], e["centres"], e["image_size"])),
+         e["network"], _short(e["protocol"]), e["data"]["status"].replace("phantom only", "none"), _short(e["licence"])]
+        for e in document["bundles"]
+    ]  # fmt: skip
+    legend = (
+        "data: what $MEDFL_DATA holds: real images, a phantom cohort (drawn images) or none; then runs draw a phantom",
+        "one bundle with its classes, defaults and data layouts: medfl bundles NAME",
+    )
+    return "\n".join(
+        [
+            *terminal.table(head, rows, width, ("licence", "pixels")),
+            "",
+            *(line for text in legend for line in textwrap.wrap(text, width)),
+        ]
+    )
+
+
+def _bundle_page(entry: Document, width: int) -> str:
+    data, name = entry["data"], entry["name"]
+    status = {
+        "real": f"real images in {data['folder']}",
+        "phantom": f"a PHANTOM cohort in {data['folder']}",
+        "phantom only": "no images below $MEDFL_DATA: runs use a PHANTOM cohort unless --data names a folder",
+    }[data["status"]]
+    same = entry["class_names"] == entry["concepts"]
+    classes = [f"{n}" if same else f"{n} ({c})" for n, c in zip(entry["class_names"], entry["concepts"], strict=True)]
+    facts = {
+        "task": f"{entry['task']}, {entry['channels']} channel{'s' * (entry['channels'] > 1)}, "
+        f"{entry['image_size']} pixels a side",
+        "classes": ", ".join(classes),
+        "centres": ", ".join(entry["centre_names"]),
+        "network": entry["network"],
+        "protocol": entry["protocol"],
+        "defaults": ", ".join(f"{key} {_plain(value)}" for key, value in entry["defaults"].items()),
+        "splits": ", ".join(entry["splits"]),
+        "data": status,
+        "layouts": " | ".join(entry["layouts"]),
+        "fetch": f"medfl data fetch {name} --out DIR" if entry["can_fetch"] else "by hand, from the source",
+        "licence": entry["licence"],
+        "source": entry["source"],
+        "cite": entry["citation"],
+    }
+    notes = [line for note in entry["notes"] for line in terminal.hanging("note: ", note, width)]
+    return "\n".join([*textwrap.wrap(f"{name}: {entry['title']}", width), "", *terminal.facts(facts, width), *notes])
+
+
+def check_text(document: Mapping[str, Any], width: int = terminal.WIDTH) -> str:
+    """Return the text of a data set's check (`CheckReport.as_dict`): where, how many, what is wrong."""
+    source = {"phantom": "PHANTOM: drawn images", "real": "real images"}[document["source"]]
+    facts = {
+        "data set": f"{document['name']}, {source}",
+        "folder": document["folder"],
+        "layout": document["layout"],
+        "split": document["split"],
+        "images": str(document["images"]),
+    }
+    several = any(len(centres) > 1 for centres in document["counts"].values())
+    rows = [
+        [section, *([centre] if several else []), str(sum(row)), *(str(count) if count else "-" for count in row)]
+        for section, centres in document["counts"].items()
+        for centre, row in centres.items()
+    ]
+    head = ["section", *(["centre"] if several else []), "all", *document["classes"]]
+    lines = [*terminal.facts(facts, width), "", *terminal.table(head, rows, width), ""]
+    for label, kind in (("note: ", "notes"), ("warning: ", "warnings"), ("problem: ", "problems")):
+        lines += [line for text in document[kind] for line in terminal.hanging(label, text, width)]
+    return "\n".join([*lines, "the data can be used" if document["ok"] else "the data cannot be used as they are"])
+
+
+def bundles_markdown() -> str:
+    """Return the README's table of bundles; without the data status, which is this machine's."""
+    head = ["Bundle", "Images", "Classes", "Centres", "Pixels", "Network", "Protocol", "Licence of the images"]
+    rows = [
+        [f"`{e['name']}`", e["title"], str(e["classes"]), str(e["centres"]), str(e["image_size"]), f"`{e['network']}`",
+         e["protocol"], e["licence"]]
+        for e in bundles()["bundles"]
+    ]  # fmt: skip
+    return terminal.markdown(head, rows)
+
+
+# README
+
+
+_TABLES: Mapping[str, Callable[[], str]] = {"methods": methods_markdown, "bundles": bundles_markdown}
+
+
+def refresh(readme: Path) -> bool:
+    """Bring the marked tables of a README up to date; return whether anything changed.
+
+    Raises:
+        InputError: the file cannot be read, or lacks the lines that mark a table.
+    """
+    try:
+        before = readme.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{readme}: {error}", "a text file in Markdown", "give the README's path") from error
+    after = before
+    for name, table in _TABLES.items():
+        opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+        start, found, rest = after.partition(opening)
+        _, end, tail = rest.partition(closing)
+        if not found or not end:
+            raise InputError(f"{readme} has no table marked {opening}", f"{opening} … {closing}", "add the two lines")
+        after = f"{start}{opening}\n{table()}\n{closing}{tail}"
+    if after != before:
+        write_atomic(readme, after.encode())
+    return after != before
+
+
+# Small helpers
+
+
+def _plain(value: Any) -> str:
+    """Write a value as it is typed on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        sys.stdout.write(f"{argument}: {'refreshed' if refresh(Path(argument)) else 'up to date'}\n")

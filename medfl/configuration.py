@@ -1,0 +1,323 @@
+"""Configuration: a MONAI bundle's training configuration, read without doing what it does on the side.
+
+Ids are looked up one by one: the lists `run` and `initialize` never are, and engines (trainers and evaluators, whose
+handlers write files) are refused. Before parsing, transforms that save or invert are disabled wherever they stand, and
+data sets that cache, in memory or in files, become the plain `Dataset` over the same list.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from monai.bundle import ConfigParser, ReferenceResolver
+from monai.bundle.utils import merge_kv
+
+from medfl.errors import InputError
+from medfl.seeding import stream
+
+_ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
+_UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
+"""Postprocessing that writes files or needs the original grid: a score does not need it."""
+_CACHES = ("CacheDataset", "SmartCacheDataset", "CacheNTransDataset", "PersistentDataset", "LMDBDataset", "GDSDataset")
+_LOADED = ("DecathlonDataset", "MedNISTDataset", "TciaDataset")
+"""Data sets that find their own files, and would cache them all at once."""
+
+
+def shipped_root() -> Path | None:
+    """Return the folder of the shipped bundles: beside the package in a checkout, under the prefix when installed."""
+    for folder in (Path(__file__).resolve().parents[1] / "bundles", Path(sys.prefix) / "share" / "medfl" / "bundles"):
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def shipped() -> tuple[str, ...]:
+    """Return the names of the shipped bundles."""
+    root = shipped_root()
+    return tuple(sorted(p.parents[1].name for p in root.glob("*/configs/metadata.json"))) if root else ()
+
+
+def find(name_or_path: str) -> Path:
+    """Return the folder of a shipped bundle, or of one given by its path.
+
+    Raises:
+        InputError: there is no such bundle, or it has no training configuration.
+    """
+    root = shipped_root()
+    if root and name_or_path in shipped():
+        return root / name_or_path
+    path = Path(name_or_path).expanduser().resolve()
+    if config_file(path, "train"):
+        return path
+    raise InputError(
+        f"bundle {name_or_path!r}",
+        f"shipped bundles are {', '.join(shipped()) or 'none'}; a path is a folder with configs/train.json or .yaml",
+        "see medfl bundles",
+    )
+
+
+class Configuration:
+    """The merged content of configuration files, with overrides.
+
+    Args:
+        root: the bundle's folder, which takes the place of whatever the files say in `bundle_root`.
+        files: JSON or YAML files; later ones override the earlier as MONAI merges them.
+        overrides: id -> value, for ids that exist.
+        metadata: what `_meta_` refers to.
+        device: takes the place of the id `device`.
+
+    Raises:
+        InputError: a file cannot be read, or an override names no id.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[Path],
+        overrides: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+        device: torch.device,
+    ) -> None:
+        """Read the files; nothing in them is evaluated yet."""
+        self.root, self.file = root, files[-1]
+        self.dropped: set[str] = set()
+        parser = ConfigParser({})
+        for file in files:
+            for key, value in read(file).items():
+                with _told(f"{file}: {key!r} cannot be merged", "its parent ids exist in the training configuration"):
+                    merge_kv(parser, key, value)
+        ids = list(parser.get())
+        fixed = {"bundle_root": str(root), "device": f"$torch.device('{device}')"}
+        for key, value in {**{k: v for k, v in fixed.items() if k in ids}, **overrides}.items():
+            if key not in parser:
+                raise InputError(
+                    f"configuration id {key!r} of bundle {root.name!r}",
+                    f"{files[0].name} has {', '.join(ids)}",
+                    "override one of these ids",
+                )
+            parser[key] = value
+        self._content = self._harmless({**parser.get(), "_meta_": dict(metadata)})
+        self._parser = self._parse()
+
+    def _parse(self) -> ConfigParser:
+        parser = ConfigParser(deepcopy(self._content))
+        with _told(f"{self.file}: its references (%) cannot be followed", "they name ids and files that exist"):
+            parser.parse()
+        return parser
+
+    def _harmless(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return [self._harmless(value) for value in node]
+        if not isinstance(node, Mapping):
+            return node
+        safe, target = {key: self._harmless(value) for key, value in node.items()}, target_name(node)
+        if target in _CACHES:
+            safe = {key: safe[key] for key in ("_disabled_", "_requires_", "data", "transform") if key in safe}
+            return {"_target_": "monai.data.Dataset", **safe}
+        if target in _LOADED:
+            return {**safe, "cache_num": 0}
+        if _UNSCORED.fullmatch(target):
+            self.dropped.add(target)
+            return {"_target_": node["_target_"], "_disabled_": True}
+        return safe
+
+    # Looking without evaluating
+
+    def __contains__(self, key: str) -> bool:
+        """Tell whether an id exists."""
+        return key in self._parser
+
+    @property
+    def ids(self) -> list[str]:
+        """The top-level ids."""
+        return [key for key in self._content if key != "_meta_"]
+
+    def raw(self, key: str) -> tuple[str, Any]:
+        """Follow plain references (`@other#id`) from an id; return the last id and what it holds (None if absent)."""
+        seen: set[str] = set()
+        while key in self._parser and key not in seen:
+            seen.add(key)
+            node = self._parser.get(key)
+            if not (isinstance(node, str) and node.startswith("@")):
+                return key, node
+            key = node[1:].replace("::", "#")
+        return key, None
+
+    def within(self, key: str, part: str) -> str:
+        """Return where a component's argument is written, or the component's id where it has none."""
+        found, node = self.raw(f"{key}#{part}")
+        return key if node is None else found
+
+    def nodes(self, target: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield id and content of every component whose class has this name, wherever it stands."""
+        todo: list[tuple[str, Any]] = [("", self._parser.get())]
+        while todo:
+            key, node = todo.pop()
+            if isinstance(node, Mapping) and target_name(node) == target:
+                yield key, node
+            if isinstance(node, Mapping | list):
+                todo += [(sub, value) for _, sub, value in ReferenceResolver.iter_subconfigs(key, node)]
+
+    def depends(self, key: str) -> dict[str, Any]:
+        """Return the unevaluated content of an id and of everything that it refers to."""
+        found: dict[str, Any] = {}
+        todo = [key.replace("#", "::")]
+        while todo:
+            key = todo.pop()
+            if key not in found and key in self._parser:
+                found[key] = self._parser.get(key)
+                todo += ReferenceResolver.find_refs_in_config(found[key], key)
+        return found
+
+    # Evaluating
+
+    def content(self, key: str) -> Any:
+        """Return the object that an id stands for; the same one each time.
+
+        Raises:
+            InputError: an id is missing, or an expression fails; names the id and the cause.
+        """
+        with stream(0, "configuration"):  # for lists that the bundle shuffles without a seed of its own
+            return self._content_of(self._parser, key)
+
+    def anew(self, *keys: str) -> list[Any]:
+        """Return new objects of ids that belong together; what is random is drawn from the caller's stream."""
+        parser = self._parse()
+        return [self._content_of(parser, key) for key in keys]
+
+    def _content_of(self, parser: ConfigParser, key: str) -> Any:
+        for other, node in self.depends(key).items():
+            if isinstance(node, Mapping) and _ENGINE.fullmatch(target_name(node)):
+                raise InputError(
+                    f"{self.file}: id {key!r} needs {other.replace('::', '#')!r}, a {target_name(node)}",
+                    "trainers and evaluators are never made here: their handlers write files",
+                    "let it do without",
+                )
+        with own_python(self.root), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # `json.load(open(…))` is the bundle's habit
+            try:
+                return parser.get_parsed_content(key)
+            except Exception as error:
+                raise self._explained(error, key) from error
+            finally:
+                resolved = parser.ref_resolver.resolved_content
+                for name, value in list(resolved.items()):
+                    if isinstance(value, io.IOBase):  # opened again if another id reads it
+                        value.close()
+                        del resolved[name]
+
+    def _explained(self, error: Exception, key: str) -> InputError:
+        """Name the innermost id that failed and the root cause."""
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_name == "_resolve_one_item":
+                key = frame.f_locals["id"]
+        cause = root_cause(error)
+        if isinstance(cause, InputError):
+            return cause
+        key = key.replace("::", "#")
+        missing = re.search(r"referring item `@([\w:]+)`", str(cause))
+        if missing:
+            other = missing[1].replace("::", "#")
+            return InputError(f"{self.file} has no id {other!r}, which {key!r} refers to", "every id exists", "add it")
+        if key not in self._parser:
+            return InputError(f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it")
+        return InputError(
+            f"{self.file}: id {key!r} fails with {told(cause)}",
+            "every id that the trainer needs can be evaluated",
+            "correct it; if the data lie elsewhere, give their folder with --data",
+        )
+
+
+def config_file(root: Path, stem: str) -> Path | None:
+    """Return a bundle's configuration file of this name, JSON or YAML, None if there is none."""
+    files = (root / "configs" / f"{stem}{suffix}" for suffix in (".json", ".yaml", ".yml"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def target_name(node: Mapping[str, Any]) -> str:
+    """Return the class name of a component without its module, "" for anything else."""
+    target = node.get("_target_", "")
+    return target.rpartition(".")[2] if isinstance(target, str) else ""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON or YAML file.
+
+    Raises:
+        InputError: it is not valid.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        return dict((json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {})
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{path} cannot be read: {error}", "it is valid JSON or YAML", "correct the file") from error
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error that an error comes from; MONAI wraps errors several times."""
+    while error.__cause__ is not None and not (isinstance(error, InputError) or "referring item" in str(error)):
+        error = error.__cause__
+    return error
+
+
+def told(error: BaseException) -> str:
+    """Return an error's type and text in one line of limited length."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"
+
+
+@contextmanager
+def _told(given: str, allowed: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"{given} ({told(error)})", allowed, "correct the file") from error
+
+
+def own_modules(root: Path) -> frozenset[str]:
+    """Return the names of the Python packages and modules that a bundle brings (`scripts`)."""
+    return frozenset([p.parent.name for p in root.glob("*/*.py")] + [p.stem for p in root.glob("*.py")])
+
+
+def own_python(root: Path) -> Any:
+    """Return a context in which the bundle's own modules can be imported; without any it does nothing.
+
+    Modules of the same name that belong to another bundle are forgotten, and no `__pycache__` is written.
+    """
+    return _importable(root) if own_modules(root) else nullcontext()
+
+
+@contextmanager
+def _importable(root: Path) -> Iterator[None]:
+    for package in own_modules(root) & sys.modules.keys():
+        home = _home(sys.modules[package])
+        if home != root and (home / "configs").is_dir():
+            for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+                del sys.modules[name]
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    sys.path.insert(0, str(root))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(root))
+        sys.dont_write_bytecode = before
+
+
+def _home(module: Any) -> Path:
+    """Return the folder that a top-level module or package was found in."""
+    paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or "/"]
+    return Path(paths[0]).resolve().parent

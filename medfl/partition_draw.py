@@ -1,0 +1,278 @@
+"""Partitions that are drawn: `iid`, `dirichlet:BETA`, `classes:C` and `shots:N,K,STD`.
+
+Every draw has its own random stream, named by what it decides, so neither the order of the items nor another draw can
+change it. A patient or lesion (a group) is placed as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medfl.errors import InputError
+from medfl.seeding import derive
+
+Item = Mapping[str, Any]
+
+SECTIONS = ("train", "validate", "test")
+MAX_DRAWS = 100
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that draws: its kind and values, the number of sites, the class names and the seed."""
+
+    kind: str
+    values: tuple[Any, ...]
+    sites: int
+    names: tuple[str, ...]
+    seed: int
+
+    def stream(self, attempt: int, *path: str | int) -> np.random.Generator:
+        """Return the random stream of one decision in one attempt."""
+        return np.random.default_rng(derive(self.seed, "partition", self.kind, attempt, *path))
+
+
+@dataclass(frozen=True)
+class Group:
+    """One patient or lesion in one section: its positions there by ascending id, and the label of the first."""
+
+    key: str
+    members: tuple[int, ...]
+    label: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """How one class is divided: its owners, and the part of each (None: equal parts)."""
+
+    owners: tuple[int, ...]
+    parts: NDArray[np.float64] | None = None
+
+    def sizes(self, count: int) -> NDArray[np.int64]:
+        """Cut `count` items at the rounded cumulative parts; the last owner takes the rest."""
+        if self.parts is None:
+            return np.array([len(part) for part in np.array_split(np.arange(count), len(self.owners))], dtype=np.int64)
+        cuts = np.rint(np.cumsum(self.parts)[:-1] * count).astype(np.int64)
+        return np.diff(cuts, prepend=0, append=count)
+
+
+_Homes = dict[str, list[int | None]]
+
+
+def draw(rule: Rule, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str | None]], list[str]]:
+    """Return the site of every item (None: no site) in each section, and notes for the user.
+
+    Draws until no site is without training images, at most MAX_DRAWS times.
+
+    Raises:
+        InputError: the rule cannot be carried out on these items.
+    """
+    groups = {name: _groups(section, by_label=rule.kind != "iid") for name, section in data.items()}
+    for attempt in range(MAX_DRAWS):
+        homes, notes = _once(rule, attempt, data, groups)
+        empty = sorted(set(range(rule.sites)) - set(homes["train"]))
+        if not empty:
+            if attempt:
+                notes.insert(0, f"re-drawn {attempt} time{'s' * (attempt > 1)}: a site was empty")
+            return {name: [None if i is None else f"site-{i + 1}" for i in h] for name, h in homes.items()}, notes
+    raise InputError(
+        f"partition {canonical(rule.kind, rule.values)!r} over {rule.sites} sites left "
+        f"{listed([f'site-{i + 1}' for i in empty])} without training images, like all of {MAX_DRAWS} draws",
+        "every site needs at least one",
+        "take fewer sites" + (", a larger BETA" if rule.kind == "dirichlet" else "") + " or another seed",
+    )
+
+
+def _once(
+    rule: Rule, attempt: int, data: Mapping[str, Sequence[Item]], groups: Mapping[str, Sequence[Group]]
+) -> tuple[_Homes, list[str]]:
+    """Draw the shares and divide every section by them; a group placed in one section keeps its site in the next."""
+    homes: _Homes = {name: [None] * len(section) for name, section in data.items()}
+    shares, shots = _shares(rule, attempt)
+    placed: dict[str, int] = {}
+    notes: list[str] = []
+    for name in SECTIONS:
+        tied = sum(len(group.members) for group in groups[name] if group.key in placed)
+        by_class: dict[int, list[Group]] = {}
+        for group in groups[name]:
+            by_class.setdefault(group.label, []).append(group)
+        for c in sorted(by_class.keys() & shares.keys()):
+            rng = rule.stream(attempt, name, c)
+            if not shots:
+                divide(by_class[c], shares[c], rng, placed)
+            elif name == "train":
+                _take_shots(rule.names[c], by_class[c], shares[c], shots, rng, placed, homes[name])
+            else:
+                limit = max(1, min(_size(by_class.get(k, ())) // len(shares[k].owners) for k in shares))
+                for owner, part in zip(shares[c].owners, divide(by_class[c], shares[c], rng, placed), strict=True):
+                    for i in [i for group in part for i in group.members][:limit]:
+                        homes[name][i] = owner
+        if not shots:
+            for group in groups[name]:
+                for i in group.members:
+                    homes[name][i] = placed[group.key]
+            if tied:
+                notes.append(f"{tied} {name} images follow their patient or lesion to the site of its other images")
+        elif left := homes[name].count(None):
+            notes.append(f"{left} of {len(homes[name])} {name} images belong to no site")
+    return homes, notes + _lacking(rule, shares, data["train"], homes["train"])
+
+
+def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]]:
+    """Draw who owns which part of each class and, for `shots`, the images a class of each site (otherwise ())."""
+    everybody, num_classes = tuple(range(rule.sites)), len(rule.names)
+    if rule.kind == "iid":
+        return {0: Share(everybody)}, ()
+    if rule.kind == "dirichlet":
+        parts = [rule.stream(attempt, "parts", c).dirichlet([rule.values[0]] * rule.sites) for c in range(num_classes)]
+        if not np.allclose(np.sum(parts, axis=1), 1):
+            raise InputError(
+                f"partition {canonical(rule.kind, rule.values)!r}",
+                "a BETA that a Dirichlet distribution can be drawn with",
+                "take BETA between 1e-3 and 1e6",
+            )
+        return {c: Share(everybody, part) for c, part in enumerate(parts)}, ()
+    chosen, shots = _classes_of_sites(rule, attempt) if rule.kind == "classes" else _ways_of_sites(rule, attempt)
+    owners = {c: tuple(i for i in everybody if c in chosen[i]) for c in range(num_classes)}
+    return {c: Share(sites) for c, sites in owners.items() if sites}, shots
+
+
+def _classes_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[int, ...]]:
+    """FedMR: walk over sites and slots, deal each class once in order, then draw from those the site lacks."""
+    size, num_classes = rule.values[0], len(rule.names)
+    if size > num_classes:
+        raise InputError(f"partition 'classes:{size}' of {num_classes} classes", f"C at most {num_classes}", "lower C")
+    if rule.sites * size < num_classes:
+        raise InputError(
+            f"partition 'classes:{size}' over {rule.sites} sites covers {rule.sites * size} classes",
+            f"sites x C must reach all {num_classes} classes",
+            f"take C of at least {math.ceil(num_classes / rule.sites)} or {math.ceil(num_classes / size)} sites",
+        )
+    rng, chosen, dealt = rule.stream(attempt, "owners"), [set[int]() for _ in range(rule.sites)], 0
+    for own in chosen:
+        for _ in range(size):
+            if dealt < num_classes:
+                own.add(dealt)
+                dealt += 1
+            else:
+                own.add(int(rng.choice([c for c in range(num_classes) if c not in own])))
+    return chosen, ()
+
+
+def _ways_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[int, ...]]:
+    """pFedPM: n_i from max(2, N-STD) to min(classes-1, N+STD) classes, k_i from K-STD+1 to K+STD images of each."""
+    (ways, shots, spread), num_classes = rule.values, len(rule.names)
+    low, high = max(2, ways - spread), min(num_classes - 1, ways + spread)
+    if low > high:
+        raise InputError(
+            f"partition 'shots:{ways},{shots},{spread}' of {num_classes} classes",
+            "a site holds at least 2 classes and lacks at least 1",
+            "take N from 2 to the number of classes - 1, or another rule",
+        )
+    chosen, quota = [], []
+    for i in range(rule.sites):
+        rng = rule.stream(attempt, "site", i)
+        size = int(rng.integers(low, high, endpoint=True))
+        quota.append(int(rng.integers(max(1, shots - spread + 1), shots + spread, endpoint=True)) if spread else shots)
+        chosen.append({int(c) for c in rng.choice(num_classes, size, replace=False)})
+    return chosen, tuple(quota)
+
+
+def _groups(items: Sequence[Item], *, by_label: bool) -> list[Group]:
+    """Gather the items of each group, groups and items in ascending order of id; all labels are 0 unless `by_label`."""
+    gathered: dict[str, list[int]] = {}
+    for i in sorted(range(len(items)), key=lambda i: str(items[i]["id"])):
+        gathered.setdefault(group_of(items[i]), []).append(i)
+    return [Group(key, tuple(m), int(items[m[0]]["label"]) if by_label else 0) for key, m in gathered.items()]
+
+
+def divide(
+    groups: Sequence[Group], share: Share, rng: np.random.Generator, placed: dict[str, int]
+) -> list[list[Group]]:
+    """Shuffle the groups of one class, cut them at the boundaries nearest to the share, enter them in `placed`.
+
+    Groups placed before stay where they are and count towards their site's part. Returns the groups of each owner.
+    """
+    result = [[group for group in groups if placed.get(group.key) == owner] for owner in share.owners]
+    free = [group for group in groups if group.key not in placed]
+    wanted = share.sizes(_size(groups))
+    if len(free) < len(groups) and free:
+        missing = np.maximum(wanted - [_size(part) for part in result], 0)
+        wanted = Share(share.owners, missing / missing.sum()).sizes(_size(free))
+    free = [free[i] for i in rng.permutation(len(free))]
+    ends = np.cumsum([0, *(len(group.members) for group in free)])
+    cuts = [int(np.abs(ends - cut).argmin()) for cut in np.cumsum(wanted)[:-1]]
+    for part, owner, start, stop in zip(result, share.owners, [0, *cuts], [*cuts, len(free)], strict=True):
+        part.extend(free[start:stop])
+        placed.update((group.key, owner) for group in free[start:stop])
+    return result
+
+
+def _take_shots(
+    name: str,
+    groups: Sequence[Group],
+    share: Share,
+    shots: Sequence[int],
+    rng: np.random.Generator,
+    placed: dict[str, int],
+    homes: list[int | None],
+) -> None:
+    """Give each owner the next block of its number of images; a group that a block ends in is not used further."""
+    queue = [groups[i] for i in rng.permutation(len(groups))][::-1]
+    for owner in share.owners:
+        open_places = shots[owner]
+        while open_places and queue:
+            group = queue.pop()
+            placed[group.key] = owner
+            for i in group.members[:open_places]:
+                homes[i] = owner
+            open_places -= min(open_places, len(group.members))
+        if open_places:
+            raise InputError(
+                f"the sites that drew class {name!r} need {sum(shots[i] for i in share.owners)} training images of it",
+                f"there are {_size(groups)}",
+                "lower K, N or the number of sites",
+            )
+
+
+def _lacking(rule: Rule, shares: Mapping[int, Share], train: Sequence[Item], homes: Sequence[int | None]) -> list[str]:
+    """Note classes that nobody drew, and sites that own a class but got none of its images because it is too small."""
+    if rule.kind not in ("classes", "shots"):
+        return []
+    notes = []
+    held = {(home, int(item["label"])) for home, item in zip(homes, train, strict=True) if home is not None}
+    if unused := [rule.names[c] for c in range(len(rule.names)) if c not in shares]:
+        notes.append(f"drawn by no site: {listed(unused)}")
+    for c, share in shares.items():
+        if bare := [f"site-{i + 1}" for i in share.owners if (i, c) not in held]:
+            notes.append(f"too few images of {rule.names[c]!r} for {listed(bare)}")
+    return notes
+
+
+# Small helpers
+
+
+def group_of(item: Item) -> str:
+    """Return the patient or lesion of an item, its id where that is not known."""
+    return str(item.get("group") or item["id"])
+
+
+def _size(groups: Sequence[Group]) -> int:
+    return sum(len(group.members) for group in groups)
+
+
+def canonical(kind: str, values: Sequence[Any]) -> str:
+    """Write a rule so that equal rules read equal (`dirichlet:.10` as `dirichlet:0.1`)."""
+    texts = [repr(v).removesuffix(".0") if isinstance(v, float) else str(v) for v in values]
+    return kind + (":" if texts else "") + ",".join(texts)
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Join names, at most `limit` of them."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,96 @@
+"""Text for a terminal and for Markdown: tables, lists of facts, prose."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+
+WIDTH = 100
+
+
+def width() -> int:
+    """Return the columns that output may take: the terminal's, at most 100; 100 where stdout is a file or a pipe."""
+    return max(60, min(WIDTH, shutil.get_terminal_size().columns)) if sys.stdout.isatty() else WIDTH
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH, spare: Sequence[str] = ()
+) -> list[str]:
+    """Align cells under their head, columns of numbers to the right.
+
+    Where lines are too long the widest columns wrap; where even that does not help, `spare` columns are left out.
+    """
+    columns = [*zip(head, *rows, strict=True)]
+    for name in [*spare, ""]:
+        widths = [max(map(len, column)) for column in columns]
+        floors = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+        gaps = 2 * (len(columns) - 1)
+        if sum(floors) + gaps <= width:
+            break
+        columns = [column for column in columns if column[0] != name]
+    while sum(widths) + gaps > width:
+        loose = [i for i in range(len(widths)) if widths[i] > floors[i]]
+        if not loose:
+            break
+        widths[max(loose, key=lambda i: widths[i])] -= 1
+    number = [all(cell.isdecimal() or cell == "-" for cell in column[1:]) for column in columns]
+
+    def line(parts: Sequence[str]) -> str:
+        aligned = zip(parts, widths, number, strict=True)
+        return "  ".join(part.rjust(size) if right else part.ljust(size) for part, size, right in aligned).rstrip()
+
+    def lines(row: Sequence[str]) -> list[str]:
+        wrapped = [_wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
+        height = max(map(len, wrapped))
+        return [line([part[i] if i < len(part) else "" for part in wrapped]) for i in range(height)]
+
+    top, *others = zip(*columns, strict=True)
+    return [*lines(top), "  ".join("-" * size for size in widths), *(text for row in others for text in lines(row))]
+
+
+def _wrap(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+    )
+
+
+def facts(named: Mapping[str, str], width: int = WIDTH) -> list[str]:
+    """Return names and what they stand for, in two columns."""
+    indent = max(map(len, named)) + 2
+    return [line for name, text in named.items() for line in hanging(name.ljust(indent), text, width)]
+
+
+def filled(text: str) -> list[str]:
+    """Break a line at the terminal's width, the rest indented."""
+    return _wrap(text, shutil.get_terminal_size().columns, "", "  ") or [""]
+
+
+def hanging(label: str, text: str, width: int = WIDTH) -> list[str]:
+    """Fill lines with a text whose first one begins with a label, the others indented to it."""
+    return _wrap(text, width, label, " " * len(label))
+
+
+def prose(text: str, width: int = WIDTH) -> list[str]:
+    """Return a docstring's lines; paragraphs too wide are filled anew, aligned ones (equations) line by line."""
+    lines: list[str] = []
+    for paragraph in textwrap.dedent(text).strip().split("\n\n"):
+        kept = paragraph.split("\n")
+        lines.append("")
+        if max(map(len, kept)) <= width:
+            lines += kept
+        elif "   " in paragraph:
+            lines += [part for line in kept for part in hanging("", line, width)]
+        else:
+            lines += _wrap(paragraph, width)
+    return lines[1:]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)])

@@ -1,0 +1,229 @@
+"""Sites made from a partition, their seeds and settings, cohorts, and what may leave a site."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from medfl.errors import InputError, RunError
+from medfl.message import Message
+from medfl.methods import load
+from medfl.prepared import Stacked
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.step import global_cases, introduce, site_judge, site_step, site_weights
+from medfl.settings import PartitionRecord
+from tests.helpers import PARTS, SECTIONS, ToyBundle, bits, run_record
+
+
+def federation(method: str = "fedavg", **changes) -> Federation:
+    return Federation(ToyBundle(), load(method), run_record(**changes))
+
+
+def parts(**where: list[int]) -> PartitionRecord:
+    sites = {name: {section: [f"{section}{i}" for i in rows] for section in SECTIONS} for name, rows in where.items()}
+    return PartitionRecord("iid", 0, (), sites)
+
+
+# Sites
+
+
+def test_every_site_has_the_items_that_the_partition_says() -> None:
+    made = federation()
+    assert made.names == made.participants == ["x", "y", "z"]
+    for name, rows in PARTS.items():
+        site = made.site(name, 1)
+        for section in SECTIONS:
+            assert getattr(site, section).ids == [f"{section}{i}" for i in rows]
+        assert site.num_samples == len(rows)
+        assert made.shard(name, "train").labels == [i % 3 for i in rows]
+    x, _ = next(made.site("y", 1).train.batches(100))
+    assert torch.equal(x, ToyBundle().prepared("train").inputs[3:8])
+
+
+def test_sections_are_prepared_once_and_shared() -> None:
+    calls: list[str] = []
+
+    class Counting(ToyBundle):
+        def prepared(self, section: str, **settings) -> Stacked:
+            calls.append(section)
+            return super().prepared(section, **settings)
+
+    made = Federation(Counting(), load("fedavg"), run_record())
+    assert sorted(calls) == sorted(SECTIONS)
+    assert made.site("x", 1).train.prepared is made.site("z", 9).train.prepared
+    again = Federation(Counting(), load("fedprox"), run_record(), prepared=made.sections)
+    assert len(calls) == 3
+    assert again.sections == made.sections
+
+
+def test_without_test_items_the_validation_items_serve() -> None:
+    class Without(ToyBundle):
+        has_test = False
+
+    ids = {name: {**found, "test": found["validate"]} for name, found in run_record().partition.sites.items()}
+    made = Federation(Without(), load("fedavg"), run_record(partition=PartitionRecord("iid", 0, (), ids)))
+    assert made.shard("x", "test").ids == made.shard("x", "validate").ids == ["validate0", "validate1", "validate2"]
+
+
+def test_settings_seed_and_round_reach_the_site() -> None:
+    made = federation(local_epochs=3, batch_size=5, lr=0.3, lr_decay=0.5)
+    site = made.site("x", 4)
+    network = site.network()
+    assert (site.settings.epochs, site.settings.batch_size, site.settings.lr_factor, site.round) == (3, 5, 0.125, 4)
+    assert site.settings.optimizer(network).param_groups[0]["lr"] == 0.3
+    assert federation(lr=None).site("x", 1).settings.optimizer(network).param_groups[0]["lr"] == 0.05
+    seeds = [made.site(name, round_).seed for name in made.names for round_ in (1, 2)]
+    seeds += [made.host(1).seed, made.host(2).seed, federation(seed=1).site("x", 1).seed]
+    assert len(set(seeds)) == len(seeds)
+    assert site.seed == federation().site("x", 4).seed
+
+
+def test_pooling_methods_have_one_participant_with_everybodys_items() -> None:
+    made = federation("central")
+    assert made.participants == ["central"]
+    assert made.names == ["x", "y", "z"]
+    assert made.site("central", 1).train.ids == [f"train{i}" for i in range(12)]
+
+
+def test_how_the_pool_was_split_is_no_matter_for_central() -> None:
+    left = federation("central")
+    right = federation("central", partition=parts(p=[11, 0, 4, 5, 6], q=[7, 1, 2, 3, 8, 9, 10]))
+    results = []
+    for made in (left, right):
+        server = made.method.init_server(made.host(0), made.networks.initial, {})
+        down = made.method.broadcast(made.host(1), server, "central")
+        results.append(bits(site_step(made, 1, "central", None, down).reply))
+    assert results[0] == results[1]
+
+
+def test_a_site_may_be_called_central() -> None:
+    made = federation(partition=parts(central=[0, 1], other=[2, 3]))
+    assert made.site("central", 1).train.ids == ["train0", "train1"]
+
+
+def test_the_pooled_section_has_all_items_also_those_of_no_site() -> None:
+    made = federation(partition=parts(a=[1], b=[2]))
+    assert made.pooled("test").ids == [f"test{i}" for i in range(12)]
+
+
+def test_an_item_that_is_not_in_the_data_is_named() -> None:
+    with pytest.raises(InputError, match=r"site 'b' has train item 'train99', which is not in the data \(2 such\)"):
+        federation(partition=parts(a=[1], b=[2, 99, 98]))
+
+
+def test_a_task_that_the_method_does_not_support_is_refused() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class OnlySegmentation(type(load("fedavg"))):
+        tasks = ("segmentation",)
+
+    text = "method 'fedavg' on bundle 'toy', a classification task; it supports segmentation"
+    with pytest.raises(InputError, match=text):
+        Federation(ToyBundle(), OnlySegmentation(), run_record())
+
+
+# Cohorts
+
+
+def test_everybody_takes_part_by_default() -> None:
+    assert federation().cohort(1) == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.1, 1), (0.34, 3), (0.5, 5), (0.99, 9), (0.01, 1)])
+def test_a_cohort_is_a_fixed_number_without_repeats(fraction: float, count: int) -> None:
+    made = federation(partition=parts(**{f"s{i}": [i] for i in range(10)}), cohort=fraction)
+    drawn = [made.cohort(round_) for round_ in range(1, 60)]
+    assert all(len(set(cohort)) == len(cohort) == count for cohort in drawn)
+    assert {name for cohort in drawn for name in cohort} == set(made.names)
+    assert len({tuple(cohort) for cohort in drawn}) > 1
+    assert drawn == [made.cohort(round_) for round_ in range(1, 60)]
+
+
+def test_cohorts_depend_on_the_seed() -> None:
+    sites = parts(**{f"s{i}": [i] for i in range(10)})
+    left, right = (federation(partition=sites, cohort=0.5, seed=seed) for seed in (0, 1))
+    assert [left.cohort(i) for i in range(9)] != [right.cohort(i) for i in range(9)]
+
+
+# What may leave
+
+
+def test_the_policy_counts_tensors() -> None:
+    assert federation().policy() == "9 tensors leave each site, 0 stay"
+    assert federation("fedbn").policy() == "4 tensors leave each site, 5 stay"
+    assert federation("local").policy() == "0 tensors leave each site, 9 stay"
+
+
+def test_replies_are_held_to_the_policy() -> None:
+    made = federation("fedbn")
+    weights = {name: t for name, t in made.networks.initial.items() if not name.startswith("1.")}
+    made.check("x", Message({"weights": weights}, {"samples": 1}))
+    wrong = [
+        ({**weights, "1.running_mean": torch.zeros(6)}, "tensor 'weights/1.running_mean' must not leave it"),
+        ({**weights, "secret": torch.zeros(1)}, "tensor 'weights/secret' must not leave it"),
+        ({**weights, "0.bias": torch.zeros(7)}, r"'weights/0.bias' is \(7,\) torch.float32; expected \(6,\)"),
+        ({**weights, "0.bias": torch.zeros(6).double()}, r"'weights/0.bias' is \(6,\) torch.float64"),
+        ({**weights, "0.bias": torch.full((6,), torch.nan)}, "'weights/0.bias' has NaN or infinite"),
+    ]
+    for tensors, text in wrong:
+        with pytest.raises(RunError, match=f"site 'x': {text}"):
+            made.check("x", Message({"weights": tensors}))
+    with pytest.raises(RunError, match="'control/c' has NaN"):
+        made.check("x", Message({"control": {"c": torch.tensor(torch.inf)}}))
+    with pytest.raises(RunError, match="'scalars/samples' has NaN"):
+        made.check("x", Message({}, {"samples": float("nan")}))
+
+
+def test_a_method_that_sends_what_is_personal_is_stopped() -> None:
+    class Leaky(type(load("fedbn"))):
+        def local_update(self, site, state, down):
+            state, reply = super().local_update(site, state, down)
+            return state, Message({"weights": {**reply["weights"], **state["weights"]}}, reply.scalars)
+
+    made = Federation(ToyBundle(), Leaky(), run_record())
+    server = made.method.init_server(made.host(0), made.networks.initial, {})
+    with pytest.raises(RunError, match=r"site 'z': tensor 'weights/1\.\w+' must not leave it"):
+        site_step(made, 1, "z", None, made.method.broadcast(made.host(1), server, "z"))
+
+
+# Steps
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+def test_a_step_gives_state_reply_loss_and_scores(method: str) -> None:
+    made = federation(method, local_epochs=2, batch_size=2)
+    server = made.method.init_server(made.host(0), made.networks.initial, {"x": introduce(made, "x")})
+    down = made.method.broadcast(made.host(1), server, "y")
+    result = site_step(made, 1, "y", None, down, ("validate",))
+    assert result.steps == 6  # five items in batches of two, twice
+    assert result.loss > 0
+    assert result.cases["validate"].ids == tuple(f"validate{i}" for i in PARTS["y"])
+    assert bits([result.state, result.reply]) == bits([(r := site_step(made, 1, "y", None, down)).state, r.reply])
+    assert r.cases == {}
+    next_round = site_step(made, 2, "y", result.state, down)
+    assert bits(next_round.reply) != bits(result.reply)
+
+
+def test_judging_trains_nothing_and_uses_the_sites_own_model() -> None:
+    made = federation("local")
+    state = site_step(made, 1, "x", None, Message()).state
+    kept = bits(state)
+    before, after = (site_judge(made, 2, "x", s, Message(), ("validate", "test")) for s in (None, state))
+    assert set(after) == {"validate", "test"}
+    assert bits(after["test"].values) != bits(before["test"].values)
+    assert bits(state) == kept
+    assert bits(site_weights(made, 2, "x", state, Message())) == bits(state["weights"])
+    assert bits(site_weights(made, 2, "x", None, Message())) == bits(made.networks.initial)
+
+
+def test_global_scores_in_parts_are_those_of_the_whole() -> None:
+    made = federation()
+    server = made.method.init_server(made.host(0), made.networks.initial, {})
+    whole = global_cases(made, 1, server, "test", 0, 1024)
+    assert len(whole) == 12
+    halves = [global_cases(made, 1, server, "test", i, i + 6) for i in (0, 6)]
+    assert halves[0].ids + halves[1].ids == whole.ids
+    joined = torch.cat([part.values["probabilities"] for part in halves])
+    torch.testing.assert_close(joined, whole.values["probabilities"])
+    assert global_cases(federation("local"), 1, {"weights": {}}, "test", 0, 6) is None

@@ -1,0 +1,212 @@
+"""Workers: the same results however many there are, and no hanging when one of them, or the parent, dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from medfl.errors import InputError, RunError
+from medfl.message import Message
+from medfl.methods import load, names
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.step import site_step
+from medfl.runtimes.workers import Workers
+from tests.helpers import ToyBundle, bits, run_record
+
+STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7)
+
+
+def add(federation: Any, x: float, wait: float = 0.0) -> float:
+    time.sleep(wait)
+    return federation.number + x
+
+
+def echo(federation: Any, value: Any) -> Any:
+    return value
+
+
+def whoami(federation: Any, wait: float = 0.05) -> int:
+    time.sleep(wait)
+    return os.getpid()
+
+
+def fail(federation: Any, kind: str) -> None:
+    if kind == "input":
+        raise InputError("given", "allowed", "advice")
+    if kind == "run":
+        raise RunError("site 'a': the loss is nan")
+    raise LookupError("an odd bug")
+
+
+def die(federation: Any, how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(3)
+
+
+def gone(pid: int) -> bool:
+    """Tell whether a process has ended (a zombie that nobody reaps has)."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not all(map(gone, pids)):
+        time.sleep(0.02)
+    return all(map(gone, pids))
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 3])
+@pytest.mark.parametrize("tasks", [0, 1, 7])
+def test_results_come_in_the_order_of_the_tasks(jobs: int, tasks: int) -> None:
+    with Workers(STAND_IN, jobs) as workers:
+        for _ in range(2):
+            given = [(add, (i, 0.02 * (i % 2))) for i in range(tasks)]
+            assert workers.all(given) == [7 + i for i in range(tasks)]
+            assert dict(workers.run(given)) == {i: 7 + i for i in range(tasks)}
+
+
+def test_one_job_is_this_process_and_more_are_others() -> None:
+    with Workers(STAND_IN, 1) as workers:
+        assert set(workers.all([(whoami, ())] * 3)) == {os.getpid()}
+    with Workers(STAND_IN, 3) as workers:
+        pids = set(workers.all([(whoami, ())] * 9))
+        assert len(pids) == 3
+        assert os.getpid() not in pids
+    assert wait_until_gone(list(pids))
+
+
+VALUES = {
+    "float": torch.randn(3, 4),
+    "scalar": torch.tensor(2.5),
+    "counter": torch.tensor(7),
+    "empty": torch.zeros(0, 3),
+    "bfloat16": torch.randn(2, 3).bfloat16(),
+    "bfloat16 scalar": torch.tensor(1.5).bfloat16(),
+    "half": torch.randn(3).half(),
+    "bool": torch.tensor([True, False]),
+    "strided": torch.randn(4, 6).T[1:],
+    "expanded": torch.ones(1).expand(5),
+    "parameter": nn.Parameter(torch.randn(3)),
+    "message": Message({"weights": {"w": torch.randn(3)}, "empty": {}}, {"samples": 3}),
+    "state": {"a": {"b": [torch.randn(2), 1, None, "x", float("inf")]}},
+    "many": {str(i): torch.randn(2) for i in range(3000)},
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_values_travel_bit_for_bit(value: Any) -> None:
+    with Workers(STAND_IN, 2) as workers:
+        (received,) = workers.all([(echo, (value,))])
+        assert bits(received) == bits(value)
+        if isinstance(received, torch.Tensor):
+            received.fill_(0)  # writable, and not the sender's memory
+            assert bits(workers.all([(echo, (value,))])[0]) == bits(value)
+
+
+@pytest.mark.parametrize("name", names())
+def test_training_does_not_depend_on_the_number_of_workers(name: str) -> None:
+    method = load(name)
+    federation = Federation(ToyBundle(), method, run_record(local_epochs=2))
+    host = federation.host(0)
+    server = method.init_server(host, federation.networks.initial, {})
+    tasks = [(site_step, (1, n, None, method.broadcast(host, server, n), ())) for n in federation.participants * 2]
+    results = []
+    for jobs in (1, 2, 3):
+        with Workers(federation, jobs) as workers:
+            found = workers.all(tasks)
+        results.append([bits([r.state, r.reply, r.loss, r.steps]) for r in found])
+    assert results[0] == results[1] == results[2]
+    half = len(federation.participants)
+    assert results[0][:half] == results[0][half:], "a step run twice gives the same"
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_failed_run_keeps_its_type_and_text(jobs: int) -> None:
+    with Workers(STAND_IN, jobs) as workers, pytest.raises(RunError, match="^site 'a': the loss is nan$"):
+        workers.all([(fail, ("run",)), (add, (1,))])
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_bad_input_keeps_its_type_and_text(jobs: int) -> None:
+    with Workers(STAND_IN, jobs) as workers, pytest.raises(InputError, match="^given; allowed; advice$"):
+        workers.all([(fail, ("input",)), (add, (1,))])
+
+
+def test_another_error_brings_its_traceback() -> None:
+    text = "(?s)Traceback.*in fail.*LookupError: an odd bug"
+    with Workers(STAND_IN, 2) as workers, pytest.raises(Exception, match=text):
+        workers.all([(fail, ("bug",))])
+
+
+@pytest.mark.parametrize(("how", "code"), [("kill", -9), ("exit", 3)])
+def test_a_worker_that_dies_at_work_is_reported_at_once(how: str, code: int) -> None:
+    started = time.monotonic()
+    text = rf"worker process .*exit code {code}.*--resume"
+    with Workers(STAND_IN, 2) as workers, pytest.raises(RunError, match=text):
+        workers.all([(add, (1,)), (die, (how,)), *[(add, (2, 0.1))] * 4])
+    assert time.monotonic() - started < 5
+
+
+def test_a_worker_that_was_killed_while_idle_is_reported_at_once() -> None:
+    with Workers(STAND_IN, 2) as workers:
+        victim = workers.all([(whoami, ())] * 2)[1]
+        os.kill(victim, signal.SIGKILL)
+        assert wait_until_gone([victim])
+        started = time.monotonic()
+        with pytest.raises(RunError, match="exit code -9"):
+            workers.all([(add, (1, 0.1))] * 4)
+        assert time.monotonic() - started < 5
+
+
+def test_workers_do_not_hear_the_interrupt_meant_for_their_parent() -> None:
+    with Workers(STAND_IN, 2) as workers:
+        for pid in set(workers.all([(whoami, ())] * 4)):
+            os.kill(pid, signal.SIGINT)
+        assert workers.all([(add, (i,)) for i in range(4)]) == [7, 8, 9, 10]
+
+
+def test_leaving_ends_workers_also_busy_ones() -> None:
+    with Workers(STAND_IN, 2) as workers:
+        pids = list(set(workers.all([(whoami, ())] * 4)))
+        started = time.monotonic()
+        next(workers.run([(add, (1,)), (add, (1, 60.0))]))
+    assert time.monotonic() - started < 5
+    assert wait_until_gone(pids)
+
+
+ORPHANS = """
+import os, signal, sys
+from types import SimpleNamespace
+from medfl.runtimes.workers import Workers
+from tests.runtimes.test_workers import whoami
+workers = Workers(SimpleNamespace(run=SimpleNamespace(threads=1)), 3)
+print(*sorted(set(workers.all([(whoami, (0.1,))] * 9))), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_workers_end_with_their_parent() -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHANS], cwd=root, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 3
+    assert wait_until_gone(pids)

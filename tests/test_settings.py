@@ -1,0 +1,135 @@
+"""The record of a run, its hash, and what differs between two."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from medfl.errors import InputError
+from medfl.settings import DataRecord, PartitionRecord, Run
+from tests.helpers import run_record
+
+RUN = run_record()
+
+CHANGES = {
+    "bundle": "other",
+    "bundle_sha256": "f" * 64,
+    "method": "fedprox",
+    "options": {"mu": 0.1},
+    "config": {"image_size": 28},
+    "cohort": 0.5,
+    "rounds": 4,
+    "local_epochs": 2,
+    "batch_size": 8,
+    "lr": None,
+    "lr_decay": 0.9,
+    "seed": 1,
+    "device": "cuda",
+    "amp": True,
+    "threads": 2,
+    "eval_every": 2,
+    "versions": {"medfl": "1"},
+}
+DATA = {"source": "real", "checksum": "2" * 64, "split": "flamby"}
+PARTITION = {"spec": "centre", "seed": 3, "sites": {"x": {"train": ["train1"]}}}
+
+
+def with_data(**changes) -> Run:
+    return run_record(data=dataclasses.replace(RUN.data, **changes))
+
+
+def with_partition(**changes) -> Run:
+    return run_record(partition=dataclasses.replace(RUN.partition, **changes))
+
+
+def test_every_field_is_looked_at_here() -> None:
+    assert {f.name for f in dataclasses.fields(Run)} == {*CHANGES, "bundle_path", "data", "partition"}
+    assert {f.name for f in dataclasses.fields(DataRecord)} == {*DATA, "folder", "counts", "notes"}
+    assert {f.name for f in dataclasses.fields(PartitionRecord)} == {*PARTITION, "notes"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_changes_the_hash_and_is_named(name: str) -> None:
+    other = run_record(**{name: CHANGES[name]})
+    assert other.run_hash != RUN.run_hash
+    named = [line.partition(":")[0].partition(".")[0] for line in other.difference(RUN)]
+    assert set(named) == (set() if name == "rounds" else {name})
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_the_data_change_the_hash_and_are_named(name: str) -> None:
+    other = with_data(**{name: DATA[name]})
+    assert other.run_hash != RUN.run_hash
+    assert [line.partition(":")[0] for line in other.difference(RUN)] == [f"data.{name}"]
+
+
+@pytest.mark.parametrize("name", PARTITION)
+def test_the_partition_changes_the_hash_and_is_named(name: str) -> None:
+    other = with_partition(**{name: PARTITION[name]})
+    assert other.run_hash != RUN.run_hash
+    assert [line.partition(":")[0] for line in other.difference(RUN)] == [f"partition.{name}"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        run_record(bundle_path="/elsewhere"),
+        with_data(folder="/elsewhere"),
+        with_data(counts={"train": 1}),
+        with_data(notes=("read this",)),
+    ],
+)
+def test_where_things_lie_changes_nothing(other: Run) -> None:
+    assert other != RUN
+    assert other.run_hash == RUN.run_hash
+    assert other.difference(RUN) == []
+
+
+def test_neither_do_notes_of_the_partition_nor_the_index_of_the_gpu() -> None:
+    assert with_partition(notes=("re-drawn twice",)).run_hash == RUN.run_hash
+    first, second = run_record(device="cuda:0"), run_record(device="cuda:1")
+    assert first.run_hash == second.run_hash
+    assert first.difference(second) == []
+
+
+def test_the_name_of_a_partition_file_is_no_matter_its_content_is() -> None:
+    here, there = with_partition(spec="file:a.csv"), with_partition(spec="file:/b/c.csv")
+    assert here.run_hash == there.run_hash
+    changed = run_record(partition=dataclasses.replace(here.partition, sites=PARTITION["sites"]))
+    assert changed.run_hash != here.run_hash
+
+
+def test_a_difference_shows_both_values_briefly() -> None:
+    assert run_record(lr=0.2).difference(RUN) == ["lr: 0.2 was 0.1"]
+    assert run_record(options={"mu": 1.0}).difference(run_record(options={"mu": 2.0})) == ["options.mu: 1.0 was 2.0"]
+    assert run_record(options={"mu": 1.0}).difference(RUN) == ["options.mu: 1.0 was null"]
+    assert all(len(line) < 150 for line in with_partition(sites={"x": {"train": ["i"] * 999}}).difference(RUN))
+    assert RUN.difference(RUN) == []
+
+
+def test_json_round_trip() -> None:
+    run = run_record(data=dataclasses.replace(RUN.data, notes=("a",)), lr=None, cohort=0.1)
+    text = json.dumps({**run.to_dict(), "other": 1})
+    again = Run.from_dict(json.loads(text))
+    assert again == run
+    assert again.run_hash == run.run_hash
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Run)])
+def test_a_record_without_a_setting_names_it(name: str) -> None:
+    document = {key: value for key, value in RUN.to_dict().items() if key != name}
+    with pytest.raises(InputError, match=f"run record without '{name}'"):
+        Run.from_dict(document)
+
+
+def test_the_hash_is_sixty_four_digits_and_does_not_depend_on_the_order_of_keys() -> None:
+    left, right = (run_record(options=dict(items)) for items in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)]))
+    assert left.run_hash == right.run_hash
+    assert len(bytes.fromhex(RUN.run_hash)) == 32
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RUN.seed = 2  # type: ignore[misc]
