@@ -1,10 +1,9 @@
-"""Seconds a round of `medfl run` against a bare PyTorch loop that does the same arithmetic on batches already in
-memory.
+"""Seconds a round of `medfl run` against a bare PyTorch loop that does the same arithmetic.
 
 Both train FedAvg on 10 sites x 60 images of 28x28, batch 8, plain SGD, one thread, one process, evaluation off. The
-bare loop has no framework at all: it copies weights into one network, trains, copies them out and averages. A round
-of medfl is what `federate` takes for R rounds more, so it includes everything that happens every round: broadcasts,
-checks, byte counts, logs, saved state.
+bare loop has its batches in memory and no framework at all: it copies weights into one network, trains, copies them out
+and averages. A round of medfl is what `federate` takes for one round more, so it includes everything that happens every
+round: broadcasts, checks, byte counts, logs, saved state.
 
     python benchmarks/overhead.py [--json] [--rounds 6] [--repeats 5] [--networks small_cnn,resnet18]
 """
@@ -61,17 +60,27 @@ def medfl_seconds(network: str, data: Path, partition: Path, rounds: int) -> flo
         federate(
             "pbc",
             config={
-                "network": network, "image_size": SIZE,
-                "optimizer": {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"},
+                "network": network,
+                "image_size": SIZE,
+                "optimizer": {
+                    "_target_": "torch.optim.SGD",
+                    "params": "$@network_def.parameters()",
+                    "lr": "@learning_rate",
+                },
             },
             requested={
-                "data": str(data), "partition": f"file:{partition}", "rounds": rounds, "local_epochs": 1, "batch_size": BATCH,
+                "data": str(data),
+                "partition": f"file:{partition}",
+                "rounds": rounds,
+                "local_epochs": 1,
+                "batch_size": BATCH,
                 "lr": 0.01,
-                "eval_every": 0, "cohort": 1.0,
+                "eval_every": 0,
+                "cohort": 1.0,
             },
             jobs=1,
             out=Path(out) / "run",
-        )  # fmt: skip
+        )
         return time.perf_counter() - started
 
 

@@ -144,7 +144,7 @@ def _refuse_other(asked: Run, recorded: Run) -> None:
 def _execute(
     made: Plan, federation: Federation, path: Path, *, jobs: int, progress: bool, command: str, say: Say
 ) -> dict[str, Any]:
-    """Run a plan in a new folder, or continue what is there (`federate` has refused a folder that it may not continue)."""
+    """Run a plan in a new folder, or continue the run that is there (`federate` has refused other folders)."""
     resume = (path / "run.json").is_file()
     folder = RunFolder.existing(path) if resume else RunFolder.create(path, _BESIDE)
     if resume:

@@ -17,7 +17,7 @@ from medfl.message import Weights
 from medfl.settings import Run
 from medfl.storage import State, load_state, save_state, save_weights, write_atomic
 
-_MANIFEST = "manifest.json"
+_MANIFEST, _BEST = "manifest.json", "best-server.safetensors"
 
 
 class RunFolder:
@@ -102,7 +102,7 @@ class RunFolder:
             self.state / _MANIFEST,
             json.dumps({"round": round_, "server": server_file, "sites": sites, "record": record}).encode(),
         )
-        kept = {server_file, *sites.values(), _MANIFEST}
+        kept = {server_file, *sites.values(), _MANIFEST, _BEST}
         for path in self.state.iterdir():
             if path.name not in kept:
                 path.unlink(missing_ok=True)
@@ -122,6 +122,14 @@ class RunFolder:
         """Load the server's State and the sites' States of a manifest."""
         sites = {name: load_state(self.state / file) for name, file in manifest["sites"].items()}
         return load_state(self.state / manifest["server"]), sites
+
+    def keep_best(self, server: State) -> None:
+        """Keep the server's State of the best round so far."""
+        save_state(self.state / _BEST, server)
+
+    def best(self) -> State:
+        """Return the server's State of the best round."""
+        return load_state(self.state / _BEST)
 
     # Rounds
 

@@ -27,9 +27,7 @@ class Networks:
     """
 
     def __init__(self, factory: Callable[[], nn.Module], seed: int, device: torch.device) -> None:
-        """Take the bundle's network factory; every network starts from the same weights, drawn on the run's own
-        stream.
-        """
+        """Take the bundle's network factory; every network starts from the same weights, drawn on the run's stream."""
         self._factory, self._seed, self.device = factory, seed, device
         self._free: list[_Pooled] = []
         self._leased: list[_Pooled] = []

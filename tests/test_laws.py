@@ -241,7 +241,7 @@ def test_a_disk_that_fills_up_keeps_the_last_round(
     real, out = os.replace, tmp_path / "run"
 
     def full(source: object, target: object) -> None:
-        if "000003.server" in str(target):
+        if "000003-server" in str(target):
             raise OSError(28, "No space left on device")
         real(source, target)
 

@@ -120,7 +120,7 @@ def test_json_round_trip() -> None:
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Run)])
 def test_a_record_without_a_setting_names_it(name: str) -> None:
     document = {key: value for key, value in RUN.to_dict().items() if key != name}
-    with pytest.raises(InputError, match=f"run record without '{name}'"):
+    with pytest.raises(InputError, match=f"run.json without '{name}'"):
         Run.from_dict(document)
 
 

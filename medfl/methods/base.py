@@ -1,6 +1,4 @@
-"""Method: an algorithm as a frozen value whose defaults are FedAvg. A new method overrides only what its paper
-changes.
-"""
+"""Method: an algorithm as a frozen value whose defaults are FedAvg; a new one overrides only what its paper changes."""
 
 from __future__ import annotations
 

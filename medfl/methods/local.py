@@ -1,8 +1,8 @@
-"""Local: no federation. Each site trains its own model from the common initial weights, for as many epochs as the
-others.
+"""Local: no federation.
 
-Every tensor is personal, so nothing is sent in either direction. The optimiser is rebuilt every round, to be
-step-comparable with the federated methods.
+Each site trains its own model from the common initial weights, for as many epochs as the others. Every tensor is
+personal, so nothing is sent in either direction. The optimiser is rebuilt every round, to be step-comparable with the
+federated methods.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from medfl.runtimes.step import (
     site_weights,
 )
 from medfl.runtimes.workers import Workers
-from medfl.storage import State, load_weights, weights_sha256
+from medfl.storage import State, weights_sha256
 
 _CHUNK = (
     1024  # pooled items a task; a multiple of the evaluation batch, so that no batch depends on the number of workers
@@ -218,6 +218,7 @@ class Simulator:
         self.record["best"] = {"round": round_, "value": value}
         weights = self._judged_weights(round_)
         self.folder.write_weights("best", weights)
+        self.folder.keep_best(self.server)
         if self.method.judged == "personal":
             tested = [cases["test"] for cases in self._personal(round_, ("test",)).values()]
             self.record["best_test"] = summarise(Cases.concat(tested))
@@ -246,7 +247,7 @@ class Simulator:
         }
 
     def _judged_weights(self, round_: int) -> State:
-        """Return the global model's weights, or every site's own under `<site>/<tensor>` where there is no global model."""
+        """Return the global model's weights; where there is none, every site's own under `<site>/<tensor>`."""
         with self.federation.networks.scope():
             network = self.method.global_predictor(self.federation.host(round_), self.server)
             if network is not None:
@@ -278,21 +279,30 @@ class Simulator:
             {"round": self.record["best"]["round"], **self.record["best_test"]} if self.record["best_test"] else None
         )
         judged = self.method.judged
-        judged_sites = received if judged == "global" else mine
+        by_site = {n: scores.get(self.key) for n, scores in (received if judged == "global" else mine).items()}
         self.record["seconds"] += time.perf_counter() - started
         summary = {
-            "method": self.run.method, "bundle": self.run.bundle, "seed": self.run.seed, "rounds": last, "status": "finished",
-            "data_source": self.run.data.source, "judged": judged,
+            "method": self.run.method,
+            "bundle": self.run.bundle,
+            "seed": self.run.seed,
+            "rounds": last,
+            "status": "finished",
+            "data_source": self.run.data.source,
+            "judged": judged,
             "last": last_global if judged == "global" else last_personal,
             "best": best_global if judged == "global" else best_personal,
             "global": {"last": last_global, "best": best_global} if last_global else None,
             "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
             "site_models": self._site_models(last) if judged == "personal" and whole is None else None,
-            "sites": {"metric": self.key, **spread({n: v.get(self.key) for n, v in judged_sites.items()}, higher_is_better(self.key))},
-            "bytes_up": self.record["bytes_up"], "bytes_down": self.record["bytes_down"], "seconds": self.record["seconds"],
-            "seconds_per_round": self.record["seconds_rounds"] / max(1, last), "peak_memory_bytes": _peak_memory(),
-            "weights_sha256": weights_sha256(weights), "run_hash": self.run.run_hash,
-        }  # fmt: skip
+            "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
+            "bytes_up": self.record["bytes_up"],
+            "bytes_down": self.record["bytes_down"],
+            "seconds": self.record["seconds"],
+            "seconds_per_round": self.record["seconds_rounds"] / max(1, last),
+            "peak_memory_bytes": _peak_memory(),
+            "weights_sha256": weights_sha256(weights),
+            "run_hash": self.run.run_hash,
+        }
         self._write_tables(received, mine, whole if judged == "global" else None, own)
         self.folder.write_summary(summary)
         return summary
@@ -300,8 +310,8 @@ class Simulator:
     def _final_personal(self, last: int) -> dict[str, dict[str, Cases]]:
         """Score the personal models of all sites on test items.
 
-        For globally judged methods the personal model is the final global one after one more local training, of which nothing is
-        sent; sites outside the last cohort have one too then.
+        For globally judged methods the personal model is the final global one after one more local training, of which
+        nothing is sent; sites outside the last cohort have one too then.
         """
         if self.method.judged == "personal":
             return self._personal(last, ("test",))
@@ -322,14 +332,10 @@ class Simulator:
         return {what: {"round": last, **{m: v[what] for m, v in by_metric.items()}} for what in ("mean", "sd")}
 
     def _best_global(self) -> Metrics | None:
-        path, best = self.folder.path / "best.safetensors", self.record["best"]
-        if best is None or not path.is_file():
+        best = self.record["best"]
+        if best is None:
             return None
-        with self.federation.networks.scope():
-            has_global = self.method.global_predictor(self.federation.host(0), self.server) is not None
-        if not has_global:
-            return None
-        tested = self._global(best["round"], "test", {**self.server, "weights": load_weights(path)})
+        tested = self._global(best["round"], "test", self.folder.best())
         return {"round": best["round"], **summarise(tested)} if tested is not None else None
 
     def _write_tables(

@@ -34,9 +34,7 @@ class StepResult:
 def site_step(
     federation: Federation, round_: int, name: str, state: State | None, down: Message, judge: Sequence[str] = ()
 ) -> StepResult:
-    """Train at one site; for globally judged methods also score the locally trained model on its own sections
-    `judge`.
-    """
+    """Train at one site; for globally judged methods also score the trained model on its own sections `judge`."""
     method, site = federation.method, federation.site(name, round_)
     with federation.networks.scope():
         state, reply = method.local_update(site, method.init_site(site) if state is None else state, down)
@@ -78,9 +76,7 @@ def site_weights(federation: Federation, round_: int, name: str, state: State | 
 def global_cases(
     federation: Federation, round_: int, server: State, section: str, start: int, stop: int
 ) -> Cases | None:
-    """Score the server's network on positions start..stop of the pooled section; None where there is no such
-    network.
-    """
+    """Score the server's network on positions start..stop of the pooled section; None if there is no such network."""
     with federation.networks.scope():
         network = federation.method.global_predictor(federation.host(round_), server)
         if network is None:
