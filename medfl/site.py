@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from medfl.message import Weights
 from medfl.prepared import Shard
 from medfl.seeding import stream
+from medfl.task import Task
 
 
 class Networks:
@@ -132,6 +133,7 @@ class Site:
         settings: local training settings.
         networks: the worker's network pool.
         round: the round, from 1; 0 before the first.
+        task: the bundle's problem: kind, classes, class texts.
         journal: what `fit` did in this step (its reports, in order); stays at the site.
     """
 
@@ -144,6 +146,7 @@ class Site:
     settings: LocalSettings
     networks: Networks
     round: int = 0
+    task: Task = Task()
     journal: list[Any] = field(default_factory=list)
 
     @property
@@ -178,11 +181,13 @@ class Host:
         seed: seed of the server in this round.
         networks: the worker's network pool.
         round: the round, from 1; 0 before the first.
+        task: the bundle's problem: kind, classes, class texts.
     """
 
     seed: int
     networks: Networks
     round: int = 0
+    task: Task = Task()
 
     @property
     def device(self) -> torch.device:

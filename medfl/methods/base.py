@@ -12,6 +12,7 @@ from medfl.aggregation import sample_shares, weighted_mean
 from medfl.message import Message, Weights
 from medfl.site import Host, Site, merged, snapshot
 from medfl.storage import State
+from medfl.task import Task
 from medfl.training import FitReport, fit
 
 
@@ -39,6 +40,12 @@ class Method:
     tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation", "other")
     judged: ClassVar[str] = "global"
     pools_data: ClassVar[bool] = False
+
+    # The network
+
+    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
+        """Return the network that this method trains, made from the bundle's (default: that one)."""
+        return network
 
     # What leaves and what stays
 

@@ -16,6 +16,7 @@ from medfl.prepared import Prepared, Shard
 from medfl.seeding import derive
 from medfl.settings import Run
 from medfl.site import Host, LocalSettings, Networks, Site
+from medfl.task import Task
 
 POOLED = "central"
 """Name of the one participant of a method that pools the data."""
@@ -52,7 +53,8 @@ class Federation:
                 "see medfl methods",
             )
         self.bundle, self.method, self.run = bundle, method, run
-        self.networks = Networks(bundle.network, run.seed, torch.device(run.device))
+        self.task = Task(bundle.task, bundle.classes)
+        self.networks = Networks(lambda: method.adapt(bundle.network(), self.task), run.seed, torch.device(run.device))
         self.names = list(run.partition.sites)
         self.participants = [POOLED] if method.pools_data else self.names
         self.sections: dict[str, Prepared] = dict(prepared or {})
@@ -111,11 +113,11 @@ class Federation:
         )
         train, validate, test = (self.work(name, section) for section in SECTIONS)
         seed = derive(run.seed, "round", round_, name)
-        return Site(name, seed, train, validate, test, self.bundle.loss, settings, self.networks, round_)
+        return Site(name, seed, train, validate, test, self.bundle.loss, settings, self.networks, round_, self.task)
 
     def host(self, round_: int) -> Host:
         """Return the server's side in a round."""
-        return Host(derive(self.run.seed, "round", round_, "server"), self.networks, round_)
+        return Host(derive(self.run.seed, "round", round_, "server"), self.networks, round_, self.task)
 
     def policy(self) -> str:
         """Say what of the network leaves a site and what stays."""

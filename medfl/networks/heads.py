@@ -1,0 +1,88 @@
+"""Body and head of any network: the head is its last linear (or 1x1 convolution) layer, the feature is what enters it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medfl.errors import InputError
+
+_HEADS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def head_name(network: nn.Module) -> str:
+    """Return the name of the head: the last linear layer, in a network without one the last convolution.
+
+    Raises:
+        InputError: the network has neither.
+    """
+    for kinds in ((nn.Linear,), _HEADS):
+        names: list[str] = [name for name, module in network.named_modules() if isinstance(module, kinds)]
+        if names:
+            return names[-1]
+    raise InputError(
+        f"a {type(network).__name__} without a linear or convolution layer",
+        "body and head can be told apart",
+        "use another network",
+    )
+
+
+def head(network: nn.Module) -> nn.Module:
+    """Return the head layer."""
+    return network.get_submodule(head_name(network))
+
+
+def head_names(network: nn.Module, layers: Sequence[str] = ()) -> frozenset[str]:
+    """Return the state-dict names of the head, or of the named layers (`("fc1", "fc2")`) taken as the head.
+
+    Raises:
+        InputError: no such layer.
+    """
+    known = dict(network.named_modules())
+    chosen = tuple(layers) or (head_name(network),)
+    for layer in chosen:
+        if layer not in known:
+            raise InputError(
+                f"head layer {layer!r}", f"layers are {', '.join(n for n in known if n)[:300]}", "name one of them"
+            )
+    return frozenset(f"{layer}.{name}" for layer in chosen for name in known[layer].state_dict())
+
+
+def features_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+    """Run a network once and return what entered its head, (B, d) for a linear one, and its output.
+
+    Both carry gradients; a frozen reference is run under `torch.no_grad` by its caller.
+    """
+    seen: list[Tensor] = []
+    handle = head(network).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        output = network(x)
+    finally:
+        handle.remove()
+    return seen[-1], output
+
+
+def feature_size(network: nn.Module) -> int:
+    """Return d, the number of features that enter the head."""
+    layer: Any = head(network)
+    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)
+
+
+def frozen(network: nn.Module) -> nn.Module:
+    """Put a reference network in evaluation mode and stop its gradients."""
+    network.eval()
+    for parameter in network.parameters():
+        parameter.requires_grad_(False)
+    return network
+
+
+@torch.no_grad()
+def replace_head(network: nn.Module, layer: nn.Module) -> nn.Module:
+    """Put another layer in the head's place, in the same network."""
+    name = head_name(network)
+    parent, _, leaf = name.rpartition(".")
+    setattr(network.get_submodule(parent), leaf, layer)
+    return network

@@ -1,0 +1,34 @@
+"""Task: what both halves of a method may know of the problem before any training: its kind, classes and class texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from medfl.errors import InputError
+
+
+def _none(plm: str) -> Tensor:
+    raise InputError(f"text embeddings {plm!r}", "this bundle ships none", "see medfl concepts")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A bundle's problem.
+
+    Attributes:
+        kind: classification, segmentation or other.
+        classes: class names in label order, () where there are none.
+        embeddings: language model's name -> unit-norm prompt embeddings (K, M, D); InputError where there are none.
+    """
+
+    kind: str = "classification"
+    classes: tuple[str, ...] = ()
+    embeddings: Callable[[str], Tensor] = field(default=_none, compare=False)
+
+    @property
+    def num_classes(self) -> int:
+        """K."""
+        return len(self.classes)
