@@ -25,8 +25,8 @@ $(TEST)/.installed: $(SOURCES)
 # Four hospitals with different cameras and case mix; phantom images, so nothing is downloaded.
 demo: $(DEMO)/.installed
 	rm -rf runs/demo
-	$(DEMO)/bin/medfl run ham10000 --data phantom --partition centre --method fedavg --with-local --rounds 15 \
-	  --local-epochs 2 --cohort 1 --batch-size 16 --lr 0.002 --config network=small_cnn --config image_size=48 --out runs/demo
+	$(DEMO)/bin/medfl run ham10000 --data phantom --partition centre --method fedavg --with-local --rounds 30 \
+	  --cohort 1 --lr 0.005 --config network=small_cnn --config image_size=48 --out runs/demo
 
 test: $(TEST)/.installed
 	$(TEST)/bin/python -m pytest

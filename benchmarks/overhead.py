@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from medfl import datasets, networks
-from medfl.federate import federate
+from medfl.launch import federate
 
 SITES, IMAGES, BATCH, SIZE, CLASSES = 10, 60, 8, 28, 8
 

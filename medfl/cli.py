@@ -214,7 +214,7 @@ def _run(options: Any) -> int:
     if options.runtime != "simulator":
         raise InputError(f"--runtime {options.runtime}", "runtimes here are: simulator", "leave it out")
     jobs, set_, config = _jobs(options.jobs), _pairs("--set", options.options), _pairs("--config", options.config)
-    from medfl.federate import federate  # torch and monai take seconds to import
+    from medfl.launch import federate  # torch and monai take seconds to import
 
     document = federate(
         bundle=options.bundle,

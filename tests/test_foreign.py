@@ -15,7 +15,7 @@ from PIL import Image
 from medfl.bundle import Bundle
 from medfl.cli import main
 from medfl.errors import InputError
-from medfl.federate import federate
+from medfl.launch import federate
 from medfl.metrics import higher_is_better
 from medfl.storage import load_weights
 from tests.zoo.broken import BROKEN

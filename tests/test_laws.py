@@ -14,7 +14,7 @@ import pytest
 
 from medfl import datasets, folder, storage
 from medfl.errors import InputError, RunError
-from medfl.federate import federate
+from medfl.launch import federate
 
 ROUNDS = 4
 

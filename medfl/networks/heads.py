@@ -1,4 +1,4 @@
-"""Body and head of any network: the head is its last linear (or 1x1 convolution) layer, the feature is what enters it."""
+"""Body and head of any network: the head is its last linear (or convolution) layer, the feature is what enters it."""
 
 from __future__ import annotations
 
