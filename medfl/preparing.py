@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import math
 import multiprocessing
 import os
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +24,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 from tqdm import tqdm
 
 from medfl.errors import InputError, MedflError
+from medfl.packing import pack, unpack
 from medfl.prepared import Batch, Item, Prepared, Sampled, check_channels, stack
 from medfl.seeding import stream
 
@@ -160,17 +159,17 @@ def prepare(
     """
     samples = Samples(items, source)
     samples.kept = list(_mapped(samples, label, jobs, progress)) if source.fixed else None
-    unpack = _unpacking(prepare_batch)
+    split = _unpacking(prepare_batch)
     if samples.random:
         samples.check_channels()
-        return Sampled(items, samples, samples.reseed, collate, unpack)
+        return Sampled(items, samples, samples.reseed, collate, split)
     kept = samples.kept or []
     usual = collate in (list_data_collate, default_collate) and prepare_batch is default_prepare_batch
     if usual and all(_has_image(sample) and sample.get("label") is not None for sample in kept):
         stacked = stack(items, *([_plain(sample[key]) for sample in kept] for key in ("image", "label")))
         if stacked is not None:
             return stacked
-    return Sampled(items, samples, None, collate, unpack)
+    return Sampled(items, samples, None, collate, split)
 
 
 class Samples:
@@ -260,7 +259,7 @@ def _own_transforms(dataset: Any) -> list[Any]:
 
 
 def _unpacking(prepare_batch: Callable[..., Any]) -> Callable[[Any], Batch]:
-    def unpack(batch: Any) -> Batch:
+    def split(batch: Any) -> Batch:
         pair = prepare_batch(batch, torch.device("cpu"), False)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InputError(
@@ -270,7 +269,7 @@ def _unpacking(prepare_batch: Callable[..., Any]) -> Callable[[Any], Batch]:
             )
         return _plain(pair[0]), _plain(pair[1])
 
-    return unpack
+    return split
 
 
 def _plain(value: Any) -> Any:
@@ -294,7 +293,7 @@ def _mapped(samples: Samples, label: str, jobs: int, progress: bool) -> Iterator
         context = multiprocessing.get_context("fork")  # workers inherit what cannot be pickled: the bundle's lambdas
         with ProcessPoolExecutor(jobs, context, _start_worker, (samples,)) as pool:
             for answer in pool.map(_run_chunk, chunks):
-                made = pickle.loads(answer)
+                made = unpack(answer)
                 if isinstance(made, str):
                     raise InputError(*made.split("; ", 2))
                 bar.update(len(made))
@@ -312,17 +311,9 @@ _SAMPLES: Samples
 
 
 def _run_chunk(indices: range) -> bytes:
-    """Arrays travel between processes as bytes; tensors would travel as file handles, which run out."""
-    buffer = io.BytesIO()
+    """Return packed samples, or the text of what is wrong with one of them."""
     try:
         made: Any = [_SAMPLES.fixed(index) for index in indices]
     except InputError as error:
         made = str(error)
-    _Pickler(buffer, protocol=5).dump(made)
-    return buffer.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        plain = type(obj) is Tensor and obj.dtype is not torch.bfloat16
-        return (torch.from_numpy, (obj.numpy(),)) if plain else NotImplemented
+    return pack(made)

@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from medfl import charts, metrics
+from medfl import charts, metrics, terminal
 from medfl.errors import InputError
 from medfl.storage import write_atomic
 
@@ -41,7 +41,7 @@ _COSTS = (
     ),
     ("Megabytes a round", 1e6, (("bytes_up", "to the server"), ("bytes_down", "to the sites"))),
 )
-_TABLE_SITES, _WIDTH = 24, 100
+_TABLE_SITES = 24
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,8 @@ def result_table(run_folder: Path) -> str:
     names = [folder.key] + (["accuracy"] if folder.key != "accuracy" and "accuracy" in folder.metric_names() else [])
     columns = [(name, kind, folder.site_values(kind, name)) for name in names for kind, _ in _KINDS]
     columns = [column for column in columns if column[2]]
+    if 45 + 9 * len(columns) > terminal.width():  # a narrow terminal: the key metric alone
+        columns = [column for column in columns if column[0] == folder.key]
     lines = [*_site_lines(folder, columns), *_pooled_lines(folder)]
     summary = folder.summary or {}
     if not folder.finished:
@@ -242,7 +244,7 @@ def _pooled_lines(folder: RunFolder) -> list[str]:
     for name in folder.metric_names():
         cells = [_plain(name), *(_number(values.get(name)) for _, _, values in pooled)]
         width = max(map(len, cells)) + 2
-        if len(lines[1]) + width <= _WIDTH:
+        if len(lines[1]) + width <= terminal.width():
             lines[1:] = [f"{line}{cell:>{width}}" for line, cell in zip(lines[1:], cells, strict=True)]
     return [*lines, ""]
 

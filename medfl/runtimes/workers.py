@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
-import pickle
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from medfl.errors import MedflError, RunError
+from medfl.packing import pack, unpack
 from medfl.runtimes.federation import Federation
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -78,12 +77,12 @@ class Workers:
     ) -> None:
         index, task = pending.pop()
         with suppress(BrokenPipeError):  # a dead worker is told by the reading end
-            link.send_bytes(_pack(task))
+            link.send_bytes(pack(task))
         busy[link] = (process, index)
 
     def _take(self, process: Any, link: Connection) -> tuple[str, Any]:
         try:
-            kind, value = pickle.loads(link.recv_bytes())
+            kind, value = unpack(link.recv_bytes())
         except (EOFError, OSError) as error:
             process.join(5)
             raise RunError(
@@ -119,7 +118,7 @@ def _serve(federation: Federation, link: Connection, inherited: list[Connection]
     torch.set_num_threads(federation.run.threads)
     while True:
         try:
-            function, arguments = pickle.loads(link.recv_bytes())
+            function, arguments = unpack(link.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
         try:
@@ -129,32 +128,10 @@ def _serve(federation: Federation, link: Connection, inherited: list[Connection]
         except Exception:  # told to the parent with its traceback
             answer = ("error", _Failed(traceback.format_exc()))
         try:
-            link.send_bytes(_pack(answer))
+            link.send_bytes(pack(answer))
         except (BrokenPipeError, OSError):
             os._exit(0)
 
 
 class _Failed(Exception):
     """A task failed with something that is not the user's fault."""
-
-
-class _Pickler(pickle.Pickler):
-    """Pickle CPU tensors as NumPy arrays."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor or type(obj) is torch.nn.Parameter:
-            plain = obj.detach().cpu()
-            if plain.dtype == torch.bfloat16:
-                return _from_bits, (plain.view(torch.int16).numpy(),)
-            return torch.from_numpy, (plain.contiguous().numpy(),)
-        return NotImplemented
-
-
-def _from_bits(bits: Any) -> torch.Tensor:
-    return torch.from_numpy(bits).view(torch.bfloat16)
-
-
-def _pack(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(value)
-    return buffer.getvalue()
