@@ -72,8 +72,8 @@ def fit(
     if optimizer_state:
         _restore(optimizer, optimizer_state)
     objective = objective or (lambda net, x, y: site.loss(net(x), y))
-    cuda_amp = site.settings.amp and site.device.type == "cuda"
-    scaler = torch.amp.GradScaler("cuda", enabled=cuda_amp)
+    # float16 gradients need scaling; disabled, every call on the scaler passes through
+    scaler = torch.amp.GradScaler("cuda", enabled=site.settings.amp and site.device.type == "cuda")
     losses: list[Tensor] = []
     with stream(site.seed, purpose) as generator:
         for _ in range(site.settings.epochs):
@@ -84,18 +84,12 @@ def fit(
                     parameter.grad = None
                 with _one_sample_safe(model, x), autocast(site):
                     loss = objective(model, x, y)
-                if cuda_amp:
-                    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-                    scaler.unscale_(optimizer)
-                else:
-                    loss.backward()  # type: ignore[no-untyped-call]
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaler.unscale_(optimizer)
                 if gradient_hook is not None:
                     gradient_hook(parameters)
-                if cuda_amp:
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 losses.append(loss.detach())
             _check_finite(losses, done, site)
     mean = float(torch.stack(losses).mean()) if losses else float("nan")
@@ -145,8 +139,7 @@ def _check_finite(losses: list[Tensor], start: int, site: Site) -> None:
         step = start + int(bad[0]) + 1
         raise RunError(
             f"site {site.name!r}, round {site.round}: the training loss is {float(losses[step - 1])} at step {step}; "
-            "the last good round is kept; "
-            "lower the learning rate or look at this site's data"
+            "the last good round is kept; lower the learning rate or look at this site's data"
         )
 
 

@@ -91,7 +91,10 @@ class Simulator:
                     entry = self._round(round_, bar)
                     _log(events, entry)
                     self.folder.commit(round_, self.server, self._changed, self.record)
-            return self._finish()
+            summary = self._finish()
+        summary["peak_memory_bytes"] = _peak_memory()  # now that the workers have ended
+        self.folder.write_summary(summary)
+        return summary
 
     # Rounds
 
@@ -262,7 +265,7 @@ class Simulator:
     # End
 
     def _finish(self) -> dict[str, Any]:
-        """Score on the test items, write tables, weights and the summary."""
+        """Score on the test items, write tables and weights, return the summary."""
         started, last = time.perf_counter(), self.run.rounds
         self.say("scoring on the test items")
         whole = self._global(last, "test")
@@ -299,12 +302,10 @@ class Simulator:
             "bytes_down": self.record["bytes_down"],
             "seconds": self.record["seconds"],
             "seconds_per_round": self.record["seconds_rounds"] / max(1, last),
-            "peak_memory_bytes": _peak_memory(),
             "weights_sha256": weights_sha256(weights),
             "run_hash": self.run.run_hash,
         }
         self._write_tables(received, mine, whole if judged == "global" else None, own)
-        self.folder.write_summary(summary)
         return summary
 
     def _final_personal(self, last: int) -> dict[str, dict[str, Cases]]:
