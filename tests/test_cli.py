@@ -422,7 +422,11 @@ def test_ctrl_c_ends_with_130_and_can_be_resumed(chest: Path, finished: Path, tm
     out = tmp_path / "run"
     run = ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--out", str(out)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "medfl", *run, "--rounds", "100000"], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "medfl", *run, "--rounds", "100000"],
+        stderr=subprocess.PIPE,
+        text=True,
+        # tests started in the background inherit an ignored SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not (out / "state" / "manifest.json").exists() and process.poll() is None and time.monotonic() < deadline:
