@@ -120,7 +120,7 @@ class Simulator:
             unit="site",
             disable=not self.progress,
             dynamic_ncols=True,
-            bar_format="{desc} {bar:12} {percentage:3.0f}% [{elapsed}<{remaining}]{postfix}",
+            bar_format="{desc}{bar:8} {elapsed}<{remaining}{postfix}",
         )
         bar.set_description(f"round {self.done}/{self.run.rounds}")
         return bar
@@ -172,16 +172,13 @@ class Simulator:
         return entry
 
     def _show(self, bar: Any, entry: Mapping[str, Any]) -> None:
-        """Show loss and best metric on the bar; where there is no bar, as one line a round."""
-        shown = {"loss": f"{entry['train_loss']:.3f}"}
-        if self.key in entry["val"]:
-            shown[self.key] = f"{entry['val'][self.key]:.3f}"
-        if self.record["best"]:
-            shown["best"] = f"{self.record['best']['value']:.3f} (round {self.record['best']['round']})"
-        bar.set_postfix(shown)
+        """Show loss and best metric on the bar, short enough for 80 columns; without a bar, as one line a round."""
+        loss, best, value = f"loss {entry['train_loss']:.3f}", self.record["best"], entry["val"].get(self.key)
+        bar.set_postfix_str(loss + (f", best {self.key} {best['value']:.3f} ({best['round']})" if best else ""))
         if not self.progress:
-            numbers = ", ".join(f"{name} {value}" for name, value in shown.items())
-            self.say(f"round {entry['round']}/{self.run.rounds}: {numbers}, {entry['seconds']:.1f} s")
+            parts = [loss, *([f"{self.key} {value:.3f}"] if value is not None else [])]
+            parts += [f"best {best['value']:.3f} (round {best['round']})"] if best else []
+            self.say(f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s")
 
     def _broadcasts(self, round_: int, names: list[str]) -> dict[str, Message]:
         with self.federation.networks.scope():
