@@ -7,6 +7,7 @@ TEST := .venv-test
 PIP = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 TORCH_CPU = $(if $(filter cpu,$(TORCH)),$(call PIP,$(1)) torch --index-url https://download.pytorch.org/whl/cpu,true)
 SOURCES := setup.cfg pyproject.toml
+WORKERS := -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test test-all lint bench docs clean
 
@@ -29,11 +30,11 @@ demo: $(DEMO)/.installed
 	  --cohort 1 --lr 0.005 --config network=small_cnn --config image_size=48 --out runs/demo
 
 test: $(TEST)/.installed
-	$(TEST)/bin/python -m pytest
+	$(TEST)/bin/python -m pytest $(WORKERS)
 
 # Everything that can run here, the slow tests too.
 test-all: $(TEST)/.installed
-	$(TEST)/bin/python -m pytest -m "not gpu and not flare"
+	$(TEST)/bin/python -m pytest $(WORKERS) -m "not gpu and not flare"
 
 lint: $(TEST)/.installed
 	$(TEST)/bin/ruff check .

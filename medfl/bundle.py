@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from medfl import teachers
 from medfl.configuration import (
     Configuration,
     config_file,
@@ -94,6 +96,7 @@ class Bundle:
         self._config = self._read(self._file)
         self._trainer = self._find_trainer()
         self._sections: dict[str, _Section] = {}
+        self._embeddings: dict[str, Tensor] = {}
 
     def get(self, key: str) -> Any:
         """Return the object that a configuration id stands for.
@@ -142,10 +145,14 @@ class Bundle:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the configuration files, without overrides, and of the bundle's own Python."""
-        digest = hashlib.sha256()
-        for path in sorted([*(self.root / "configs").glob("*"), *self.root.glob("*.py"), *self.root.glob("*/**/*.py")]):
-            if path.suffix in (".json", ".yaml", ".yml", ".py"):
+        """Hash of what the bundle does: configuration without overrides, class texts, embeddings, its own Python.
+
+        Of federated.yaml only the class texts count: its other values are defaults, and a Run names what it took.
+        """
+        digest = hashlib.sha256(json.dumps(self.protocol.get("text"), sort_keys=True).encode())
+        folders = [file for name in ("configs", "embeddings") for file in (self.root / name).glob("*")]
+        for path in sorted([*folders, *self.root.glob("*.py"), *self.root.glob("*/**/*.py")]):
+            if path.suffix in (".json", ".yaml", ".yml", ".py", ".safetensors") and path.stem != "federated":
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
 
@@ -184,10 +191,16 @@ class Bundle:
         return mean_loss
 
     def optimizer(self, network: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
-        """Build the trainer's optimiser for a network, with another learning rate if one is given."""
+        """Build the trainer's optimiser for a network, with another learning rate if one is given.
+
+        Parameters that a method added to the bundle's network are trained as the first group is.
+        """
         template, names = self._optimizer
         own = dict(network.named_parameters())
-        made: torch.optim.Optimizer = copy.deepcopy(template, {key: own[name] for key, name in names.items()})
+        known = {key: own[name] for key, name in names.items() if name in own}  # a method may have left one out
+        made: torch.optim.Optimizer = copy.deepcopy(template, known)
+        added = [parameter for name, parameter in own.items() if name not in set(names.values())]  # or put some in
+        made.param_groups[0]["params"] += added
         if lr is not None:
             for group in made.param_groups:
                 group["lr"] = lr
@@ -362,10 +375,7 @@ class Bundle:
         """
         if self.task != "classification":
             return ()
-        outputs = self.metadata.get("network_data_format", {}).get("outputs", {})
-        channels = outputs.get("pred", {}).get("channel_def", {})
-        order = sorted(channels, key=lambda key: int(key) if str(key).isdecimal() else -1)
-        named = tuple(str(channels[key]) for key in order)
+        named = self._channel_names
         count = len(named) if self.is_shipped else max(2, self._trial[0].shape[1])
         for section in SECTIONS:
             for item in self.items(section):
@@ -376,6 +386,44 @@ class Bundle:
                         "correct the data list",
                     )
         return named if len(named) == count else tuple(f"class {index}" for index in range(count))
+
+    @property
+    def _channel_names(self) -> tuple[str, ...]:
+        """What metadata calls the network's output channels, in their order."""
+        outputs = self.metadata.get("network_data_format", {}).get("outputs", {})
+        channels = outputs.get("pred", {}).get("channel_def", {})
+        order = sorted(channels, key=lambda key: int(key) if str(key).isdecimal() else -1)
+        return tuple(str(channels[key]) for key in order)
+
+    @cached_property
+    def text(self) -> teachers.Text:
+        """The classes in words, with prompts: the key `text` of federated.yaml.
+
+        Raises:
+            InputError: there is none, or it is for other classes.
+        """
+        where = config_file(self.root, "federated") or self.root / "configs" / "federated.yaml"
+        if "text" not in self.protocol:
+            raise InputError(
+                f"{where} has no key 'text'",
+                "language-built classifiers need each class in words, and prompts",
+                "add it, as in the shipped bundles",
+            )
+        classes = self._channel_names if self.is_shipped else self.classes  # ours are known without the data
+        return teachers.read_text(self.protocol["text"], classes, str(where))
+
+    def embeddings(self, plm: str) -> Tensor:
+        """Return unit-norm prompt embeddings (K, M, D) of the classes; the shipped ones need no language model.
+
+        Args:
+            plm: name or folder of a language model, or a file that `medfl concepts` wrote.
+
+        Raises:
+            InputError: the bundle has no text, the file is for another one, or the language model is not here.
+        """
+        if plm not in self._embeddings:
+            self._embeddings[plm] = teachers.obtain(plm, self.text, self.root / "embeddings").values
+        return self._embeddings[plm]
 
     @property
     def key_metric(self) -> str:

@@ -27,6 +27,7 @@ from medfl.methods.base import Method
 from medfl.prepared import Shard, Stacked
 from medfl.site import Host, LocalSettings, Networks, Site
 from medfl.storage import write_atomic
+from medfl.task import Task
 
 _JUDGED = {"global": "the server's model is the product", "personal": "each site's own model is the product"}
 _TASKS = Method.tasks
@@ -70,8 +71,10 @@ def travels(cls: type[Method]) -> Document:
         `start`, `up` and `down`: tensor groups of the introductions, replies and broadcasts; `withheld`: layer types
         whose weights never leave; `kept`: what a site keeps from round to round; `pooled`: whether images are pooled.
     """
-    method, networks = cls(), Networks(_toy_network, 0, torch.device("cpu"))
-    images = torch.eye(8).reshape(8, 1, 8)
+    method = cls()
+    task = Task("classification", ("p", "q"), lambda plm: torch.eye(8).reshape(2, 4, 8))
+    networks = Networks(lambda: method.adapt(_toy_network(), task), 0, torch.device("cpu"))
+    images = torch.eye(8).repeat(1, 32).reshape(8, 1, 16, 16)
     items = Stacked([{"id": str(i), "label": i % 2} for i in range(8)], images, torch.arange(8) % 2)
     settings = LocalSettings(1, 4, lambda network: torch.optim.SGD(network.parameters(), 0.1))
     sites = []
@@ -98,7 +101,7 @@ def travels(cls: type[Method]) -> Document:
 
 
 def _toy_network() -> nn.Module:
-    return nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2))
+    return nn.Sequential(nn.Conv2d(1, 2, 5, 4), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2))
 
 
 def _in_order(groups: Mapping[str, Any]) -> list[str]:
@@ -151,7 +154,7 @@ def methods_text(document: Document, width: int = terminal.WIDTH) -> str:
     ]  # fmt: skip
     return "\n".join(
         [
-            *terminal.table(head, rows, width, ("tasks",)),
+            *terminal.table(head, rows, width, ("tasks", "plain host", "paper")),
             "",
             *textwrap.wrap("judged: whether the server's model or each site's own model is the product", width),
             *textwrap.wrap("plain host: whether a server that only averages (MONAI FL, NVIDIA FLARE) will do", width),

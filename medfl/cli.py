@@ -116,6 +116,7 @@ def _parser() -> _Parser:
         verb = _verb(verbs, name, text, function)
         verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of the {name}; all of them if left out")
     _add_data(verbs)
+    _add_concepts(verbs)
     report = _verb(verbs, "report", "write report.html of one or several run folders", _report)
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that medfl run wrote")
     return parser
@@ -333,6 +334,52 @@ def _data_check(options: Any) -> int:
         more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
         raise InputError(f"{report.problems[0]}{more}", "a folder without problems can be used", "repair or remove it")
     return 0
+
+
+# medfl concepts
+
+
+def _add_concepts(verbs: Any) -> None:
+    concepts = _verb(verbs, "concepts", "build and store the text embeddings of a bundle's classes", _concepts)
+    concepts.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
+    concepts.add_argument(
+        "--plm", required=True, metavar="NAME",
+        help="language model: biomedclip, clip, bert, roberta, minilm, or a folder that transformers can read",
+    )  # fmt: skip
+    concepts.add_argument("--model", metavar="DIR", help="folder to take it from; default: the hub's cache, or the hub")
+    concepts.add_argument("--out", type=Path, metavar="FILE", help="default: where --set plm=NAME looks for it")
+    concepts.add_argument("--unmasked", action="store_true", help="mean over the padding too, as the authors' code")
+    concepts.add_argument(
+        "--dropout", type=_number(int, "--dropout"), metavar="SEED",
+        help="leave the language model's dropout on, as the authors' code",
+    )  # fmt: skip
+
+
+def _concepts(options: Any) -> int:
+    from medfl import teachers
+    from medfl.bundle import Bundle
+
+    bundle = Bundle(options.bundle)
+    if (options.unmasked or options.dropout is not None) and options.out is None:
+        raise InputError(
+            "--unmasked or --dropout without --out",
+            "such embeddings are used with --set plm=FILE, never by the model's name",
+            "add --out FILE.safetensors",
+        )
+    path = options.out or teachers.cached(options.plm, bundle.text)
+    if path.suffix != ".safetensors":
+        raise InputError(f"--out {path}", "embeddings are written as FILE.safetensors", "change the name")
+    made = teachers.build(
+        options.plm, bundle.text, options.model, download=True, masked=not options.unmasked, dropout=options.dropout
+    )
+    made.save(path)
+    classes, prompts, size = made.values.shape
+    document = {
+        "bundle": bundle.name, "plm": made.plm, "weights_sha256": made.weights_sha256, "pooling": made.pooling,
+        "classes": classes, "prompts": prompts, "dimension": size, "file": str(path),
+    }  # fmt: skip
+    text = f"{classes} classes x {prompts} prompts x {size} dimensions of {made.plm} ({made.pooling}): {path}"
+    return _show(options, document, lambda: text)
 
 
 def _show(options: Any, document: dict[str, Any], text: Callable[[], str]) -> int:

@@ -112,6 +112,7 @@ class LocalSettings:
         optimizer: builds the optimiser of a network's trainable parameters.
         lr_factor: multiplies every learning rate this round (decay).
         amp: automatic mixed precision.
+        lr_decay: what one decay multiplies; `lr_factor` has it once for each round that is over.
     """
 
     epochs: int
@@ -119,6 +120,7 @@ class LocalSettings:
     optimizer: Callable[[nn.Module], Optimizer]
     lr_factor: float = 1.0
     amp: bool = False
+    lr_decay: float = 1.0
 
 
 @dataclass(frozen=True)

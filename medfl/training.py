@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ def fit(
     gradient_hook: GradientHook | None = None,
     purpose: str = "local",
     optimizer_state: State | None = None,
+    epoch_factor: float = 1.0,
 ) -> FitReport:
     """Train `model` in place on the site's data for its local epochs.
 
@@ -61,11 +62,13 @@ def fit(
         purpose: name of the random stream.
         optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh
             optimiser, not kept.
+        epoch_factor: multiplies every learning rate after each local epoch.
 
     Raises:
         RunError: the loss became NaN or infinite; names the site and the step.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    model.zero_grad()  # an optimiser of all parameters would step a frozen one by a gradient left over from before
     optimizer = site.settings.optimizer(model)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * site.settings.lr_factor
@@ -92,6 +95,8 @@ def fit(
                 scaler.update()
                 losses.append(loss.detach())
             _check_finite(losses, done, site)
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * epoch_factor
     mean = float(torch.stack(losses).mean()) if losses else float("nan")
     report = FitReport(len(losses), mean, None if optimizer_state is None else _captured(optimizer))
     site.journal.append(report)
@@ -175,3 +180,47 @@ def pull(model: nn.Module, anchor: Mapping[str, Tensor], strength: float) -> Gra
         torch._foreach_add_([p.grad for p, _ in pairs if p.grad is not None], apart, alpha=strength)
 
     return hook
+
+
+@contextmanager
+def only(model: nn.Module, names: Collection[str], *, still: bool = False) -> Iterator[None]:
+    """Let nothing but the named parameters be trained inside the block.
+
+    Args:
+        model: the network; its flags are put back when the block ends.
+        names: parameter names; one that the bundle froze stays frozen.
+        still: put also the buffers of all other layers back at the end, so that they are as frozen as the parameters.
+            BatchNorm goes by the batch meanwhile: running statistics that are young, or none yet, can give the features
+            of a deep network any scale.
+    """
+    flags = [(p, p.requires_grad, name in names) for name, p in model.named_parameters()]
+    layers = {name.rpartition(".")[0] for name in names}
+    others = [b for name, b in model.named_buffers() if still and name.rpartition(".")[0] not in layers]
+    kept = [(buffer, buffer.clone()) for buffer in others]
+    try:
+        for parameter, flag, named in flags:
+            parameter.requires_grad_(flag and named)
+        yield
+    finally:
+        for parameter, flag, _ in flags:
+            parameter.requires_grad_(flag)
+        for buffer, value in kept:
+            buffer.copy_(value)
+
+
+def for_epochs(site: Site, epochs: int) -> Site:
+    """Return the same site with another number of local epochs."""
+    return replace(site, settings=replace(site.settings, epochs=epochs))
+
+
+def class_prior(counts: Tensor, strength: float = 1.0) -> Tensor:
+    """Return what balanced softmax adds to a site's logits: strength * log(n_c / max n), (K,) float32.
+
+    Cross-entropy of z + log n is -log(n_y e^(z_y) / sum_c n_c e^(z_c)) (Ren et al. 2020); dividing by the largest count
+    changes nothing of it and makes equal counts exactly 0. An absent class counts 1e-12, so that its log is finite.
+
+    Args:
+        counts: (K,), the site's items of each class.
+        strength: gamma; 0 is plain cross-entropy.
+    """
+    return strength * (counts.double().clamp(min=1e-12) / counts.max()).log().float()

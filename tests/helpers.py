@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from medfl.seeding import derive
 from medfl.settings import DataRecord, PartitionRecord, Run
 from medfl.site import Host, LocalSettings, Networks, Site
 from medfl.storage import State
+from medfl.task import Task
 
 Data = Mapping[str, tuple[Tensor, Tensor]]
 """Site -> (inputs, targets)."""
@@ -25,6 +26,10 @@ Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 WHOLE = 10**6
 """A batch size that takes all of a site's items at once."""
+
+
+WITHOUT_IMAGES: Mapping[str, Mapping[str, Any]] = {"fedbm": {"generator": False}}
+"""Method -> the options that it needs on data that are no images."""
 
 
 # Optimisers
@@ -83,6 +88,13 @@ def quadratic(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x.T @ x / len(x), x.T @ y / len(x)
 
 
+def prompts(plm: str) -> Tensor:
+    """Embeddings of five prompts for each of three classes: unit norm, 12 dimensions, float32."""
+    generator = torch.Generator().manual_seed(0)
+    around = torch.randn(3, 1, 12, generator=generator)
+    return nn.functional.normalize(around + 0.3 * torch.randn(3, 5, 12, generator=generator), dim=2)
+
+
 def blobs(counts: Mapping[str, int], seed: int = 0, labels: Mapping[str, Sequence[int]] | None = None) -> Data:
     """Three Gaussian classes in 8 dimensions, float32; `labels` limits a site to some classes."""
     generator = torch.Generator().manual_seed(seed)
@@ -121,6 +133,11 @@ class Toy:
 
     def __post_init__(self) -> None:
         self.networks = Networks(self.network, self.seed, torch.device("cpu"))
+
+    def adapted(self, method: Method) -> Toy:
+        """Return the same federation with the network that a method makes of it, three classes."""
+        network, task = self.network, Task("classification", ("p", "q", "r"), prompts)
+        return replace(self, network=lambda: method.adapt(network(), task))
 
     @property
     def names(self) -> list[str]:
@@ -241,6 +258,7 @@ class ToyBundle:
     name, task, classes, key_metric, has_test = "toy", "classification", ("p", "q", "r"), "balanced_accuracy", True
     evaluator = ClassEvaluator()
     loss = staticmethod(cross_entropy)
+    embeddings = staticmethod(prompts)
 
     def __init__(self, norm: bool = True) -> None:
         self.network = classifier(norm=norm, dropout=0.2)

@@ -39,6 +39,8 @@ def test_every_method_is_listed_with_its_facts() -> None:
         ("fedbn", ["weights"], ["weights"], ["BatchNorm"], ["weights"]),
         ("ditto", ["weights"], ["weights"], [], ["personal"]),
         ("local", [], [], [], ["weights"]),
+        ("fedcb", ["weights"], ["weights", "text"], [], ["embeddings"]),
+        ("fedbm", ["weights"], ["weights", "text"], [], ["embeddings"]),
     ],
 )
 def test_what_travels_is_found_out_by_a_round(

@@ -124,7 +124,7 @@ def _sees(line: str, *texts: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "texts"),
     [
-        (("--method", "fedfoo"), ("method 'fedfoo'", "methods are central, ditto, fedavg", "dotted path")),
+        (("--method", "fedfoo"), ("method 'fedfoo'", "methods are ccvr, central, ditto", "dotted path")),
         (("--method", "no.such.module"), ("method 'no.such.module'", "importable module")),
         (("--method", "medfl.errors"), ("module 'medfl.errors'", "METHOD = ")),
         (("--method", "fedprox", "--set", "nu=1"), ("option 'nu' of method 'fedprox'", "its options are: mu")),
@@ -198,7 +198,7 @@ def test_cuda_without_a_cuda_device(refused: Refused, chest: Path, monkeypatch: 
         (("run", "--resume"), ("holds no run", "start without --resume")),
         (("run", "--from", "gone.json"), ("gone.json cannot be read: No such file", "a run.json that medfl wrote")),
         (("bundles", "x"), ("bundle 'x'", "ham10000, isic19")),
-        (("methods", "x"), ("method 'x'", "methods are central")),
+        (("methods", "x"), ("method 'x'", "methods are ccvr")),
         (("report", "gone"), ("gone has no run.json", "medfl run")),
         (("data", "make", "x", "--out", "new"), ("data set 'x'", "ham10000")),
         (("data", "make", "mednist", "--out", "new", "--size", "3"), ("image size 3", "from 16")),

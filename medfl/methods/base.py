@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from medfl.aggregation import sample_shares, weighted_mean
+from medfl.errors import InputError
 from medfl.message import Message, Weights
+from medfl.networks.heads import head, head_name
 from medfl.site import Host, Site, merged, snapshot
 from medfl.storage import State
 from medfl.task import Task
@@ -19,6 +21,22 @@ from medfl.training import FitReport, fit
 def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, minimum: float | None = None) -> Any:
     """Declare an option of a method: its type, default, help and limits exist once, on the dataclass field."""
     return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+
+
+def class_head(network: nn.Module, task: Task) -> nn.Linear:
+    """Return the head of a classification network: a linear layer with one output a class.
+
+    Raises:
+        InputError: the head is another one.
+    """
+    layer = head(network)
+    if not isinstance(layer, nn.Linear) or layer.out_features != task.num_classes:
+        raise InputError(
+            f"a network whose head {head_name(network)!r} is {layer}",
+            f"this method needs a linear layer with one output for each of the {task.num_classes} classes",
+            "use another network, or another method",
+        )
+    return layer
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,9 @@ class Method:
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the network that this method trains, made from the bundle's (default: that one)."""
         return network
+
+    def check(self, site: Site) -> None:
+        """Raise InputError for data that the method cannot train on; called before anything is written or trained."""
 
     # What leaves and what stays
 

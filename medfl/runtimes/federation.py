@@ -44,7 +44,8 @@ class Federation:
         """Prepare the data of all sections once, or share what another federation prepared.
 
         Raises:
-            InputError: an item of the partition is not in the data, or the method does not support the bundle's task.
+            InputError: an item of the partition is not in the data, or the method does not support the bundle's task or
+                its images.
         """
         if bundle.task not in method.tasks:
             raise InputError(
@@ -53,7 +54,7 @@ class Federation:
                 "see medfl methods",
             )
         self.bundle, self.method, self.run = bundle, method, run
-        self.task = Task(bundle.task, bundle.classes)
+        self.task = Task(bundle.task, bundle.classes, bundle.embeddings)
         self.networks = Networks(lambda: method.adapt(bundle.network(), self.task), run.seed, torch.device(run.device))
         self.names = list(run.partition.sites)
         self.participants = [POOLED] if method.pools_data else self.names
@@ -70,6 +71,9 @@ class Federation:
             self._forms = {
                 f"weights/{n}": (t.shape, t.dtype) for n, t in network.state_dict().items() if n not in self._personal
             }
+
+        for name in self.participants:
+            method.check(self.site(name, 0))
 
     def _divide(self, section: str) -> dict[str, Shard]:
         prepared = self.sections[section]
@@ -110,6 +114,7 @@ class Federation:
             optimizer=partial(self.bundle.optimizer, lr=run.lr),
             lr_factor=run.lr_decay ** (round_ - 1),
             amp=run.amp,
+            lr_decay=run.lr_decay,
         )
         train, validate, test = (self.work(name, section) for section in SECTIONS)
         seed = derive(run.seed, "round", round_, name)

@@ -21,6 +21,7 @@ import yaml
 from monai.utils import set_determinism
 
 from medfl import datasets, networks
+from medfl.methods import load
 from medfl.seeding import stream
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def test_it_is_configuration_only(name: str) -> None:
     files = {str(path.relative_to(BUNDLES / name)) for path in (BUNDLES / name).rglob("*") if path.is_file()}
     written = {"models/model.pt", "models/model.ts", "output/predictions.csv", "output/metrics.csv"}
     stems = ("metadata.json", "train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
-    documents = {"docs/README.md", "docs/data_license.txt", "LICENSE"}
+    documents = {"docs/README.md", "docs/data_license.txt", "LICENSE", "embeddings/minilm.safetensors"}
     assert files - written == {f"configs/{stem}" for stem in stems} | documents
     licence = (BUNDLES / name / "LICENSE").read_text()
     assert "Apache License" in licence
@@ -183,7 +184,14 @@ def test_protocol(name: str) -> None:
     assert train["network"] in networks.names()
     for mine, central in (("split", "split"), ("lr", "learning_rate"), ("batch_size", "batch_size")):
         assert content[mine] == train[central]
-    assert content["methods"] == ({"fedprox": {"mu": 0.001}} if source == "FedBM" else {})
+    assert content["methods"].get("fedprox") == ({"mu": 0.001} if source == "FedBM" else None)
+    for method, options in content["methods"].items():
+        load(method, options)
+    if source == "FedBM":
+        tau, distance, synthetic = {"oct_c8": (17.5, 0.1, 16), "kvasir_v2": (12.5, 1.0, 32)}.get(name, (12.5, 0.1, 16))
+        assert content["methods"]["fedcb"] == {"tau": tau}
+        ours = {"tau": tau, "lambda_dis": distance, "synthetic_batch": synthetic}
+        assert content["methods"]["fedbm"] == ours
     assert train["optimizer"]["_target_"] == "torch.optim.Adam"
     assert float(train["optimizer"].get("weight_decay", 0)) == (1e-4 if source == "FedHelp" else 0)
     assert bool(train["train"]["random_transforms"]) == (name == "isic19")

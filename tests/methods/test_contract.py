@@ -15,9 +15,20 @@ from medfl.errors import InputError
 from medfl.message import Message, is_finite
 from medfl.methods import Method
 from medfl.storage import load_state, save_state
-from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
+from tests.helpers import WITHOUT_IMAGES, Toy, adam, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
 
 every_method = pytest.mark.parametrize("name", methods.names())
+
+
+def load(name: str, options: dict | None = None) -> Method:
+    return methods.load(name, {**WITHOUT_IMAGES.get(name, {}), **(options or {})})
+
+
+@pytest.fixture
+def classes(classes: Toy, request: pytest.FixtureRequest) -> Toy:
+    """The three sites with the network that the method makes."""
+    name = request.node.callspec.params.get("name")
+    return classes.adapted(load(name)) if name else classes
 
 
 def finite(tree: object) -> bool:
@@ -75,7 +86,7 @@ def test_its_options_are_documented_and_checked(name: str) -> None:
 
 @every_method
 def test_two_rounds_learn_and_stay_finite(name: str, classes: Toy) -> None:
-    method = methods.load(name)
+    method = load(name)
     outcome = simulate(method, classes, 2)
     assert finite(outcome.server)
     assert finite(outcome.states)
@@ -87,7 +98,7 @@ def test_two_rounds_learn_and_stay_finite(name: str, classes: Toy) -> None:
 
 @every_method
 def test_it_repeats_bit_for_bit_on_networks_used_before(name: str, classes: Toy) -> None:
-    method = methods.load(name)
+    method = load(name)
     first = simulate(method, classes, 2)
     torch.rand(3)
     second, fresh = simulate(method, classes, 2), simulate(method, replace(classes), 2)
@@ -97,7 +108,7 @@ def test_it_repeats_bit_for_bit_on_networks_used_before(name: str, classes: Toy)
 
 @every_method
 def test_states_survive_files_and_messages_the_wire(name: str, classes: Toy, tmp_path: Path) -> None:
-    method = methods.load(name)
+    method = load(name)
     outcome = simulate(method, classes, 2)
     for index, state in enumerate([outcome.server, *outcome.states.values()]):
         save_state(tmp_path / str(index), state)
@@ -115,7 +126,7 @@ def test_states_survive_files_and_messages_the_wire(name: str, classes: Toy, tmp
 @every_method
 def test_a_run_continues_from_saved_states(name: str, classes: Toy, tmp_path: Path) -> None:
     """Round 3 after a restart equals round 3 without one; the optimiser has a state of its own here."""
-    method, toy = methods.load(name), replace(classes, optimizer=adam(0.01))
+    method, toy = load(name), replace(classes, optimizer=adam(0.01))
     two, three = simulate(method, toy, 2), simulate(method, toy, 3)
     restarted = replace(toy)
 
@@ -135,7 +146,7 @@ def test_a_run_continues_from_saved_states(name: str, classes: Toy, tmp_path: Pa
 
 @every_method
 def test_the_order_of_replies_is_no_matter(name: str, classes: Toy) -> None:
-    method = methods.load(name)
+    method = load(name)
     outcome = simulate(method, classes, 2)
     turned = dict(reversed(outcome.replies.items()))
     server = method.aggregate(classes.host(2), outcome.history[1], turned, len(turned))
@@ -144,7 +155,7 @@ def test_the_order_of_replies_is_no_matter(name: str, classes: Toy) -> None:
 
 @every_method
 def test_it_changes_nothing_that_it_is_given(name: str, classes: Toy) -> None:
-    method, toy = methods.load(name), replace(classes, optimizer=sgd(0.1, momentum=0.9))
+    method, toy = load(name), replace(classes, optimizer=sgd(0.1, momentum=0.9))
     before, after = simulate(method, toy, 1), simulate(method, toy, 2)
     given = [before.server, before.states, before.replies, before.history]
     kept = bits([*given, dict(toy.networks.initial)])
@@ -164,7 +175,7 @@ def test_it_changes_nothing_that_it_is_given(name: str, classes: Toy) -> None:
 
 @every_method
 def test_personal_tensors_are_in_no_message(name: str, classes: Toy) -> None:
-    method = methods.load(name)
+    method = load(name)
     outcome = simulate(method, classes, 2)
     personal = method.personal_names(classes.networks.fresh())
     assert personal <= set(classes.initial)
@@ -180,8 +191,8 @@ def test_personal_tensors_are_in_no_message(name: str, classes: Toy) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_one_sample_an_absent_class_and_a_last_batch_of_one_are_fine(name: str, norm: bool) -> None:
     data = blobs({"a": 1, "b": 5, "c": 9}, labels={"b": (0, 2), "c": (1,)})
-    toy = Toy(data, classifier(norm=norm), cross_entropy, sgd(0.1), batch_size=4)
-    method = methods.load(name)
+    method = load(name)
+    toy = Toy(data, classifier(norm=norm), cross_entropy, sgd(0.1), batch_size=4).adapted(method)
     outcome = simulate(method, toy, 2)
     assert finite(outcome.server)
     assert finite(outcome.states)
@@ -191,7 +202,7 @@ def test_one_sample_an_absent_class_and_a_last_batch_of_one_are_fine(name: str, 
 
 @every_method
 def test_sites_may_be_absent(name: str, classes: Toy) -> None:
-    method = methods.load(name)
+    method = load(name)
     cohorts = [["central"]] * 3 if method.pools_data else [["a"], ["c", "b"], ["b"]]
     outcome = simulate(method, classes, 3, cohorts)
     assert finite(outcome.server)
@@ -202,7 +213,7 @@ def test_sites_may_be_absent(name: str, classes: Toy) -> None:
 
 @every_method
 def test_counters_are_never_averaged_and_statistics_are(name: str, classes: Toy) -> None:
-    method = methods.load(name)
+    method = load(name)
     outcome = simulate(method, classes, 1)
     key, counter = "1.running_mean", "1.num_batches_tracked"
     source = next(iter(outcome.replies.values()))
@@ -222,7 +233,8 @@ def test_counters_are_never_averaged_and_statistics_are(name: str, classes: Toy)
 
 @every_method
 def test_the_predictor_is_usable_before_and_after_training(name: str, classes: Toy) -> None:
-    method = methods.load(name)
+    options = [entry["name"] for entry in methods.options_of(methods.method_class(name))]
+    method = load(name, {option: 0 for option in options if option.startswith("finetune")})
     for rounds in (0, 2):
         outcome = simulate(method, classes, rounds)
         for site in participants(method, classes):

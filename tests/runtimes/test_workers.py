@@ -21,7 +21,7 @@ from medfl.methods import load, names
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import site_step
 from medfl.runtimes.workers import Workers
-from tests.helpers import ToyBundle, bits, run_record
+from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, run_record
 
 STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7)
 
@@ -119,7 +119,7 @@ def test_values_travel_bit_for_bit(value: Any) -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_training_does_not_depend_on_the_number_of_workers(name: str) -> None:
-    method = load(name)
+    method = load(name, WITHOUT_IMAGES.get(name))
     federation = Federation(ToyBundle(), method, run_record(local_epochs=2))
     host = federation.host(0)
     server = method.init_server(host, federation.networks.initial, {})

@@ -1,0 +1,111 @@
+"""CCVR: "No Fear of Heterogeneity: Classifier Calibration for Federated Learning ..." (Luo et al., NeurIPS 2021).
+
+FedAvg; then the sites send count, mean and unbiased covariance of each class's features under the final model, the
+server pools them exactly, draws virtual features from one Gaussian a class and retrains the head, and only the head,
+on them by cross-entropy.
+
+Departures. The paper calibrates once, after training. Nobody knows here which round is the last, so in every
+`calibrate_every`-th round a site sends, beside its trained weights, the statistics under the model that it received,
+before training. The judged model is thus the newest received model that has statistics, w^(t-1) in round t, with its
+head calibrated: one round of training less than FedAvg's, and exactly the paper's procedure on it. Training goes on
+from the uncalibrated w^t. With `calibrate_every` = the number of rounds the statistics travel once, as in the paper.
+They come from that round's participants only. Optimiser and length of the head's retraining are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from medfl.message import Message, Weights
+from medfl.methods.base import Method, class_head, option
+from medfl.networks.heads import head, head_name
+from medfl.prototypes import Gaussians, gaussians, pool
+from medfl.seeding import stream
+from medfl.site import Host, Site
+from medfl.storage import State
+from medfl.task import Task
+
+
+@dataclass(frozen=True)
+class CCVR(Method):
+    """FedAvg whose head is retrained on features drawn from the sites' pooled class Gaussians."""
+
+    calibrate_every: int = option(1, "rounds between calibrations; the number of rounds: once, at the end", minimum=1)
+    virtual: int = option(200, "virtual features a class (public code: 200)", minimum=1)
+    calibration_epochs: int = option(10, "passes over the virtual features (ours)", minimum=0)
+    calibration_batch: int = option(64, "virtual features a step (ours)", minimum=1)
+    calibration_lr: float = option(0.01, "rate of the head's SGD with momentum 0.9 (ours)", minimum=0.0)
+
+    paper: ClassVar[str] = (
+        "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data (Luo et al., 2021)"
+    )
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+
+    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
+        """Return the bundle's network, whose head has one output a class."""
+        class_head(network, task)
+        return network
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Describe the features under the received model where it is time to, then train as FedAvg does."""
+        groups: dict[str, Weights] = {}
+        if site.round % self.calibrate_every == 0:
+            groups["statistics"] = self._statistics(site, down)
+        state, reply = super().local_update(site, state, down)
+        return state, Message({**reply.tensors, **groups}, reply.scalars)
+
+    def _statistics(self, site: Site, down: Message) -> dict[str, Tensor]:
+        model = site.model(down["weights"])
+        kind = next(p.dtype for p in head(model).parameters())
+        own = gaussians(model, site.train, site.settings.batch_size, _classes(model), site.device)
+        return {"counts": own.counts.int(), "means": own.means.to(kind), "covariances": own.covariances.to(kind)}
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Average as FedAvg, and calibrate the model that the sites received if they sent statistics."""
+        after = super().aggregate(host, server, replies, num_sites)
+        names = sorted(replies)
+        if all("statistics" in replies[name] for name in names):
+            parts = [Gaussians(**replies[name]["statistics"]) for name in names]
+            after["calibrated"] = self._calibrated(host, server["weights"], pool(parts))
+        return after
+
+    def _calibrated(self, host: Host, weights: Weights, statistics: Gaussians) -> dict[str, Tensor]:
+        """Return the weights with the head retrained; a class with fewer than two items draws no features."""
+        network = host.model(weights)
+        layer = head(network)
+        kind = next(p.dtype for p in layer.parameters())
+        classes = (statistics.counts > 1).nonzero()[:, 0].tolist()
+        if not classes:
+            return dict(weights)
+        with stream(host.seed, "calibrate") as generator:
+            drawn = [statistics.sample(c, self.virtual, generator).to(kind) for c in classes]
+            x = torch.cat(drawn).to(host.device)
+            y = torch.tensor(classes, device=host.device).repeat_interleave(self.virtual)
+            optimizer = torch.optim.SGD(layer.parameters(), self.calibration_lr, momentum=0.9)
+            for _ in range(self.calibration_epochs):
+                for chunk in torch.split(torch.randperm(len(x), generator=generator), self.calibration_batch):
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(layer(x[chunk]), y[chunk]).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+        name = head_name(network)
+        retrained = {
+            f"{name}.{own}".removeprefix("."): value.detach().clone() for own, value in layer.state_dict().items()
+        }
+        return {**weights, **retrained}
+
+    def global_predictor(self, host: Host, server: State) -> nn.Module:
+        """Return the newest calibrated model; before the first calibration the plain one."""
+        return host.model(server["calibrated"] if "calibrated" in server else server["weights"])
+
+
+def _classes(network: nn.Module) -> int:
+    layer: Any = head(network)
+    return int(layer.out_features)
+
+
+METHOD = CCVR

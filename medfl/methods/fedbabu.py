@@ -1,0 +1,69 @@
+"""FedBABU: "Toward Enhanced Representation for Federated Image Classification" (Oh, Kim, Yun, ICLR 2022).
+
+w = (body theta, head phi). phi is drawn once, common to all, and frozen in federated training; theta is trained by the
+sites and averaged, plainly as in the public code. A personal model is the whole network fine-tuned on the site's data.
+The paper fine-tunes after the last round. Here it is done whenever a site is judged, from the newest global model on a
+copy, so that training does not know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.message import Message
+from medfl.methods.base import Method, option
+from medfl.networks.heads import head_names
+from medfl.site import Host, Site, merged
+from medfl.storage import State
+from medfl.training import FitReport, fit, for_epochs, only
+
+
+@dataclass(frozen=True)
+class FedBABU(Method):
+    """FedAvg of the body around a head that is never trained; fine-tuned where it is used."""
+
+    finetune_epochs: int = option(5, "epochs on the whole network before a site is judged (paper: 5)", minimum=0)
+    weights: str = option(
+        "uniform", "mean over participants: 1/S as in the public code, or by samples", choices=("uniform", "samples")
+    )
+    head_layers: str = option("", "layers that make the head, with commas between; default: the last linear layer")
+
+    paper: ClassVar[str] = (
+        "FedBABU: Toward Enhanced Representation for Federated Image Classification (Oh et al., 2022)"
+    )
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    judged: ClassVar[str] = "personal"
+
+    def personal_names(self, network: nn.Module) -> frozenset[str]:
+        """Return the head's tensors: everyone has the initial ones, so they never travel."""
+        return head_names(network, self.head_layers.replace(",", " ").split())
+
+    def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
+        """Train the body; a parameter without gradient has no weight decay either."""
+        body = {name for name, _ in model.named_parameters()} - self.personal_names(model)
+        with only(model, body):
+            return fit(model, site)
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Average the bodies."""
+        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
+        return {"weights": weighted_mean(replies, "weights", shares)}
+
+    def global_predictor(self, host: Host, server: State) -> nn.Module:
+        """Return the averaged body with the initial head."""
+        return host.model(merged(host.networks.initial, server["weights"]))
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return the newest global model fine-tuned on the site's data."""
+        model = site.model(merged(site.initial_weights, down["weights"]))
+        if self.finetune_epochs:
+            fit(model, for_epochs(site, self.finetune_epochs), purpose="finetune")
+        return model
+
+
+METHOD = FedBABU

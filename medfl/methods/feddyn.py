@@ -1,0 +1,115 @@
+"""FedDyn: "Federated Learning Based on Dynamic Regularization" (Acar et al., ICLR 2021).
+
+Site:    w_k ~ argmin f_k(w) - <g_k, w> + (alpha_k/2) ||w - w^t||^2;  g_k <- g_k - alpha_k (w_k - w^t)
+Server:  h <- h - (alpha/m) sum_{k in S_t} (w_k - w^t), m = all sites;  w^{t+1} = mean_{S_t} w_k - h/alpha
+
+Kept as in the public code by the histories H_k = -g_k/alpha_k and their mean over all m sites, -h/alpha: H_k <- H_k +
+w_k - w^t; w^{t+1} = mean_{S_t} w_k + mean_m H_k. The means are plain, not by samples. The two terms are added to the
+loss gradient, which is then clipped.
+Departure: corrections act on trainable parameters only; buffers are averaged by samples as in FedAvg (the public code
+has no networks with buffers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.message import Message, Weights
+from medfl.methods.base import Method, option
+from medfl.site import Host, Site, snapshot
+from medfl.storage import State
+from medfl.training import GradientHook, fit, pull
+
+
+@dataclass(frozen=True)
+class FedDyn(Method):
+    """FedAvg whose local losses are regularised so that their minimisers meet in the common one."""
+
+    alpha: float = option(0.01, "strength of the regulariser, above 0 (original grid 0.001, 0.01, 0.1)", minimum=1e-9)
+    alpha_scaling: str = option(
+        "none",
+        "the same alpha for all sites (paper), or alpha * (mean n) / n_k (public code)",
+        choices=("none", "by_size"),
+    )
+    max_norm: float = option(10.0, "clip the gradient to this norm (public code: 10), 0 never", minimum=0.0)
+    evaluate: str = option(
+        "corrected",
+        "the server's model w (paper), or the smoother mean of the last participants",
+        choices=("corrected", "mean"),
+    )
+
+    paper: ClassVar[str] = "Federated Learning Based on Dynamic Regularization (Acar et al., 2021)"
+
+    def introduce(self, site: Site) -> Message:
+        """Tell the number of training items, where alpha depends on it."""
+        return Message({}, {"samples": site.num_samples}) if self.alpha_scaling == "by_size" else Message()
+
+    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+        """Start from the initial weights and the mean history 0."""
+        server = {**super().init_server(host, weights, introductions), "history": _zeros(host.model(weights))}
+        if self.alpha_scaling == "by_size":
+            sizes = [introductions[name].scalars["samples"] for name in sorted(introductions)]
+            server["mean_samples"] = sum(sizes) / len(sizes)
+        return server
+
+    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+        """Send w, and the mean number of items where alpha depends on it."""
+        scalars = {"mean_samples": server["mean_samples"]} if "mean_samples" in server else {}
+        return Message({"weights": server["weights"]}, scalars)
+
+    def init_site(self, site: Site) -> State:
+        """Start from H_k = 0."""
+        return {"history": _zeros(site.model(site.initial_weights))}
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train with the two terms and add the way gone to the history."""
+        model, received, history = site.model(down["weights"]), down["weights"], state["history"]
+        scale = down.scalars["mean_samples"] / site.num_samples if self.alpha_scaling == "by_size" else 1.0
+        fit(model, site, gradient_hook=self._hook(model, received, history, self.alpha * scale))
+        trained = snapshot(model)
+        after = {name: value + (trained[name] - received[name]) for name, value in history.items()}
+        return {"history": after}, Message({"weights": trained}, {"samples": site.num_samples})
+
+    def _hook(self, model: nn.Module, received: Weights, history: Weights, alpha: float) -> GradientHook:
+        """Return the hook that adds alpha (w - w^t) - g_k = alpha (w - w^t + H_k) and clips the sum."""
+        towards = pull(model, received, alpha)
+        shift = [history[name] for name, p in model.named_parameters() if p.requires_grad]
+
+        def hook(parameters: Sequence[nn.Parameter]) -> None:
+            towards(parameters)
+            for parameter, value in zip(parameters, shift, strict=True):
+                if parameter.grad is not None:
+                    parameter.grad.add_(value, alpha=alpha)
+            if self.max_norm:
+                torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
+
+        return hook
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Move the mean history by the participants' part of all m sites, and w to the mean plus that history."""
+        received, part = server["weights"], len(replies) / num_sites
+        mean = weighted_mean(replies, "weights", uniform_shares(replies))
+        weights = weighted_mean(replies, "weights", sample_shares(replies))
+        history = {name: old + part * (mean[name] - received[name]) for name, old in server["history"].items()}
+        weights |= {name: mean[name] + value for name, value in history.items()}
+        return {**server, "weights": weights, "history": history}
+
+    def global_predictor(self, host: Host, server: State) -> nn.Module | None:
+        """Return w, or the last participants' mean."""
+        weights = server["weights"]
+        if self.evaluate == "mean" and host.round:
+            weights = {**weights, **{name: weights[name] - value for name, value in server["history"].items()}}
+        return host.model(weights)
+
+
+def _zeros(network: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p.detach()) for name, p in network.named_parameters() if p.requires_grad}
+
+
+METHOD = FedDyn

@@ -1,0 +1,142 @@
+"""FedETF: "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning ..." (Li et al., ICCV 2023).
+
+Fixed simplex classifier M = sqrt(K/(K-1)) U (I - 11'/K), (d, K), U with orthonormal columns, the same at every site and
+never sent. Logits tau <p, M_c>, p the feature after a linear projection to d dimensions, of unit length. Loss: balanced
+softmax, logits + gamma log n with n the site's class counts. Body, projection and tau are averaged by samples.
+The global model is judged. `predictor` gives the paper's personal one: one ordinary local training, then in turn epochs
+on M (rate 0.1) and on the projection (rate 0.05) with plain SGD and the bundle's loss, here from the newest global
+model, on a copy.
+Departure: the bundle's loss stands for cross-entropy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from medfl.errors import InputError
+from medfl.message import Message
+from medfl.methods.base import Method, class_head, option
+from medfl.networks.heads import head_name, replace_head
+from medfl.prototypes import class_counts
+from medfl.site import Site
+from medfl.storage import State
+from medfl.task import Task
+from medfl.training import FitReport, class_prior, fit, only
+
+_EPOCHS = 3  # of each phase of the personal model, in the public code
+
+
+class SimplexHead(nn.Linear):
+    """A projection (its weight and bias), then tau times the products with a fixed simplex `etf` (d, K).
+
+    The simplex is a buffer that is not in the state dict: every network of a run draws the same one.
+    """
+
+    def __init__(self, features: int, dimension: int, classes: int) -> None:
+        """Draw the simplex."""
+        super().__init__(features, dimension)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.etf: Tensor
+        self.register_buffer("etf", simplex(dimension, classes), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (B, K) of features (B, F)."""
+        return self.temperature * (normalize(super().forward(x), dim=1) @ self.etf)
+
+    def release(self) -> None:
+        """Make the simplex a parameter of this network."""
+        values = self.etf.clone()
+        del self.etf
+        self.etf = nn.Parameter(values)
+
+
+@dataclass(frozen=True)
+class FedETF(Method):
+    """FedAvg around a classifier that is fixed as neural collapse would make it."""
+
+    gamma: float = option(1.0, "strength of the balanced softmax (paper: 1)", minimum=0.0)
+    dimension: int = option(0, "d, length of the projection; 0: the number of classes (public code)", minimum=0)
+    finetune_rounds: int = option(
+        20, "alternations between simplex and projection for a personal model (public code: 20), 0: none", minimum=0
+    )
+    finetune_simplex_lr: float = option(0.1, "rate on the simplex for a personal model (public code)", minimum=0.0)
+    finetune_projection_lr: float = option(0.05, "rate on the projection then (public code)", minimum=0.0)
+
+    paper: ClassVar[str] = (
+        "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with Synthetic and Fixed Classifier "
+        "(Li et al., 2023)"
+    )
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+
+    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
+        """Put projection and simplex in the head's place."""
+        layer = class_head(network, task)
+        dimension = self.dimension or layer.out_features
+        if dimension < layer.out_features:
+            raise InputError(
+                f"dimension={dimension} for method 'fedetf' with {layer.out_features} classes",
+                "a simplex of K classes needs at least K dimensions",
+                "raise it, or leave it out",
+            )
+        simplex_head = SimplexHead(layer.in_features, dimension, layer.out_features)
+        return replace_head(network, simplex_head.to(layer.weight))
+
+    def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
+        """Train body, projection and tau by balanced softmax."""
+        return self._train(model, site, "local")
+
+    def _train(self, model: nn.Module, site: Site, purpose: str) -> FitReport:
+        classes = _head(model).etf.shape[1]
+        prior = class_prior(class_counts(site.train, classes), self.gamma).to(site.device) if self.gamma else 0.0
+
+        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+            return site.loss(network(x) + prior, y)
+
+        return fit(model, site, objective=objective, purpose=purpose)
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return the newest global model, fine-tuned on the site's data together with a simplex of its own."""
+        if not self.finetune_rounds:
+            return super().predictor(site, state, down)
+        model = site.network()  # not a leased one: its simplex is changed for good
+        model.load_state_dict(down["weights"])
+        model.train()
+        self._train(model, site, "finetune")
+        _head(model).release()
+        prefix = f"{head_name(model)}.".removeprefix(".")
+        for index in range(self.finetune_rounds):
+            for part, rate in (("etf", self.finetune_simplex_lr), ("weight bias", self.finetune_projection_lr)):
+                with only(model, [prefix + own for own in part.split()], still=True):
+                    fit(model, _plainly(site, rate), purpose=f"finetune {part} {index}")
+        return model
+
+
+def simplex(dimension: int, classes: int) -> Tensor:
+    """Draw a simplex equiangular tight frame (d, K): unit columns whose cosines are all -1/(K-1)."""
+    orthonormal: Tensor = torch.linalg.qr(torch.rand(dimension, classes)).Q
+    centred = torch.eye(classes) - torch.ones(classes, classes) / classes
+    frame: Tensor = (classes / (classes - 1)) ** 0.5 * orthonormal @ centred
+    return frame
+
+
+def _head(network: nn.Module) -> SimplexHead:
+    layer = network.get_submodule(head_name(network))
+    assert isinstance(layer, SimplexHead)
+    return layer
+
+
+def _plainly(site: Site, rate: float) -> Site:
+    """Return the site with plain SGD for the epochs of one phase."""
+
+    def sgd(network: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in network.parameters() if p.requires_grad], rate)
+
+    return replace(site, settings=replace(site.settings, epochs=_EPOCHS, optimizer=sgd, lr_factor=1.0))
+
+
+METHOD = FedETF

@@ -1,0 +1,112 @@
+"""FedNH: "Tackling Data Heterogeneity in Federated Learning with Class Prototypes" (Dai et al., AAAI 2023).
+
+Head:    logits s (f/||f||) W', W (K, d) with unit rows, fixed at the sites; cross-entropy trains the body and s.
+Site:    after training, r_c = the class mean of f/||f||, normalised.
+Server:  W_c <- normalise(rho W_c + (1 - rho) normalise(sum_k n_kc r_kc / sum_k n_kc)); the rest moves by the server's
+         rate times the plain mean of the differences. W starts with orthonormal rows, spread ones if K > d.
+A class that no participant has keeps its row (in the public code its mean is a zero row). Class means are taken in
+evaluation mode. The global model is judged; the paper's personal one, the local body with W, is the model after local
+training.
+Departure: W, which a site does not change, travels back with the weights beside r and n: K d numbers too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from medfl.aggregation import uniform_shares, weighted_mean
+from medfl.message import Message
+from medfl.methods.base import Method, class_head, option
+from medfl.networks.heads import head, head_name, replace_head
+from medfl.prototypes import collect, merge
+from medfl.site import Host, Site, snapshot
+from medfl.storage import State
+from medfl.task import Task
+
+
+class CosineHead(nn.Linear):
+    """Logits s (f/||f||) W'; the rows of `weight` are W, without gradient."""
+
+    def __init__(self, features: int, classes: int, scale: float, learn_scale: bool) -> None:
+        """Spread the rows of W over the sphere."""
+        super().__init__(features, classes, bias=False)
+        self.weight = nn.Parameter(spread(classes, features), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(scale), requires_grad=learn_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (B, K) of features (B, d)."""
+        logits: Tensor = self.scale * super().forward(normalize(x, dim=1))
+        return logits
+
+
+@dataclass(frozen=True)
+class FedNH(Method):
+    """FedAvg of a body around a head of class prototypes that only the server moves."""
+
+    rho: float = option(0.9, "share of the old prototypes (paper and FedBM's runs: 0.9), 0 to 1", minimum=0.0)
+    scale: float = option(20.0, "start of s, the logits' scale (public code: 20 for ResNets, 1 for a CNN, 30 if fixed)")
+    learn_scale: bool = option(True, "train s")
+    server_lr: float = option(1.0, "the server's step towards the mean of the sites", minimum=0.0)
+
+    paper: ClassVar[str] = "Tackling Data Heterogeneity in Federated Learning with Class Prototypes (Dai et al., 2023)"
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+
+    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
+        """Put a cosine head in the head's place."""
+        layer = class_head(network, task)
+        cosine = CosineHead(layer.in_features, layer.out_features, self.scale, self.learn_scale)
+        return replace_head(network, cosine.to(layer.weight))
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train body and s; reply the directions of the class means besides."""
+        model = site.model(down["weights"])
+        self.train(model, site, state, down)
+        classes = len(down["weights"][_name(model)])
+        means, counts = collect(model, site.train, site.settings.batch_size, classes, site.device, normalised=True)
+        prototypes = {"means": normalize(means, dim=1), "counts": counts}
+        return state, Message({"weights": snapshot(model), "prototypes": prototypes}, {"samples": site.num_samples})
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Average body and s, move the prototypes."""
+        old, network = server["weights"], host.model(server["weights"])
+        weights = weighted_mean(replies, "weights", uniform_shares(replies))
+        if self.server_lr != 1:
+            for name, _ in network.named_parameters():
+                weights[name] = old[name] + self.server_lr * (weights[name] - old[name])
+        name = _name(network)
+        weights[name] = self._moved(old[name], [replies[k]["prototypes"] for k in sorted(replies)])
+        return {"weights": weights}
+
+    def _moved(self, old: Tensor, sent: list[Mapping[str, Tensor]]) -> Tensor:
+        """Return the next W (K, d)."""
+        means, counts = merge([one["means"] for one in sent], [one["counts"] for one in sent])
+        if self.rho == 1:
+            return old.clone()
+        fresh = normalize(self.rho * old + (1 - self.rho) * normalize(means, dim=1), dim=1)
+        return torch.where(counts[:, None] > 0, fresh, old)
+
+
+def spread(classes: int, features: int) -> Tensor:
+    """Draw unit rows (K, d): orthonormal ones if K <= d, else rows that repel each other until they are spread."""
+    rows = normalize(torch.randn(max(classes, features), features), dim=1)
+    if classes <= features:
+        orthonormal: Tensor = torch.linalg.qr(rows).Q
+        return orthonormal[:classes].contiguous()
+    for step in range(500):
+        push = (10 * (rows @ rows.T)).exp().fill_diagonal_(0) @ rows
+        rows = normalize(rows - 0.1 * 0.99**step * normalize(push, dim=1), dim=1)
+    return rows
+
+
+def _name(network: nn.Module) -> str:
+    assert isinstance(head(network), CosineHead)
+    return f"{head_name(network)}.weight"
+
+
+METHOD = FedNH

@@ -1,0 +1,67 @@
+"""FedRep: "Exploiting Shared Representations for Personalized Federated Learning" (Collins et al., ICML 2021).
+
+w = (body theta, head psi_k). A site first trains psi_k for E_h epochs with theta frozen, then theta for E_b epochs with
+psi_k frozen; E_b is the run's local epochs (1 or 5 in the public code). theta is averaged by samples as in that code,
+psi_k never leaves. The code also fits the heads to the final theta after the last round: done here whenever a site is
+judged, on a copy.
+Departures. While the body is frozen BatchNorm's statistics are too; in the public code they keep moving. Each phase has
+an optimiser of its own: no parameter is trained in both, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from medfl.message import Message
+from medfl.methods.base import Method, option
+from medfl.networks.heads import head_names
+from medfl.site import Site
+from medfl.storage import State
+from medfl.training import FitReport, fit, for_epochs, only
+
+
+@dataclass(frozen=True)
+class FedRep(Method):
+    """A common body and personal heads, trained in turn."""
+
+    head_epochs: int = option(
+        10,
+        "E_h, epochs on the head before the local epochs on the body (public code: 10; 1 for step parity)",
+        minimum=0,
+    )
+    finetune_epochs: int = option(10, "epochs on the head before a site is judged (public code: 10)", minimum=0)
+    head_layers: str = option("", "layers that make the head, with commas between; default: the last linear layer")
+
+    paper: ClassVar[str] = (
+        "Exploiting Shared Representations for Personalized Federated Learning (Collins et al., 2021)"
+    )
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    judged: ClassVar[str] = "personal"
+
+    def personal_names(self, network: nn.Module) -> frozenset[str]:
+        """Return the head's tensors."""
+        return head_names(network, self.head_layers.replace(",", " ").split())
+
+    def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
+        """Train the head, then the body."""
+        if self.head_epochs:
+            self._train_head(model, site, self.head_epochs, "head")
+        with only(model, {name for name, _ in model.named_parameters()} - self.personal_names(model)):
+            return fit(model, site)
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return the newest body with the site's head fitted to it."""
+        model = super().predictor(site, state, down)
+        if self.finetune_epochs:
+            self._train_head(model, site, self.finetune_epochs, "finetune")
+        return model
+
+    def _train_head(self, model: nn.Module, site: Site, epochs: int, purpose: str) -> FitReport:
+        with only(model, self.personal_names(model), still=True):
+            return fit(model, for_epochs(site, epochs), purpose=purpose)
+
+
+METHOD = FedRep

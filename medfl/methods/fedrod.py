@@ -1,0 +1,89 @@
+"""FedROD: "On Bridging Generic and Personalized Federated Learning for Image Classification" (Chen, Chao, ICLR 2022).
+
+One body, two heads on its feature f. The generic head g is trained with the body by balanced softmax, the loss of
+z_g + gamma log n with n the site's class counts; both are averaged by samples. The personal head h stays; the loss of
+z_g + h(f), with z_g and f held constant, trains h only. Global prediction z_g, personal prediction z_g + h(f).
+Departures. Both losses come from one forward pass and the bundle's optimiser takes both steps; the public code steps h
+by plain SGD. h starts at 0, so that a site that never took part predicts as g. The bundle's loss stands for
+cross-entropy. The variant that predicts h from the class distribution (a hypernetwork) is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from medfl.message import Message
+from medfl.methods.base import Method, class_head, option
+from medfl.networks.heads import features_and_output, replace_head
+from medfl.prototypes import class_counts
+from medfl.site import Host, Site, merged
+from medfl.storage import State
+from medfl.task import Task
+from medfl.training import FitReport, class_prior, fit
+
+
+class TwoHeads(nn.Linear):
+    """A generic head under the names of the layer that it replaces, and a personal one that starts at 0.
+
+    In evaluation mode the output is the sum of both, in training mode the generic head's alone.
+    """
+
+    def __init__(self, generic: nn.Linear) -> None:
+        """Take the weights over."""
+        shape = (generic.in_features, generic.out_features, generic.bias is not None)
+        super().__init__(*shape, dtype=generic.weight.dtype)
+        self.load_state_dict(generic.state_dict())
+        self.personal = nn.Linear(*shape, dtype=generic.weight.dtype)
+        for parameter in self.personal.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (B, K) of features (B, d)."""
+        personal: Tensor = self.personal(x.detach())  # always run: the personal head is the last layer of the network
+        return super().forward(x) if self.training else super().forward(x) + personal
+
+
+@dataclass(frozen=True)
+class FedROD(Method):
+    """A body with a generic head for everybody and a personal head for the site's own class distribution."""
+
+    gamma: float = option(1.0, "strength of the balanced softmax (1 in the paper's and FedBM's runs)", minimum=0.0)
+
+    paper: ClassVar[str] = (
+        "On Bridging Generic and Personalized Federated Learning for Image Classification (Chen and Chao, 2022)"
+    )
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    judged: ClassVar[str] = "personal"
+
+    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
+        """Put two heads in the place of one."""
+        return replace_head(network, TwoHeads(class_head(network, task)))
+
+    def personal_names(self, network: nn.Module) -> frozenset[str]:
+        """Return the personal head's tensors."""
+        prefix = next(name for name, module in network.named_modules() if isinstance(module, TwoHeads)) + ".personal."
+        return frozenset(name for name in network.state_dict() if name.startswith(prefix.removeprefix(".")))
+
+    def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
+        """Train body and generic head by balanced softmax, the personal head on top of them."""
+        heads = next(module for module in model.modules() if isinstance(module, TwoHeads))
+        prior = None
+        if self.gamma:
+            prior = class_prior(class_counts(site.train, heads.out_features), self.gamma).to(site.device)
+
+        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+            feature, generic = features_and_output(network, x)
+            personal = generic.detach() + heads.personal(feature.detach())
+            return site.loss(generic if prior is None else generic + prior, y) + site.loss(personal, y)
+
+        return fit(model, site, objective=objective)
+
+    def global_predictor(self, host: Host, server: State) -> nn.Module:
+        """Return body and generic head; the personal one is 0 as at the start."""
+        return host.model(merged(host.networks.initial, server["weights"]))
+
+
+METHOD = FedROD

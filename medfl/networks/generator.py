@@ -1,0 +1,148 @@
+"""The concept-guided generator of FedBM with its augmentation and losses (equation numbers of the paper).
+
+"FedBM: Stealing Knowledge from Pre-trained Language Models for Heterogeneous Federated Learning" (Zhu et al., Medical
+Image Analysis 2025); the architecture is that of the authors' public code, the paper says "lightweight".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from medfl.errors import InputError
+
+_STEPS = 16  # four doublings
+_WIDTH = 128
+_PADDING = 4
+_EPSILON = 1e-5
+
+NORMALISATIONS = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "half": ((0.5,), (0.5,)),
+    "none": ((0.0,), (1.0,)),
+}
+"""Name -> mean and standard deviation of the channels, as the bundle's transforms normalise real images."""
+
+
+class Generator(nn.Module):
+    """Condition z (B, dimension) -> images (B, channels, H, W) in (0, 1).
+
+    A linear layer to 128 maps of H/16 x W/16, a convolution, four times doubling and convolution, a convolution to the
+    channels. 4,758,211 parameters with 512 dimensions, 3 channels and 128 x 128 pixels.
+    """
+
+    def __init__(self, dimension: int, channels: int, height: int, width: int) -> None:
+        """Build the network with PyTorch's initialisation.
+
+        Raises:
+            InputError: height or width is not a multiple of 16.
+        """
+        check_size(height, width)
+        super().__init__()
+        self.start = (_WIDTH, height // _STEPS, width // _STEPS)
+        self.linear = nn.Linear(dimension, _WIDTH * self.start[1] * self.start[2])
+        layers = _block(_WIDTH, _WIDTH)
+        for narrow, wide in ((_WIDTH, _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, 64), (64, 64)):
+            layers += [nn.Upsample(scale_factor=2, mode="nearest"), *_block(narrow, wide)]
+        self.body = nn.Sequential(*layers, nn.Conv2d(64, channels, 3, padding=1), nn.Sigmoid())
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Return the images of the conditions z (B, dimension)."""
+        images: Tensor = self.body(self.linear(z).unflatten(1, self.start))
+        return images
+
+
+def _block(wide_in: int, wide_out: int) -> list[nn.Module]:
+    conv = nn.Conv2d(wide_in, wide_out, 3, padding=1, bias=False)
+    return [conv, nn.BatchNorm2d(wide_out), nn.LeakyReLU(0.2, inplace=True)]
+
+
+def check_size(height: int, width: int) -> None:
+    """See that the generator can make images of this size.
+
+    Raises:
+        InputError: it cannot; names the size.
+    """
+    if height % _STEPS or width % _STEPS or min(height, width) < _STEPS:
+        raise InputError(
+            f"images of {height} x {width} pixels",
+            f"the generator makes sides that are multiples of {_STEPS}",
+            f"take --config image_size={max(_STEPS, round(height / _STEPS) * _STEPS)}, or --set generator=false",
+        )
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Zero-padding by 4 and random crop, random flips of both axes, then normalisation (so that padding is black).
+
+    Attributes:
+        mean, std: one number a channel, or one for all.
+        per_image: one crop and flip for each image instead of one for the whole batch.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    per_image: bool = False
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Return images ready for the classifier, same shape; differentiable. `generator` is on the CPU."""
+        groups = torch.split(images, 1) if self.per_image else (images,)
+        moved = torch.cat([self._move(group, generator) for group in groups])
+        mean, std = (moved.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
+        return (moved - mean) / std
+
+    def _move(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        height, width = images.shape[2:]
+        top, left = torch.randint(2 * _PADDING + 1, (2,), generator=generator).tolist()
+        axes = [axis for axis, flip in zip((3, 2), torch.rand(2, generator=generator) < 0.5, strict=True) if flip]
+        padded = functional.pad(images, [_PADDING] * 4)
+        return padded[:, :, top : top + height, left : left + width].flip(axes)
+
+
+def diversity_loss(images: Tensor, z: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """Return L_div (eq. 7): small where images of a class differ as much as their conditions do.
+
+    1 / (|x_i - x_j|_1 / |z_i - z_j|_1 + 1e-5), averaged over the pairs of a class, summed over the classes, divided by
+    K; the L1 norms are sums. The paper prints one pair and no epsilon.
+
+    Args:
+        images: (B, C, H, W) as generated, neither augmented nor normalised.
+        z: (B, D) conditions.
+        labels: (B,) pseudo-labels.
+        num_classes: K.
+    """
+    total = images.new_zeros(())
+    for label in range(num_classes):
+        own = labels == label
+        if own.sum() > 1:
+            apart, conditions = (functional.pdist(part[own].flatten(1), 1) for part in (images, z))
+            total = total + (1 / (apart / conditions + _EPSILON)).mean()
+    return total / num_classes
+
+
+@contextmanager
+def statistics_gap(network: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect, one scalar a BatchNorm2d layer, how far its inputs are from its running statistics (eq. 8).
+
+    ||m - running mean||_2 + ||v - running variance||_2, with mean and biased variance of the layer's input over
+    (N, H, W); L_dis is the sum. The list is filled by forward passes inside the block.
+    """
+    found: list[Tensor] = []
+
+    def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, nn.BatchNorm2d)
+        variance, mean = torch.var_mean(inputs[0], (0, 2, 3), correction=0)
+        if layer.running_mean is not None and layer.running_var is not None:
+            found.append((mean - layer.running_mean).norm() + (variance - layer.running_var).norm())
+
+    handles = [m.register_forward_pre_hook(before) for m in network.modules() if isinstance(m, nn.BatchNorm2d)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,159 @@
+"""Class statistics of features: counts, means (prototypes) and covariances, at one site and over all sites.
+
+Features are what enters the head, of shape (B, d). A site's statistics come from one pass in evaluation mode without
+gradients and without random transforms. K is the number of classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from medfl.networks.heads import features_and_output
+from medfl.prepared import Shard
+
+
+def class_indices(targets: Tensor) -> Tensor:
+    """Return class indices (B,) of targets (B,), (B, 1) or one-hot (B, K)."""
+    if targets.ndim == 2 and targets.shape[1] > 1:
+        return targets.argmax(1)
+    return targets.reshape(len(targets)).long()
+
+
+def class_counts(shard: Shard, num_classes: int, batch_size: int = 256) -> Tensor:
+    """Return how many items of each class a site has, (K,) int64; from the data list where it has labels."""
+    labels = torch.tensor(shard.labels, dtype=torch.int64)
+    if len(labels) < len(shard):
+        labels = torch.cat([class_indices(y) for _, y in shard.batches(batch_size)])
+    return torch.bincount(labels, minlength=num_classes)
+
+
+def features(
+    network: nn.Module, shard: Shard, batch_size: int, device: torch.device, *, normalised: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield features (B, d) and class indices (B,) in the shard's order; the network's mode is put back at the end.
+
+    Args:
+        network: on `device`.
+        shard: a site's items.
+        batch_size: items a forward pass.
+        device: where the network lives.
+        normalised: divide each feature by its Euclidean norm.
+    """
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    try:
+        with torch.no_grad():
+            for x, y in shard.batches(batch_size):
+                value, _ = features_and_output(network, x.to(device))
+                yield nn.functional.normalize(value, dim=1) if normalised else value, class_indices(y).to(device)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def collect(
+    network: nn.Module,
+    shard: Shard,
+    batch_size: int,
+    num_classes: int,
+    device: torch.device,
+    *,
+    normalised: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the class means of the features (K, d), zero for an absent class, and the counts (K,) int64.
+
+    The arguments are those of `features`; sums are taken in float64, the means have the features' type.
+    """
+    sums, counts, kind = None, torch.zeros(num_classes, dtype=torch.int64, device=device), torch.float32
+    for value, label in features(network, shard, batch_size, device, normalised=normalised):
+        sums = value.new_zeros(num_classes, value.shape[1], dtype=torch.float64) if sums is None else sums
+        kind = value.dtype
+        sums.index_add_(0, label, value.double())
+        counts += torch.bincount(label, minlength=num_classes)
+    if sums is None:
+        raise ValueError("class means of a site without items")
+    return (sums / counts.clamp(min=1)[:, None]).to(kind), counts
+
+
+def merge(means: Sequence[Tensor], counts: Sequence[Tensor], *, uniform: bool = False) -> tuple[Tensor, Tensor]:
+    """Average class means over sites: by samples, or plainly over the sites that have the class.
+
+    Args:
+        means: (K, d) of each site, in sorted site order.
+        counts: (K,) of each site.
+        uniform: every owner of a class counts the same.
+
+    Returns:
+        The means (K, d), zero for a class that nobody has, and the total counts (K,).
+    """
+    stacked, number = torch.stack(list(means)), torch.stack(list(counts))
+    weights = (number > 0 if uniform else number).double()  # (sites, K)
+    total = weights.sum(0)
+    merged = torch.einsum("sk,skd->kd", weights, stacked.double()) / total.clamp(min=1)[:, None]
+    return merged.to(stacked.dtype), number.sum(0)
+
+
+def distance(values: Tensor, prototypes: Tensor) -> Tensor:
+    """Return the mean squared difference (B, K) between features (B, d) and prototypes (K, d)."""
+    return (values[:, None] - prototypes).square().mean(2)
+
+
+@dataclass(frozen=True)
+class Gaussians:
+    """One Gaussian a class.
+
+    Attributes:
+        counts: (K,) int64.
+        means: (K, d), zero for an absent class.
+        covariances: (K, d, d), unbiased; zero for a class with fewer than two items.
+    """
+
+    counts: Tensor
+    means: Tensor
+    covariances: Tensor
+
+    def sample(self, label: int, number: int, generator: torch.Generator) -> Tensor:
+        """Draw features (number, d) of a class, in the means' type; the covariance may be singular."""
+        values, vectors = torch.linalg.eigh(self.covariances[label].double())
+        root = vectors * values.clamp(min=0).sqrt()
+        noise = torch.randn(number, len(root), generator=generator, dtype=torch.float64).to(root.device)
+        drawn: Tensor = self.means[label].double() + noise @ root.T
+        return drawn.to(self.means.dtype)
+
+
+def gaussians(network: nn.Module, shard: Shard, batch_size: int, num_classes: int, device: torch.device) -> Gaussians:
+    """Return count, mean and unbiased covariance of each class's features at one site, in float64."""
+    parts = list(features(network, shard, batch_size, device))
+    value = torch.cat([part for part, _ in parts]).double()
+    label = torch.cat([part for _, part in parts])
+    counts = torch.bincount(label, minlength=num_classes)
+    means = value.new_zeros(num_classes, value.shape[1])
+    covariances = value.new_zeros(num_classes, value.shape[1], value.shape[1])
+    for c in counts.nonzero()[:, 0].tolist():
+        own = value[label == c]
+        means[c] = own.mean(0)
+        if len(own) > 1:
+            centred = own - means[c]
+            covariances[c] = centred.T @ centred / (len(own) - 1)
+    return Gaussians(counts, means, covariances)
+
+
+def pool(parts: Sequence[Gaussians]) -> Gaussians:
+    """Return the class Gaussians of all sites' features together, in float64 (Luo et al. 2021, CCVR).
+
+    mu_c = sum_i n_ic mu_ic / n_c and Sigma_c = sum_i [(n_ic - 1) Sigma_ic + n_ic (mu_ic - mu_c)(mu_ic - mu_c)'] /
+    (n_c - 1): the paper's n_ic mu_ic mu_ic' and n_c mu_c mu_c' with their difference taken before it can cancel.
+    """
+    number = torch.stack([part.counts for part in parts])  # (sites, K)
+    means = torch.stack([part.means.double() for part in parts])
+    covariances = torch.stack([part.covariances.double() for part in parts])
+    counts = number.sum(0)
+    mean = torch.einsum("sk,skd->kd", number.double(), means) / counts.clamp(min=1)[:, None]
+    apart = means - mean
+    within = torch.einsum("sk,skde->kde", (number - 1).clamp(min=0).double(), covariances)
+    between = torch.einsum("sk,skd,ske->kde", number.double(), apart, apart)
+    return Gaussians(counts, mean, (within + between) / (counts - 1).clamp(min=1)[:, None, None])

