@@ -116,7 +116,7 @@ def test_records() -> None:
         {"image": "/elsewhere/1.png"},
         {"image": "/data/a/1.png"},
         {"id": "own", "image": "/data/c.png"},
-        {"scan": Path("/root/s.npy")},
+        {"scan": Path("/data/s.npy")},
         {"image": torch.zeros(1)},
     ]
     made = records(Source(entries), "validate", [Path("/data"), Path("/root")])
