@@ -180,8 +180,8 @@ def _add_run(verbs: Any) -> None:
     number(sites, "--sites", "N", "number of sites")
     sites.add_argument(
         "--partition", metavar="SPEC",
-        help="which site holds which image: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (where it was taken) "
-        "or file:PATH.csv",
+        help="which site holds which image: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (where it was "
+        "taken), size (quantiles of the image size) or file:PATH.csv",
     )  # fmt: skip
     number(sites, "--cohort", "FRACTION", "fraction of the sites in each round", float)
     train = run.add_argument_group("training")

@@ -1,8 +1,9 @@
 """Partitions: which site holds which image.
 
 Rules: `iid`, `dirichlet:BETA` (per class, as FedBM and FedCB), `classes:C` (C classes a site, FedMR's PρCς),
-`shots:N,K,STD` (n-way k-shot, pFedPM), `centre` (the real hospitals) and `file:PATH.csv`. Validation and test images
-follow the rule that the training images were divided by, so a site is judged on its own mixture of classes.
+`shots:N,K,STD` (n-way k-shot, pFedPM), `centre` (the real hospitals), `size` (quantiles of the image size: another
+anatomy or field of view at each site) and `file:PATH.csv`. Validation and test images follow the rule that the training
+images were divided by, so a site is judged on its own mixture of classes.
 
 Departures from the papers: images of one group (patient or lesion) stay at one site, also across sections, so cuts move
 to the nearest group boundary (with one image a group the papers' cuts are kept exactly). FedMR's released code hands
@@ -25,11 +26,11 @@ import numpy as np
 
 from medfl import partition_plot
 from medfl.errors import InputError
-from medfl.partition_draw import SECTIONS, Item, Rule, canonical, draw, group_of, listed
+from medfl.partition_draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
 
 Sections = Mapping[str, Sequence[Item]]
 
-FORMS = "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre | file:PATH.csv"
+FORMS = "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre | size | file:PATH.csv"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,12 @@ def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequenc
         _check_trained(spec, order, homes["train"])
     else:
         count = _check_sites(spec, sites, data["train"])
-        homes, notes = draw(Rule(kind, values, count, names, seed), data)
+        if kind == "size":
+            _check_sizes(data)
+            homes, notes = by_size(count, data), []
+            _check_trained(spec, [f"site-{i + 1}" for i in range(count)], homes["train"])
+        else:
+            homes, notes = draw(Rule(kind, values, count, names, seed), data)
         order = [f"site-{i + 1}" for i in range(count)]
     held: dict[str, dict[str, list[int]]] = {site: {name: [] for name in SECTIONS} for site in order}
     for name, section in homes.items():
@@ -144,7 +150,7 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
     kind, colon, text = spec.strip().partition(":")
     fields = text.split(",")
     try:
-        if kind in ("iid", "centre") and not colon:
+        if kind in ("iid", "centre", "size") and not colon:
             return kind, ()
         if kind == "file" and text.strip():
             return kind, (text.strip(),)
@@ -233,6 +239,17 @@ def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
             "lower --sites or give more data",
         )
     return sites
+
+
+def _check_sizes(data: Mapping[str, Sequence[Item]]) -> None:
+    items = [item for section in data.values() for item in section]
+    bare = [item["id"] for item in items if item.get("size") is None]
+    if bare:
+        raise InputError(
+            f"partition 'size', but the sizes of {len(bare)} of {len(items)} images are not known, first {bare[0]!r}",
+            "this rule divides by the number of pixels or voxels that the data list gives",
+            "use iid, centre or file:PATH.csv",
+        )
 
 
 def _check_trained(spec: str, order: Sequence[str], train: Sequence[str | None]) -> None:

@@ -1,4 +1,4 @@
-"""Partitions that are drawn: `iid`, `dirichlet:BETA`, `classes:C` and `shots:N,K,STD`.
+"""Partitions that are drawn: `iid`, `dirichlet:BETA`, `classes:C` and `shots:N,K,STD`; and `size`, which is cut.
 
 Every draw has its own random stream, named by what it decides, so neither the order of the items nor another draw can
 change it. A patient or lesion (a group) is placed as a whole.
@@ -6,6 +6,7 @@ change it. A patient or lesion (a group) is placed as a whole.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,33 @@ def draw(rule: Rule, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list
         "every site needs at least one",
         "take fewer sites" + (", a larger BETA" if rule.kind == "dirichlet" else "") + " or another seed",
     )
+
+
+def by_size(count: int, data: Mapping[str, Sequence[Item]]) -> dict[str, list[str | None]]:
+    """Return the site of every item: site-1 has the smallest images, each site equally many training images.
+
+    Training groups are put in the order of their first image's size (then of their keys) and cut where the parts are
+    nearest to equal. Other groups go where a training group of that size is; a group stays where its training images
+    are.
+    """
+    order = sorted(_groups(data["train"], by_label=False), key=lambda g: (_pixels(data["train"], g), g.key))
+    ends = np.cumsum([len(group.members) for group in order])
+    middle = ends - np.array([len(group.members) for group in order]) / 2
+    parts = np.minimum((middle * count / ends[-1]).astype(int), count - 1)
+    placed = {group.key: int(part) for group, part in zip(order, parts, strict=True)}
+    sizes = [_pixels(data["train"], group) for group in order]
+    homes: dict[str, list[str | None]] = {name: [None] * len(section) for name, section in data.items()}
+    for name in SECTIONS:
+        for group in _groups(data[name], by_label=False):
+            near = min(bisect.bisect_left(sizes, _pixels(data[name], group)), len(sizes) - 1)
+            home = placed.setdefault(group.key, int(parts[near]))
+            for i in group.members:
+                homes[name][i] = f"site-{home + 1}"
+    return homes
+
+
+def _pixels(items: Sequence[Item], group: Group) -> int:
+    return int(items[group.members[0]]["size"])
 
 
 def _once(

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -25,12 +27,40 @@ Batch = tuple[Any, Any]
 _AHEAD = 32  # batches gathered in one indexing call
 
 
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Where the pixels of a prepared image lie, and the file's own grid, to which a prediction can be brought back.
+
+    Attributes:
+        affine: (4, 4) float64, from index to millimetres; to pixels of the file where it knows no millimetres.
+        original_affine: the file's.
+        original_shape: the file's (H, W[, D]).
+        file: the image's file.
+    """
+
+    affine: NDArray[np.float64]
+    original_affine: NDArray[np.float64]
+    original_shape: tuple[int, ...]
+    file: str
+
+    @property
+    def spacing(self) -> tuple[float, ...]:
+        """Distance between neighbours along each axis of the prepared image."""
+        sides = np.linalg.norm(self.affine[:3, : len(self.original_shape)], axis=0)
+        return tuple(float(side) for side in sides)
+
+
 class Prepared(ABC):
-    """One section (train, validate or test) of a bundle's data, ready to be batched."""
+    """One section (train, validate or test) of a bundle's data, ready to be batched.
+
+    Attributes:
+        geometry: one per item where the transforms keep track of it, else empty.
+    """
 
     def __init__(self, items: Sequence[Item]) -> None:
         """Keep the data list entries; index i below always means `items[i]`."""
         self.items = items
+        self.geometry: Sequence[Geometry] = ()
 
     def __len__(self) -> int:
         """Return the number of items."""

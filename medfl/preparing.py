@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from medfl.errors import InputError, MedflError
 from medfl.packing import pack, unpack
-from medfl.prepared import Batch, Item, Prepared, Sampled, check_channels, stack
+from medfl.prepared import Batch, Geometry, Item, Prepared, Sampled, check_channels, stack
 from medfl.seeding import stream
 
 _PARALLEL_FROM = 512  # items from which starting worker processes pays
@@ -88,7 +88,7 @@ def _transforms(dataset: Any) -> tuple[Any, ...]:
 
 
 def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]:
-    """Return one record per item: a unique id and, where the data list has them, label, centre and group.
+    """Return one record per item: a unique id and, where the data list has them, label, centre, group and size.
 
     Without an id of its own an item is named by its image's path below the first of `folders` that holds it, or by its
     section and position.
@@ -109,6 +109,8 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
             value = next((entry[name] for name in names if entry.get(name) is not None), None)
             if value is not None:
                 record[field] = str(value)
+        if isinstance(entry.get("size"), int):
+            record["size"] = entry["size"]
         made.append(record)
     return made
 
@@ -159,6 +161,19 @@ def prepare(
     """
     samples = Samples(items, source)
     samples.kept = list(_mapped(samples, label, jobs, progress)) if source.fixed else None
+    prepared = _ready(items, samples, collate, prepare_batch)
+    found = [_geometry(sample) for sample in samples.kept or []]
+    if not samples.random and all(found):
+        prepared.geometry = [geometry for geometry in found if geometry is not None]
+    return prepared
+
+
+def _ready(
+    items: Sequence[Item],
+    samples: Samples,
+    collate: Callable[[list[Any]], Any],
+    prepare_batch: Callable[..., Any],
+) -> Prepared:
     split = _unpacking(prepare_batch)
     if samples.random:
         samples.check_channels()
@@ -242,6 +257,17 @@ class Samples:
                 "every item can be read and transformed",
                 "remove or repair it",
             ) from error
+
+
+def _geometry(sample: Any) -> Geometry | None:
+    """Return what MONAI's transforms wrote down of an image's place, None where they do not keep track."""
+    image = sample.get("image") if isinstance(sample, Mapping) else None
+    if not isinstance(image, MetaTensor) or not {"original_affine", "spatial_shape"} <= set(image.meta):
+        return None
+    affines = [np.asarray(a, dtype=np.float64) for a in (image.affine, image.meta["original_affine"])]
+    shape = tuple(int(side) for side in np.asarray(image.meta["spatial_shape"]).reshape(-1))
+    file = str(image.meta.get("filename_or_obj", ""))
+    return Geometry(affines[0], affines[1], shape[: image.ndim - 1], file)
 
 
 def _has_image(sample: Any) -> bool:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -24,13 +24,17 @@ from medfl.errors import InputError
 
 
 class Item(TypedDict):
-    """One entry of a data list. `group` is the patient or lesion, or `id` where it is not known."""
+    """One entry of a data list. `group` is the patient or lesion, or `id` where it is not known.
+
+    `label` is the class, or in segmentation where the reference mask lies; `size` the number of pixels or voxels.
+    """
 
     image: str
-    label: int
+    label: int | str
     id: str
     centre: str
     group: str
+    size: NotRequired[int]
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class DataSet:
     """One data set.
 
     Attributes:
-        classes: names in label order, as in the source's tables or folders.
+        classes: names in label order, as in the source's tables or folders; in segmentation of the mask's values 0, 1,
+            ..., the background first.
         concepts: the classes in words, in the same order.
         centres: where images were taken; one name if the source does not say, or for all where they are too many to
             name (writers).
@@ -60,8 +65,11 @@ class DataSet:
             trials: `<split>:<number>` is another draw.
         notes: what a user of the data must know.
         draw: writes a phantom cohort: (folder, generator, images per class, pixels per side) -> number of images.
-        per_class: default number of phantom images per class.
+        per_class: default number of phantom images per class, in segmentation of cases.
         size: default side of phantom images.
+        task: classification or segmentation.
+        open_pair: segmentation: opens an image with its mask, (image, mask) -> anything, raising an InputError that
+            names what is wrong with them.
     """
 
     name: str
@@ -80,6 +88,7 @@ class DataSet:
     per_class: int
     size: int = 64
     task: str = "classification"
+    open_pair: Callable[[str, str], object] | None = None
     mixed_channels: bool = False
     notes: tuple[str, ...] = ()
     downloads: tuple[Download, ...] = ()
@@ -265,27 +274,31 @@ def _sections(
         )
     found: dict[str, list[Item]] = {section: [] for section in (*SECTIONS, LEFT_OUT)}
     for record, section in zip(table.records, choose(name, place, split)[1](table.records), strict=True):
-        found[section].append(
-            Item(image=record.image, label=record.label, id=record.id, centre=record.centre, group=record.group)
-        )
+        label = record.mask or record.label
+        item = Item(image=record.image, label=label, id=record.id, centre=record.centre, group=record.group)
+        if record.size is not None:
+            item["size"] = record.size
+        found[section].append(item)
     del found[LEFT_OUT]
     return MappingProxyType({section: tuple(items) for section, items in found.items()})
 
 
 def checksum(name: str, folder: str | Path, split: str | None = None) -> str:
-    """Return the SHA-256 over ids, labels, centres, groups, sections, and size and CRC-32 of each image file.
+    """Return the SHA-256 over ids, labels, centres, groups, sections, and size and CRC-32 of each image and mask file.
 
     Nothing is decoded. It is the same for zipped and plain files and does not depend on where the folder lies.
     """
     found = sections(name, folder, split)
     rows = [(section, item) for section in SECTIONS for item in found[section]]
     # All rows of an array share one checksum: that of the array.
-    keys = {item["image"]: whole(item["image"]) for _, item in rows}
+    files = [file for _, item in rows for file in (item["image"], item["label"]) if isinstance(file, str)]
+    keys = {file: whole(file) for file in files}
     uris = sorted(set(keys.values()))
     with ThreadPoolExecutor(4) as pool:
         content = dict(zip(uris, pool.map(content_key, uris), strict=True))
     digest = hashlib.sha256()
     for section, item in rows:
-        fields = (section, item["id"], str(item["label"]), item["centre"], item["group"], content[keys[item["image"]]])
+        label = content[keys[item["label"]]] if isinstance(item["label"], str) else str(item["label"])
+        fields = (section, item["id"], label, item["centre"], item["group"], content[keys[item["image"]]])
         digest.update(("\t".join(fields) + "\n").encode())
     return digest.hexdigest()

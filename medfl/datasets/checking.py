@@ -23,8 +23,9 @@ class CheckReport:
     Attributes:
         layout: the recognised layout in words.
         split: the split whose sections are counted.
-        counts: section -> centre -> number of images of each class, in label order; centres that the data set does not
-            name are counted together.
+        classes: the columns of `counts`: class names in label order, in segmentation "cases" alone.
+        counts: section -> centre -> number of images of each class; centres that the data set does not name are counted
+            together.
         problems: one line each, naming the file; the data cannot be used as they are.
         warnings: one line each; the data can be used.
         notes: what a user of these data must know.
@@ -101,12 +102,16 @@ def check(
         layout=layout.text,
         split=split,
         phantom=is_phantom(place),
-        classes=dataset.classes,
+        classes=_columns(dataset),
         counts=counts,
         problems=tuple(problems),
         warnings=tuple(_warnings(dataset, records, assigned, counts, layout.splits)),
         notes=notes(name, place),
     )
+
+
+def _columns(dataset: DataSet) -> tuple[str, ...]:
+    return dataset.classes if dataset.task == "classification" else ("cases",)
 
 
 def _counts(
@@ -122,7 +127,7 @@ def _counts(
         *(centre for centre in dataset.centres if centre in present),
         *sorted(present.difference(dataset.centres)),
     ]
-    labels = range(len(dataset.classes))
+    labels = range(len(_columns(dataset)))
     return {
         section: {centre: tuple(found[section, centre, label] for label in labels) for centre in centres}
         for section in SECTIONS
@@ -133,6 +138,9 @@ def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> 
     problems = []
     for record in tqdm(records, desc=f"reading {dataset.name}", unit="image", disable=not progress, leave=False):
         try:
+            if dataset.open_pair is not None:
+                dataset.open_pair(record.image, record.mask)
+                continue
             pixels = read_pixels(record.image)
         except InputError as error:
             problems.append(str(error))
@@ -153,7 +161,7 @@ def _warnings(
     for section, rows in counts.items():
         empty = [
             name
-            for name, total in zip(dataset.classes, map(sum, zip(*rows.values(), strict=True)), strict=False)
+            for name, total in zip(_columns(dataset), map(sum, zip(*rows.values(), strict=True)), strict=False)
             if not total
         ]
         if assigned and empty:

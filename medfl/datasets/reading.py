@@ -148,7 +148,7 @@ def whole(uri: str) -> str:
 def content_key(uri: str) -> str:
     """Return "<bytes>:<CRC-32>" of the image file at `uri`, without decoding it; for a row that of the whole array.
 
-    Of a list in a JSON file it is that of the list's text.
+    Of a list in a JSON file it is that of the list's text, of a folder (a DICOM series) those of its files.
 
     Raises:
         InputError: the file is not there.
@@ -161,6 +161,9 @@ def content_key(uri: str) -> str:
         if part and not path.endswith((".zip", ".npz")):
             values = array(path, part.rpartition("#")[0])
             return f"{values.nbytes}:{zlib.crc32(values.tobytes()):08x}"
+        if os.path.isdir(path):  # a DICOM series
+            inside = [os.path.join(path, name) for name in sorted(os.listdir(path))]
+            return ",".join(content_key(name) for name in inside if os.path.isfile(name))
         if part:
             info = archive(path).getinfo(part if path.endswith(".zip") else part.rpartition("#")[0] + ".npy")
             return f"{info.file_size}:{info.CRC:08x}"

@@ -18,7 +18,11 @@ LEFT_OUT = ""
 
 @dataclass(frozen=True)
 class Record:
-    """One image of a data set; `given` holds the section that the source's own tables name, by split name."""
+    """One image of a data set; `given` holds the section that the source's own tables name, by split name.
+
+    Of a segmentation case `mask` is where its reference mask lies, `label` is 0, and `size` its number of pixels or
+    voxels where that is known without reading the image.
+    """
 
     image: str
     label: int
@@ -26,6 +30,8 @@ class Record:
     centre: str
     group: str
     given: Mapping[str, str] = field(default_factory=dict)
+    mask: str = ""
+    size: int | None = None
 
 
 Rule = Callable[[Sequence[Record]], list[str]]

@@ -1,13 +1,14 @@
 """Networks by name, for bundle configurations: `{_target_: medfl.networks.build, name: resnet18, ...}`.
 
-MONAI's where MONAI has them; own code only for what it lacks. All take any spatial size from 16 up and return logits of
-shape (B, num_classes).
+MONAI's where MONAI has them; own code only for what it lacks. All take any spatial size from 16 up. Classifiers return
+logits (B, num_classes), the U-Nets logits (B, num_classes, H, W[, D]).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from monai.networks.nets.basic_unet import BasicUNet
 from monai.networks.nets.efficientnet import EfficientNetBN
 from monai.networks.nets.resnet import ResNet
 from torch import nn
@@ -61,6 +62,19 @@ def _efficientnet_b0(in_channels: int, num_classes: int, spatial_dims: int) -> n
     return network
 
 
+def _unet(width: int) -> Callable[[int, int, int], nn.Module]:
+    """MONAI's BasicUNet with features (f, f, 2f, 4f, 8f, f) and BatchNorm; f = `width`."""
+
+    def build_unet(in_channels: int, num_classes: int, spatial_dims: int) -> nn.Module:
+        features = (width, width, 2 * width, 4 * width, 8 * width, width)
+        return BasicUNet(spatial_dims, in_channels, num_classes, features, norm=("batch", {"eps": 1e-5}))
+
+    return build_unet
+
+
+SEGMENTERS = tuple(f"unet{width}" for width in (8, 16, 32, 64))
+"""The networks whose output is a map of logits."""
+
 _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "efficientnet_b0": _efficientnet_b0,
     "resnet18": _resnet18,
@@ -71,6 +85,7 @@ _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "two_conv": TwoConv,
     "two_conv_18": lambda channels, classes, dims: TwoConv(channels, classes, dims, width=18),
     "two_conv_22": lambda channels, classes, dims: TwoConv(channels, classes, dims, width=22),
+    **{name: _unet(int(name.removeprefix("unet"))) for name in SEGMENTERS},
     "wrn28_10": lambda channels, classes, dims: WideResNet(28, 10, channels, classes, dims),
 }
 
@@ -81,7 +96,7 @@ def names() -> tuple[str, ...]:
 
 
 def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) -> nn.Module:
-    """Build a freshly initialised classification network: (B, in_channels, H, W[, D]) -> logits (B, num_classes).
+    """Build a freshly initialised network: (B, in_channels, H, W[, D]) -> logits (B, num_classes[, H, W[, D]]).
 
     Raises:
         InputError: unknown name, or a number that no network can have.

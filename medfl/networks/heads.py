@@ -1,4 +1,4 @@
-"""Body and head of any network: the head is its last linear (or convolution) layer, the feature is what enters it."""
+"""Body and head of any network: the head is its last linear or convolution layer, the feature is what enters it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor, nn
 
 from medfl.errors import InputError
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def head_name(network: nn.Module) -> str:
-    """Return the name of the head: the last linear layer, in a network without one the last convolution.
+    """Return the name of the head: of the linear and convolution layers the one that the network registers last.
+
+    By type alone it would be wrong for segmentation networks with linear layers inside (UNETR, FlexibleUNet).
 
     Raises:
         InputError: the network has neither.
     """
-    for kinds in ((nn.Linear,), _CONVOLUTIONS):
-        names: list[str] = [name for name, module in network.named_modules() if isinstance(module, kinds)]
-        if names:
-            return names[-1]
+    names: list[str] = [name for name, module in network.named_modules() if isinstance(module, _LAYERS)]
+    if names:
+        return names[-1]
     raise InputError(
         f"a {type(network).__name__} without a linear or convolution layer",
         "body and head can be told apart",

@@ -129,7 +129,8 @@ def _has_vectors(network: nn.Module, shard: Shard, device: torch.device) -> bool
 
 
 def _linear_head(network: nn.Module) -> nn.Module | None:
-    return head(network) if any(isinstance(module, nn.Linear) for module in network.modules()) else None
+    found = head(network)
+    return found if isinstance(found, nn.Linear) else None
 
 
 def _last_mark(folder: RunFolder, done: int) -> str:

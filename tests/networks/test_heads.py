@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from monai.networks.nets.attentionunet import AttentionUnet
+from monai.networks.nets.basic_unet import BasicUNet
+from monai.networks.nets.flexible_unet import FlexibleUNet
+from monai.networks.nets.segresnet import SegResNet
+from monai.networks.nets.unetr import UNETR
 from torch import nn
 
 from medfl.errors import InputError
 from medfl.networks import build
 from medfl.networks.heads import (
+    entering_head,
     feature_size,
     features_and_output,
     frozen,
@@ -20,6 +28,28 @@ from medfl.networks.heads import (
 from tests.helpers import classifier
 
 NETWORKS = [("resnet18", "fc", 512), ("resnet20", "fc", 64), ("efficientnet_b0", "_fc", 1280), ("small_cnn", "fc", 72)]
+
+
+SEGMENTERS = [
+    (
+        lambda: UNETR(1, 3, (32, 32), feature_size=4, hidden_size=24, mlp_dim=24, num_heads=2, spatial_dims=2),
+        "out.conv.conv",
+    ),
+    (lambda: FlexibleUNet(3, 2, "efficientnet-b0"), "segmentation_head.conv2d"),
+    (lambda: BasicUNet(2, 1, 2, features=(4, 4, 4, 4, 4, 4)), "final_conv"),
+    (lambda: AttentionUnet(2, 1, 2, (4, 8), (2,)), "model.2.conv"),
+    (lambda: SegResNet(2, 4, 1, 2), "conv_final.2.conv"),
+]
+
+
+@pytest.mark.parametrize(("make", "layer"), SEGMENTERS)
+def test_the_head_of_monais_segmentation_networks_makes_their_output(make: Callable[[], nn.Module], layer: str) -> None:
+    network = make().eval()
+    assert head_name(network) == layer
+    channels = next(m for m in network.modules() if isinstance(m, nn.Conv2d)).in_channels
+    with torch.no_grad(), entering_head(network) as seen:
+        output = network(torch.rand(1, channels, 32, 32))
+    torch.testing.assert_close(head(network)(seen[-1]), output)
 
 
 @pytest.mark.parametrize(("name", "layer", "size"), NETWORKS)
@@ -34,9 +64,9 @@ def test_heads_of_the_shipped_networks(name: str, layer: str, size: int) -> None
         torch.testing.assert_close(head(network)(features), output)
 
 
-def test_the_last_linear_layer_comes_before_any_convolution() -> None:
+def test_the_last_layer_is_the_head_whatever_linear_layers_are_inside() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1))
-    assert head_name(network) == "1"
+    assert head_name(network) == "3"
     segmenter = nn.Sequential(nn.Conv3d(1, 8, 3), nn.Conv3d(8, 2, 1))
     assert (head_name(segmenter), feature_size(segmenter)) == ("1", 8)
     assert features_and_output(segmenter, torch.rand(1, 1, 4, 4, 4))[0].shape == (1, 8, 2, 2, 2)
