@@ -434,7 +434,44 @@ def test_labels_without_class_names_are_enough():
     + ["shots:a,b,c", "file", "file:", "Dirichlet:0.1"],
 )
 def test_malformed_rules_list_the_forms(spec):
-    fails(spec, cohort(), repr(spec), "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre | file:PATH.csv")
+    fails(spec, cohort(), repr(spec), "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre | size | file:PATH.csv")
+
+
+# By size
+
+
+def sized(*sizes, group=None):
+    return [{"id": f"i{n:02d}", "size": size, **({"group": group(n)} if group else {})} for n, size in enumerate(sizes)]
+
+
+def test_sites_by_size_hold_quantiles_and_judge_on_their_own_sizes():
+    """Sorted training sizes 1..8 over 4 sites: (1,2), (3,4), (5,6), (7,8); a test image goes to the site of the next
+    training image that is as large or larger, beyond the largest to the last site."""
+    data = {"train": sized(8, 1, 7, 2, 6, 3, 5, 4), "validate": sized(2), "test": sized(0, 3, 4, 9)}
+    data["validate"][0]["id"], data["test"] = "v", [{**item, "id": f"t{n}"} for n, item in enumerate(data["test"])]
+    found = assign("size", data, sites=4, classes=None, seed=3)
+    assert found.spec == "size"
+    held = {site: [data["train"][i]["size"] for i in parts["train"]] for site, parts in found.sites.items()}
+    assert {site: sorted(sizes) for site, sizes in held.items()} == {
+        "site-1": [1, 2], "site-2": [3, 4], "site-3": [5, 6], "site-4": [7, 8],
+    }  # fmt: skip
+    assert [found.sites[f"site-{n}"]["test"] for n in range(1, 5)] == [(0,), (1, 2), (), (3,)]
+    assert found.sites["site-1"]["validate"] == (0,)
+    again = assign("size", {**data, "train": data["train"][::-1]}, sites=4, classes=None, seed=9)
+    assert again.to_ids({**data, "train": data["train"][::-1]}).keys() == found.sites.keys()
+    assert {i for i in again.to_ids({**data, "train": data["train"][::-1]})["site-2"]["train"]} == {"i05", "i07"}
+
+
+def test_groups_stay_together_by_size():
+    data = {"train": sized(*range(12), group=lambda n: f"g{n // 3}")}
+    found = assign("size", data, sites=3, classes=None, seed=0)
+    homes = {i: site for site, parts in found.sites.items() for i in parts["train"]}
+    assert all(len({homes[i] for i in range(first, first + 3)}) == 1 for first in range(0, 12, 3))
+    assert set(homes.values()) == {"site-1", "site-2", "site-3"}
+
+
+def test_sites_by_size_need_sizes():
+    fails("size", cohort(), "partition 'size', but the sizes of", "use iid, centre or file:PATH.csv")
 
 
 def test_equal_rules_read_equal():

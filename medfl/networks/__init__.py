@@ -7,6 +7,7 @@ logits (B, num_classes), the U-Nets logits (B, num_classes, H, W[, D]).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import redirect_stdout
 
 from monai.networks.nets.basic_unet import BasicUNet
 from monai.networks.nets.efficientnet import EfficientNetBN
@@ -67,7 +68,8 @@ def _unet(width: int) -> Callable[[int, int, int], nn.Module]:
 
     def build_unet(in_channels: int, num_classes: int, spatial_dims: int) -> nn.Module:
         features = (width, width, 2 * width, 4 * width, 8 * width, width)
-        return BasicUNet(spatial_dims, in_channels, num_classes, features, norm=("batch", {"eps": 1e-5}))
+        with redirect_stdout(None):  # it prints its features
+            return BasicUNet(spatial_dims, in_channels, num_classes, features, norm=("batch", {"eps": 1e-5}))
 
     return build_unet
 

@@ -10,7 +10,6 @@ from monai.networks.nets.attentionunet import AttentionUnet
 from monai.networks.nets.basic_unet import BasicUNet
 from monai.networks.nets.flexible_unet import FlexibleUNet
 from monai.networks.nets.segresnet import SegResNet
-from monai.networks.nets.unetr import UNETR
 from torch import nn
 
 from medfl.errors import InputError
@@ -31,14 +30,10 @@ NETWORKS = [("resnet18", "fc", 512), ("resnet20", "fc", 64), ("efficientnet_b0",
 
 
 SEGMENTERS = [
-    (
-        lambda: UNETR(1, 3, (32, 32), feature_size=4, hidden_size=24, mlp_dim=24, num_heads=2, spatial_dims=2),
-        "out.conv.conv",
-    ),
-    (lambda: FlexibleUNet(3, 2, "efficientnet-b0"), "segmentation_head.conv2d"),
+    (lambda: FlexibleUNet(3, 2, "efficientnet-b0"), "segmentation_head.0"),
     (lambda: BasicUNet(2, 1, 2, features=(4, 4, 4, 4, 4, 4)), "final_conv"),
     (lambda: AttentionUnet(2, 1, 2, (4, 8), (2,)), "model.2.conv"),
-    (lambda: SegResNet(2, 4, 1, 2), "conv_final.2.conv"),
+    (lambda: SegResNet(2, 8, 1, 2), "conv_final.2.conv"),
 ]
 
 

@@ -38,6 +38,8 @@ COUNTS = [
     ("two_conv_18", 1, 10, 19_738, 0),
     ("two_conv_22", 1, 10, 23_942, 0),
     ("wrn28_10", 3, 100, 36_546_980, 17_977 - 25),
+    ("unet16", 3, 2, 496_210, 1_536),  # FedHelp's card, as the next one
+    ("unet64", 3, 2, 7_904_578, 6_144),
 ]
 
 
@@ -46,6 +48,17 @@ def test_sizes(name: str, channels: int, classes: int, count: int, buffers: int)
     network = networks.build(name, channels, classes)
     assert parameters(network) == count
     assert float_buffers(network) == buffers
+
+
+@pytest.mark.parametrize(("name", "count", "buffers"), [("unet8", 360_426, 768), ("unet32", 5_749_410, 3_072)])
+def test_sizes_of_the_3d_unets_of_fedhelp(name: str, count: int, buffers: int) -> None:
+    network = networks.build(name, 1, 2, spatial_dims=3)
+    assert (parameters(network), float_buffers(network)) == (count, buffers)
+
+
+def test_a_unet_is_built_silently(capsys: pytest.CaptureFixture[str]) -> None:
+    networks.build("unet8", 1, 2)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_resnet18_has_20_norms_and_the_imagenet_stem() -> None:
@@ -63,7 +76,7 @@ def test_resnet18_has_20_norms_and_the_imagenet_stem() -> None:
 def test_any_size_and_gradients_everywhere(name: str, size: tuple[int, int]) -> None:
     network = networks.build(name, 1, 5)
     logits = network(torch.rand(2, 1, *size))
-    assert logits.shape == (2, 5)
+    assert logits.shape == ((2, 5, *size) if name in networks.SEGMENTERS else (2, 5))
     logits.square().sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
 
