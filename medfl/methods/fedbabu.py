@@ -36,7 +36,7 @@ class FedBABU(Method):
     paper: ClassVar[str] = (
         "FedBABU: Toward Enhanced Representation for Federated Image Classification (Oh et al., 2022)"
     )
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
     judged: ClassVar[str] = "personal"
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:

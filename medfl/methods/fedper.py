@@ -18,7 +18,7 @@ from medfl.networks.heads import head_names
 
 def head_option() -> Any:
     """Declare the option `head_layers` of the methods that tell body from head."""
-    return option("", "layers that make the head, with commas between; default: the last linear layer")
+    return option("", "layers that make the head, with commas between; default: the last layer")
 
 
 def head_tensors(network: nn.Module, layers: str) -> frozenset[str]:
@@ -37,7 +37,7 @@ class FedPer(Method):
     head_layers: str = head_option()
 
     paper: ClassVar[str] = "Federated Learning with Personalization Layers (Arivazhagan et al., 2019)"
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
     judged: ClassVar[str] = "personal"
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:

@@ -38,7 +38,7 @@ class FedRep(Method):
     paper: ClassVar[str] = (
         "Exploiting Shared Representations for Personalized Federated Learning (Collins et al., 2021)"
     )
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
     judged: ClassVar[str] = "personal"
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:

@@ -1,0 +1,216 @@
+"""FedSM: "Closing the Generalization Gap of Cross-silo Federated Medical Image Segmentation" (Xu et al., CVPR 2022).
+
+Three kinds of models: a global one w_g, one w_p,i for each site i, and a selector s: image -> site.
+Site:    train w_g, and w_p,i from its pulled value, each for the local epochs on the same batches. The selector learns
+         the site's number; as a site has a single label, it takes one Adam step a round, by the gradient of all images.
+Server:  w_g as FedAvg; SoftPull w_p,i <- lambda w_p,i + (1 - lambda) / (N - 1) sum_(j != i) w_p,j over the N
+         participants, buffers like weights; selector and its Adam moments averaged by samples.
+Result:  the super model: where max softmax(s(x)) > threshold the w_p of that site predicts x, else w_g.
+
+Departures. A site is judged by what it holds: its own w_p where the selector says so, else w_g; the super model of all
+sites is the server's. The original's selector is a VGG-11, here it is any of our classifiers, small by default. It sees
+what the segmentation network sees: of volumes the patches, in training as in a sliding window. A network of vectors has
+a linear selector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from medfl import networks
+from medfl.aggregation import sample_shares, weighted_mean
+from medfl.errors import InputError
+from medfl.message import Message, Weights
+from medfl.methods.base import Method, option
+from medfl.seeding import stream
+from medfl.site import Host, Site, snapshot
+from medfl.storage import State
+from medfl.training import fit
+
+_CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)
+
+
+@dataclass(frozen=True)
+class FedSM(Method):
+    """A global model, personal ones that are softly pulled together, and a selector that routes each image."""
+
+    lam: float = option(0.7, "lambda, what a site keeps of its own model in SoftPull, at most 1", minimum=0.0)
+    threshold: float = option(0.9, "confidence above which the selector chooses a personal model", minimum=0.0)
+    selector: str = option("small_cnn", "network that tells sites apart", choices=_CLASSIFIERS)
+    selector_lr: float = option(1e-3, "learning rate of the selector's Adam", minimum=0.0)
+
+    paper: ClassVar[str] = (
+        "Closing the Generalization Gap of Cross-silo Federated Medical Image Segmentation (Xu et al., 2022)"
+    )
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
+
+    def __post_init__(self) -> None:
+        """Refuse a SoftPull that is no mean."""
+        if self.lam > 1:
+            raise InputError(f"lam={self.lam:g}", "SoftPull keeps a part from 0 to 1", "take at most 1")
+
+    # Server half
+
+    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+        """Start every segmentation model from the initial weights, and draw the selector's."""
+        names = sorted(introductions)
+        with stream(host.seed, "selector"):
+            selector = self._selector(host.model(weights), len(names))
+        chosen = {name: p for name, p in selector.named_parameters() if p.requires_grad}
+        return {
+            "weights": dict(weights),
+            "personal": {name: dict(weights) for name in names},
+            "selector": snapshot(selector),
+            "mean": {name: torch.zeros_like(p) for name, p in chosen.items()},
+            "square": {name: torch.zeros_like(p) for name, p in chosen.items()},
+        }
+
+    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+        """Send w_g, the site's pulled w_p, the selector with its moments, and the site's number."""
+        names = sorted(server["personal"])
+        groups = {group: server[group] for group in ("weights", "selector", "mean", "square")}
+        groups["personal"] = server["personal"][site_name]
+        return Message(groups, {"site": names.index(site_name), "sites": len(names)})
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Average w_g and the selector, pull the participants' personal models towards each other."""
+        shares = sample_shares(replies)
+        averaged = {g: weighted_mean(replies, g, shares) for g in ("weights", "selector", "mean", "square")}
+        return {**server, **averaged, "personal": {**server["personal"], **soft_pull(replies, self.lam)}}
+
+    def global_predictor(self, host: Host, server: State) -> nn.Module:
+        """Return the super model."""
+        w_g = host.model(server["weights"])
+        experts = [host.model(server["personal"][name]) for name in sorted(server["personal"])]
+        return self._routed(w_g, dict(enumerate(experts)), server["selector"], len(experts))
+
+    # Site half
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train w_g, w_p and the selector."""
+        _, reply = super().local_update(site, {}, down)
+        personal = site.model(down["personal"])
+        fit(personal, site)
+        selector = self._selector(personal, int(down.scalars["sites"]))
+        selector.load_state_dict(dict(down["selector"]))
+        moments = self._step(selector, site, down)
+        groups = {"weights": reply["weights"], "personal": snapshot(personal), "selector": snapshot(selector)}
+        return state, Message({**groups, **moments}, reply.scalars)
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return w_p where the selector takes an image for this site's, else w_g."""
+        own = {int(down.scalars["site"]): site.model(down["personal"])}
+        return self._routed(site.model(down["weights"]), own, down["selector"], int(down.scalars["sites"]))
+
+    # The selector
+
+    def _selector(self, network: nn.Module, sites: int) -> nn.Module:
+        """Build a selector of what enters this network."""
+        kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
+        first = next((module for module in network.modules() if isinstance(module, kinds)), None)
+        device = next(network.parameters()).device
+        if isinstance(first, nn.Conv2d | nn.Conv3d):
+            dims = 3 if isinstance(first, nn.Conv3d) else 2
+            return networks.build(self.selector, first.in_channels, max(2, sites), dims).to(device)
+        if first is None:
+            raise InputError(
+                f"a {type(network).__name__} without convolutions", "a selector of images or vectors", "take another"
+            )
+        return nn.Linear(first.in_features, max(2, sites), dtype=first.weight.dtype, device=device)
+
+    def _routed(self, w_g: nn.Module, experts: Mapping[int, nn.Module], weights: Weights, sites: int) -> nn.Module:
+        selector = self._selector(w_g, sites)
+        selector.load_state_dict(dict(weights))
+        return SuperModel(w_g, experts, selector, self.threshold)
+
+    def _step(self, selector: nn.Module, site: Site, down: Message) -> dict[str, dict[str, Tensor]]:
+        """Take one Adam step by the mean gradient over the site's images; return the new moments."""
+        selector.train()
+        with stream(site.seed, "selector") as generator:
+            for x, _ in site.train.batches(site.settings.batch_size, generator):
+                number = torch.full((len(x),), int(down.scalars["site"]), device=site.device)
+                loss = cross_entropy(selector(x.to(site.device)), number, reduction="sum") / site.num_samples
+                loss.backward()  # type: ignore[no-untyped-call]
+        optimizer = torch.optim.Adam(selector.parameters(), lr=self.selector_lr)
+        for name, parameter in selector.named_parameters():
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(site.round - 1)),
+                "exp_avg": down["mean"][name].clone(),
+                "exp_avg_sq": down["square"][name].clone(),
+            }
+        optimizer.step()
+        kept = {name: optimizer.state[parameter] for name, parameter in selector.named_parameters()}
+        return {
+            "mean": {name: values["exp_avg"] for name, values in kept.items()},
+            "square": {name: values["exp_avg_sq"] for name, values in kept.items()},
+        }
+
+
+class SuperModel(nn.Module):
+    """Each image to the expert that the selector is sure of, or to the global model.
+
+    Args:
+        w_g: the global model.
+        experts: site's number -> its personal model.
+        selector: images -> (B, N) logits of the sites.
+        threshold: confidence that an expert needs; from 1 on none is asked.
+    """
+
+    def __init__(self, w_g: nn.Module, experts: Mapping[int, nn.Module], selector: nn.Module, threshold: float) -> None:
+        """Hold the models."""
+        super().__init__()
+        self.w_g, self.selector, self.threshold = w_g, selector, threshold
+        self.experts = nn.ModuleDict({str(number): expert for number, expert in experts.items()})
+
+    def route(self, x: Tensor) -> Sequence[str]:
+        """Return for each image the number of the site whose model predicts it, "" for the global model."""
+        sure, who = self.selector(x).float().softmax(1).max(1)
+        chosen = [
+            str(number) if known else "" for number, known in zip(who.tolist(), sure > self.threshold, strict=True)
+        ]
+        return [number if number in self.experts else "" for number in chosen]
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the output of the routed models (B, ...)."""
+        routes = self.route(x)
+        if len(set(routes)) == 1:
+            return self._model(routes[0])(x)
+        output: Any = None
+        for number in sorted(set(routes)):
+            places = torch.tensor([i for i, route in enumerate(routes) if route == number], device=x.device)
+            part = self._model(number)(x[places])
+            output = part.new_empty((len(x), *part.shape[1:])) if output is None else output
+            output[places] = part
+        return output
+
+    def _model(self, number: str) -> nn.Module:
+        return self.experts[number] if number else self.w_g
+
+
+def soft_pull(replies: Mapping[str, Message], lam: float) -> dict[str, dict[str, Tensor]]:
+    """Return lambda w_p,i + (1 - lambda) / (N - 1) sum_(j != i) w_p,j of each of the N participants.
+
+    The rows sum to 1, so the participants' mean stays. A single one keeps its own. Integer counters stay.
+    """
+    names = sorted(replies)
+    if len(names) == 1:
+        return {names[0]: dict(replies[names[0]]["personal"])}
+    pulled: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for key, first in replies[names[0]]["personal"].items():
+        values = [replies[name]["personal"][key] for name in names]
+        for i, name in enumerate(names):
+            if not first.is_floating_point():
+                pulled[name][key] = values[i]
+                continue
+            others = torch.stack(values[:i] + values[i + 1 :]).mean(0)
+            pulled[name][key] = values[i] if lam == 1 else lam * values[i] + (1 - lam) * others
+    return pulled
+
+
+METHOD = FedSM

@@ -1,0 +1,78 @@
+"""Every method that says it supports segmentation trains 2D and 3D U-Nets; the others refuse in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from monai.losses import DiceCELoss
+from torch import nn
+
+from medfl import methods
+from medfl.networks import build
+from medfl.task import Task
+from tests.helpers import Data, Toy, bits, judged, sgd, simulate
+
+SEGMENTING = [name for name in methods.names() if "segmentation" in methods.method_class(name).tasks]
+SETTINGS = {"fedrep": {"head_epochs": 1, "finetune_epochs": 1}, "fedbabu": {"finetune_epochs": 1}}
+
+
+def discs(dims: int, size: int = 16) -> Data:
+    """Two sites whose images show a bright block on a grey ground that is another at each site."""
+    generator = torch.Generator().manual_seed(dims)
+    data = {}
+    for offset, name in enumerate("ab"):
+        shape = (4, 1, *[size] * dims)
+        mask = torch.zeros(shape, dtype=torch.int64)
+        mask[(slice(None), slice(None), *[slice(4, 12)] * dims)] = 1
+        data[name] = (mask + 0.3 * torch.randn(shape, generator=generator) - offset, mask)
+    return data
+
+
+def federation(dims: int) -> Toy:
+    loss = DiceCELoss(to_onehot_y=True, softmax=True)
+    return Toy(discs(dims), lambda: build("unet8", 1, 2, dims), loss, sgd(0.05), batch_size=2)
+
+
+def segmenting(toy: Toy) -> Toy:
+    """The same federation whose sites know that they segment."""
+    site: Callable = toy.site
+
+    def of_masks(name: str, round_: int = 1):
+        return replace(site(name, round_), task=Task("segmentation", ()))
+
+    toy.site = of_masks
+    return toy
+
+
+def test_the_task_agnostic_methods_support_segmentation() -> None:
+    wanted = "local central fedavg fedprox scaffold fedbn ditto fednova feddyn feddc moon fedrep fedper fedbabu fedsm"
+    assert set(wanted.split()) <= set(SEGMENTING)
+    prototypes = {"fedproto", "fedmr", "pfedpm", "fedcb", "fedbm", "fedetf", "fednh", "fedrod", "ccvr", "fedproc"}
+    assert not prototypes & set(SEGMENTING)
+
+
+@pytest.mark.parametrize("name", SEGMENTING)
+@pytest.mark.parametrize("dims", [2, 3])
+def test_two_rounds_lower_the_loss_on_images_and_volumes(name: str, dims: int) -> None:
+    method, toy = methods.load(name, SETTINGS.get(name, {})), segmenting(federation(dims))
+    outcome = simulate(method, toy, 2)
+    again = simulate(method, segmenting(federation(dims)), 2)
+    assert bits([outcome.server, outcome.states]) == bits([again.server, again.states])
+    participants = ["central"] if method.pools_data else toy.names
+    for site in participants:
+        weights = judged(method, toy, outcome, site)
+        assert all(torch.isfinite(t).all() for t in weights.values())
+        before, after = (loss_of(method, toy, state, site) for state in (simulate(method, toy, 0), outcome))
+        assert after < before
+
+
+def loss_of(method: methods.Method, toy: Toy, outcome: object, name: str) -> float:
+    """The loss of the network that a site is judged by, over its images, with statistics of the batch."""
+    with toy.networks.scope():
+        site, down = toy.site(name), method.broadcast(toy.host(), outcome.server, name)
+        network: nn.Module = method.predictor(site, outcome.states.get(name) or method.init_site(site), down)
+        x, y = next(site.train.batches(8))
+        return float(toy.loss(network.train()(x), y).detach())
