@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from medfl import teachers
+from medfl.cache import Spot, budget, sample_key
 from medfl.configuration import (
     Configuration,
     config_file,
@@ -37,12 +39,13 @@ from medfl.configuration import (
 from medfl.configuration import shipped as shipped
 from medfl.configuration import shipped_root as shipped_root
 from medfl.errors import InputError
-from medfl.evaluation import CaseEvaluator, ClassEvaluator, Evaluator
-from medfl.metrics import higher_is_better
+from medfl.evaluation import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
+from medfl.metrics import KEY_METRICS, higher_is_better
 from medfl.prepared import Item, Prepared
 from medfl.preparing import Source, prepare, records, take_apart
 from medfl.prompts import Text, read_text
 from medfl.seeding import stream
+from medfl.storage import cache_folder
 
 SECTIONS = ("train", "validate", "test")
 _TRAINERS = ("train#trainer", "trainer")
@@ -328,7 +331,19 @@ class Bundle:
             label=f"preparing {section} images",
             jobs=jobs,
             progress=progress,
+            spot=self._spot(section),
         )
+
+    def _spot(self, section: str) -> Spot | None:
+        """Return where prepared samples go that are too large for memory; None where entries have no names."""
+        source = self._section(section).source
+        if not (source.is_list and source.fixed):
+            return None
+        shipped = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
+        versions = {name: version(name) for name in ("medfl", "monai", "torch")}
+        transforms = "train" if section == "train" else "evaluate"
+        parts = [self.sha256, shipped, transforms, versions]
+        return Spot(cache_folder("prepared"), lambda index: sample_key(parts, source.entries[index]), budget())
 
     # Task and evaluation
 
@@ -390,6 +405,14 @@ class Bundle:
         return named if len(named) == count else tuple(f"class {index}" for index in range(count))
 
     @property
+    def structures(self) -> tuple[str, ...]:
+        """Names of a segmentation mask's values 0, 1, ... (metadata's channel_def), () for other tasks."""
+        if self.task != "segmentation":
+            return ()
+        named = self._channel_names
+        return ("background", *named) if len(named) == 1 else named
+
+    @property
     def _channel_names(self) -> tuple[str, ...]:
         """What metadata calls the network's output channels, in their order."""
         outputs = self.metadata.get("network_data_format", {}).get("outputs", {})
@@ -430,8 +453,8 @@ class Bundle:
     @property
     def key_metric(self) -> str:
         """Name of the validation metric that selects the best round."""
-        if self.task == "classification":
-            return str(self.protocol.get("key_metric", "balanced_accuracy"))
+        if self.task == "classification" or (self.task == "segmentation" and self.is_shipped):
+            return str(self.protocol.get("key_metric", KEY_METRICS[self.task]))
         return self._key_metric[0]
 
     @cached_property
@@ -464,7 +487,12 @@ class Bundle:
             self._config.content(f"{engine}#{part}") if f"{engine}#{part}" in self._config else None
             for part in ("inferer", "postprocessing")
         )
-        return CaseEvaluator(*self._key_metric, inferer or SimpleInferer(), postprocessing)
+        inferer = inferer or SimpleInferer()
+        tolerance = float(self.get("surface_tolerance")) if "surface_tolerance" in self._config else 1.0
+        if self.task == "segmentation" and self.is_shipped:
+            return MaskEvaluator(self.loss, self.structures, inferer, tolerance)
+        segments = self.task == "segmentation"
+        return CaseEvaluator(*self._key_metric, inferer, postprocessing, tolerance if segments else None)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:

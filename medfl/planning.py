@@ -28,6 +28,7 @@ from medfl.partition import Partition, assign, parse
 from medfl.protocol import options_for, resolved
 from medfl.seeding import stream
 from medfl.settings import DataRecord, PartitionRecord, Run
+from medfl.storage import cache_folder
 
 Say = Callable[[str], object]
 
@@ -240,8 +241,7 @@ def versions() -> dict[str, str]:
 
 def phantom_folder(name: str) -> Path:
     """Return the phantom cohort of a data set, drawn once per user into the cache folder ($XDG_CACHE_HOME/medfl)."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medfl" / "phantom"
-    folder = cache / f"{name}-{metadata.version('medfl')}"
+    folder = cache_folder("phantom") / f"{name}-{metadata.version('medfl')}"
     if not datasets.is_phantom(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         datasets.write_phantom(name, folder)

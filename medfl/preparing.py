@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 from tqdm import tqdm
 
+from medfl.cache import Spot
 from medfl.errors import InputError, MedflError
 from medfl.packing import pack, unpack
 from medfl.prepared import Batch, Geometry, Item, Prepared, Sampled, check_channels, stack
@@ -144,6 +146,7 @@ def prepare(
     label: str = "preparing images",
     jobs: int = 1,
     progress: bool = False,
+    spot: Spot | None = None,
 ) -> Prepared:
     """Return the items ready to be batched.
 
@@ -155,16 +158,20 @@ def prepare(
         label: what the progress bar says.
         jobs: worker processes for long lists.
         progress: show a bar.
+        spot: where samples go that are too large for memory; None keeps them there whatever their size.
 
     Raises:
         InputError: an item cannot be read, or the images differ in their channels; names the item.
     """
     samples = Samples(items, source)
-    samples.kept = list(_mapped(samples, label, jobs, progress)) if source.fixed else None
+    if source.fixed:
+        make = partial(_mapped, samples, label=label, jobs=jobs, progress=progress)
+        samples.kept = list(make(range(len(items)))) if spot is None else spot.keep(len(items), make)
     prepared = _ready(items, samples, collate, prepare_batch)
-    found = [_geometry(sample) for sample in samples.kept or []]
-    if not samples.random and all(found):
-        prepared.geometry = [geometry for geometry in found if geometry is not None]
+    if not samples.random:
+        found = [_geometry(sample) for sample in samples.kept or []]
+        if all(found):
+            prepared.geometry = [geometry for geometry in found if geometry is not None]
     return prepared
 
 
@@ -178,8 +185,8 @@ def _ready(
     if samples.random:
         samples.check_channels()
         return Sampled(items, samples, samples.reseed, collate, split)
-    kept = samples.kept or []
-    usual = collate in (list_data_collate, default_collate) and prepare_batch is default_prepare_batch
+    kept = samples.kept if isinstance(samples.kept, list) else []
+    usual = bool(kept) and collate in (list_data_collate, default_collate) and prepare_batch is default_prepare_batch
     if usual and all(_has_image(sample) and sample.get("label") is not None for sample in kept):
         stacked = stack(items, *([_plain(sample[key]) for sample in kept] for key in ("image", "label")))
         if stacked is not None:
@@ -204,7 +211,7 @@ class Samples:
         moving = (i for i, t in enumerate(steps) if isinstance(t, RandomizableTrait) or not isinstance(t, Transform))
         self._first = next(moving, len(steps)) if source.fixed else 0
         self.random = not source.fixed or self._first < len(steps)
-        self.kept: list[Any] | None = None
+        self.kept: Sequence[Any] | None = None
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -231,7 +238,8 @@ class Samples:
 
     def check_channels(self) -> None:
         """Compare the images' channels now where the deterministic transforms already put them first."""
-        images = [sample["image"] for sample in self.kept or [] if _has_image(sample)]
+        kept = self.kept if isinstance(self.kept, list) else []  # else another pass over the disk
+        images = [sample["image"] for sample in kept if _has_image(sample)]
         if not images or len(images) < len(self):
             return
         with stream(0, "channels"):
@@ -306,16 +314,16 @@ def _plain(value: Any) -> Any:
 # Many items at once
 
 
-def _mapped(samples: Samples, label: str, jobs: int, progress: bool) -> Iterator[Any]:
-    """Run the deterministic transforms over all items in order, in forked workers where that pays."""
-    count = len(samples)
+def _mapped(samples: Samples, indices: Sequence[int], label: str, jobs: int, progress: bool) -> Iterator[Any]:
+    """Run the deterministic transforms over these items in order, in forked workers where that pays."""
+    count = len(indices)
     with tqdm(total=count, desc=label, unit="image", disable=not progress, leave=False) as bar:
         if jobs <= 1 or count < _PARALLEL_FROM:
-            for index in range(count):
+            for index in indices:
                 yield samples.fixed(index)
                 bar.update()
             return
-        chunks = [range(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
+        chunks = [indices[start : start + _CHUNK] for start in range(0, count, _CHUNK)]
         context = multiprocessing.get_context("fork")  # workers inherit what cannot be pickled: the bundle's lambdas
         with ProcessPoolExecutor(jobs, context, _start_worker, (samples,)) as pool:
             for answer in pool.map(_run_chunk, chunks):
@@ -336,7 +344,7 @@ _SAMPLES: Samples
 """What a worker process works on."""
 
 
-def _run_chunk(indices: range) -> bytes:
+def _run_chunk(indices: Sequence[int]) -> bytes:
     """Return packed samples, or the text of what is wrong with one of them."""
     try:
         made: Any = [_SAMPLES.fixed(index) for index in indices]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from medfl.errors import InputError
 from medfl.prompts import Text
 from medfl.seeding import stream
-from medfl.storage import weights_sha256, write_atomic
+from medfl.storage import cache_folder, weights_sha256, write_atomic
 
 _HUB = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",
@@ -155,7 +154,7 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
 
 def cached(plm: str, text: Text) -> Path:
     """Return where the embeddings of a text are kept once they are made ($XDG_CACHE_HOME/medfl/embeddings)."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medfl" / "embeddings"
+    root = cache_folder("embeddings")
     return root / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
 
 

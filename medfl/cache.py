@@ -1,0 +1,153 @@
+"""Prepared samples on disk, for data that are larger than the memory that may be taken.
+
+A data set whose samples fit its budget stays in memory. Another is written once to the user's cache, a file a sample,
+and read back as memory maps: its pages are shared by all processes and given up when memory is short. A file's name
+is the hash of what made it (bundle, overridden configuration, versions, content of the image files), so that later runs
+find it and a changed file or transform is prepared anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medfl.datasets.reading import content_key
+from medfl.errors import InputError, RunError
+
+_SHARE = 0.5  # of the free memory that one section's samples may take
+
+
+def free_memory() -> int:
+    """Return the bytes that this machine can still give to processes, a large number where it does not tell."""
+    with suppress(OSError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 40
+
+
+def budget() -> int:
+    """Return the bytes that one section's samples may take: $MEDFL_MEMORY GiB, else half of the free memory.
+
+    Raises:
+        InputError: the variable is no number above 0.
+    """
+    given = os.environ.get("MEDFL_MEMORY")
+    if not given:
+        return int(free_memory() * _SHARE)
+    with suppress(ValueError):
+        if 0 < float(given) < 1e9:
+            return int(float(given) * 2**30)
+    raise InputError(f"MEDFL_MEMORY={given}", "GiB for prepared images, a number above 0", "correct or unset it")
+
+
+def size_of(sample: Any) -> int:
+    """Return the bytes of the tensors and arrays in a sample."""
+    if isinstance(sample, Mapping):
+        return sum(map(size_of, sample.values()))
+    if isinstance(sample, list | tuple):
+        return sum(map(size_of, sample))
+    return int(getattr(sample, "nbytes", 0))
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where samples too large for memory go.
+
+    Attributes:
+        folder: holds the files; made when needed.
+        key: position -> what the sample's file is named by.
+        budget: bytes that the samples may take in memory together.
+    """
+
+    folder: Path
+    key: Callable[[int], str]
+    budget: int
+
+    def keep(self, count: int, make: Callable[[Sequence[int]], Iterator[Any]]) -> Sequence[Any]:
+        """Return all samples: a list, or memory maps where they exceed the budget going by the first one.
+
+        Args:
+            count: how many there are.
+            make: positions -> their samples, in order.
+        """
+        if not count:
+            return []
+        made = make([0])
+        first = next(made)
+        made.close() if hasattr(made, "close") else None
+        if size_of(first) * count <= self.budget:
+            return [first, *make(range(1, count))]
+        stored = OnDisk([self.folder / f"{self.key(index)}.pt" for index in range(count)])
+        missing = [index for index in range(count) if not stored.paths[index].is_file()]
+        for index, sample in zip(missing, make(missing), strict=True):
+            _write(stored.paths[index], sample)
+        return stored
+
+
+class OnDisk(Sequence[Any]):
+    """Samples in files; each access maps one."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Take the files, in the samples' order."""
+        self.paths = list(paths)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.paths)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample whose tensors are mapped from its file."""
+        path = self.paths[index]
+        try:  # the file is in the user's own cache, written by `_write`
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise RunError(
+                f"the prepared sample {path} cannot be read ({error}); the last round is kept: remove the file and "
+                "continue with --resume"
+            ) from error
+
+
+def sample_key(parts: Sequence[Any], entry: Any) -> str:
+    """Hash what determines a prepared sample: `parts` (JSON), and an entry's values with the content of its files."""
+    digest = hashlib.sha256(json.dumps(list(parts), sort_keys=True, default=str).encode())
+    for name, value in sorted(entry.items()) if isinstance(entry, Mapping) else [("", entry)]:
+        digest.update(f"\0{name}={_content(value)}".encode())
+    return digest.hexdigest()[:40]
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "|".join(map(_content, value))
+    if isinstance(value, Tensor):
+        return hashlib.sha256(value.numpy(force=True).tobytes()).hexdigest()
+    if isinstance(value, str | os.PathLike):
+        with suppress(InputError):
+            return f"{value} {content_key(str(value))}"
+    return repr(value)
+
+
+def _write(path: Path, sample: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(sample, file)
+        os.replace(name, path)
+    except OSError as error:
+        Path(name).unlink(missing_ok=True)
+        raise RunError(
+            f"cannot write the prepared sample {path}: {error.strerror or error}; free some space, set XDG_CACHE_HOME "
+            "to a larger disk, or MEDFL_MEMORY to more GiB"
+        ) from error

@@ -1,0 +1,147 @@
+"""Prepared samples on disk: the same numbers as in memory, made once, made again when something changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from monai.data import MetaTensor
+from monai.transforms import Compose, LoadImaged, RandFlipd, RandSpatialCropd, ScaleIntensityd
+
+from medfl import cache
+from medfl.cache import OnDisk, Spot, budget, sample_key, size_of
+from medfl.errors import InputError, RunError
+from medfl.prepared import Prepared, Sampled
+from medfl.preparing import Source, prepare
+
+GIB = 2**30
+
+
+@pytest.fixture
+def entries(tmp_path: Path) -> list[dict[str, Any]]:
+    """Four volumes of different shapes with masks."""
+    rng = np.random.default_rng(0)
+    made = []
+    for index in range(4):
+        shape = (12 + index, 10, 11)
+        paths = {"image": tmp_path / f"v{index}.nii.gz", "label": tmp_path / f"m{index}.nii.gz"}
+        affine = np.diag([1.0, 2.0, 1.5, 1.0])
+        nib.save(nib.Nifti1Image(rng.normal(size=shape).astype(np.float32), affine), paths["image"])
+        nib.save(nib.Nifti1Image(rng.integers(0, 2, shape).astype(np.uint8), affine), paths["label"])
+        made.append({"id": f"case-{index}", **{key: str(path) for key, path in paths.items()}})
+    return made
+
+
+def loading(*random: Any) -> Compose:
+    keys = ["image", "label"]
+    return Compose([LoadImaged(keys, ensure_channel_first=True), ScaleIntensityd("image"), *random])
+
+
+CROP = RandSpatialCropd(["image", "label"], (8, 8, 8), random_size=False)
+FLIP = RandFlipd(["image", "label"], 0.5, 0)
+
+
+def prepared(entries: list[dict[str, Any]], spot: Spot | None, *random: Any) -> Prepared:
+    return prepare(entries, Source(entries, (loading(*random),)), spot=spot)
+
+
+def spot(folder: Path, entries: list[dict[str, Any]], most: int = 0, parts: tuple[str, ...] = ("scaled",)) -> Spot:
+    return Spot(folder, lambda index: sample_key(parts, entries[index]), most)
+
+
+def drawn(data: Prepared, seed: int | None = 3) -> list[torch.Tensor]:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return [part for batch in data.batches(torch.arange(4), 1, generator) for part in batch]
+
+
+def test_patches_from_the_disk_are_those_from_memory(entries: list[dict[str, Any]], tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    memory, disk = (prepared(entries, place, CROP, FLIP) for place in (None, spot(folder, entries)))
+    assert isinstance(disk, Sampled)
+    assert isinstance(disk.sample.kept, OnDisk)
+    assert len(list(folder.iterdir())) == 4
+    for seed in (3, 4):
+        assert all(torch.equal(a, b) for a, b in zip(drawn(memory, seed), drawn(disk, seed), strict=True))
+
+
+def test_whole_volumes_keep_their_geometry(entries: list[dict[str, Any]], tmp_path: Path) -> None:
+    memory, disk = (prepared(entries, place) for place in (None, spot(tmp_path / "cache", entries)))
+    assert all(torch.equal(a, b) for a, b in zip(drawn(memory, None), drawn(disk, None), strict=True))
+    assert [geometry.spacing for geometry in disk.geometry] == [(1.0, 2.0, 1.5)] * 4
+    assert [geometry.original_shape for geometry in disk.geometry] == [(12 + i, 10, 11) for i in range(4)]
+    assert [geometry.file for geometry in disk.geometry] == [entry["image"] for entry in entries]
+    assert [geometry.file for geometry in memory.geometry] == [geometry.file for geometry in disk.geometry]
+
+
+def test_a_sample_is_prepared_once_and_again_when_its_file_or_the_transforms_change(
+    entries: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    own = LoadImaged.__call__
+
+    def counting(self: LoadImaged, data: Any, *rest: Any) -> Any:
+        loaded.append(data["id"])
+        return own(self, data, *rest)
+
+    monkeypatch.setattr(LoadImaged, "__call__", counting)
+    folder = tmp_path / "cache"
+    prepared(entries, spot(folder, entries), CROP)
+    assert set(loaded) == {f"case-{i}" for i in range(4)}
+
+    def again(place: Spot) -> list[str]:
+        loaded.clear()
+        prepared(entries, place, CROP)
+        return loaded[1:]  # the first sample is always made: its size decides
+
+    assert again(spot(folder, entries)) == []
+    image = nib.load(entries[2]["image"])
+    changed = image.get_fdata() + 1
+    nib.save(nib.Nifti1Image(changed.astype(np.float32), image.affine), entries[2]["image"])
+    assert again(spot(folder, entries)) == ["case-2"]
+    assert again(spot(folder, entries, parts=("other transform",))) == [f"case-{i}" for i in range(4)]
+
+
+def test_what_fits_stays_in_memory(entries: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The first sample: 12 * 10 * 11 float32 voxels and as many of the mask, whatever its type."""
+    folder = tmp_path / "cache"
+    data = prepared(entries, None, CROP)
+    first = size_of(data.sample.kept[0])
+    assert first >= 12 * 10 * 11 * 8
+    assert isinstance(prepared(entries, spot(folder, entries, 4 * first), CROP).sample.kept, list)
+    assert not folder.exists()
+    assert isinstance(prepared(entries, spot(folder, entries, 4 * first - 1), CROP).sample.kept, OnDisk)
+
+
+def test_a_mapped_sample_can_be_changed_without_changing_its_file(tmp_path: Path) -> None:
+    place = Spot(tmp_path, lambda index: f"s{index}", 0)
+    kept = place.keep(1, lambda indices: iter([{"image": MetaTensor(torch.ones(2, 3))} for _ in indices]))
+    kept[0]["image"].zero_()
+    assert kept[0]["image"].sum() == 6
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    place = Spot(tmp_path, lambda index: f"s{index}", 0)
+    kept = place.keep(1, lambda indices: iter([{"image": torch.ones(2)} for _ in indices]))
+    (tmp_path / "s0.pt").write_bytes(b"nothing")
+    with pytest.raises(RunError, match=r"s0\.pt cannot be read .* remove the file"):
+        kept[0]
+
+
+def test_the_budget_is_half_of_the_free_memory_or_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEDFL_MEMORY", raising=False)
+    monkeypatch.setattr(cache, "free_memory", lambda: 6 * GIB)
+    assert budget() == 3 * GIB
+    monkeypatch.setenv("MEDFL_MEMORY", "0.5")
+    assert budget() == GIB // 2
+    for wrong in ("much", "0", "-1"):
+        monkeypatch.setenv("MEDFL_MEMORY", wrong)
+        with pytest.raises(InputError, match=f"MEDFL_MEMORY={wrong}; GiB for prepared images"):
+            budget()
+
+
+def test_free_memory_is_known_here() -> None:
+    assert 1 << 20 < cache.free_memory() < 1 << 50
