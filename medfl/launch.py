@@ -20,6 +20,7 @@ from medfl.folder import RunFolder, read_run
 from medfl.planning import Plan, Request, again, plan, repeat
 from medfl.report import write_report
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.memory import jobs_that_fit
 from medfl.runtimes.simulator import Simulator
 from medfl.settings import Run
 
@@ -53,7 +54,7 @@ def federate(
         out: run folder.
         resume: continue the run in `out`, perhaps with more rounds.
         source: run.json of a recorded run to repeat.
-        jobs: worker processes; None: the cores, at most the cohort.
+        jobs: worker processes; None: the cores, at most the cohort and what fits in memory.
         with_local: run the method Local first, into `out`/local, as each site's reference.
         progress: show bars on stderr.
         command: what run.json says about how it was made.
@@ -77,6 +78,7 @@ def federate(
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with _threads(run.threads):
         federation = Federation(made.bundle, made.method, run, jobs=workers, progress=progress)
+        workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
         execute = partial(_execute, jobs=workers, progress=progress, command=command, say=say)
         if with_local and run.method != "local":
             say("first the Local reference")

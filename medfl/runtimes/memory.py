@@ -1,0 +1,91 @@
+"""How many workers fit in memory: the peak of one local step is measured, in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medfl.cache import free_memory
+from medfl.errors import MedflError
+from medfl.prepared import Shard
+from medfl.runtimes.federation import Federation
+from medfl.site import snapshot
+from medfl.training import fit
+
+_SHARE = 0.8  # of the free memory that workers may take together
+_NETWORKS = 4  # copies of the weights that methods hold beside the network in training
+
+Say = Callable[[str], object]
+
+
+def jobs_that_fit(federation: Federation, jobs: int, say: Say = str) -> int:
+    """Return how many of `jobs` workers the free memory holds, at least 1; say so if it is fewer.
+
+    Small images are not measured: one batch of them is a few megabytes.
+    """
+    if jobs <= 1 or federation.run.device != "cpu" or not _large(federation):
+        return jobs
+    each = step_bytes(federation)
+    if not each:
+        return jobs
+    fitting = max(1, min(jobs, int(free_memory() * _SHARE / each)))
+    if fitting < jobs:
+        each_gib, free_gib = each / 2**30, free_memory() / 2**30
+        say(f"note: {fitting} of {jobs} workers: each takes about {each_gib:.1f} GiB, of {free_gib:.1f} free")
+    return fitting
+
+
+def step_bytes(federation: Federation) -> int:
+    """Return the bytes that one local step adds to a process, with the copies that methods keep; 0 if it fails.
+
+    A failing step is not told here: the first round will, with its site's name.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(federation, there), daemon=True)
+    process.start()
+    there.close()
+    found = 0
+    with suppress(EOFError, OSError):
+        found = int(here.recv_bytes())
+    process.join()
+    return found
+
+
+def _measure(federation: Federation, link: Any) -> None:
+    torch.set_num_threads(federation.run.threads)
+    added = 0
+    with suppress(MedflError, RuntimeError, MemoryError), federation.scope():
+        start = _status("VmRSS")
+        name = max(federation.participants, key=lambda one: len(federation.work(one, "train")))
+        site = federation.site(name, 1)
+        batch = Shard(site.train.prepared, site.train.indices[: site.settings.batch_size])
+        network = site.model(site.initial_weights)
+        fit(network, replace(site, train=batch, settings=replace(site.settings, epochs=1)))
+        weights = sum(tensor.nbytes for tensor in snapshot(network).values())
+        added = max(0, _status("VmHWM") - start) + _NETWORKS * weights
+    link.send_bytes(str(added).encode())
+    os._exit(0)
+
+
+def _large(federation: Federation) -> bool:
+    """Tell whether a batch of training images has more than a million numbers."""
+    name = federation.participants[0]
+    x, _ = next(federation.site(name, 1).train.batches(1), (None, None))
+    return isinstance(x, torch.Tensor) and x.numel() * federation.run.batch_size > 1_000_000
+
+
+def _status(field: str) -> int:
+    """Return a field of this process's memory in bytes, 0 where the system does not tell."""
+    with suppress(OSError):
+        found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
+    return 0
