@@ -119,6 +119,9 @@ def _parser() -> _Parser:
     _add_concepts(verbs)
     report = _verb(verbs, "report", "write report.html of one or several run folders", _report)
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that medfl run wrote")
+    report.add_argument(
+        "--curves", type=Path, metavar="FILE.png", help="draw the metric of all of them against the bytes sent"
+    )
     return parser
 
 
@@ -284,6 +287,10 @@ def _report(options: Any) -> int:
     from medfl.report import write_report
 
     written = [str(write_report(folder)) for folder in options.folders]
+    if options.curves is not None:
+        from medfl.curves import write_curves
+
+        written.append(str(write_curves(options.folders, options.curves)))
     return _show(options, {"reports": written}, lambda: "\n".join(written))
 
 

@@ -117,9 +117,9 @@ def generated(images: Floats, classes: Sequence[str], round_: int, mark: str = "
     """
     rows, (count, _, height, width) = len(classes), images.shape
     columns, gap = count // rows, max(1, width // 16)
-    colours = np.moveaxis(images, 1, 3) if images.shape[1] == 3 else images.mean(1)[..., None].repeat(3, 3)
+    shades = np.moveaxis(images, 1, 3) if images.shape[1] == 3 else images.mean(1)[..., None].repeat(3, 3)
     mosaic = np.ones((rows * (height + gap) - gap, columns * (width + gap) - gap, 3))
-    for index, image in enumerate(colours):
+    for index, image in enumerate(shades):
         top, left = (index // columns) * (height + gap), (index % columns) * (width + gap)
         mosaic[top : top + height, left : left + width] = image.clip(0, 1)
     names = [shorten(name, 22) for name in classes]
@@ -217,7 +217,7 @@ def maps(
             _scatter(axes, points[len(real) :], made, len(classes), marker="^", s=34, edgecolors=INK, linewidths=0.7)
             axes.set(xticks=[], yticks=[], xlabel=axes_are[0], ylabel=axes_are[1])
             present = [c for c in range(len(classes)) if c in labels or c in made]
-            _legend(figure, [(_colours(len(classes))[c], classes[c]) for c in present], bool(len(synthetic)))
+            _legend(figure, [(colours(len(classes))[c], classes[c]) for c in present], bool(len(synthetic)))
 
         return draw
 
@@ -240,7 +240,7 @@ def maps(
 
 
 def _scatter(axes: Axes, points: Floats, labels: Labels, count: int, **style: Any) -> None:
-    for label, colour in enumerate(_colours(count)):
+    for label, colour in enumerate(colours(count)):
         own = points[labels == label]
         if len(own):
             axes.scatter(own[:, 0], own[:, 1], color=colour, **{"edgecolors": "none", **style})
@@ -286,9 +286,9 @@ def spectrum(features: Floats, labels: Labels, classes: Sequence[str], round_: i
     lines = {c: values[values > 1e-6 * max(1.0, values[0])] for c, values in found.items()}
 
     def draw(figure: Figure, axes: Axes) -> None:
-        colours = _colours(len(classes))
+        tones = colours(len(classes))
         for c, values in lines.items():
-            axes.semilogy(range(1, len(values) + 1), values, color=colours[c], linewidth=1.5, marker=".", markersize=4)
+            axes.semilogy(range(1, len(values) + 1), values, color=tones[c], linewidth=1.5, marker=".", markersize=4)
         axes.set(xlabel="number of the eigenvalue", ylabel="eigenvalue", xlim=(0, max(map(len, lines.values())) + 1))
         low, high = axes.get_ylim()
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
@@ -299,7 +299,7 @@ def spectrum(features: Floats, labels: Labels, classes: Sequence[str], round_: i
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         texts = {c: f": {imbalance(values):.3g} ({counts[c]})" for c, values in found.items()}
-        entries = [(colours[c], shorten(classes[c], _ENTRY - len(texts[c])) + texts[c]) for c in found]
+        entries = [(tones[c], shorten(classes[c], _ENTRY - len(texts[c])) + texts[c]) for c in found]
         _legend(figure, entries, title="variance of the eigenvalues as in FedMR's Table 7 (items)")
 
     return _picture(
@@ -329,14 +329,14 @@ def distances(values: Mapping[str, Sequence[tuple[int, float]]]) -> Picture | No
     from matplotlib.ticker import MaxNLocator
 
     def draw(figure: Figure, axes: Axes) -> None:
-        colours = _colours(len(drawn))
-        for colour, pairs in zip(colours, drawn.values(), strict=True):
+        tones = colours(len(drawn))
+        for colour, pairs in zip(tones, drawn.values(), strict=True):
             axes.plot(*zip(*pairs, strict=True), color=colour, linewidth=1.6, marker="o" if len(pairs) <= 12 else "")
         axes.set(xlabel="round", ylabel="distance", ylim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        _legend(figure, list(zip(colours, drawn, strict=True)))
+        _legend(figure, list(zip(tones, drawn, strict=True)))
 
     return _picture(
         "prototypes",
@@ -355,23 +355,43 @@ def distances(values: Mapping[str, Sequence[tuple[int, float]]]) -> Picture | No
 def _picture(
     name: str, title: str, caption: str, draw: Callable[[Figure, Axes], None], height: float, mark: str = ""
 ) -> Picture:
-    """Let `draw` fill a figure of this height in inches, and write it with its words."""
+    """Let `draw` fill a figure of this height in inches with one axes, below its title."""
+
+    def fill(figure: Figure) -> None:
+        figure.set_layout_engine("compressed")
+        figure.suptitle(title, size=11, weight="bold", color=INK)
+        axes = figure.subplots()
+        axes.tick_params(labelcolor=INK, color=SOFT)
+        draw(figure, axes)
+
+    return render(name, title, caption, (_WIDTH, height), fill, mark=mark)
+
+
+def render(
+    name: str,
+    title: str,
+    caption: str,
+    size: tuple[float, float],
+    fill: Callable[[Figure], None],
+    *,
+    dpi: int = _DPI,
+    mark: str = "",
+) -> Picture:
+    """Let `fill` draw on a figure of this size in inches, and write it with its words."""
     import matplotlib as mpl  # here: importing it takes longer than most verbs of the command line
     from matplotlib.figure import Figure
 
     words = {"Title": title, "Description": caption, "Mark": mark, "Software": None}
     file = io.BytesIO()
     with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white", layout="compressed")  # not pyplot's
-        figure.suptitle(title, size=11, weight="bold", color=INK)
-        axes = figure.subplots()
-        axes.tick_params(labelcolor=INK, color=SOFT)
-        draw(figure, axes)
+        figure = Figure(figsize=size, dpi=dpi, facecolor="white")  # not pyplot's
+        fill(figure)
         figure.savefig(file, format="png", metadata={key: word for key, word in words.items() if word != ""})
     return Picture(name, file.getvalue(), title, caption, mark)
 
 
-def _colours(count: int) -> list[Any]:
+def colours(count: int) -> list[Any]:
+    """Return as many colours that can be told apart."""
     import matplotlib as mpl
 
     if count <= 10:

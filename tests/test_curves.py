@@ -1,0 +1,75 @@
+"""Several runs against the bytes that they sent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medfl.cli import main
+from medfl.curves import _points, against_bytes, labels
+from medfl.errors import InputError
+from medfl.pictures import Picture
+from medfl.report import RunFolder
+
+
+def folder(root: Path, name: str, method: str = "fedavg", rounds: int = 3, sent: int = 1_000_000, **more: Any) -> Path:
+    """Write what the picture reads of a run: each round sends `sent` bytes each way, scored in odd rounds."""
+    path = root / name
+    path.mkdir()
+    run = {
+        "method": method, "bundle": "toy", "task": "classification", "key_metric": "accuracy", "rounds": rounds,
+        "data": {"source": "phantom"}, "partition": {"sites": {"a": {}}}, "options": {}, "classes": ["p", "q"], **more,
+    }  # fmt: skip
+    (path / "run.json").write_text(json.dumps(run))
+    entries = [
+        {"round": r, "bytes_up": sent, "bytes_down": sent, "val": {"accuracy": r / 10} if r % 2 else {}}
+        for r in range(1, rounds + 1)
+    ]
+    (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def test_points_are_the_scored_rounds_over_all_bytes_until_then(tmp_path: Path) -> None:
+    run = RunFolder.read(folder(tmp_path, "a"))
+    assert _points(run) == [(2.0, 0.1), (6.0, pytest.approx(0.3))]
+
+
+def test_runs_are_named_by_method_and_the_options_in_which_they_differ(tmp_path: Path) -> None:
+    options = [{"mu": 0.1, "tau": 1}, {"mu": 0.5, "tau": 1}, {"lam": 2}]
+    methods = ["moon", "moon", "ditto"]
+    runs = [
+        RunFolder.read(folder(tmp_path, str(i), method, options=given))
+        for i, (method, given) in enumerate(zip(methods, options, strict=True))
+    ]
+    assert labels(runs) == ["moon mu=0.1", "moon mu=0.5", "ditto"]
+
+
+def test_silent_runs_are_named_not_drawn(tmp_path: Path) -> None:
+    runs = [RunFolder.read(folder(tmp_path, "a")), RunFolder.read(folder(tmp_path, "b", "local", sent=0))]
+    picture = against_bytes(runs)
+    assert picture.title == "Accuracy against what was sent"
+    assert picture.caption.endswith("Not drawn, as they send nothing or were not scored: local.")
+    with pytest.raises(InputError, match="1 runs without rounds that were scored and sent bytes"):
+        against_bytes(runs[1:])
+
+
+def test_runs_with_different_metrics_are_not_compared(tmp_path: Path) -> None:
+    runs = [folder(tmp_path, "a"), folder(tmp_path, "b", key_metric="dice")]
+    with pytest.raises(InputError, match="runs judged by accuracy, dice; one picture shows one metric"):
+        against_bytes([RunFolder.read(run) for run in runs])
+
+
+def test_the_command_writes_the_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medfl.report.write_report", lambda run: run / "report.html")  # tests/test_report.py has it
+    runs = [str(folder(tmp_path, name, seed=seed)) for seed, name in enumerate("ab")]
+    file = tmp_path / "new" / "curves.png"
+    assert main(["report", *runs, "--curves", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(file)
+    assert Picture.read(file).title == "Accuracy against what was sent"
+    assert main(["report", *runs, "--curves", str(tmp_path / "curves.txt")]) == 2
+    assert "the curves are a PNG file" in capsys.readouterr().err
