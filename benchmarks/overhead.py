@@ -1,11 +1,13 @@
 """Seconds a round of `medfl run` against a bare PyTorch loop that does the same arithmetic.
 
-Both train FedAvg on 10 sites x 60 images of 28x28, batch 8, plain SGD, one thread, one process, evaluation off. The
-bare loop has its batches in memory and no framework at all: it copies weights into one network, trains, copies them out
-and averages. A round of medfl is what `federate` takes for one round more, so it includes everything that happens every
-round: broadcasts, checks, byte counts, logs, saved state.
+Both train FedAvg with plain SGD, one thread, one process, evaluation off. Two dimensions: 10 sites x 60 images of
+28x28, batch 8, a classifier. Three: 4 sites x 12 volumes of the hippocampus bundle's phantom, one patch of 24x40x24 a
+volume and epoch, batch 4, a U-Net with Dice + cross-entropy. The bare loop has its batches in memory and no framework
+at all: it copies weights into one network, trains, copies them out and averages. A round of medfl is what `federate`
+takes for one round more, so it includes everything that happens every round: patches drawn, broadcasts, checks, byte
+counts, logs, saved state.
 
-    python benchmarks/overhead.py [--json] [--rounds 6] [--repeats 5] [--networks small_cnn,resnet18]
+    python benchmarks/overhead.py [--json] [--rounds 6] [--repeats 5] [--networks small_cnn,resnet18,unet8]
 """
 
 from __future__ import annotations
@@ -15,21 +17,96 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from monai.losses import DiceCELoss
+from torch import Tensor, nn
 
 from medfl import datasets, networks
 from medfl.launch import federate
 from medfl.runtimes.pictures import Pictures
 
-SITES, IMAGES, BATCH, SIZE, CLASSES = 10, 60, 8, 28, 8
+SGD = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}
+Batch = tuple[Tensor, Tensor]
 
 
-def bare_rounds(network: str, sites: list[list[tuple[torch.Tensor, torch.Tensor]]], rounds: int) -> float:
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        bundle: shipped bundle whose phantom medfl trains on.
+        sites, images, batch: items of each site, and of a step.
+        shape: (C, H, W[, D]) of an input.
+        classes: outputs of the network.
+        loss: the bundle's.
+        phantom: arguments of the phantom cohort, large enough.
+        config: ids of the bundle that differ from its own.
+    """
+
+    bundle: str
+    sites: int
+    images: int
+    batch: int
+    shape: tuple[int, ...]
+    classes: int
+    loss: Callable[[], nn.Module]
+    phantom: dict[str, int]
+    config: dict[str, Any]
+
+    def network(self, name: str) -> nn.Module:
+        """Build the network that medfl builds."""
+        return networks.build(name, self.shape[0], self.classes, len(self.shape) - 1)
+
+    def batches(self) -> list[list[Batch]]:
+        """Return each site's batches, random numbers of the right shapes."""
+        generator = torch.Generator().manual_seed(0)
+        maps = (1, *self.shape[1:]) if self.network_makes_maps else ()
+        sizes = [self.batch] * (self.images // self.batch) + [self.images % self.batch]
+        return [
+            [
+                (
+                    torch.randn(n, *self.shape, generator=generator),
+                    torch.randint(self.classes, (n, *maps), generator=generator),
+                )
+                for n in sizes
+                if n
+            ]
+            for _ in range(self.sites)
+        ]
+
+    @property
+    def network_makes_maps(self) -> bool:
+        """Whether targets are maps of classes."""
+        return self.loss is not nn.CrossEntropyLoss
+
+
+PLANAR = Job("pbc", 10, 60, 8, (3, 28, 28), 8, nn.CrossEntropyLoss, {"per_class": 120, "size": 28}, {"image_size": 28})
+VOLUMES = Job(
+    "hippocampus",
+    4,
+    12,
+    4,
+    (1, 24, 40, 24),
+    3,
+    lambda: DiceCELoss(to_onehot_y=True, softmax=True),
+    {"per_class": 80},
+    {"patch_size": [24, 40, 24]},
+)
+
+
+def job_of(network: str) -> Job:
+    """Return what a network is timed on."""
+    return VOLUMES if network in networks.SEGMENTERS else PLANAR
+
+
+def bare_rounds(network: str, job: Job, sites: list[list[Batch]], rounds: int) -> float:
     """Return the seconds of `rounds` rounds of FedAvg without a framework."""
-    model = networks.build(network, 3, CLASSES)
-    loss_function = torch.nn.CrossEntropyLoss()
+    model, loss_function = job.network(network), job.loss()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     started = time.perf_counter()
     for _ in range(rounds):
@@ -48,66 +125,43 @@ def bare_rounds(network: str, sites: list[list[tuple[torch.Tensor, torch.Tensor]
                 if tensor.is_floating_point():
                     tensor.zero_()
                     for reply in replies:
-                        tensor.add_(reply[name], alpha=1 / SITES)
+                        tensor.add_(reply[name], alpha=1 / len(sites))
                 else:
                     tensor.copy_(replies[0][name])
     return time.perf_counter() - started
 
 
-def medfl_seconds(network: str, data: Path, partition: Path, rounds: int) -> float:
+def medfl_seconds(network: str, job: Job, data: Path, partition: Path, rounds: int) -> float:
     """Return the seconds of a whole `federate` call."""
+    requested = {
+        "data": str(data), "partition": f"file:{partition}", "rounds": rounds, "local_epochs": 1,
+        "batch_size": job.batch, "lr": 0.01, "eval_every": 0, "cohort": 1.0,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as out:
         started = time.perf_counter()
-        federate(
-            "pbc",
-            config={
-                "network": network,
-                "image_size": SIZE,
-                "optimizer": {
-                    "_target_": "torch.optim.SGD",
-                    "params": "$@network_def.parameters()",
-                    "lr": "@learning_rate",
-                },
-            },
-            requested={
-                "data": str(data),
-                "partition": f"file:{partition}",
-                "rounds": rounds,
-                "local_epochs": 1,
-                "batch_size": BATCH,
-                "lr": 0.01,
-                "eval_every": 0,
-                "cohort": 1.0,
-            },
-            jobs=1,
-            out=Path(out) / "run",
-        )
+        config = {"network": network, "optimizer": SGD, **job.config}
+        federate(job.bundle, config=config, requested=requested, jobs=1, out=Path(out) / "run")
         return time.perf_counter() - started
 
 
-def compare(network: str, data: Path, partition: Path, rounds: int, repeats: int) -> dict[str, object]:
+def compare(network: str, folder: Path, rounds: int, repeats: int) -> dict[str, object]:
     """Time both in turn and return the median of the pairs' ratios."""
-    generator = torch.Generator().manual_seed(0)
-    sites = [
-        [
-            (torch.randn(n, 3, SIZE, SIZE, generator=generator), torch.randint(CLASSES, (n,), generator=generator))
-            for n in [BATCH] * (IMAGES // BATCH) + [IMAGES % BATCH]
-        ]
-        for _ in range(SITES)
-    ]
-    bare_rounds(network, sites, 1)
-    medfl_seconds(network, data, partition, 1)
+    job = job_of(network)
+    data, partition = cohort(job, folder)
+    sites = job.batches()
+    bare_rounds(network, job, sites, 1)
+    medfl_seconds(network, job, data, partition, 1)
     bare, ours, start = [], [], []
     for _ in range(repeats):
-        first = bare_rounds(network, sites, rounds) / rounds
-        short = medfl_seconds(network, data, partition, 1)
-        ours.append((medfl_seconds(network, data, partition, 1 + rounds) - short) / rounds)
-        second = bare_rounds(network, sites, rounds) / rounds
+        first = bare_rounds(network, job, sites, rounds) / rounds
+        short = medfl_seconds(network, job, data, partition, 1)
+        ours.append((medfl_seconds(network, job, data, partition, 1 + rounds) - short) / rounds)
+        second = bare_rounds(network, job, sites, rounds) / rounds
         bare.append((first + second) / 2)
         start.append(short - ours[-1])
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
     return {
-        "name": f"overhead/{network}",
+        "name": f"overhead/{network}{'-3d' if job is VOLUMES else ''}",
         "ratio": statistics.median(ratios),
         "relative_to": "bare PyTorch loop, same arithmetic, batches in memory",
         "ratio_min": min(ratios),
@@ -118,25 +172,32 @@ def compare(network: str, data: Path, partition: Path, rounds: int, repeats: int
     }
 
 
+def cohort(job: Job, folder: Path) -> tuple[Path, Path]:
+    """Draw a phantom and divide as many of its training items as the job takes; return both."""
+    data, partition = folder / job.bundle, folder / f"{job.bundle}.csv"
+    if not data.exists():
+        datasets.write_phantom(job.bundle, data, **job.phantom)
+        items = datasets.datalist(job.bundle, data, "train")
+        wanted = job.sites * job.images
+        assert len(items) >= wanted, (len(items), wanted)
+        rows = [f"{item['id']},site-{index % job.sites + 1}" for index, item in enumerate(items[:wanted])]
+        partition.write_text("id,site\n" + "\n".join(rows) + "\n")
+    return data, partition
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--networks", default="small_cnn,resnet18")
+    parser.add_argument("--networks", default="small_cnn,resnet18,unet8")
     options = parser.parse_args()
     torch.set_num_threads(1)
     Pictures.finish = lambda *_: None  # type: ignore[method-assign]  # they are drawn once a run, and are no round
     with tempfile.TemporaryDirectory() as folder:
-        data = datasets.write_phantom("pbc", Path(folder) / "pbc", per_class=120, size=SIZE)
-        items = datasets.datalist("pbc", data, "train")
-        assert len(items) >= SITES * IMAGES, len(items)
-        partition = Path(folder) / "partition.csv"
-        rows = [f"{item['id']},site-{index % SITES + 1}" for index, item in enumerate(items[: SITES * IMAGES])]
-        partition.write_text("id,site\n" + "\n".join(rows) + "\n")
         table = [
-            compare(name, data, partition, options.rounds, options.repeats) for name in options.networks.split(",")
+            compare(name, Path(folder), options.rounds, options.repeats) for name in options.networks.split(",")
         ]
     if options.json:
         print(json.dumps(table))

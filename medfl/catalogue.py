@@ -297,7 +297,7 @@ def bundles_text(document: Document, width: int = terminal.WIDTH) -> str:
     )
     return "\n".join(
         [
-            *terminal.table(head, rows, width, ("licence", "pixels")),
+            *terminal.table(head, rows, width, ("licence", "pixels", "network")),
             "",
             *(line for text in legend for line in textwrap.wrap(text, width)),
         ]
@@ -311,8 +311,9 @@ def _bundle_page(entry: Document, width: int) -> str:
         "phantom": f"a PHANTOM cohort in {data['folder']}",
         "phantom only": "no images below $MEDFL_DATA: runs use a PHANTOM cohort unless --data names a folder",
     }[data["status"]]
-    same = entry["class_names"] == entry["concepts"]
-    classes = [f"{n}" if same else f"{n} ({c})" for n, c in zip(entry["class_names"], entry["concepts"], strict=True)]
+    concepts = entry["concepts"] or entry["class_names"]  # a mask's values have no other words
+    named = zip(entry["class_names"], concepts, strict=True)
+    classes = [key if concepts == entry["class_names"] else f"{key} ({words})" for key, words in named]
     facts = {
         "task": f"{entry['task']}, {entry['channels']} channel{'s' * (entry['channels'] > 1)}, "
         f"{entry['image_size']} pixels a side",

@@ -209,6 +209,10 @@ def _add_run(verbs: Any) -> None:
     output.add_argument(
         "--with-local", action="store_true", help="first train each site alone with the same steps, as its reference"
     )
+    output.add_argument(
+        "--save-predictions", action="store_true",
+        help="segmentation: write the predicted masks of the test images as NIfTI or PNG, in their files' geometry",
+    )  # fmt: skip
     output.add_argument("--quiet", action="store_true", help="say nothing but errors while running")
 
 
@@ -234,6 +238,7 @@ def _run(options: Any) -> int:
         source=options.source,
         jobs=jobs,
         with_local=options.with_local,
+        save_predictions=options.save_predictions,
         progress=sys.stderr.isatty() and not options.quiet,
         command="medfl " + shlex.join(options.given),
         say=str if options.quiet else _log,

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from ignite.engine import Engine
 from ignite.exceptions import NotComputableError
-from monai.data import decollate_batch
+from monai.data import MetaTensor, decollate_batch
 from monai.handlers import IgniteMetricHandler
+from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.errors import RunError
+from medfl.errors import InputError, MedflError, RunError
 from medfl.metrics import Cases
-from medfl.prepared import Shard
+from medfl.prepared import Prepared, Shard, Stacked
+from medfl.segmentation import DISTANCES, channel_scores, scores
+
+_BATCH, _PIXELS = 16, 16 * 256 * 256  # items of a batch of masks at most, and their pixels
+
+
+class Masks(NamedTuple):
+    """Prediction and reference of one case, (H, W[, D]) class indices, and the number of classes."""
+
+    prediction: Tensor
+    reference: Tensor
+    classes: int
 
 
 class Evaluator(Protocol):
     """Scores a network on a shard."""
 
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device) -> Cases:
-        """Return one outcome per item, in the shard's order; the network is put in evaluation mode."""
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, thorough: bool = False) -> Cases:
+        """Return one outcome per item, in the shard's order; the network is put in evaluation mode.
+
+        Args:
+            network: what is scored.
+            shard: on which items.
+            device: where the network is.
+            thorough: also compute what would take longer than training if it were done every round.
+        """
 
 
 @dataclass(frozen=True)
@@ -40,7 +61,7 @@ class ClassEvaluator:
     ends_in_sigmoid: bool = False
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, thorough: bool = False) -> Cases:
         """Return "probabilities" (N, K), "label" (N,) and "loss" (N,)."""
         network.eval()
         rows: list[Tensor] = []
@@ -61,14 +82,101 @@ class ClassEvaluator:
         return Cases(tuple(shard.ids), values)
 
 
+@dataclass(frozen=True)
+class MaskEvaluator:
+    """Segmentation into K classes: the metrics of `medfl.segmentation` and the loss, each of a whole case.
+
+    The predicted class is that of the largest logit; a network with one output is read as the logit of class 1.
+
+    Attributes:
+        loss: (logits (1, K, H, W[, D]), target) -> loss.
+        classes: K names, the background's first.
+        inferer: (inputs, network) -> logits of whole images, e.g. a sliding window.
+        tolerance: of the surface Dice, in the unit of the images' spacing.
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    classes: tuple[str, ...]
+    inferer: Callable[..., Any]
+    tolerance: float = 1.0
+
+    @torch.no_grad()
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, thorough: bool = False) -> Cases:
+        """Return one (N,) tensor per metric; HD95 and surface Dice only if `thorough`.
+
+        Raises:
+            InputError: a reference mask has a value that is no class; names the item.
+            RunError: inferer or loss fail on a case, or the output is not finite; names it.
+        """
+        rows = []
+        for index, (logits, y) in zip(shard.indices.tolist(), self._outputs(network, shard, device), strict=True):
+            (ident,) = shard.prepared.ids([index])
+            prediction, reference, count = self._masks(ident, logits, y)
+            spacing = _spacing(shard.prepared, index, reference.ndim)
+            row = scores(prediction, reference, self._names(count), spacing, self.tolerance, distances=thorough)
+            with _named(ident):
+                rows.append({**row, "loss": float(self.loss(logits, y))})
+        return _cases(shard, rows)
+
+    @torch.no_grad()
+    def masks(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[Masks]:
+        """Yield what the network predicts for each item, and its reference."""
+        for ident, (logits, y) in zip(shard.ids, self._outputs(network, shard, device), strict=True):
+            yield self._masks(ident, logits, y)
+
+    def _outputs(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield logits (1, K, H, W[, D]) and target (1, ...) of each item."""
+        network.eval()
+        ids, done = shard.ids, 0
+        for x, y in shard.batches(self._batch_size(shard.prepared)):
+            with _named(ids[done]):
+                logits = self.inferer(x.to(device), network).float()
+            y = y.to(device)
+            yield from ((logits[i : i + 1], y[i : i + 1]) for i in range(len(y)))
+            done += len(y)
+
+    def _batch_size(self, prepared: Prepared) -> int:
+        """Return how many items are inferred at once: a power of two, so that no multiple of 16 cuts a batch."""
+        if not isinstance(prepared, Stacked) or type(self.inferer) is not SimpleInferer:
+            return 1
+        fitting = _PIXELS // max(1, math.prod(prepared.inputs.shape[2:]))
+        return int(2 ** math.floor(math.log2(min(_BATCH, max(1, fitting)))))
+
+    def _names(self, count: int) -> tuple[str, ...]:
+        return self.classes if len(self.classes) == count else tuple(f"class {index}" for index in range(count))
+
+    def _masks(self, ident: str, logits: Tensor, y: Tensor) -> Masks:
+        if not logits.isfinite().all():
+            raise RunError(f"the model's output is not finite for case {ident!r}")
+        channels, classes = logits.shape[1], max(2, logits.shape[1])
+        predicted = (logits.argmax(1) if channels > 1 else logits[:, 0] > 0)[0].to(torch.uint8).cpu()
+        reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()
+        low, high = int(reference.min()), int(reference.max())
+        if low < 0 or high >= classes:
+            raise InputError(
+                f"the reference mask of item {ident!r} has the value {low if low < 0 else high}",
+                f"the network has {classes} classes: values 0 to {classes - 1}",
+                "correct the mask, or the bundle's number of classes",
+            )
+        if predicted.shape != reference.shape:
+            raise RunError(
+                f"the model's output for case {ident!r} is {_sides(predicted)}, its reference mask {_sides(reference)}"
+            )
+        return Masks(predicted, reference.to(torch.uint8), classes)
+
+
 class CaseEvaluator:
-    """Any other task: the bundle's own inferer, postprocessing and key metric, case by case.
+    """Any other task, and bundles that are not ours: their own inferer, postprocessing and key metric, case by case.
+
+    Of a segmentation the metrics of `medfl.segmentation` come with it, in so far as its key metric has not their name:
+    where postprocessing makes "pred" and "label" binary channels of the image's size, else they are NaN.
 
     Args:
         name: the metric's name in results.
         metric: an ignite metric over a list of {"image", "label", "pred"}, or (prediction, target) -> loss.
         inferer: (inputs, network) -> prediction, e.g. a sliding window.
         postprocessing: dictionary transform over "image", "label" and "pred", or None.
+        tolerance: of the surface Dice, in the unit of the images' spacing; None: it is no segmentation.
     """
 
     def __init__(
@@ -77,40 +185,69 @@ class CaseEvaluator:
         metric: Any,
         inferer: Callable[..., Any],
         postprocessing: Callable[[Any], Any] | None = None,
+        tolerance: float | None = None,
     ) -> None:
         """Hang the metric on an engine of its own: MONAI's metrics report details there."""
-        self.name, self.inferer, self.postprocessing = name, inferer, postprocessing
+        self.name, self.inferer, self.postprocessing, self.tolerance = name, inferer, postprocessing, tolerance
         self._engine = Engine(lambda engine, batch: None)
         self._metric = metric
         if hasattr(metric, "attach"):
             metric.attach(self._engine, name)
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device) -> Cases:
-        """Return the metric's value per case (N,), NaN where it is not defined.
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, thorough: bool = False) -> Cases:
+        """Return the metric's value per case (N,), NaN where it is not defined, and those of a segmentation.
 
         Raises:
             RunError: inferer, postprocessing or metric fail on a case; names it.
         """
-        network.eval()
-        ids, scores = shard.ids, []
-        for x, y in shard.batches(1):
-            x, y = (value.to(device) if isinstance(value, Tensor) else value for value in (x, y))
-            try:
-                scores.append(self._score(x, y, self.inferer(x, network)))
-            except Exception as error:
-                raise RunError(
-                    f"the bundle's validation fails on item {ids[len(scores)]!r}: {type(error).__name__}: {error}"
-                ) from error
-        return Cases(tuple(ids), {self.name: torch.tensor(scores, dtype=torch.float64)})
+        rows = []
+        outputs = self._outputs(network, shard, device)
+        for index, (x, y, prediction) in zip(shard.indices.tolist(), outputs, strict=True):
+            with _named(*shard.prepared.ids([index])):
+                cases = self._processed(x, y, prediction)
+                row = {self.name: self._score(cases, y, prediction)}
+                if self.tolerance is not None:
+                    row = {**self._mask_row(x, cases, shard.prepared, index, thorough), **row}
+                rows.append(row)
+        return _cases(shard, rows)
 
-    def _score(self, x: Any, y: Any, prediction: Any) -> float:
+    @torch.no_grad()
+    def masks(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[Masks | None]:
+        """Yield prediction and reference of each item, None where they are no classes that exclude each other."""
+        for ident, (x, y, prediction) in zip(shard.ids, self._outputs(network, shard, device), strict=True):
+            with _named(ident):
+                pair = _channels(x, self._processed(x, y, prediction))
+            yield None if pair is None else _indices(*pair)
+
+    def _outputs(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield input, target and prediction of each item, batches of one."""
+        network.eval()
+        for ident, (x, y) in zip(shard.ids, shard.batches(1), strict=True):
+            x, y = (value.to(device) if isinstance(value, Tensor) else value for value in (x, y))
+            with _named(ident):
+                prediction = self.inferer(x, network)
+            yield x, y, prediction
+
+    def _processed(self, x: Any, y: Any, prediction: Any) -> list[Any]:
+        if not hasattr(self._metric, "attach") and self.tolerance is None:
+            return []
+        cases = decollate_batch({"image": x, "label": y, "pred": prediction})
+        return [self.postprocessing(case) if self.postprocessing else case for case in cases]
+
+    def _mask_row(
+        self, x: Any, cases: Sequence[Any], prepared: Prepared, index: int, thorough: bool
+    ) -> dict[str, float]:
+        pair = _channels(x, cases)
+        if pair is None or self.tolerance is None:
+            return dict.fromkeys(("dice", "pixel_accuracy", *(DISTANCES if thorough else ())), math.nan)
+        spacing = _spacing(prepared, index, x.ndim - 2)
+        return channel_scores(*pair, spacing, self.tolerance, distances=thorough)
+
+    def _score(self, cases: list[Any], y: Any, prediction: Any) -> float:
         if not hasattr(self._metric, "attach"):
             return float(self._metric(prediction, y))
-        cases = decollate_batch({"image": x, "label": y, "pred": prediction})
-        self._engine.state.output = [  # type: ignore[assignment]
-            self.postprocessing(case) if self.postprocessing else case for case in cases
-        ]
+        self._engine.state.output = cases  # type: ignore[assignment]
         self._metric.started(self._engine)
         self._metric.iteration_completed(self._engine)
         try:
@@ -123,3 +260,51 @@ class CaseEvaluator:
             return float("nan")
         parts = list(value.values()) if isinstance(value, Mapping) else value
         return float(torch.as_tensor(parts, dtype=torch.float64).nanmean())
+
+
+@contextmanager
+def _named(ident: str) -> Iterator[None]:
+    """Tell in one line on which case something of the bundle fails."""
+    try:
+        yield
+    except MedflError:
+        raise
+    except Exception as error:
+        raise RunError(f"the bundle's validation fails on item {ident!r}: {type(error).__name__}: {error}") from error
+
+
+def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
+    names = rows[0] if rows else ()
+    values = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in names}
+    return Cases(tuple(shard.ids), values)
+
+
+def _spacing(prepared: Prepared, index: int, dimensions: int) -> tuple[float, ...]:
+    """Return the distances between an item's pixels; 1 where the transforms do not keep track."""
+    spacing = prepared.geometry[index].spacing if prepared.geometry else ()
+    return spacing if len(spacing) == dimensions else (1.0,) * dimensions
+
+
+def _channels(x: Any, cases: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+    """Return a processed case's prediction and label (C, H, W[, D]) if they are binary and of the image's size."""
+    if not isinstance(x, Tensor) or len(cases) != 1 or not isinstance(cases[0], Mapping):
+        return None
+    pair: list[Any] = [cases[0].get(key) for key in ("pred", "label")]
+    if not all(isinstance(value, Tensor) and value.shape[1:] == x.shape[2:] for value in pair):
+        return None
+    if len(pair[0]) != len(pair[1]) or not all(((value == 0) | (value == 1)).all() for value in pair):
+        return None
+    prediction, label = (value.as_tensor() if isinstance(value, MetaTensor) else value for value in pair)
+    return prediction.to(torch.uint8).cpu(), label.to(torch.uint8).cpu()
+
+
+def _indices(prediction: Tensor, reference: Tensor) -> Masks | None:
+    """Return channels (C, H, W[, D]) as class indices, None where several of them hold at once."""
+    if len(reference) == 1:
+        return Masks(prediction[0], reference[0], 2)
+    one_hot = all(bool((value.sum(0) == 1).all()) for value in (prediction, reference))
+    return Masks(prediction.argmax(0), reference.argmax(0), len(reference)) if one_hot else None
+
+
+def _sides(mask: Tensor) -> str:
+    return " x ".join(map(str, mask.shape))

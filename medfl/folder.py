@@ -96,7 +96,7 @@ class RunFolder:
         sites: dict[str, str] = dict((self.manifest() or {"sites": {}})["sites"])
         save_state(self.state / server_file, server)
         for name, state in changed.items():
-            sites[name] = f"{round_:06d}-site-{_safe(name)}.safetensors"
+            sites[name] = f"{round_:06d}-site-{safe(name)}.safetensors"
             save_state(self.state / sites[name], state)
         write_atomic(
             self.state / _MANIFEST,
@@ -186,6 +186,15 @@ class RunFolder:
             raise RunError(f"cannot make {path.parent}: {error.strerror}; continue with --resume") from error
         write_atomic(path, png)
 
+    def predictions(self, site: str) -> Path:
+        """Return the folder of a site's predicted masks, making it."""
+        path = self.path / "predictions" / safe(site)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot make {path}: {error.strerror}; continue with --resume") from error
+        return path
+
     def _json(self, name: str, document: Mapping[str, Any]) -> None:
         write_atomic(self.path / name, (json.dumps(document, indent=1, default=list) + "\n").encode())
 
@@ -209,7 +218,7 @@ def _leftover(path: Path) -> bool:
     return path.name == ".run.json.tmp" or (path.name == "state" and path.is_dir() and not any(path.iterdir()))
 
 
-def _safe(name: str) -> str:
-    """Make a site name a file name; different names stay different."""
+def safe(name: str) -> str:
+    """Make a name (of a site, of a case) a file name; different names stay different."""
     plain = urllib.parse.quote(name, safe="").replace(".", "%2E")
     return plain if len(plain) <= 100 else f"{plain[:80]}%{hashlib.sha256(name.encode()).hexdigest()[:12]}"

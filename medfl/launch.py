@@ -40,6 +40,7 @@ def federate(
     source: str | Path | None = None,
     jobs: int | None = None,
     with_local: bool = False,
+    save_predictions: bool = False,
     progress: bool = False,
     command: str = "medfl.federate(...)",
     say: Say = str,
@@ -56,6 +57,7 @@ def federate(
         source: run.json of a recorded run to repeat.
         jobs: worker processes; None: the cores, at most the cohort and what fits in memory.
         with_local: run the method Local first, into `out`/local, as each site's reference.
+        save_predictions: write the masks that are predicted for the test items, on the grid of their images' files.
         progress: show bars on stderr.
         command: what run.json says about how it was made.
         say: where lines for the user go.
@@ -69,6 +71,8 @@ def federate(
         RunFolder.refuse_used(Path(out), _BESIDE)
     made = _plan(bundle, options or {}, config or {}, requested, out, resume, source, say)
     run = made.run
+    if save_predictions:
+        _refuse_unsaved(made)
     path = Path(out) if out else Path("runs") / f"{made.bundle.name}-{run.method.rpartition('.')[2]}-{run.seed}"
     if not resume:
         RunFolder.refuse_used(path, _BESIDE)
@@ -78,6 +82,8 @@ def federate(
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with _threads(run.threads):
         federation = Federation(made.bundle, made.method, run, jobs=workers, progress=progress)
+        if save_predictions:
+            _refuse_unplaced(federation)
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
         execute = partial(_execute, jobs=workers, progress=progress, command=command, say=say)
         if with_local and run.method != "local":
@@ -89,7 +95,7 @@ def federate(
                 local, Federation(local.bundle, local.method, local.run, prepared=federation.sections), path / "local"
             )
             say(f"now {run.method}")
-        summary = execute(made, federation, path)
+        summary = execute(made, federation, path, save_predictions=save_predictions)
         if with_local and run.method != "local":
             summary = _add_local(path)
     write_report(path)
@@ -145,8 +151,38 @@ def _refuse_other(asked: Run, recorded: Run) -> None:
         )
 
 
+def _refuse_unsaved(made: Plan) -> None:
+    """Raise an InputError if the bundle predicts no masks."""
+    if made.bundle.task != "segmentation":
+        raise InputError(
+            f"--save-predictions with bundle {made.bundle.name!r}, a {made.bundle.task} task",
+            "masks are predicted in segmentation",
+            "leave it out; predictions.csv is written in any case",
+        )
+
+
+def _refuse_unplaced(federation: Federation) -> None:
+    """Raise an InputError if it is not known where the test images' pixels lie in their files."""
+    prepared = federation.sections["test"]
+    if len(prepared.geometry) != len(prepared):
+        raise InputError(
+            f"--save-predictions with bundle {federation.bundle.name!r}, whose test images do not say where their "
+            "pixels lie in the files",
+            "its validation transforms keep the image's metadata (original_affine, spatial_shape) and draw nothing",
+            "leave it out, or read the images with LoadImaged and keep track_meta",
+        )
+
+
 def _execute(
-    made: Plan, federation: Federation, path: Path, *, jobs: int, progress: bool, command: str, say: Say
+    made: Plan,
+    federation: Federation,
+    path: Path,
+    *,
+    jobs: int,
+    progress: bool,
+    command: str,
+    say: Say,
+    save_predictions: bool = False,
 ) -> dict[str, Any]:
     """Run a plan in a new folder, or continue the run that is there (`federate` has refused other folders)."""
     resume = (path / "run.json").is_file()
@@ -155,7 +191,8 @@ def _execute(
         _refuse_other(made.run, folder.read_run()[0])
     folder.write_run(made.run, made.extra(command))
     partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")
-    return Simulator(federation, folder, jobs=jobs, progress=progress, say=say).execute(resume)
+    simulator = Simulator(federation, folder, jobs=jobs, progress=progress, say=say, save_predictions=save_predictions)
+    return simulator.execute(resume)
 
 
 @contextmanager

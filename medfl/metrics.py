@@ -40,10 +40,27 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             Metric("f1_macro", "Macro F1", "mean F1 over the classes present in the reference or predicted"),
             Metric("auroc", "AUROC", "mean one-versus-rest area under the ROC curve; if two classes, the second's"),
             Metric("loss", "Loss", "mean of the bundle's loss over the cases", higher_is_better=False),
-            Metric("dice", "Dice", "overlap 2|A∩B| / (|A|+|B|) per case, averaged"),
-            Metric("hd95", "HD95", "95th percentile of surface distances per case, averaged", higher_is_better=False),
-            Metric("surface_dice", "Surface Dice", "share of surface within tolerance per case, averaged"),
-            Metric("pixel_accuracy", "Pixel accuracy", "share of pixels of the right class per case, averaged"),
+            Metric(
+                "dice",
+                "Dice",
+                "overlap 2|A∩B| / (|A|+|B|), mean over the structures of a case, then over cases; 1 for a structure "
+                "that neither mask has, 0 where one has it",
+            ),
+            Metric(
+                "hd95",
+                "HD95",
+                "95th percentile of surface distances, in mm or, where the file knows none, in its pixels, mean over "
+                "the structures of a case, then over cases; 0 for a structure that neither mask has, the image's "
+                "diagonal where one has it",
+                higher_is_better=False,
+            ),
+            Metric(
+                "surface_dice",
+                "Surface Dice",
+                "share of both surfaces within the bundle's surface_tolerance of the other, mean over the structures "
+                "of a case, then over cases; 1 for a structure that neither mask has, 0 where one has it",
+            ),
+            Metric("pixel_accuracy", "Pixel accuracy", "share of a case's pixels of the right class, mean over cases"),
         )
     }
 )
@@ -66,8 +83,11 @@ def higher_is_better(name: str) -> bool:
 
 
 def title(name: str) -> str:
-    """Return the metric's name as people write it."""
-    return METRICS[name].title if name in METRICS else name.replace("_", " ")
+    """Return the metric's name as people write it; `dice_<name>` is the Dice of one structure."""
+    if name in METRICS:
+        return METRICS[name].title
+    first, *others = name.split("_")
+    return " ".join([METRICS[first].title if first == "dice" else first, *others])
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +164,9 @@ def summarise(cases: Cases) -> dict[str, float]:
     `METRICS` defines them. Classes without a case, or without any other case, do not enter the mean of `auroc`;
     where no class is left (one class present) it is left out.
 
-    Other tasks: the mean over cases of each value. Cases whose value is NaN are ignored; if there are any,
-    `<name>_cases` says how many entered the mean, and if all are, the metric is left out.
+    Other tasks: the mean over cases of each value, so that every case counts the same whatever its size. Cases whose
+    value is NaN are ignored; if there are any, `<name>_cases` says how many entered the mean, and if all are, the
+    metric is left out.
 
     Raises:
         InputError: a label is outside the classes.

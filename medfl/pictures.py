@@ -6,6 +6,7 @@ K classes with their names; features are (N, d) float arrays with class indices 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ Labels = np.ndarray[Any, np.dtype[np.int64]]
 TOP = 50
 """Eigenvalues that FedMR's Table 7 counts."""
 _BEFORE, _BEHIND = ("text-embeddings",), ("features-pca", "features-tsne", "spectrum")
+_GRID = re.compile(r"generated-\d+")
 _GRIDS = 4  # grids of generated images that a report shows
 _WIDTH, _DPI = 4.8, 200  # inches and dots: twice what a column of the report is wide
 _LETTER = 0.085  # inches a letter takes
@@ -78,12 +80,12 @@ class Picture:
     @property
     def kind(self) -> str:
         """The name without a round."""
-        return self.name.rstrip("0123456789").rstrip("-")
+        return "generated" if _GRID.fullmatch(self.name) else self.name
 
 
 def grids(folder: Path) -> list[tuple[int, Path]]:
     """Return round and file of each grid of generated images in a run folder, by round."""
-    paths = [path for path in (folder / "pictures").glob("generated-*.png") if path.stem[10:].isdecimal()]
+    paths = [path for path in (folder / "pictures").glob("generated-*.png") if _GRID.fullmatch(path.stem)]
     return sorted((int(path.stem[10:]), path) for path in paths)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from medfl import charts, metrics, pictures, terminal
+from medfl import charts, metrics, overlays, pictures, terminal
 from medfl.errors import InputError
 from medfl.storage import write_atomic
 
@@ -334,10 +334,14 @@ def _confusion(folder: RunFolder) -> dict[str, Any] | None:
 def _pictures(folder: RunFolder) -> dict[str, Any]:
     try:
         found, more = pictures.shown(folder.path)
+        cases, others = overlays.shown(folder.path)
     except OSError as error:
         raise _damaged(folder.path / "pictures", f"cannot be shown: {error}") from None
-    shown = [(picture.title, picture.caption, base64.b64encode(picture.png).decode()) for picture in found]
-    return {"pictures": shown, "more_pictures": more}
+    shown, segmented = (
+        [(picture.title, picture.caption, base64.b64encode(picture.png).decode()) for picture in some]
+        for some in (found, cases)
+    )
+    return {"pictures": shown, "more_pictures": more, "segmented": segmented, "more_sites": others}
 
 
 def _charts(folder: RunFolder) -> list[dict[str, Any]]:

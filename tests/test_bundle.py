@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from medfl import datasets
 from medfl.bundle import Bundle, shipped
 from medfl.errors import InputError
 from medfl.evaluation import CaseEvaluator, ClassEvaluator
-from medfl.metrics import higher_is_better
+from medfl.metrics import KEY_METRICS, higher_is_better
 
 Edit = Callable[[dict[str, Any]], object]
 
@@ -339,8 +340,12 @@ def test_notes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", shipped())
 def test_shipped(name: str) -> None:
     """Task, classes and network of a shipped bundle are known without its data."""
-    bundle = Bundle(name, {"network": "small_cnn", "image_size": 28})
-    assert (bundle.task, bundle.key_metric) == ("classification", "balanced_accuracy")
+    task = datasets.get(name).task
+    network = "small_cnn" if task == "classification" else "unet8"
+    bundle = Bundle(name, {"network": network, "image_size": 28})
+    assert (bundle.task, bundle.key_metric) == (task, KEY_METRICS[task])
     assert bundle.notes == ()
-    images = torch.rand(2, int(bundle.get("in_channels")), 28, 28)
-    assert bundle.network()(images).shape == (2, bundle.get("num_classes"))
+    convolution = next(m for m in bundle.network().modules() if isinstance(m, nn.Conv2d | nn.Conv3d))
+    sides = (28,) * (3 if isinstance(convolution, nn.Conv3d) else 2)
+    images = torch.rand(2, int(bundle.get("in_channels")), *sides)
+    assert bundle.network()(images).shape == (2, bundle.get("num_classes"), *(sides if task == "segmentation" else ()))

@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import ignite.metrics
+import numpy as np
 import pytest
 import torch
 from monai.handlers import MeanDice, MeanSquaredError, from_engine
 from monai.inferers import SimpleInferer, SlidingWindowInferer
+from monai.losses import DiceCELoss
 from monai.transforms import AsDiscreted, Compose
 from torch import nn
 
-from medfl.errors import RunError
-from medfl.evaluation import CaseEvaluator, ClassEvaluator
+from medfl.bundle import Bundle
+from medfl.errors import InputError, RunError
+from medfl.evaluation import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.metrics import summarise
-from medfl.prepared import Shard, Stacked
+from medfl.prepared import Geometry, Sampled, Shard, Stacked
+from medfl.segmentation import scores
 
 CPU = torch.device("cpu")
 PAIR = from_engine(["pred", "label"])
@@ -97,3 +101,193 @@ def test_failure_names_the_case() -> None:
     evaluate = CaseEvaluator("dice", MeanDice(output_transform=PAIR), SimpleInferer(), refuse)
     with pytest.raises(RunError, match="fails on item 'i0': KeyError: 'missing'"):
         evaluate(nn.Identity(), shard(*masks()), CPU)
+
+
+# Masks
+
+STRUCTURES = ("background", "wall", "pool")
+LOSS = DiceCELoss(to_onehot_y=True, softmax=True)
+
+
+def evaluator(inferer: Any = None, tolerance: float = 1.0) -> MaskEvaluator:
+    return MaskEvaluator(LOSS, STRUCTURES, inferer or SimpleInferer(), tolerance)
+
+
+def maps(count: int = 5, side: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits that are inputs and outputs of `nn.Identity`, and reference masks."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(count, 3, side, side, generator=draw), torch.randint(3, (count, 1, side, side), generator=draw)
+
+
+def one_by_one(x: torch.Tensor, y: torch.Tensor) -> Shard:
+    """The same items in a form that cannot be batched."""
+    items = [{"id": f"i{n}"} for n in range(len(x))]
+    prepared = Sampled(items, lambda i: (x[i], y[i]), None, lambda b: [torch.stack(p) for p in zip(*b)], tuple)  # noqa: B905
+    return Shard.of(prepared, range(len(x)))
+
+
+def test_masks_are_scored_case_by_case() -> None:
+    x, y = maps()
+    cases = evaluator(tolerance=2.0)(nn.Identity(), shard(x, y), CPU, thorough=True)
+    assert cases.ids == ("i0", "i1", "i2", "i3", "i4")
+    for index in range(5):
+        expected = scores(x[index].argmax(0), y[index, 0], STRUCTURES, (1, 1), 2.0, distances=True)
+        expected["loss"] = float(LOSS(x[index : index + 1], y[index : index + 1]))
+        assert {name: float(values[index]) for name, values in cases.values.items()} == pytest.approx(expected)
+    assert {values.dtype for values in cases.values.values()} == {torch.float64}
+    assert summarise(cases)["dice"] == pytest.approx(float(cases.values["dice"].mean()))
+
+
+def test_distances_only_when_thorough() -> None:
+    quick = evaluator()(nn.Identity(), shard(*maps()), CPU)
+    assert list(quick.values) == ["dice", "dice_wall", "dice_pool", "pixel_accuracy", "loss"]
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "batches"), [(20, (8, 8), [16, 4]), (3, (600, 500), [2, 1]), (2, (128, 128, 96), [1, 1])]
+)
+def test_batches_of_masks_fit(count: int, shape: tuple[int, ...], batches: list[int]) -> None:
+    """At most 16 items and about a million pixels; powers of two, so that no multiple of 16 items cuts a batch."""
+    seen: list[int] = []
+
+    class Watched(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(x))
+            return x
+
+    x = torch.zeros(count, 2, *shape)
+    list(evaluator().masks(Watched(), shard(x, x[:, :1].long()), CPU))
+    assert seen == batches
+
+
+def test_batches_change_nothing() -> None:
+    x, y = maps()
+    network = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    whole, single = (evaluator()(network, items, CPU) for items in (shard(x, y), one_by_one(x, y)))
+    assert whole.ids == single.ids
+    assert all(torch.allclose(whole.values[name], single.values[name]) for name in whole.values)
+    assert not network.training
+
+
+def test_windows_see_the_whole_case() -> None:
+    x, y = maps()
+    windows = evaluator(SlidingWindowInferer((5, 5), overlap=0.25))(nn.Identity(), shard(x, y), CPU)
+    whole = evaluator()(nn.Identity(), shard(x, y), CPU)
+    assert torch.equal(windows.values["dice"], whole.values["dice"])
+
+
+def test_one_output_and_one_hot_references() -> None:
+    """A single logit is that of class 1; a reference may be given as one channel a class."""
+    x, y = maps()
+    one = MaskEvaluator(nn.BCEWithLogitsLoss(), ("background", "lung"), SimpleInferer())
+    cases = one(nn.Identity(), shard(x[:, :1], (y > 0).float()), CPU)
+    both = MaskEvaluator(LOSS, ("background", "lung"), SimpleInferer())
+    two = torch.cat([torch.zeros_like(x[:, :1]), x[:, :1]], 1)
+    assert torch.equal(cases.values["dice"], both(nn.Identity(), shard(two, (y > 0).long()), CPU).values["dice"])
+    channels = nn.functional.one_hot(y[:, 0], 3).movedim(-1, 1)
+    found = MaskEvaluator(nn.functional.mse_loss, STRUCTURES, SimpleInferer())
+    again = found(nn.Identity(), shard(x, channels.float()), CPU)
+    assert torch.equal(again.values["dice"], evaluator()(nn.Identity(), shard(x, y), CPU).values["dice"])
+
+
+def test_distances_are_in_the_unit_of_the_affine() -> None:
+    """An affine that turns the axes and makes the first of them 3 mm a step."""
+    x, y = maps()
+    affine = np.array([[0, -1, 0, 7], [3, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1.0]])
+    items = shard(x, y)
+    items.prepared.geometry = [Geometry(affine, np.eye(4), (12, 12), "x.nii")] * 5
+    cases = evaluator()(nn.Identity(), items, CPU, thorough=True)
+    expected = [
+        scores(a.argmax(0), b[0], STRUCTURES, (3, 1), 1, distances=True)["hd95"] for a, b in zip(*maps(), strict=True)
+    ]
+    assert cases.values["hd95"].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "kind", "told"),
+    [
+        (
+            0.0,
+            3,
+            InputError,
+            "the reference mask of item 'i0' has the value 3; the network has 3 classes: values 0 to 2; ",
+        ),
+        (0.0, -1, InputError, "the reference mask of item 'i0' has the value -1; "),
+        (float("nan"), 0, RunError, "the model's output is not finite for case 'i0'"),
+    ],
+)
+def test_what_cannot_be_scored(x: float, y: int, kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        evaluator()(nn.Identity(), shard(torch.full((1, 3, 4, 4), x), torch.full((1, 1, 4, 4), y)), CPU)
+
+
+def test_outputs_of_another_size_are_told() -> None:
+    with pytest.raises(RunError, match="the model's output for case 'i0' is 2 x 2, its reference mask 4 x 4"):
+        evaluator()(nn.AvgPool2d(2), shard(torch.zeros(1, 3, 4, 4), torch.zeros(1, 1, 4, 4)), CPU)
+    with pytest.raises(RunError, match="validation fails on item 'i0': RuntimeError: "):
+        evaluator()(nn.Conv2d(5, 3, 1), shard(torch.zeros(1, 3, 4, 4), torch.zeros(1, 1, 4, 4)), CPU)
+
+
+def test_no_masks() -> None:
+    assert summarise(evaluator()(nn.Identity(), shard(torch.zeros(0, 3, 4, 4), torch.zeros(0, 1, 4, 4)), CPU)) == {}
+
+
+# Masks of bundles that are not ours
+
+DISCRETE = Compose([AsDiscreted("pred", argmax=True, to_onehot=3), AsDiscreted("label", to_onehot=3)])
+
+
+def test_a_foreign_key_metric_stays_and_others_come_with_it() -> None:
+    """Their Dice has no value without a label; ours has, under the same name only where theirs has another one."""
+    x, y = maps(2)
+    y[1] = y[1].clamp(max=0)
+    theirs = MeanDice(include_background=False, output_transform=PAIR)
+    cases = CaseEvaluator("dice", theirs, SimpleInferer(), DISCRETE, 1.0)(
+        nn.Identity(), shard(x, y), CPU, thorough=True
+    )
+    ours = evaluator()(nn.Identity(), shard(x, y), CPU, thorough=True)
+    assert list(cases.values) == ["dice", "pixel_accuracy", "hd95", "surface_dice"]
+    assert cases.values["dice"].tolist() == pytest.approx([float(ours.values["dice"][0]), float("nan")], nan_ok=True)
+    for name in ("hd95", "surface_dice", "pixel_accuracy"):
+        assert torch.allclose(cases.values[name], ours.values[name])
+    renamed = CaseEvaluator("val_dice", theirs, SimpleInferer(), DISCRETE, 1.0)(nn.Identity(), shard(x, y), CPU)
+    assert list(renamed.values) == ["dice", "pixel_accuracy", "val_dice"]
+    assert torch.allclose(renamed.values["dice"], ours.values["dice"])
+
+
+def test_what_is_no_mask_has_no_metrics_of_masks() -> None:
+    """Probabilities instead of classes, or a label of another size."""
+    x, y = torch.rand(2, 1, 4, 4), torch.rand(2, 1, 4, 4)
+    bare = CaseEvaluator("loss", nn.functional.mse_loss, SimpleInferer(), None, 1.0)
+    assert set(summarise(bare(nn.Identity(), shard(x, y), CPU, thorough=True))) == {"loss"}
+    assert list(bare.masks(nn.Identity(), shard(x, y), CPU)) == [None, None]
+    small = CaseEvaluator("loss", lambda prediction, target: torch.zeros(()), SimpleInferer(), None, 1.0)
+    assert set(summarise(small(nn.AvgPool2d(2), shard(x.round(), y.round()), CPU))) == {"loss"}
+
+
+def test_masks_of_channels() -> None:
+    """One channel is the foreground, several that exclude each other are classes, overlapping ones are no mask."""
+    x, y = maps(2)
+    (first, *_) = CaseEvaluator("loss", LOSS, SimpleInferer(), DISCRETE, 1.0).masks(nn.Identity(), shard(x, y), CPU)
+    assert first is not None
+    assert first.classes == 3
+    assert torch.equal(first.prediction.long(), x[0].argmax(0))
+    assert torch.equal(first.reference.long(), y[0, 0])
+    binary = CaseEvaluator("loss", nn.functional.mse_loss, SimpleInferer(), None, 1.0)
+    (found,) = binary.masks(nn.Identity(), shard((x[:1, :1] > 0).float(), (y[:1] > 0).float()), CPU)
+    assert found is not None
+    assert found.classes == 2
+    assert torch.equal(found.reference.bool(), y[0, 0] > 0)
+    overlapping = torch.ones(1, 2, 4, 4)
+    assert list(binary.masks(nn.Identity(), shard(overlapping, overlapping), CPU)) == [None]
+
+
+def test_shipped_bundles_are_scored_by_structure() -> None:
+    """Names from metadata, inferer and tolerance from the configuration; nothing of it needs the data."""
+    bundle = Bundle("hippocampus", {"surface_tolerance": 2.5})
+    found = bundle.evaluator
+    assert isinstance(found, MaskEvaluator)
+    assert bundle.structures == found.classes == ("background", "anterior", "posterior")
+    assert (bundle.key_metric, found.tolerance) == ("dice", 2.5)
+    assert isinstance(found.inferer, SlidingWindowInferer)
+    assert Bundle("mednist").structures == ()

@@ -21,15 +21,21 @@ from medfl.datasets.base import (
     trial,
 )
 from medfl.datasets.checking import CheckReport, check
+from medfl.datasets.pairs import ReadPaird, WriteMaskd, read_pair
 from medfl.datasets.phantom import write_phantom
 from medfl.datasets.reading import ReadPixelsd, read_pixels
+from medfl.datasets.volumes import CheckPatchd, ReadVolumed
 
 __all__ = [
+    "CheckPatchd",
     "CheckReport",
     "DataSet",
     "Download",
     "Item",
+    "ReadPaird",
     "ReadPixelsd",
+    "ReadVolumed",
+    "WriteMaskd",
     "check",
     "checksum",
     "datalist",
@@ -38,6 +44,7 @@ __all__ = [
     "locate",
     "names",
     "notes",
+    "read_pair",
     "read_pixels",
     "sections",
     "splits",

@@ -206,7 +206,11 @@ def notes(name: str, folder: str | Path) -> tuple[str, ...]:
     """Return what a user of the data in `folder` must know: of the data set, of this layout, of a phantom."""
     place, layout = _layout(name, folder)
     phantom = (f"{place} is a phantom: drawn images, not real ones",) if is_phantom(place) else ()
-    return phantom + layout.notes + get(name).notes
+    try:
+        found = tuple(read_table(name, place).notes)
+    except InputError:  # told where the data are asked for
+        found = ()
+    return phantom + found + layout.notes + get(name).notes
 
 
 MARKER = "PHANTOM.json"

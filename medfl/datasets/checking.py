@@ -117,7 +117,7 @@ def _columns(dataset: DataSet) -> tuple[str, ...]:
 def _counts(
     dataset: DataSet, records: Sequence[Record], assigned: Sequence[str]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    named = any(record.centre in dataset.centres for record in records)
+    named = len(dataset.centres) > 1 or any(record.centre in dataset.centres for record in records)
     found = Counter(
         (section, record.centre if named else dataset.centres[0], record.label)
         for record, section in zip(records, assigned, strict=False)

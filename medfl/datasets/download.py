@@ -1,7 +1,7 @@
 """Fetching a data set: licence shown first, transfers resumed where they stopped, every file verified before it counts.
 
 A file under way is `<name>.part`, with the server's version mark in `<name>.part.tag`; one that fails its checksum is
-kept as `<name>.part.bad` and never read.
+kept as `<name>.part.bad` and never read. Archives are left packed, but for .tar files, which nothing here reads.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
+import tarfile
 import time
 import urllib.error
 import urllib.request
@@ -46,7 +47,7 @@ def fetch(
 
     Args:
         dataset: a name, or the data set itself.
-        folder: made if missing; archives are left packed.
+        folder: made if missing.
         progress: draw a bar on stderr.
         show: takes the lines for the user: licence and source before, digests without a published checksum after.
         pause: seconds before the second attempt of a broken transfer; each further attempt waits that much longer.
@@ -79,7 +80,20 @@ def fetch(
         raise InputError(
             f"folder {folder} cannot be made ({error.strerror})", "a folder you may write to", "choose another"
         ) from error
-    return tuple(_Transfer(item, folder, progress, show, pause).run() for item in data.downloads)
+    paths = tuple(_Transfer(item, folder, progress, show, pause).run() for item in data.downloads)
+    for path in paths:
+        if path.suffix == ".tar":
+            _unpack(path)
+    return paths
+
+
+def _unpack(path: Path) -> None:
+    """Unpack a .tar file beside itself."""
+    try:
+        with tarfile.open(path) as file:
+            file.extractall(path.parent, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        raise RunError(f"{path} cannot be unpacked ({error}); free some space, or unpack it by hand") from error
 
 
 def digest(path: Path, algorithm: str) -> str:

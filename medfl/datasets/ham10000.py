@@ -25,13 +25,14 @@ METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata.tab", "HAM10000_metadata
 SPLIT_TABLE = "dermamnist_split.csv"
 
 
-def centre_roots(folder: Path) -> list[Path]:
-    """Return the image folders and archives `images_<centre>[.zip]` of a folder, folders first."""
-    names = [f"images_{centre}" for centre in CENTRES]
+def centre_roots(folder: Path, kind: str = "images") -> list[Path]:
+    """Return the folders and archives `<kind>_<centre>[.zip]` of a folder, folders first."""
+    names = [f"{kind}_{centre}" for centre in CENTRES]
     return [path for suffix in ("", ".zip") for name in names if (path := folder / f"{name}{suffix}").exists()]
 
 
-def _part_roots(folder: Path) -> list[Path]:
+def part_roots(folder: Path) -> list[Path]:
+    """Return the image folders and archives `HAM10000_images*[.zip]` of a folder as published, folders first."""
     found = [path for path in sorted(folder.glob("HAM10000_images*")) if path.is_dir() or path.suffix == ".zip"]
     return sorted(found, key=lambda path: path.is_file())
 
@@ -67,7 +68,7 @@ def _read(folder: Path, table_path: Path, centre_column: str, roots: list[Path])
 def _read_published(folder: Path) -> Table:
     path = first(folder, *METADATA)
     assert path is not None
-    return _read(folder, path, "dataset", _part_roots(folder))
+    return _read(folder, path, "dataset", part_roots(folder))
 
 
 def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
@@ -119,7 +120,7 @@ DATASET = DataSet(
             "HAM10000_metadata[.csv|.tab] (dataset = centre) + HAM10000_images_part_1, _part_2 as folders or zips "
             "[+ dermamnist_split.csv]",
             ("lesion", "dermamnist"),
-            lambda folder: first(folder, *METADATA) is not None and bool(_part_roots(folder)),
+            lambda folder: first(folder, *METADATA) is not None and bool(part_roots(folder)),
             _read_published,
         ),
         medmnist(

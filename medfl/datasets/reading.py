@@ -1,7 +1,8 @@
 """One reader for all images: a plain file, a member of a zip archive, a row of a NumPy archive, a list in a JSON file.
 
 Image URIs: `<path>`, `<archive>.zip!<member>`, `<container>!<array>#<row>`, `<file>.json!<first byte>:<end>`. A
-container is an .npz archive or one of `medfl.datasets.stacks`.
+container is an .npz archive or one of `medfl.datasets.stacks`. What lies in several files (the masks of two lungs) has
+their URIs joined by ` | `.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ UNREADABLE = (
     zipfile.BadZipFile,
     Image.DecompressionBombError,
 )
+JOINED = " | "
 READABLE = "images are JPEG, PNG, BMP or TIFF files, plain or in a zip, rows of an array or lists of a .json file"
 _INSIDE = re.compile(
     r"(.*?(?:\.zip|\.json|(?P<stack>\.npz|\.mat|-ubyte(?:\.gz)?|cifar-10-batches-py|cifar-100?-python(?:\.tar\.gz)?)))!(.*)",
@@ -148,11 +150,13 @@ def whole(uri: str) -> str:
 def content_key(uri: str) -> str:
     """Return "<bytes>:<CRC-32>" of the image file at `uri`, without decoding it; for a row that of the whole array.
 
-    Of a list in a JSON file it is that of the list's text, of a folder (a DICOM series) those of its files.
+    Of a list in a JSON file it is that of the list's text, of a folder (a DICOM series) or joined files those of each.
 
     Raises:
         InputError: the file is not there.
     """
+    if JOINED in uri:
+        return ",".join(content_key(one) for one in uri.split(JOINED))
     path, part = split_uri(uri)
     try:
         if path.endswith(".json") and part:
@@ -207,7 +211,7 @@ def read_pixels(
                 f"image {uri} has {pixels.shape[-1]} channels", f"the data set has {channels}", "convert or remove it"
             )
         pixels = _convert(pixels, channels)
-    return pixels if size is None or pixels.shape[:2] == size else _resize(pixels, size)
+    return pixels if size is None or pixels.shape[:2] == size else resize(pixels, size)
 
 
 def _text(path: str, part: str) -> bytes:
@@ -260,7 +264,7 @@ def _convert(pixels: Pixels, channels: int) -> Pixels:
     return converted
 
 
-def _resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     """Antialiased bilinear resize of a (H, W, C) array, keeping its type."""
     if pixels.dtype == np.uint8 and pixels.shape[-1] in (1, 3):
         image = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels))

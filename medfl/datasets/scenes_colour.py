@@ -41,31 +41,35 @@ def skin(*kinds: str) -> Scene:
     """Return the scene of dermatoscopic pictures whose class numbers stand for `kinds` of LESIONS."""
 
     def scene(rng: np.random.Generator, label: int, size: int) -> Array:
-        kind = LESIONS[kinds[label]]
-        tone = np.array((0.86, 0.68, 0.60)) * rng.uniform(0.92, 1.06)
-        picture = np.ones((size, size, 3)) * tone + 0.035 * noise(rng, size, 5)[..., None]
-        centre = (rng.uniform(-0.15, 0.15), rng.uniform(-0.15, 0.15))
-        radius = kind.radius * rng.uniform(0.7, 1.25)
-        mask = blob(rng, size, radius, kind.jag, kind.lobes, centre)
-        colour = np.array(kind.colour) + rng.normal(0, 0.018, 3) + rng.normal(0, 0.06)
-        picture = paint(picture, mask, colour, rng.uniform(0.75, 0.95))
-        picture += (mask * kind.texture * noise(rng, size, min(kind.cells, size)))[..., None]
-        if kind.core:
-            core = blob(rng, size, radius * kind.core[0], 0.08, 3, centre)
-            picture = paint(picture, core, kind.core[1], rng.uniform(0.25, 0.75))
-        if kind.spots:
-            for _ in range(max(0, kind.spots[0] + int(rng.integers(-3, 2)))):
-                away, angle = radius * np.sqrt(rng.uniform(0, 0.8)), rng.uniform(0, 2 * np.pi)
-                at = (centre[0] + away * np.cos(angle), centre[1] + away * np.sin(angle))
-                spot = blob(rng, size, kind.spots[1] * rng.uniform(0.7, 1.2), 0.1, 3, at)
-                picture = paint(picture, spot, kind.spots[2], rng.uniform(0.3, 0.75))
-        x, y = grid(size)
-        for _ in range(int(rng.integers(0, 4))):
-            slope, bend, start = rng.uniform(-0.8, 0.8), rng.uniform(-0.4, 0.4), rng.uniform(-0.9, 0.9)
-            picture = paint(picture, inside(np.abs(y - start - slope * x - bend * x * x) - 0.012, 0.03), 0.25, 0.5)
-        return picture * (1 - 0.18 * (x * x + y * y))[..., None]
+        return lesion(rng, LESIONS[kinds[label]], size)[0]
 
     return scene
+
+
+def lesion(rng: np.random.Generator, kind: Lesion, size: int) -> tuple[Array, Array]:
+    """Return a dermatoscopic picture (size, size, 3) and the soft mask of its lesion (size, size)."""
+    tone = np.array((0.86, 0.68, 0.60)) * rng.uniform(0.92, 1.06)
+    picture = np.ones((size, size, 3)) * tone + 0.035 * noise(rng, size, 5)[..., None]
+    centre = (rng.uniform(-0.15, 0.15), rng.uniform(-0.15, 0.15))
+    radius = kind.radius * rng.uniform(0.7, 1.25)
+    mask = blob(rng, size, radius, kind.jag, kind.lobes, centre)
+    colour = np.array(kind.colour) + rng.normal(0, 0.018, 3) + rng.normal(0, 0.06)
+    picture = paint(picture, mask, colour, rng.uniform(0.75, 0.95))
+    picture += (mask * kind.texture * noise(rng, size, min(kind.cells, size)))[..., None]
+    if kind.core:
+        core = blob(rng, size, radius * kind.core[0], 0.08, 3, centre)
+        picture = paint(picture, core, kind.core[1], rng.uniform(0.25, 0.75))
+    if kind.spots:
+        for _ in range(max(0, kind.spots[0] + int(rng.integers(-3, 2)))):
+            away, angle = radius * np.sqrt(rng.uniform(0, 0.8)), rng.uniform(0, 2 * np.pi)
+            at = (centre[0] + away * np.cos(angle), centre[1] + away * np.sin(angle))
+            spot = blob(rng, size, kind.spots[1] * rng.uniform(0.7, 1.2), 0.1, 3, at)
+            picture = paint(picture, spot, kind.spots[2], rng.uniform(0.3, 0.75))
+    x, y = grid(size)
+    for _ in range(int(rng.integers(0, 4))):
+        slope, bend, start = rng.uniform(-0.8, 0.8), rng.uniform(-0.4, 0.4), rng.uniform(-0.9, 0.9)
+        picture = paint(picture, inside(np.abs(y - start - slope * x - bend * x * x) - 0.012, 0.03), 0.25, 0.5)
+    return picture * (1 - 0.18 * (x * x + y * y))[..., None], mask
 
 
 @dataclass(frozen=True)

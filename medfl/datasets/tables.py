@@ -20,10 +20,11 @@ SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}
 
 @dataclass
 class Table:
-    """The records of a folder, and what is wrong with it: one line each, naming the file."""
+    """The records of a folder, what is wrong with it (one line each, naming the file), and remarks for its user."""
 
     records: list[Record] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def check_ids(self) -> None:
         """Add a problem for each id that occurs more than once."""

@@ -6,18 +6,22 @@ All draws are on streams of their own, and pictures are no part of the state: a 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medfl import pictures
+from medfl.evaluation import Masks
 from medfl.folder import RunFolder
 from medfl.methods.base import Synthetic
+from medfl.metrics import Cases
 from medfl.networks.heads import entering_head, head
 from medfl.pictures import Floats, Labels, Picture
 from medfl.prepared import Shard, Stacked
 from medfl.prototypes import features
+from medfl.runtimes import overlays
 from medfl.runtimes.federation import Federation
 from medfl.seeding import derive, stream
 from medfl.site import evaluating
@@ -90,6 +94,12 @@ class Pictures:
         spectrum = pictures.spectrum(real, labels, classes, round_)
         if spectrum is not None:
             self._keep(spectrum, round_)
+
+    def segmented(self, round_: int, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]) -> None:
+        """Draw the Dice of all test cases of a segmentation, and each site's best, median and worst one."""
+        if self.federation.task.kind == "segmentation":
+            for picture in overlays.drawn(self.federation, cases, masks):
+                self._keep(picture, round_)
 
     def _synthetic(self, round_: int, server: State, labels: Tensor, purpose: str) -> Synthetic | None:
         federation = self.federation

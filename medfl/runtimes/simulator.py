@@ -12,26 +12,29 @@ from typing import Any
 from tqdm import tqdm
 
 from medfl.errors import InputError
+from medfl.evaluation import Masks
 from medfl.folder import RunFolder
 from medfl.message import Message
 from medfl.metrics import Cases, higher_is_better, spread, summarise
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.overlays import chosen
 from medfl.runtimes.pictures import Pictures
 from medfl.runtimes.step import (
     StepResult,
     global_cases,
+    global_masks,
     introduce,
     site_abroad,
     site_judge,
+    site_masks,
     site_step,
     site_weights,
 )
 from medfl.runtimes.workers import Workers
 from medfl.storage import State, moved, weights_sha256
 
-_CHUNK = (
-    1024  # pooled items a task; a multiple of the evaluation batch, so that no batch depends on the number of workers
-)
+# Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
+_CHUNK, _CHUNK_OF_MAPS = 1024, 16
 
 Metrics = dict[str, float]
 Say = Callable[[str], object]
@@ -46,13 +49,23 @@ class Simulator:
         jobs: worker processes; they never change a result.
         progress: show a bar on stderr.
         say: where lines for the user go.
+        save_predictions: write the predicted masks of all test items.
     """
 
     def __init__(
-        self, federation: Federation, folder: RunFolder, *, jobs: int = 1, progress: bool = False, say: Say = str
+        self,
+        federation: Federation,
+        folder: RunFolder,
+        *,
+        jobs: int = 1,
+        progress: bool = False,
+        say: Say = str,
+        save_predictions: bool = False,
     ) -> None:
         """Take the parts; nothing runs yet."""
         self.federation, self.folder, self.say, self.progress = federation, folder, say, progress
+        # masks that an earlier part of the run wrote are kept up to date
+        self.save_predictions = save_predictions or (folder.path / "predictions").is_dir()
         self.method, self.run = federation.method, federation.run
         self.jobs = 1 if self.run.device != "cpu" else jobs
         self.key = federation.bundle.key_metric
@@ -100,10 +113,12 @@ class Simulator:
                         if self._evaluated(round_):
                             pictures.after(round_, self.server)
                         self.folder.commit(round_, self.server, self._changed, self.record)
-                summary = self._finish()
+                summary, cases = self._finish()
+                masks = self._masks(cases)
                 self.workers.close()
                 summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
                 pictures.finish(self.run.rounds, self.server)
+                pictures.segmented(self.run.rounds, cases, masks)
         self.folder.write_summary(summary)
         return summary
 
@@ -242,7 +257,8 @@ class Simulator:
     def _global(self, round_: int, section: str, server: State | None = None) -> Cases | None:
         total = len(self.federation.pooled(section))
         state = self.server if server is None else server
-        tasks = [(global_cases, (round_, state, section, i, i + _CHUNK)) for i in range(0, total, _CHUNK)]
+        chunk = _CHUNK if self.federation.task.kind == "classification" else _CHUNK_OF_MAPS
+        tasks = [(global_cases, (round_, state, section, i, i + chunk)) for i in range(0, total, chunk)]
         parts = self.workers.all(tasks)
         return Cases.concat(parts) if parts and parts[0] is not None else None
 
@@ -254,13 +270,11 @@ class Simulator:
 
     def _per_site(self, whole: Cases | None, section: str) -> dict[str, Metrics]:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
-        if whole is None:
-            return {}
-        return {
-            name: summarise(whole.select(self.federation.shard(name, section).indices.tolist()))
-            for name in self.federation.names
-            if len(self.federation.shard(name, section))
-        }
+        return {name: summarise(cases) for name, cases in self._cut(whole, section).items()}
+
+    def _cut(self, whole: Cases | None, section: str) -> dict[str, Cases]:
+        shards = {name: self.federation.shard(name, section) for name in self.federation.names if whole is not None}
+        return {name: whole.select(shard.indices.tolist()) for name, shard in shards.items() if whole and len(shard)}
 
     def _judged_weights(self, round_: int) -> State:
         """Return the global model's weights; where there is none, every site's own under `<site>/<tensor>`."""
@@ -277,8 +291,8 @@ class Simulator:
 
     # End
 
-    def _finish(self) -> dict[str, Any]:
-        """Score on the test items, write tables and weights, return the summary."""
+    def _finish(self) -> tuple[dict[str, Any], dict[str, Cases]]:
+        """Score on the test items, write tables and weights, return the summary and each site's judged cases."""
         started, last = time.perf_counter(), self.run.rounds
         self.say("scoring on the test items")
         whole = self._global(last, "test")
@@ -290,7 +304,7 @@ class Simulator:
         last_personal = {"round": last, **summarise(Cases.concat(list(own.values())))} if own else None
         weights = self._judged_weights(last)
         self.folder.write_weights("weights", weights)
-        best_global = self._best_global()
+        best_global = self._best_global(whole)
         best_personal = (
             {"round": self.record["best"]["round"], **self.record["best_test"]} if self.record["best_test"] else None
         )
@@ -319,7 +333,27 @@ class Simulator:
             "run_hash": self.run.run_hash,
         }
         self._write_tables(received, mine, whole if judged == "global" else None, own)
-        return summary
+        return summary, self._cut(whole, "test") if judged == "global" else own
+
+    def _masks(self, cases: Mapping[str, Cases]) -> dict[str, dict[str, Masks]]:
+        """Segment what the pictures show by the network that is judged, and write all masks if that is asked for."""
+        last, wanted, save = self.run.rounds, chosen(cases), self.save_predictions
+        names = [name for name in cases if wanted.get(name) or (save and len(cases[name]))]
+        if self.federation.task.kind != "segmentation" or not names:
+            return {}
+        folders = {name: str(self.folder.predictions(name)) if save else None for name in names}
+        asked = {name: (list(wanted.get(name, {})), folders[name]) for name in names}
+        if self.method.judged == "global":
+            tasks: list[Any] = [(global_masks, (last, self.server, name, *asked[name])) for name in names]
+        else:
+            down = self._broadcasts(last, names)
+            tasks = [(site_masks, (last, n, self.states.get(n), down[n], *asked[n])) for n in names]
+        masks = dict(zip(names, self.workers.all(tasks), strict=True))
+        if save:
+            written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
+            reason = "" if written else ": channels that overlap are no mask"
+            self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
+        return masks
 
     def _final_personal(self, last: int) -> dict[str, dict[str, Cases]]:
         """Score the personal models of all sites on test items.
@@ -345,11 +379,13 @@ class Simulator:
         by_metric = {metric: spread({str(i): s.get(metric) for i, s in enumerate(scores)}) for metric in scores[0]}
         return {what: {"round": last, **{m: v[what] for m, v in by_metric.items()}} for what in ("mean", "sd")}
 
-    def _best_global(self) -> Metrics | None:
+    def _best_global(self, whole: Cases | None) -> Metrics | None:
+        """Score the global model of the best round; `whole` are the outcomes of the last one's."""
         best = self.record["best"]
         if best is None:
             return None
-        tested = self._global(best["round"], "test", self.folder.best())
+        last = best["round"] == self.run.rounds
+        tested = whole if last else self._global(best["round"], "test", self.folder.best())
         return {"round": best["round"], **summarise(tested)} if tested is not None else None
 
     def _write_tables(
@@ -388,7 +424,7 @@ def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str
             titles = classes if len(classes) == len(probabilities) else tuple(str(i) for i in range(len(probabilities)))
             row |= {f"p_{title}": round(p, 6) for title, p in zip(titles, probabilities, strict=True)}
         else:
-            row |= {metric: float(values[index]) for metric, values in cases.values.items()}
+            row |= {m: float(values[index]) for m, values in cases.values.items() if not values.isnan().all()}
         rows.append(row)
     return rows
 

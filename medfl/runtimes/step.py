@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from torch import nn
+
+from medfl.evaluation import CaseEvaluator, MaskEvaluator, Masks
+from medfl.folder import safe
 from medfl.message import Message
 from medfl.metrics import Cases
 from medfl.prepared import Shard
 from medfl.runtimes.federation import Federation
+from medfl.saving import save
+from medfl.site import Site
 from medfl.storage import State
 
 
@@ -42,7 +50,7 @@ def site_step(
         cases = {}
         if judge and "weights" in reply:
             trained = site.model(reply["weights"])
-            cases = {s: federation.bundle.evaluator(trained, federation.shard(name, s), site.device) for s in judge}
+            cases = _scores(federation, trained, site, judge)
     report = site.journal[0]
     return StepResult(state, reply, report.loss, report.steps, cases)
 
@@ -51,26 +59,56 @@ def site_judge(
     federation: Federation, round_: int, name: str, state: State | None, down: Message, sections: Sequence[str]
 ) -> dict[str, Cases]:
     """Score the network that the site is judged by on its own items; nothing is trained."""
-    method, site = federation.method, federation.site(name, round_)
-    with federation.scope():
-        network = method.predictor(site, method.init_site(site) if state is None else state, down)
-        return {s: federation.bundle.evaluator(network, federation.shard(name, s), site.device) for s in sections}
+    with _judged(federation, round_, name, state, down) as (network, site):
+        return _scores(federation, network, site, sections)
 
 
 def site_abroad(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Cases:
     """Score the network that a site is judged by on everybody's test items."""
-    method, site = federation.method, federation.site(name, round_)
-    with federation.scope():
-        network = method.predictor(site, method.init_site(site) if state is None else state, down)
-        return federation.bundle.evaluator(network, federation.pooled("test"), site.device)
+    with _judged(federation, round_, name, state, down) as (network, site):
+        return federation.bundle.evaluator(network, federation.pooled("test"), site.device, thorough=True)
 
 
 def site_weights(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> State:
     """Return a copy of the weights that the site is judged by (leaves the site in a simulation only)."""
-    method, site = federation.method, federation.site(name, round_)
-    with federation.scope():
-        network = method.predictor(site, method.init_site(site) if state is None else state, down)
+    with _judged(federation, round_, name, state, down) as (network, _):
         return {key: tensor.detach().cpu().clone() for key, tensor in network.state_dict().items()}
+
+
+def site_masks(
+    federation: Federation,
+    round_: int,
+    name: str,
+    state: State | None,
+    down: Message,
+    wanted: Sequence[str],
+    folder: str | None,
+) -> dict[str, Masks]:
+    """Segment a site's test items with the network that it is judged by.
+
+    Args:
+        federation: the sites.
+        round_: in which round.
+        name: the site.
+        state: its State.
+        down: what the server sends it.
+        wanted: ids of the cases whose masks are returned.
+        folder: where the predictions of all its cases are written, or None.
+
+    Returns:
+        id -> masks; without the cases whose channels overlap, of which nothing is written.
+    """
+    with _judged(federation, round_, name, state, down) as (network, _):
+        return _masks(federation, network, name, wanted, folder)
+
+
+def global_masks(
+    federation: Federation, round_: int, server: State, name: str, wanted: Sequence[str], folder: str | None
+) -> dict[str, Masks]:
+    """Segment a site's test items with the server's network, as `site_masks`."""
+    with federation.networks.scope():
+        network = federation.method.global_predictor(federation.host(round_), server)
+        return {} if network is None else _masks(federation, network, name, wanted, folder)
 
 
 def global_cases(
@@ -83,10 +121,46 @@ def global_cases(
             return None
         pooled = federation.pooled(section)
         part = Shard(pooled.prepared, pooled.indices[start:stop])
-        return federation.bundle.evaluator(network, part, federation.networks.device)
+        return federation.bundle.evaluator(network, part, federation.networks.device, thorough=section == "test")
 
 
 def introduce(federation: Federation, name: str) -> Message:
     """Return what a site tells the server before round 1."""
     with federation.scope():
         return federation.method.introduce(federation.site(name, 0))
+
+
+@contextmanager
+def _judged(
+    federation: Federation, round_: int, name: str, state: State | None, down: Message
+) -> Iterator[tuple[nn.Module, Site]]:
+    """Give the network that a site is judged by, and the site."""
+    method, site = federation.method, federation.site(name, round_)
+    with federation.scope():
+        yield method.predictor(site, method.init_site(site) if state is None else state, down), site
+
+
+def _scores(federation: Federation, network: nn.Module, site: Site, sections: Sequence[str]) -> dict[str, Cases]:
+    """Score a network on a site's own sections; what takes long is computed on test items only."""
+    evaluate = federation.bundle.evaluator
+    return {s: evaluate(network, federation.shard(site.name, s), site.device, thorough=s == "test") for s in sections}
+
+
+def _masks(
+    federation: Federation, network: nn.Module, name: str, wanted: Sequence[str], folder: str | None
+) -> dict[str, Masks]:
+    shard, evaluator = federation.shard(name, "test"), federation.bundle.evaluator
+    if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
+        return {}
+    chosen = [i for i, ident in enumerate(shard.ids) if folder is not None or ident in wanted]
+    part = Shard(shard.prepared, shard.indices[chosen])
+    found = {}
+    made = evaluator.masks(network, part, federation.networks.device)
+    for index, ident, masks in zip(part.indices.tolist(), part.ids, made, strict=True):
+        if masks is None:
+            continue
+        if folder is not None:
+            save(masks.prediction, masks.classes, part.prepared.geometry[index], Path(folder) / safe(ident))
+        if ident in wanted:
+            found[ident] = masks
+    return found

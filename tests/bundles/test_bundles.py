@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import monai.bundle
+import nibabel
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -42,6 +44,23 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
 ]
 every_bundle = pytest.mark.parametrize("name", NAMES)
+
+
+def segments(name: str) -> bool:
+    return datasets.get(name).task == "segmentation"
+
+
+def small_network(name: str) -> str:
+    return "unet8" if segments(name) else "small_cnn"
+
+
+def spatial_dims(name: str) -> int:
+    return config(name, "train.yaml")["network_def"].get("spatial_dims", 2)
+
+
+def small(name: str) -> dict[str, Any]:
+    sizes = {"image_size": 24} if spatial_dims(name) == 2 else {"image_size": 32, "patch_size": [16, 32, 16]}
+    return {"network": small_network(name), **sizes}
 
 
 def metadata(name: str) -> dict[str, Any]:
@@ -90,7 +109,7 @@ def test_families_are_found_by_the_names_of_their_bundles(tmp_path: Path, monkey
     assert shipped() == tuple(NAMES)
     assert Bundle("cifar10").root == BUNDLES / "natural" / "cifar10"
     assert Bundle(str(BUNDLES / "natural" / "cifar10")).is_shipped
-    with pytest.raises(InputError, match="bundle 'natural'; shipped bundles are cifar10, cifar100, femnist"):
+    with pytest.raises(InputError, match="bundle 'natural'; shipped bundles are brain_tissue, cifar10, cifar100"):
         Bundle("natural")
     shutil.copytree(BUNDLES / "natural" / "mnist", tmp_path / "share" / "medfl" / "bundles" / "natural" / "mnist")
     assert not Bundle(str(tmp_path / "share" / "medfl" / "bundles" / "natural" / "mnist")).is_shipped
@@ -119,7 +138,8 @@ def test_it_is_configuration_only(name: str) -> None:
     files = {str(path.relative_to(FOLDERS[name])) for path in FOLDERS[name].rglob("*") if path.is_file()}
     written = {"models/model.pt", "models/model.ts", "output/predictions.csv", "output/metrics.csv"}
     stems = ("metadata.json", "train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
-    documents = {"docs/README.md", "docs/data_license.txt", "LICENSE", "embeddings/minilm.safetensors"}
+    documents = {"docs/README.md", "docs/data_license.txt", "LICENSE"}
+    documents |= set() if segments(name) else {"embeddings/minilm.safetensors"}
     assert files - written == {f"configs/{stem}" for stem in stems} | documents
     licence = (FOLDERS[name] / "LICENSE").read_text()
     assert "Apache License" in licence
@@ -185,7 +205,8 @@ def test_metadata_says_what_the_data_set_and_the_configurations_say(name: str) -
     train, inference = config(name, "train.yaml"), config(name, "inference.yaml")
     for content in (train, inference):
         assert (content["in_channels"], content["num_classes"]) == (image["num_channels"], pred["num_channels"])
-        assert image["spatial_shape"] == [content["image_size"]] * 2
+        shape = content.get("patch_size") or content["image_size"]
+        assert image["spatial_shape"] == (shape if isinstance(shape, list) else [shape] * 2)
         assert len(image["channel_def"]) == image["num_channels"]
     own = {"preprocessing", "dataset", "dataloader", "inferer", "postprocessing", "handlers", "evaluator", "run"}
     assert {key: value for key, value in inference.items() if key not in own}.items() <= train.items()
@@ -218,6 +239,11 @@ PROTOCOLS = {
     "cifar100": ("FedMR", 10, 1.0, 10, 400, 128, 0.01, 1.0, "classes:10", "wrn28_10", 32),
     "mnist": ("pFedPM", 20, 1.0, 1, 100, 10, 0.01, 1.0, "classes:3", "two_conv", 28),
     "mednist": ("ours", 6, 1.0, 1, 20, 16, 0.001, 1.0, "dirichlet:0.5", "small_cnn", 64),
+    "lung_cxr": ("ours", 4, 1.0, 5, 30, 8, 0.001, 1.0, "centre", "unet16", 128),
+    "skin_lesion": ("ours", 4, 1.0, 1, 20, 8, 0.001, 1.0, "centre", "unet16", 128),
+    "hippocampus": ("ours", 4, 1.0, 2, 30, 4, 0.001, 1.0, "iid", "unet8", None),
+    "ixi_brain": ("FedHelp", 3, 1.0, 5, 100, 2, 0.001, 1.0, "centre", "unet8", [48, 60, 48]),
+    "brain_tissue": ("ours", 3, 1.0, 5, 30, 2, 0.001, 1.0, "iid", "unet8", None),
 }
 
 
@@ -228,7 +254,8 @@ def test_protocol(name: str) -> None:
     keys = ("sites", "cohort", "local_epochs", "rounds", "batch_size", "lr", "lr_decay", "partition")
     assert [content[key] for key in keys] == numbers
     assert content["protocol"].startswith(source)
-    assert (content["task"], content["key_metric"]) == ("classification", "balanced_accuracy")
+    task = ("segmentation", "dice") if segments(name) else ("classification", "balanced_accuracy")
+    assert (content["task"], content["key_metric"]) == task
     assert (train["network"], train["image_size"]) == (network, size)
     assert train["network"] in networks.names()
     for mine, central in (("split", "split"), ("lr", "learning_rate"), ("batch_size", "batch_size")):
@@ -244,7 +271,8 @@ def test_protocol(name: str) -> None:
     kind, *values = OPTIMISERS[source]
     assert train["optimizer"]["_target_"] == f"torch.optim.{kind}"
     assert [float(train["optimizer"].get(key, 0)) for key in ("momentum", "weight_decay")] == values
-    assert bool(train["train"]["random_transforms"]) == (name in ("isic19", "cifar10", "cifar100"))
+    drawn = name in ("isic19", "cifar10", "cifar100") or spatial_dims(name) == 3
+    assert bool(train["train"]["random_transforms"]) == drawn
 
 
 # Sites, cohort, partition of the presets that are rows of FedMR's tables: P sites of C classes, at most ten a round.
@@ -367,7 +395,8 @@ def test_network_input_and_output_without_any_data(name: str, workplace: Path) -
 def test_export_to_torchscript(name: str, workplace: Path) -> None:
     configs = FOLDERS[name] / "configs"
     content = config(name, "inference.yaml")
-    network = networks.build(content["network"], content["in_channels"], content["num_classes"]).eval()
+    network = networks.build(*(content[key] for key in ("network", "in_channels", "num_classes")), spatial_dims(name))
+    network.eval()
     torch.save(network.state_dict(), "model.pt")
     monai.bundle.ckpt_export(
         net_id="network_def",
@@ -376,7 +405,7 @@ def test_export_to_torchscript(name: str, workplace: Path) -> None:
         meta_file=str(configs / "metadata.json"),
         config_file=str(configs / "inference.yaml"),
     )
-    images = torch.rand(2, content["in_channels"], 32, 32)
+    images = torch.rand(2, content["in_channels"], *[32] * spatial_dims(name))
     assert torch.allclose(torch.jit.load("model.ts")(images), network(images), atol=1e-5)
 
 
@@ -392,25 +421,59 @@ def run(name: str, files: list[str], **overrides: object) -> None:
 @every_bundle
 def test_central_training_test_and_inference(name: str, workplace: Path) -> None:
     folder = datasets.write_phantom(name, workplace / "phantom", per_class=10, size=24)
-    small = {"dataset_dir": str(folder), "image_size": 24, "network": "small_cnn", "device": "$torch.device('cpu')"}
-    run(name, ["train.yaml"], max_epochs=1, **small)
+    changes = {"dataset_dir": str(folder), "device": "$torch.device('cpu')", **small(name)}
+    run(name, ["train.yaml"], max_epochs=1, **changes)
     weights = torch.load("models/model.pt", weights_only=True)
     content = config(name, "train.yaml")
-    network = networks.build("small_cnn", content["in_channels"], content["num_classes"])
+    numbers = content["in_channels"], content["num_classes"], spatial_dims(name)
+    network = networks.build(small_network(name), *numbers)
     network.load_state_dict(weights)
 
-    run(name, ["train.yaml", "evaluate.yaml"], **small)
+    run(name, ["train.yaml", "evaluate.yaml"], **changes)
     scores = dict(line.split(",") for line in Path("output/metrics.csv").read_text().splitlines())
-    assert {"balanced_accuracy", "accuracy"} == scores.keys()
+    assert scores.keys() == ({"dice"} if segments(name) else {"balanced_accuracy", "accuracy"})
 
-    run(name, ["inference.yaml"], **small)
+    run(name, ["inference.yaml"], **changes)
     items = datasets.datalist(name, folder, "test", content["split"])
+    if segments(name):
+        (check_masks if spatial_dims(name) == 2 else check_volumes)(items, float(scores["dice"]))
+        return
     with Path("output/predictions.csv").open() as file:
         rows = {key: [float(value) for value in values] for key, *values in csv.reader(file)}
     assert rows.keys() == {item["id"] for item in items}
     assert all(len(row) == content["num_classes"] and sum(row) == pytest.approx(1, abs=1e-5) for row in rows.values())
     right = [rows[item["id"]].index(max(rows[item["id"]])) == item["label"] for item in items]
     assert float(scores["accuracy"]) == pytest.approx(sum(right) / len(right), abs=1e-4)
+
+
+def check_masks(items: list[datasets.Item], dice: float) -> None:
+    """Each image has a predicted mask in its file's own size, about as good as in the grid of the network."""
+    assert {path.stem for path in Path("output").glob("*.png")} == {item["id"] for item in items}
+    scores = []
+    for item in items:
+        _, reference, shape = datasets.read_pair(item["image"], str(item["label"]))
+        predicted = datasets.read_pixels(f"output/{item['id']}.png")[..., 0]
+        assert predicted.shape == shape
+        assert set(predicted.ravel().tolist()) <= {0, 255}
+        scores.append(2 * ((predicted > 0) & (reference > 0)).sum() / ((predicted > 0).sum() + reference.sum()))
+    assert sum(scores) / len(scores) == pytest.approx(dice, abs=0.05)
+
+
+def check_volumes(items: list[datasets.Item], dice: float) -> None:
+    """Each volume has a predicted mask of its file's shape and affine, as good as in the grid of the network."""
+    scores = []
+    for item in items:
+        image, label = (nibabel.load(str(item[key])) for key in ("image", "label"))
+        name = Path(item["image"]).name.removesuffix(".nii.gz")
+        predicted = nibabel.load(f"output/{name}_seg.nii.gz")
+        assert predicted.shape == image.shape
+        assert np.allclose(predicted.affine, image.affine, atol=1e-6)
+        assert predicted.get_data_dtype() == np.uint8
+        ours, theirs = (np.asarray(volume.dataobj) for volume in (predicted, label))
+        pairs = [(ours == kind, theirs == kind) for kind in np.unique(theirs)[1:]]
+        scores.append(np.mean([2 * (a & b).sum() / (a.sum() + b.sum()) for a, b in pairs]))
+    assert len(list(Path("output").glob("*.nii.gz"))) == len(items)
+    assert np.mean(scores) == pytest.approx(dice, abs=0.05)
 
 
 @every_bundle
@@ -428,7 +491,7 @@ def test_properties_that_monai_asks_for(name: str, workplace: Path) -> None:
             workflow_type=kind,
             logging_file=False,
             dataset_dir=folder,
-            network="small_cnn",
+            network=small_network(name),
         )
         workflow.initialize()
         assert workflow.check_properties() == []
@@ -449,8 +512,8 @@ def command(name: str, *arguments: str) -> None:
 def training_command(name: str, folder: Path) -> None:
     data = datasets.write_phantom(name, folder / "phantom", per_class=10, size=24)
     places = (f"--dataset_dir={data}", f"--output_dir={folder}", f"--ckpt_dir={folder}")
-    small = ("--max_epochs=1", "--image_size=24", "--network=small_cnn")
-    command(name, "run", "--config_file", "configs/train.yaml", *places, *small)
+    changes = (f"--{key}={value}" for key, value in {"max_epochs": 1, **small(name)}.items())
+    command(name, "run", "--config_file", "configs/train.yaml", *places, *changes)
     assert (folder / "model.pt").is_file()
 
 
@@ -466,6 +529,6 @@ def test_the_real_commands(name: str, tmp_path: Path) -> None:
     command(name, "verify_net_in_out", "--net_id", "network_def", *meta, "--config_file", "configs/inference.yaml")
     training_command(name, tmp_path)
     files = ("--filepath", str(tmp_path / "model.ts"), "--ckpt_file", str(tmp_path / "model.pt"))
-    of = ("--net_id", "network_def", "--config_file", "configs/inference.yaml", "--network", "small_cnn")
+    of = ("--net_id", "network_def", "--config_file", "configs/inference.yaml", "--network", small_network(name))
     command(name, "ckpt_export", *files, *meta, *of)
     assert torch.jit.load(tmp_path / "model.ts") is not None

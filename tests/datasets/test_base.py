@@ -34,6 +34,7 @@ NAMES = (
     ),
     *("pneumonia", "svhn"),
 )
+SEGMENTED = ("brain_tissue", "hippocampus", "ixi_brain", "lung_cxr", "skin_lesion")
 
 
 def lists(name: str, folder: Path, split: str | None = None) -> dict[str, list[dict]]:
@@ -64,11 +65,13 @@ def unpack_npz(path: Path, root: Path, folders: tuple[str, ...], sections: bool)
 
 
 def test_every_data_set_is_found_and_described():
-    assert datasets.names() == NAMES
-    for name in NAMES:
-        dataset = datasets.get(name)
+    assert datasets.names() == tuple(sorted((*NAMES, *SEGMENTED)))
+    for name in datasets.names():
+        dataset, segments = datasets.get(name), name in SEGMENTED
         assert dataset.name == name
-        assert len(dataset.classes) == len(dataset.concepts) == len(set(dataset.classes))
+        assert dataset.task == ("segmentation" if segments else "classification")
+        assert segments == (dataset.open_pair is not None) == (not dataset.concepts)
+        assert len(dataset.classes) == len(dataset.concepts or dataset.classes) == len(set(dataset.classes))
         assert dataset.channels in (1, 3)
         assert dataset.licence
         assert dataset.source.startswith("https://")
@@ -98,6 +101,21 @@ def test_items_of_every_split(phantoms, name):
     assert reader(datasets.datalist(name, folder, "test")[0])["image"].shape == (dataset.channels, 24, 24)
 
 
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_cases_of_every_split(phantoms, name):
+    dataset, folder = datasets.get(name), phantoms[name]
+    for split in dataset.layout(folder).splits:
+        found = lists(name, folder, split)
+        items = [item for section in SECTIONS for item in found[section]]
+        assert len({item["id"] for item in items}) == len({item["label"] for item in items}) == len(items)
+        assert {item["centre"] for item in items} <= set(dataset.centres)
+        assert all(found[section] for section in SECTIONS)
+        assert all([item["id"] for item in part] == sorted(item["id"] for item in part) for part in found.values())
+        dataset.open_pair(items[0]["image"], items[0]["label"])
+        with pytest.raises(InputError):
+            dataset.open_pair(items[0]["image"], items[0]["label"] + ".gone")
+
+
 def test_lesion_split_keeps_lesions_together_and_the_published_ones_do_not(phantoms):
     def leaking(name: str, split: str) -> int:
         seen = defaultdict(set)
@@ -124,7 +142,7 @@ def test_centres_have_the_real_skew(phantoms):
 def test_locate_looks_below_the_data_folder(phantoms, monkeypatch):
     root = phantoms["ham10000"].parent
     monkeypatch.setenv("MEDFL_DATA", str(root))
-    for name in NAMES:
+    for name in datasets.names():
         assert datasets.locate(name) == datasets.locate(name, root) == phantoms[name]
     monkeypatch.delenv("MEDFL_DATA")
     with pytest.raises(InputError, match="MEDFL_DATA is not set.*labels.csv"):
@@ -137,7 +155,9 @@ def test_locate_says_what_it_looked_for(tmp_path):
     assert str(tmp_path) in str(caught.value)
     with pytest.raises(InputError, match="is not a folder"):
         datasets.locate("kvasir_v2", tmp_path / "gone")
-    with pytest.raises(InputError, match="data set 'ham' is not known; data sets: cifar10, cifar100, femnist, fmnist"):
+    with pytest.raises(
+        InputError, match="data set 'ham' is not known; data sets: brain_tissue, cifar10, cifar100, femnist"
+    ):
         datasets.get("ham")
 
 

@@ -1,0 +1,118 @@
+"""Folders of one DICOM series, read with SimpleITK."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from typing import Any
+
+import numpy as np
+from monai.data.utils import orientation_ras_lps
+from numpy.typing import NDArray
+
+from medfl.errors import InputError
+
+_DESCRIPTION, _POSITION = "0008|103e", "0020|0032"
+
+
+def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Return the voxels (D1, D2, D3[, colours]) of the series in a folder, and its affine from index to mm, RAS.
+
+    Raises:
+        InputError: no series or several, a file that cannot be read, slices at unequal distances.
+    """
+    files = _files(folder)
+    reader = _sitk().ImageSeriesReader()
+    reader.SetFileNames(files)
+    reader.MetaDataDictionaryArrayUpdateOn()
+    try:
+        image = reader.Execute()
+        voxels: NDArray[Any] = _sitk().GetArrayFromImage(image)
+    except RuntimeError as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise InputError(
+            f"DICOM series {folder} cannot be read ({reason})", "all its files are complete", "restore them"
+        ) from error
+    _check_distances(folder, reader, len(files))
+    affine = np.eye(4)
+    affine[:3, :3] = np.reshape(image.GetDirection(), (3, 3)) * image.GetSpacing()
+    affine[:3, 3] = image.GetOrigin()
+    return np.moveaxis(voxels, (0, 2), (2, 0)), np.asarray(orientation_ras_lps(affine), dtype=np.float64)
+
+
+def _check_distances(folder: str, reader: Any, slices: int) -> None:
+    """Refuse a series of which slices are missing: its voxels would not lie where the affine has them."""
+    if not all(reader.HasMetaDataKey(index, _POSITION) for index in range(slices)):
+        return
+    texts = (reader.GetMetaData(index, _POSITION) for index in range(slices))
+    places = np.array([[float(number) for number in text.split("\\")] for text in texts])
+    steps = np.linalg.norm(np.diff(places, axis=0), axis=1)
+    if np.ptp(steps) > 0.01 * np.median(steps):
+        raise InputError(
+            f"DICOM series {folder}: its {slices} slices lie {steps.min():.4g} to {steps.max():.4g} mm apart",
+            "slices lie at equal distances",
+            "restore missing slices, or resample the series",
+        )
+
+
+def count_voxels(folder: str) -> int:
+    """Return the number of voxels of the series in a folder, by the size of its first slice.
+
+    Raises:
+        InputError: no series or several.
+        RuntimeError: the first slice cannot be read.
+    """
+    files = _files(folder)
+    return math.prod(map(int, _information(files[0]).GetSize())) * len(files)
+
+
+def _sitk() -> Any:
+    """Return SimpleITK, which is slow to import and not needed for NIfTI."""
+    module = importlib.import_module("SimpleITK")
+    module.ProcessObject.SetGlobalWarningDisplay(False)  # what it warns of is refused here
+    return module
+
+
+def _files(folder: str) -> tuple[str, ...]:
+    """Return the files of the one series in a folder, in the order of their position."""
+    reader = _sitk().ImageSeriesReader
+    series = {uid: reader.GetGDCMSeriesFileNames(folder, uid) for uid in reader.GetGDCMSeriesIDs(folder)}
+    if len(series) == 1:
+        files: tuple[str, ...] = next(iter(series.values()))
+        others = set(os.listdir(folder)) - {os.path.basename(file) for file in files} - {"DICOMDIR"}
+        damaged = sorted(name for name in others if _is_dicom(os.path.join(folder, name)))
+        if not damaged:
+            return files
+        raise InputError(
+            f"DICOM file {os.path.join(folder, damaged[0])} cannot be read, nor can {len(damaged) - 1} more there",
+            "all files of a series are complete images",
+            "restore or remove them",
+        )
+    if series:
+        found = " and ".join(f"{uid} ({_description(files[0])}{len(files)} files)" for uid, files in series.items())
+        given = f"folder {folder} holds {len(series)} DICOM series: {found}"
+    else:
+        given = f"folder {folder} holds no DICOM series in its {len(os.listdir(folder))} files"
+    raise InputError(given, "a folder holds the files of one series", "keep one series in each folder")
+
+
+def _is_dicom(file: str) -> bool:
+    """Tell whether a file begins as DICOM files do; SimpleITK passes over damaged ones in silence."""
+    if not os.path.isfile(file):
+        return False
+    with open(file, "rb") as opened:
+        return opened.read(132)[128:] == b"DICM"
+
+
+def _information(file: str) -> Any:
+    reader = _sitk().ImageFileReader()
+    reader.SetFileName(file)
+    reader.ReadImageInformation()
+    return reader
+
+
+def _description(file: str) -> str:
+    reader = _information(file)
+    text = reader.GetMetaData(_DESCRIPTION).strip() if reader.HasMetaDataKey(_DESCRIPTION) else ""
+    return f"{text!r}, " if text else ""

@@ -1,0 +1,191 @@
+"""Brain masks on T1 MRI of three London hospitals: IXI, as FLamby's Fed-IXI lays it out; and other whole-head pairs."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from medfl.datasets import scenes_volumes
+from medfl.datasets.base import DataSet, Download
+from medfl.datasets.pairs import paired
+from medfl.datasets.phantom import Generator
+from medfl.datasets.splitting import Record, by_group, carved
+from medfl.datasets.tables import Layout, Table, first, read_csv
+from medfl.datasets.volumes import count_voxels, read_pair, volume_files, volume_index
+
+CLASSES = ("background", "brain")
+CENTRES = ("Guys", "HH", "IOP")  # FLamby's Manufacturer 0, 1, 2
+TABLES = ("metadata_tiny.csv", "ixi_metadata_tiny.csv")
+# Subjects whose Split is test in FLamby's metadata_tiny.csv, which is in its package and not with the images.
+TEST = frozenset(
+    (
+        2, 12, 15, 17, 24, 27, 34, 36, 49, 54, 58, 63, 65, 75, 97, 106, 107, 111, 112, 116, 118, 120, 121, 127, 129,
+        135, 141, 145, 148, 151, 153, 161, 185, 189, 194, 201, 211, 214, 218, 229, 231, 238, 240, 248, 254, 256, 264,
+        269, 270, 279, 282, 289, 291, 293, 294, 310, 313, 314, 319, 327, 328, 329, 336, 337, 362, 364, 369, 383, 388,
+        398, 401, 402, 406, 408, 415, 420, 428, 430, 437, 444, 451, 456, 461, 470, 479, 485, 492, 496, 499, 502, 503,
+        504, 511, 518, 519, 523, 524, 543, 547, 571, 585, 586, 589, 594, 595, 598, 607, 612, 626, 633, 634, 635, 648,
+    )
+)  # fmt: skip
+_FILE = re.compile(r"(?:^|/)(IXI(\d{3})-([A-Za-z]+)-\d+)/(T1|label)/[^/]+$")
+_T1, _MASK = "_t1", "_brainmask"
+
+
+def _root(folder: Path) -> Path | None:
+    """Return the folder of the subjects, here or in what FLamby's archive unpacks to; else the archive."""
+    inside = sorted(folder.glob("7kd5wj7v7p-*/IXI_sample"))
+    for place in (folder, folder / "IXI_sample", *inside):
+        if any(place.glob("IXI???-*-*/T1")):
+            return place
+    packed = sorted((*folder.glob("7kd5wj7v7p-*.zip"), *folder.glob("IXI*.zip")))
+    return next((path for path in packed if any(_FILE.search(name) for name, _ in volume_files(path))), None)
+
+
+def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
+    """Return subject -> (hospital, fold) as a table of FLamby has them."""
+    folds = {}
+    for row in read_csv(path, ("Patient ID", "Manufacturer", "Split")):
+        key, centre, fold = row["Patient ID"], row["Manufacturer"], row["Split"]
+        if not key.isdecimal() or centre not in ("0", "1", "2") or fold not in ("train", "test"):
+            table.problems.append(
+                f"{path} has Patient ID {key!r}, Manufacturer {centre!r}, Split {fold!r}; they are a number, 0 to 2, "
+                "train or test"
+            )
+        else:
+            folds[int(key)] = (CENTRES[int(centre)], fold)
+    return folds
+
+
+def _read_flamby(folder: Path) -> Table:
+    table, files, numbers = Table(), dict[str, dict[str, str]](), dict[str, tuple[int, str]]()
+    root = _root(folder)
+    assert root is not None
+    for name, uri in volume_files(root):
+        match = _FILE.search(name)
+        if match is None:
+            continue
+        subject, number, centre, kind = match.groups()
+        numbers[subject] = (int(number), centre)
+        if kind in files.setdefault(subject, {}):
+            table.problems.append(f"subject {subject} has two volumes in {kind}: {files[subject][kind]} and {uri}")
+        files[subject][kind] = uri
+    path = first(folder, *TABLES)
+    folds = _folds(path, table) if path else {}
+    for subject, found in sorted(files.items()):
+        number, centre = numbers[subject]
+        known, fold = folds.get(number, ("", "")) if path else (centre, "test" if number in TEST else "train")
+        if centre not in CENTRES:
+            table.problems.append(f"subject {subject} is of hospital {centre}, the hospitals are {', '.join(CENTRES)}")
+        elif len(found) < 2:
+            table.problems.append(f"subject {subject} has no volume in {'label' if 'T1' in found else 'T1'}")
+        elif known != centre:
+            table.problems.append(
+                f"subject {subject} " + (f"is of hospital {known} in {path}" if known else f"is not in {path}")
+            )
+        else:
+            image, mask = found["T1"], found["label"]
+            size = count_voxels(image)
+            table.records.append(Record(image, 0, subject, centre, subject, {"flamby": fold}, mask=mask, size=size))
+    return table
+
+
+def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return name -> URI of the images and of the masks of whole-head pairs."""
+    index = volume_index(folder)
+    images, masks = (
+        {stem.removesuffix(end): uri for stem, uri in index.items() if stem.endswith(end)} for end in (_T1, _MASK)
+    )
+    return images, masks
+
+
+def _read_pairs(folder: Path) -> Table:
+    return paired(*_pairs(folder), lambda _: "unknown")
+
+
+def few(records: Sequence[Record]) -> list[str]:
+    """Cut 70/10/20 in the order of a hash, but with at least one case to test and, from three on, one to validate."""
+    order = sorted(range(len(records)), key=lambda i: hashlib.sha256(f"ixi_brain/{records[i].id}".encode()).digest())
+    test, validate = max(1, round(0.2 * len(order))), max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
+    sections = ["train"] * len(order)
+    for place, index in enumerate(order[: test + validate]):
+        sections[index] = "test" if place < test else "validate"
+    return sections
+
+
+def draw(folder: Path, rng: Generator, cases: int, side: int) -> int:
+    """Write a phantom in FLamby's tree with its table: 1 x 1.25 x 1 sides, 4 mm, each hospital with its own scanner.
+
+    Hospitals share the cases about as the square roots of 311, 181 and 74, but none has fewer than seven.
+    """
+    number, rows = 900, []
+    for index, centre in enumerate(CENTRES):
+        count = max(7, round(cases * (0.46, 0.35, 0.19)[index]))
+        tests = set(rng.permutation(count)[: round(0.2 * count)].tolist())
+        for place in range(count):
+            number += 1
+            subject = f"IXI{number}-{centre}-{rng.integers(10000):04d}"
+            image, labels = scenes_volumes.head(rng, (side, round(1.25 * side), side), index)
+            root = folder / "IXI_sample" / subject
+            scenes_volumes.save(root / "T1" / f"{subject}_image.nii.gz", np.rint(image * 400).astype(np.int16), 4.0)
+            scenes_volumes.save(root / "label" / f"{subject}_label.nii.gz", labels, 4.0)
+            rows.append((number, index, "test" if place in tests else "train"))
+    with (folder / TABLES[0]).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("Patient ID", "Manufacturer", "Split"), *rows])
+    return len(rows)
+
+
+DATASET = DataSet(
+    name="ixi_brain",
+    title="Brain mask on T1 MRI: Fed-IXI, three hospitals",
+    classes=CLASSES,
+    concepts=(),
+    centres=CENTRES,
+    channels=1,
+    folders=("ixi_brain", "fed_ixi", "IXI-Dataset", "ixi", "brain_t1"),
+    readers=(
+        Layout(
+            "[IXI_sample/]IXI<number>-<hospital>-<number>/{T1,label}/*.nii.gz, as folders or in a zip "
+            "[+ metadata_tiny.csv (Patient ID, Manufacturer, Split)]",
+            ("flamby", "subject"),
+            lambda folder: _root(folder) is not None,
+            _read_flamby,
+            notes=(
+                "the hospital is in a subject's name; the fold is that of metadata_tiny.csv if it lies in the folder, "
+                "else of FLamby's published one, where a subject that FLamby does not list counts as train",
+            ),
+        ),
+        Layout(
+            f"whole-head pairs <name>{_T1}.nii.gz + <name>{_MASK}.nii.gz (no hospitals)",
+            ("few",),
+            lambda folder: all(_pairs(folder)),
+            _read_pairs,
+            notes=("these pairs name no hospital: divide them with --partition iid; centre makes one site of them",),
+        ),
+    ),
+    rules={"flamby": carved("flamby"), "subject": by_group((0.7, 0.1, 0.2), "ixi_brain"), "few": few},
+    licence="CC BY-SA 3.0",
+    source="https://brain-development.org/ixi-dataset; small volumes and masks by TorchIO, "
+    "https://doi.org/10.17632/7kd5wj7v7p.3; split by FLamby (MIT), https://github.com/owkin/FLamby",
+    citation="IXI, EPSRC GR/S21533/02; Pérez-García et al.: TorchIO. Computer Methods and Programs in Biomedicine 208, "
+    "106236 (2021); Ogier du Terrail et al.: FLamby. NeurIPS 2022",
+    draw=draw,
+    per_class=42,
+    size=48,
+    task="segmentation",
+    open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),
+    notes=(
+        "the masks of IXI were made by a program (ROBEX), not drawn by experts",
+        "split flamby: validation is 10 % of train",
+    ),
+    downloads=(
+        Download(
+            "https://prod-dcd-datasets-cache-zipfiles.s3.eu-west-1.amazonaws.com/7kd5wj7v7p-3.zip", "7kd5wj7v7p-3.zip"
+        ),
+    ),
+    download_note="444 MB; the address is FLamby's, whose authors warn that it changes: else see "
+    "https://doi.org/10.17632/7kd5wj7v7p.3",
+)

@@ -1,0 +1,158 @@
+"""Lungs in chest radiographs: four sources of COVID-19 images, or the Montgomery and Shenzhen sets."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+from pathlib import Path
+
+from medfl.datasets.base import DataSet, Download
+from medfl.datasets.pairs import mask_index, pair_folders, paired, read_pair
+from medfl.datasets.phantom import Generator, save
+from medfl.datasets.reading import JOINED, archive
+from medfl.datasets.scenes_masks import lungs, photograph, shots
+from medfl.datasets.splitting import Record, by_group
+from medfl.datasets.tables import Layout, Table, image_files, image_index, read_csv
+
+CLASSES = ("background", "lung")
+SITES = {"other_publications": 20, "radiopaedia": 25, "rsna_journals": 12, "sirm_italy": 12}  # images of each
+NAMED = {"MCUCXR": "montgomery", "CHNCXR": "shenzhen"}  # how the files of a set begin
+SPLITS = ("patient",)
+
+# Images and masks of the Montgomery and Shenzhen sets, wherever they were unpacked to.
+_FILE = re.compile(
+    rf"(?:^|/)(CXR_png|leftMask|rightMask|masks?)/(?:[^/]+/)*((?:{'|'.join(NAMED)})_\d+_\d)(?:_mask)?\.png$"
+)
+_PLACES = ("", "MontgomerySet", "ChinaSet_AllFiles", "Lung Segmentation", "data/Lung Segmentation")
+_FOLDERS = ("CXR_png", "ManualMask", "mask", "masks")
+_ZIPS = ("*Montgomery*.zip", "*ChinaSet*.zip", "*ChinaCXR*.zip", "*shcxr*.zip", "*chest-xray-masks*.zip", "archive.zip")
+
+
+def _centre(name: str) -> str:
+    return NAMED.get(name.partition("_")[0], "unknown")
+
+
+def _read_sources(folder: Path) -> Table:
+    path, (images, masks) = folder / "labels.csv", pair_folders(folder)
+    picture, mask, table = image_index([images]), mask_index([masks]), Table()
+    for row in read_csv(path, ("file", "site", "patient")):
+        key, where = Path(row["file"]).stem, f"{row['file']} in {path}"
+        if row["site"] not in SITES:
+            table.problems.append(f"{where} has site {row['site']!r}, the sites are {', '.join(SITES)}")
+        elif key not in picture or key not in mask:
+            table.problems.append(f"{where}: its {'image' if key not in picture else 'mask'} is missing")
+        else:
+            sides = [row.get(side) or "" for side in ("width", "height")]
+            size = int(sides[0]) * int(sides[1]) if all(side.isdecimal() for side in sides) else None
+            table.records.append(Record(picture[key], 0, key, row["site"], row["patient"], mask=mask[key], size=size))
+    return table
+
+
+def _roots(folder: Path) -> list[Path]:
+    plain = [folder / place / name for place in _PLACES for name in _FOLDERS]
+    packed = sorted({path for pattern in _ZIPS for path in folder.glob(pattern) if path.is_file()})
+    return [path for path in plain if path.is_dir()] + packed
+
+
+def _found(folder: Path) -> bool:
+    def has_images(root: Path) -> bool:
+        return root.name == "CXR_png" if root.is_dir() else any("CXR_png/" in name for name in archive(root).namelist())
+
+    return any(has_images(root) for root in _roots(folder))
+
+
+def _read_sets(folder: Path) -> Table:
+    found: dict[str, dict[str, str]] = {"CXR_png": {}, "leftMask": {}, "rightMask": {}, "mask": {}}
+    for root in _roots(folder):
+        for name, uri in image_files(root):
+            if match := _FILE.search(f"{root.name}/{name}"):
+                # A tree that a published archive holds twice counts once.
+                found["mask" if match[1] == "masks" else match[1]].setdefault(match[2], uri)
+    left, right, masks = found["leftMask"], found["rightMask"], found["mask"]
+    for key in left.keys() & right.keys():
+        masks.setdefault(key, JOINED.join((left[key], right[key])))
+    table = paired(found["CXR_png"], masks, _centre)
+    table.problems += [f"{(left | right)[key]} has no mask of the other lung" for key in sorted(left.keys() ^ right)]
+    return table
+
+
+def _read_plain(folder: Path) -> Table:
+    images, masks = pair_folders(folder)
+    return paired(image_index([images]), mask_index([masks]), _centre)
+
+
+def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
+    """Write a phantom in the layout of the four sources: labels.csv + images/ + masks/, pictures of several heights."""
+    rows: list[tuple[str | int, ...]] = []
+    for shot in shots(rng, tuple(SITES.values()), cases):
+        scene = lungs(shot.drawing(), size)
+        picture, mask = photograph(*scene, shot, float(rng.uniform(0.8, 1)))
+        name = f"cxr_{len(rows):03d}.png"
+        save(folder / "images" / name, picture)
+        save(folder / "masks" / name, mask)
+        rows.append((name, tuple(SITES)[shot.centre], shot.group, picture.shape[1], picture.shape[0]))
+    with (folder / "labels.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("file", "site", "patient", "width", "height"), *rows])
+    return len(rows)
+
+
+_NLM = "https://openi.nlm.nih.gov/imgs/collections"
+
+DATASET = DataSet(
+    name="lung_cxr",
+    title="Lung masks: lungs in chest radiographs, four sources or Montgomery and Shenzhen",
+    task="segmentation",
+    classes=CLASSES,
+    concepts=(),
+    centres=(*SITES, *NAMED.values()),
+    channels=1,
+    mixed_channels=True,
+    open_pair=functools.partial(read_pair, channels=1, classes=len(CLASSES), convert=True),
+    folders=("lung_cxr", "covid_cxr_lungs", "montgomery_shenzhen", "chest-xray-masks-and-labels", "MontgomerySet"),
+    readers=(
+        Layout(
+            "labels.csv (file, site, patient[, width, height]) + images/ + masks/ (folders or zips) of the same names",
+            SPLITS,
+            lambda folder: (folder / "labels.csv").is_file() and bool(pair_folders(folder)),
+            _read_sources,
+            notes=("an image's licence is that of its source, see the column licence of labels.csv",),
+        ),
+        Layout(
+            "CXR_png/{MCUCXR,CHNCXR}_*.png + ManualMask/{leftMask,rightMask}/, mask/ or masks/, here or in "
+            "MontgomerySet/, ChinaSet_AllFiles/ or Lung Segmentation/; also in their zips",
+            SPLITS,
+            _found,
+            _read_sets,
+            notes=("an image counts as its own patient",),
+        ),
+        Layout(
+            "images/ + masks/ (folders or zips), masks named <image>[_mask].png",
+            SPLITS,
+            lambda folder: bool(pair_folders(folder)),
+            _read_plain,
+            notes=("neither patients nor, but for names in MCUCXR_ and CHNCXR_, centres are known",),
+        ),
+    ),
+    rules={"patient": by_group((0.7, 0.1, 0.2), "lung_cxr")},
+    licence="annotations CC BY 4.0, images each its own (four sources); terms of the US National Library of Medicine "
+    "(Montgomery, Shenzhen); CC BY-NC-SA 4.0 (Shenzhen masks)",
+    source="https://github.com/GeneralBlockchain/covid-19-chest-xray-segmentations-dataset; "
+    "https://lhncbc.nlm.nih.gov/LHC-downloads/downloads.html#tuberculosis-image-data-sets; "
+    "https://www.kaggle.com/datasets/yoctoman/shcxr-lung-mask",
+    citation="Cohen et al.: COVID-19 Image Data Collection. arXiv:2006.11988 (2020); "
+    "Jaeger et al.: Two public chest X-ray datasets. Quant. Imaging Med. Surg. 4 (2014); "
+    "Stirenko et al.: Chest X-Ray Analysis of Tuberculosis by Deep Learning. ELNANO 2018",
+    draw=draw,
+    per_class=100,
+    notes=(
+        "split patient: 70/10/20 within each centre, by a hash; all images of a patient are in one section",
+        "colour images are converted to grey; the masks of both lungs are one class",
+    ),
+    downloads=(
+        Download(f"{_NLM}/NLM-MontgomeryCXRSet.zip", "NLM-MontgomeryCXRSet.zip"),
+        Download(f"{_NLM}/ChinaSet_AllFiles.zip", "ChinaSet_AllFiles.zip"),
+    ),
+    download_note="Montgomery comes with masks; put those of Shenzhen (source: Kaggle, shcxr-lung-mask) beside it as "
+    "mask/ or shcxr-lung-mask.zip",
+)

@@ -1,0 +1,174 @@
+"""Lesion masks in dermatoscopic pictures: HAM10000 by its four centres, ISIC 2016 task 1, or any folders of pairs."""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from medfl.datasets import ham10000
+from medfl.datasets.base import DataSet, Download
+from medfl.datasets.ham10000 import CENTRES, METADATA, centre_roots, part_roots
+from medfl.datasets.pairs import mask_index, pair_folders, paired, read_pair
+from medfl.datasets.phantom import Generator, save
+from medfl.datasets.scenes_masks import photograph, shots, some_lesion
+from medfl.datasets.splitting import Record, by_group, carved
+from medfl.datasets.tables import Layout, Table, first, image_index, read_csv
+
+CLASSES = ("background", "lesion")
+HAM_MASKS = "HAM10000_segmentations_lesion_tschandl"
+ISIC = "ISBI2016_ISIC_Part1"
+_PARTS = {"train": "Training", "test": "Test"}
+
+
+def _read_ham(path: Path, column: str, images: Sequence[Path], masks: Sequence[Path]) -> Table:
+    picture, mask, table = image_index(images), mask_index(masks), Table()
+    for row in read_csv(path, ("image_id", "lesion_id", column)):
+        key, centre, where = row["image_id"], row[column], f"{row['image_id']} in {path}"
+        if centre not in CENTRES:
+            table.problems.append(f"{where} has centre {centre!r}, the centres are {', '.join(CENTRES)}")
+        elif key not in picture or key not in mask:
+            table.problems.append(f"{where}: its {'image' if key not in picture else 'mask'} is missing")
+        else:
+            table.records.append(Record(picture[key], 0, key, centre, row["lesion_id"], mask=mask[key]))
+    return table
+
+
+def _read_centres(folder: Path) -> Table:
+    return _read_ham(folder / "labels.csv", "centre", centre_roots(folder), centre_roots(folder, "masks"))
+
+
+def _has_ham(folder: Path) -> bool:
+    return bool(first(folder, *METADATA) and part_roots(folder) and first(folder, HAM_MASKS, f"{HAM_MASKS}.zip"))
+
+
+def _read_published(folder: Path) -> Table:
+    path, masks = first(folder, *METADATA), first(folder, HAM_MASKS, f"{HAM_MASKS}.zip")
+    assert path is not None
+    assert masks is not None
+    return _read_ham(path, "dataset", part_roots(folder), [masks])
+
+
+def _isic(folder: Path) -> Mapping[str, tuple[Path, Path]]:
+    """Return the image and mask folders or archives of each section that a folder has."""
+    found = {}
+    for section, part in _PARTS.items():
+        images, masks = (
+            first(folder, f"{ISIC}_{part}_{kind}", f"{ISIC}_{part}_{kind}.zip") for kind in ("Data", "GroundTruth")
+        )
+        if images and masks:
+            found[section] = images, masks
+    return found
+
+
+def _read_isic(folder: Path) -> Table:
+    table = Table()
+    for section, (images, masks) in _isic(folder).items():
+        part = paired(image_index([images]), mask_index([masks]), _unknown, {"official": section})
+        table.records += part.records
+        table.problems += part.problems
+        table.notes += part.notes
+    return table
+
+
+def _unknown(name: str) -> str:
+    return "unknown"
+
+
+def _read_plain(folder: Path) -> Table:
+    images, masks = pair_folders(folder)
+    return paired(image_index([images]), mask_index([masks]), _unknown)
+
+
+def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
+    """Write a phantom in the layout images_<centre>/ + masks_<centre>/ + labels.csv, pictures of 4 to 3."""
+    rows: list[tuple[str, str, str]] = []
+    for shot in shots(rng, [sum(row) for row in ham10000.MIX], cases):
+        scene = some_lesion(shot.drawing(), size)
+        picture, mask = photograph(*scene, shot, 0.75)
+        key, centre = f"ISIC_9{len(rows):06d}", CENTRES[shot.centre]
+        save(folder / f"images_{centre}" / f"{key}.jpg", picture)
+        save(folder / f"masks_{centre}" / f"{key}.png", mask)
+        rows.append((f"HAM_9{shot.group:06d}", key, centre))
+    with (folder / "labels.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("lesion_id", "image_id", "centre"), *rows])
+    return len(rows)
+
+
+_CHALLENGE = "https://isic-challenge-data.s3.amazonaws.com/2016"
+_LESIONS_UNKNOWN = "neither lesions nor centres are known: an image counts as its own lesion, no partition by centre"
+
+DATASET = DataSet(
+    name="skin_lesion",
+    title="Skin lesion masks: lesions in dermatoscopic pictures, HAM10000 or ISIC 2016",
+    task="segmentation",
+    classes=CLASSES,
+    concepts=(),
+    centres=CENTRES,
+    channels=3,
+    open_pair=functools.partial(read_pair, channels=3, classes=len(CLASSES)),
+    folders=("skin_lesion", "ham10000", "HAM10000", "isic2016", "ISIC2016", "isic_2016"),
+    readers=(
+        Layout(
+            "labels.csv (image_id, lesion_id, centre) + images_<centre>/ and masks_<centre>/ (folders or zips), masks "
+            "named <image_id>[_segmentation].png",
+            ("lesion",),
+            lambda folder: (
+                (folder / "labels.csv").is_file() and bool(centre_roots(folder)) and bool(centre_roots(folder, "masks"))
+            ),
+            _read_centres,
+        ),
+        Layout(
+            "HAM10000_metadata[.csv|.tab] (dataset = centre) + HAM10000_images_part_1, _part_2 + "
+            f"{HAM_MASKS} (folders or zips)",
+            ("lesion",),
+            _has_ham,
+            _read_published,
+        ),
+        Layout(
+            f"ISIC 2016 task 1: {ISIC}_{{Training,Test}}_Data + {ISIC}_{{Training,Test}}_GroundTruth (folders or zips)",
+            ("official", "image"),
+            lambda folder: len(_isic(folder)) == len(_PARTS),
+            _read_isic,
+            notes=("split official: the published test pairs; validation is 10 % of train", _LESIONS_UNKNOWN),
+        ),
+        Layout(
+            f"{ISIC}_Training_Data + {ISIC}_Training_GroundTruth alone (folders or zips)",
+            ("image",),
+            lambda folder: "train" in _isic(folder),
+            _read_isic,
+            notes=(_LESIONS_UNKNOWN,),
+        ),
+        Layout(
+            "images/ + masks/ (folders or zips), masks named <image>[_segmentation|_mask].png",
+            ("image",),
+            lambda folder: bool(pair_folders(folder)),
+            _read_plain,
+            notes=(_LESIONS_UNKNOWN,),
+        ),
+    ),
+    rules={
+        "lesion": by_group((0.7, 0.1, 0.2), "skin_lesion"),
+        "official": carved("official"),
+        "image": by_group((0.7, 0.1, 0.2), "skin_lesion"),
+    },
+    licence="CC BY-NC 4.0 as MedMNIST and FLamby state it for HAM10000, terms of use on the Harvard Dataverse page; "
+    "CC0 (ISIC 2016)",
+    source="https://doi.org/10.7910/DVN/DBW86T (Harvard Dataverse); https://challenge.isic-archive.com/data/#2016",
+    citation="Tschandl, Rosendahl, Kittler: The HAM10000 dataset. Scientific Data 5, 180161 (2018); "
+    "Gutman et al.: Skin Lesion Analysis toward Melanoma Detection. arXiv:1605.01397 (2016)",
+    draw=draw,
+    per_class=100,
+    notes=(
+        "split lesion: 70/10/20 within each centre; all images of a lesion are in one section",
+        "9 lesions of HAM10000 have images in two centres",
+    ),
+    downloads=tuple(
+        Download(f"{_CHALLENGE}/{name}", name)
+        for part in _PARTS.values()
+        for name in (f"{ISIC}_{part}_Data.zip", f"{ISIC}_{part}_GroundTruth.zip")
+    ),
+    download_note="these are the ISIC 2016 pairs; HAM10000 is fetched by hand from the Dataverse page: metadata, both "
+    f"image archives and {HAM_MASKS}.zip in one folder",
+)

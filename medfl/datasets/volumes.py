@@ -1,0 +1,313 @@
+"""Volumes: NIfTI files and folders of one DICOM series as MONAI's MetaTensors, with their masks, checked when read.
+
+Volume URIs: `<path>.nii[.gz]`, `<archive>.zip!<member>.nii[.gz]`, `<folder of a DICOM series>`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nibabel as nib
+import numpy as np
+import torch
+from monai.config.type_definitions import KeysCollection
+from monai.data import MetaTensor
+from monai.transforms.transform import MapTransform
+from monai.utils.enums import MetaKeys, SpaceKeys
+from numpy.typing import NDArray
+
+from medfl.datasets import dicom
+from medfl.datasets.reading import UNREADABLE, archive, split_uri
+from medfl.errors import InputError
+
+Array = NDArray[Any]
+SUFFIXES = (".nii", ".nii.gz")
+TOLERANCE = 1e-3  # mm, on each number of an affine
+_READABLE = "a volume is a .nii or .nii.gz file, plain or in a zip, or a folder of one DICOM series"
+_NIFTI_ERRORS = (
+    nib.filebasedimages.ImageFileError,
+    nib.spatialimages.HeaderDataError,
+    nib.spatialimages.HeaderTypeError,
+    OverflowError,
+    MemoryError,
+)
+
+
+def read_volume(uri: str) -> MetaTensor:
+    """Read an image: (1, D1, D2, D3) float32, its affine from index to mm, RAS, as MONAI's LoadImage gives it.
+
+    Raises:
+        InputError: unreadable or truncated; not three axes (trailing axes of length 1 are dropped); NaN or infinite
+            values; one value everywhere; an affine that cannot be inverted; a folder with no or several DICOM series.
+    """
+    return _image(uri, _read(uri))
+
+
+def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTensor]:
+    """Read an image and its mask: (1, D1, D2, D3) float32, and uint8 with values 0..classes-1; both have one affine.
+
+    Raises:
+        InputError: as `read_volume`, or the two differ in shape or affine, or the mask has other values.
+    """
+    raw, labels = _read(image), _read(mask)
+    if raw.voxels.shape != labels.voxels.shape:
+        raise InputError(
+            f"image {image} is {_times(raw.voxels.shape)} voxels, its mask {mask} {_times(labels.voxels.shape)}",
+            "an image and its mask have one shape",
+            "resample the mask to the image, or remove the case",
+        )
+    if not np.allclose(raw.affine, labels.affine, rtol=0, atol=TOLERANCE):
+        raise InputError(
+            f"image {image} has the affine {_rows(raw.affine)}, its mask {mask} {_rows(labels.affine)}",
+            f"an image and its mask lie in one place, to {TOLERANCE} mm",
+            "resample the mask to the image, or remove the case",
+        )
+    return _image(image, raw), _tensor(mask, _classes(mask, labels.voxels, classes), raw.affine)
+
+
+def count_voxels(uri: str) -> int | None:
+    """Return the number of voxels as the header has it, without reading them; None if it cannot be read."""
+    try:
+        if os.path.isdir(uri):
+            return dicom.count_voxels(uri)
+        return math.prod(map(int, _header(uri).get_data_shape())) or None
+    except (InputError, RuntimeError, *_NIFTI_ERRORS, *UNREADABLE):
+        return None
+
+
+def volume_files(root: Path) -> list[tuple[str, str]]:
+    """Return (relative path, URI) of all NIfTI files below a folder or in a zip archive, sorted, but no hidden ones."""
+    if root.is_file():
+        names = [(name, f"{root}!{name}") for name in archive(root).namelist()]
+    else:
+        found = (os.path.join(base, name) for base, _, files in os.walk(root) for name in files)
+        names = [(os.path.relpath(path, root).replace(os.sep, "/"), path) for path in found]
+    return sorted(
+        (name, uri)
+        for name, uri in names
+        if name.endswith(SUFFIXES) and not any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+    )
+
+
+def volume_index(folder: Path) -> dict[str, str]:
+    """Return the URI of each volume that lies directly in a folder by its name without suffix.
+
+    A folder in it with files other than NIfTI counts as a DICOM series.
+    """
+    index: dict[str, str] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name == "__MACOSX":
+            continue
+        if path.is_dir():
+            if any(file.is_file() and not file.name.endswith(SUFFIXES) for file in path.iterdir()):
+                index.setdefault(path.name, str(path))
+        elif path.name.endswith(SUFFIXES):
+            index[path.name.removesuffix(".gz").removesuffix(".nii")] = str(path)
+    return index
+
+
+# Files
+
+
+class _Raw(NamedTuple):
+    """Voxels (D1, D2, D3) of any number type as stored, and the affine (4, 4) from index to mm, RAS."""
+
+    voxels: Array
+    affine: NDArray[np.float64]
+
+
+def _read(uri: str) -> _Raw:
+    voxels, affine = dicom.read(uri) if os.path.isdir(uri) else _nifti(uri)
+    raw = _Raw(voxels.reshape(_sides(uri, voxels.shape)), affine)
+    if not np.isfinite(affine).all() or np.linalg.matrix_rank(affine[:3, :3]) < 3:
+        raise InputError(
+            f"volume {uri} has the affine {_rows(affine)}",
+            "an affine can be inverted",
+            "correct the header (sform or qform)",
+        )
+    return raw
+
+
+def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
+    if not uri.endswith(SUFFIXES):
+        known = "no such file or folder" if not os.path.exists(split_uri(uri)[0]) else "not a NIfTI file by its name"
+        raise InputError(f"volume {uri} cannot be read ({known})", _READABLE, "correct the path, or convert it")
+    try:
+        with nib.imageglobals.LoggingOutputSuppressor():  # what it logs of a header is in its errors
+            image = _open(uri)
+        _sides(uri, image.shape)  # before all of a long series is read
+        voxels = np.asanyarray(image.dataobj)
+        affine = np.asarray(image.affine, dtype=np.float64)
+    except (*_NIFTI_ERRORS, *UNREADABLE) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "restore the file") from error
+    if voxels.dtype.kind not in "biuf":
+        raise InputError(f"volume {uri} holds {voxels.dtype} values", "one real number a voxel", "convert it")
+    return voxels, affine
+
+
+def _open(uri: str) -> Any:
+    path, part = split_uri(uri)
+    if not part:
+        return nib.load(path)
+    content = archive(path).read(part)
+    return nib.Nifti1Image.from_bytes(gzip.decompress(content) if part.endswith(".gz") else content)
+
+
+def _header(uri: str) -> Any:
+    path, part = split_uri(uri)
+    if not part:
+        return nib.load(path).header
+    with archive(path).open(part) as member:
+        content: Any = gzip.GzipFile(fileobj=member) if part.endswith(".gz") else member
+        return nib.Nifti1Header.from_fileobj(io.BytesIO(content.read(1024)))  # type: ignore[no-untyped-call]
+
+
+def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the three sides of a volume, without trailing axes of length 1."""
+    sides = tuple(shape[:3]) if len(shape) > 3 and all(side == 1 for side in shape[3:]) else tuple(shape)
+    if len(sides) != 3 or min(sides) < 2:
+        raise InputError(
+            f"volume {uri} has the shape {_times(shape)}",
+            "a volume has three axes, each of at least 2 voxels",
+            "take one volume of a series apart, or remove the case",
+        )
+    return sides
+
+
+# Values
+
+
+def _image(uri: str, raw: _Raw) -> MetaTensor:
+    with np.errstate(over="ignore"):
+        voxels = raw.voxels.astype(np.float32)
+    wrong = voxels.size - int(np.isfinite(voxels).sum())
+    if wrong:
+        raise InputError(
+            f"volume {uri} has NaN or infinite values at {wrong} of {voxels.size} voxels",
+            "every voxel has a finite value",
+            "repair or remove it",
+        )
+    if voxels.min() == voxels.max():
+        raise InputError(
+            f"volume {uri} has the value {voxels.min() + 0.0:g} at every voxel",
+            "an image shows something",
+            "remove the case",
+        )
+    return _tensor(uri, voxels, raw.affine)
+
+
+def _classes(mask: str, values: Array, classes: int) -> Array:
+    with np.errstate(invalid="ignore"):  # NaN to a whole number
+        labels: Array = values.astype(np.uint8)
+    wrong = (labels != values) | (labels >= classes)
+    if wrong.any():
+        found = np.unique(values[wrong])
+        more = ", ..." if len(found) > 5 else ""
+        raise InputError(
+            f"mask {mask} has the value{'s' * (len(found) > 1)} {', '.join(f'{v:g}' for v in found[:5])}{more} "
+            f"at {int(wrong.sum())} voxels",
+            f"its labels are the whole numbers 0 to {classes - 1}",
+            "correct the mask, or remove the case",
+        )
+    return labels
+
+
+def _tensor(uri: str, voxels: Array, affine: NDArray[np.float64]) -> MetaTensor:
+    meta = {
+        MetaKeys.ORIGINAL_AFFINE: affine.copy(),
+        MetaKeys.SPATIAL_SHAPE: np.asarray(voxels.shape),
+        MetaKeys.SPACE: SpaceKeys.RAS,
+        "filename_or_obj": uri,
+    }
+    data = torch.from_numpy(np.ascontiguousarray(voxels))[None]
+    return MetaTensor(data, affine=torch.as_tensor(affine), meta=meta)
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " x ".join(str(int(side)) for side in shape)
+
+
+def _rows(affine: Array) -> str:
+    return "[" + " | ".join(" ".join(f"{value:.6g}" for value in row) for row in affine[:3]) + "]"
+
+
+# Transforms
+
+
+class ReadVolumed(MapTransform):
+    """Replace the URIs of an image and of its mask by their voxels: MetaTensors (1, D1, D2, D3), float32 and uint8.
+
+    Args:
+        keys: the image's, and after it the mask's; an item without a mask gives the image alone.
+        classes: number of labels of a mask, the background included.
+
+    Raises:
+        InputError: as `read_pair`, when an item is read; more than two keys, or a mask's key without `classes`.
+    """
+
+    def __init__(self, keys: KeysCollection = ("image", "label"), classes: int | None = None) -> None:
+        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
+        super().__init__(keys)
+        if len(self.keys) > 2 or (len(self.keys) == 2 and (classes is None or not 2 <= classes <= 256)):
+            raise InputError(
+                f"ReadVolumed with keys {', '.join(map(str, self.keys))} and classes={classes}",
+                "keys are the image's and the mask's, classes is a number from 2 to 256",
+                "correct the configuration",
+            )
+        self.classes = classes
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return a copy of `data` with the volumes."""
+        item = dict(data)
+        image, *masks = self.keys
+        if masks and masks[0] in item:
+            assert self.classes is not None
+            item[image], item[masks[0]] = read_pair(str(item[image]), str(item[masks[0]]), self.classes)
+        else:
+            item[image] = read_volume(str(item[image]))
+        return item
+
+
+class CheckPatchd(MapTransform):
+    """Refuse a volume (C, D1, D2, D3) that is smaller than the patch along an axis; without a patch size let all pass.
+
+    Args:
+        keys: the volumes.
+        patch_size: one number for all axes, or one for each.
+
+    Raises:
+        InputError: such a volume; names its file, both sizes, and the largest patch that fits.
+    """
+
+    def __init__(self, keys: KeysCollection, patch_size: int | Sequence[int] | None) -> None:
+        """Keep the patch size."""
+        super().__init__(keys)
+        self.patch_size = patch_size
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return `data`."""
+        item = dict(data)
+        for key in self.key_iterator(item):
+            shape = tuple(item[key].shape[1:])
+            size = self.patch_size
+            patch = shape if size is None else (size,) * len(shape) if isinstance(size, int) else tuple(size)
+            if len(patch) != len(shape):
+                raise InputError(
+                    f"patch_size {_times(patch)} for volumes of {len(shape)} axes", "one number an axis", "correct it"
+                )
+            if any(side < least for side, least in zip(shape, patch, strict=True)):
+                file = item[key].meta.get("filename_or_obj", key) if isinstance(item[key], MetaTensor) else key
+                fits = ",".join(str(min(sides)) for sides in zip(shape, patch, strict=True))
+                raise InputError(
+                    f"volume {file} is {_times(shape)} voxels, smaller than the patch of {_times(patch)}",
+                    "every volume holds the patch",
+                    f"lower it with --config patch_size=[{fits}]",
+                )
+        return item

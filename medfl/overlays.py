@@ -1,0 +1,268 @@
+"""Pictures of segmented cases: image, reference, prediction and error, in planes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from medfl.partition_plot import INK, SOFT, shorten
+from medfl.pictures import Picture, colours, render
+from medfl.planes import Array, Plane, planes, unit
+from medfl.prepared import Geometry
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MISSED, ADDED, CONFUSED = "#56b4e9", "#d55e00", "#f0e442"  # of Okabe and Ito's palette, as are the first structures
+_STRUCTURES = ("#009e73", "#e69f00", "#cc79a7")
+_WIDTH, _DPI = 7.2, 150  # inches and dots
+_EDGE, _GAP, _TALLEST = 0.1, 0.06, 1.25  # inches; height of a panel for a width of 1
+_TITLE, _CASE, _LEGEND = 0.32, 0.56, 0.45  # inches above the cases, above each case, and below
+_TITLES = ("", "the only test case", "best and worst test case", "best, median and worst test case")
+_COLUMNS = ("image", "reference", "prediction", "error")
+_FILL = 0.22  # opacity of a structure inside its outline
+_SHOWN = 6  # sites whose cases a report shows
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A case to be shown.
+
+    Attributes:
+        rank: why it is shown: "best", "median", "worst" or "only".
+        ident: its id.
+        scores: its metrics.
+        image: (C, H, W[, D]).
+        reference: (H, W[, D]) class indices.
+        prediction: (H, W[, D]) class indices.
+        geometry: of the image, None where it is not known.
+    """
+
+    rank: str
+    ident: str
+    scores: Mapping[str, float]
+    image: Array
+    reference: Array
+    prediction: Array
+    geometry: Geometry | None
+
+
+def ranked(dice: Mapping[str, float]) -> dict[str, str]:
+    """Return the id of the best, the median and the worst case and why each is shown; fewer cases give fewer.
+
+    Of an even number of cases the better one in the middle is the median; equal ones are in the order of their ids.
+    """
+    order = sorted((ident for ident, value in dice.items() if not math.isnan(value)), key=lambda i: (-dice[i], i))
+    if len(order) == 1:
+        return {order[0]: "only"}
+    chosen = {order[0]: "best", order[-1]: "worst"} if order else {}
+    return {order[0]: "best", order[(len(order) - 1) // 2]: "median", order[-1]: "worst"} if order[2:] else chosen
+
+
+def masks(name: str, site: str, examples: Sequence[Example], structures: Sequence[str], median: float) -> Picture:
+    """Draw a site's cases, each with the reference, the prediction and where these differ.
+
+    Args:
+        name: file name without its ending.
+        site: the site's name.
+        examples: its cases.
+        structures: names of the foreground classes.
+        median: of the Dice of all its test cases; kept as the picture's mark.
+    """
+    rows = [
+        (example, planes(example.image, example.reference, example.prediction, example.geometry))
+        for example in examples
+    ]
+    panel = (_WIDTH - 2 * _EDGE - 3 * _GAP - _label(rows)) / 4
+    scales = [_scale(cut, panel) for _, cut in rows]
+    heights = [_CASE + sum(p.size[0] / scale + _GAP for p in cut) for (_, cut), scale in zip(rows, scales, strict=True)]
+    tall = _TITLE + sum(heights) + _LEGEND
+    title = f"{shorten(site, 50)}: {_TITLES[len(examples)]}"
+    confused = len(structures) > 1
+
+    def fill(figure: Figure) -> None:
+        figure.text(0.5, 1 - 0.16 / tall, title, size=11, weight="bold", color=INK, ha="center", va="top")
+        top = tall - _TITLE
+        for (example, cut), scale, height in zip(rows, scales, heights, strict=True):
+            _case(figure, example, cut, structures, panel, scale, top)
+            top -= height
+        _legend(figure, structures, confused)
+
+    words = f"{'Volumes are cut through the middle of the reference. ' if examples[0].reference.ndim == 3 else ''}"
+    return render(
+        name,
+        title,
+        "Outlines are those of the masks; in the last column the reference's is white, and colours say what the "
+        f"prediction misses and what it adds{', or takes for another structure' if confused else ''}. {words}"
+        f"The median Dice of all test cases of this site is {median:.3f}.",
+        (_WIDTH, tall),
+        fill,
+        dpi=_DPI,
+        mark=f"{median:.6f}",
+    )
+
+
+def shown(folder: Path) -> tuple[list[Picture], int]:
+    """Read the pictures of segmented cases of a run folder that its report shows: of sites from the worst to the best.
+
+    Returns:
+        The pictures, the strips of Dice first, and how many sites have cases beside those shown.
+
+    Raises:
+        OSError: a picture cannot be read.
+    """
+    found = [Picture.read(path) for path in sorted((folder / "pictures").glob("masks-*.png"))]
+    found.sort(key=lambda picture: float(picture.mark or 0))
+    few = [found[i * (len(found) - 1) // (_SHOWN - 1)] for i in range(_SHOWN)] if len(found) > _SHOWN else found
+    first = [Picture.read(path) for path in sorted((folder / "pictures").glob("dice*.png"))]
+    return [*first, *few], len(found) - len(few)
+
+
+# Cases
+
+
+def _label(rows: Sequence[tuple[Example, Sequence[Plane]]]) -> float:
+    """Return the room in inches that the planes' names take on the left."""
+    return 0.18 if any(plane.name for _, cut in rows for plane in cut) else 0.0
+
+
+def _scale(cut: Sequence[Plane], panel: float) -> float:
+    """Return millimetres (or pixels) an inch, the same in all planes of a case."""
+    return max(max(plane.size[1] / panel, plane.size[0] / (_TALLEST * panel)) for plane in cut)
+
+
+def _case(
+    figure: Figure,
+    example: Example,
+    cut: Sequence[Plane],
+    structures: Sequence[str],
+    panel: float,
+    scale: float,
+    top: float,
+) -> None:
+    """Draw one case below `top` inches: its scores, the columns' names, and a row of panels for each plane."""
+    wide, tall = figure.get_size_inches()
+    label = wide - 2 * _EDGE - 3 * _GAP - 4 * panel
+    lefts = [_EDGE + label + column * (panel + _GAP) for column in range(4)]
+    figure.text(
+        _EDGE / wide, (top - 0.12) / tall, example.rank.capitalize(), size=10, weight="bold", color=INK, va="top"
+    )
+    figure.text((_EDGE + 0.75) / wide, (top - 0.12) / tall, _words(example, structures), size=9, color=INK, va="top")
+    for column, left in zip(_COLUMNS, lefts, strict=True):
+        figure.text((left + panel / 2) / wide, (top - _CASE + 0.06) / tall, column, size=8.5, color=SOFT, ha="center")
+    palette = _palette(len(structures))
+    top -= _CASE
+    for plane in cut:
+        height, width = (side / scale for side in plane.size)
+        if plane.name:
+            middle = (top - height / 2) / tall
+            figure.text(
+                (_EDGE + 0.06) / wide, middle, plane.name, size=8.5, color=SOFT, rotation=90, ha="center", va="center"
+            )
+        for column, left in zip(_COLUMNS, lefts, strict=True):
+            place = ((left + (panel - width) / 2) / wide, (top - height) / tall, width / wide, height / tall)
+            axes = figure.add_axes(place)
+            axes.set_axis_off()
+            _panel(axes, column, plane, palette)
+            if column == "image":
+                _marks(axes, plane, unit(example.geometry) if plane.name else "")
+        top -= height + _GAP
+
+
+def _words(example: Example, structures: Sequence[str]) -> str:
+    parts = [shorten(example.ident, 36), f"Dice {example.scores['dice']:.3f}"]
+    each = [value for name, value in example.scores.items() if name.startswith("dice_")]
+    if len(each) == len(structures) <= 3:
+        named = zip(structures, each, strict=True)
+        parts[-1] += f" ({', '.join(f'{shorten(name, 14)} {value:.3f}' for name, value in named)})"
+    if "hd95" in example.scores:
+        parts.append(f"HD95 {example.scores['hd95']:.3g} {unit(example.geometry)}")
+    return "   ".join(parts)
+
+
+def _panel(axes: Axes, column: str, plane: Plane, palette: Sequence[Any]) -> None:
+    height, width = plane.reference.shape
+    place: dict[str, Any] = {"extent": (0, width, height, 0), "aspect": "auto"}
+    if column != "error":
+        axes.imshow(plane.image, cmap="gray", vmin=0, vmax=1, interpolation="bilinear", **place)
+    if column in ("reference", "prediction"):
+        mask = plane.reference if column == "reference" else plane.prediction
+        for index, colour in enumerate(palette, 1):
+            _shade(axes, mask == index, colour, _FILL, place)
+            _outline(axes, mask == index, colour, 1.1)
+    if column == "error":
+        grey = plane.image if plane.image.ndim == 2 else plane.image.mean(2)
+        axes.imshow(0.12 + 0.5 * grey, cmap="gray", vmin=0, vmax=1, interpolation="bilinear", **place)
+        there, ours = plane.reference, plane.prediction
+        wrong = there != ours
+        for index in range(1, len(palette) + 1):
+            _outline(axes, there == index, "white", 0.8)
+        for where, colour in ((ours == 0, MISSED), (there == 0, ADDED), ((ours > 0) & (there > 0), CONFUSED)):
+            _shade(axes, wrong & where, colour, 0.95, {**place, "zorder": 3})  # above the outline
+    axes.set(xlim=(0, width), ylim=(height, 0))
+
+
+def _shade(axes: Axes, mask: Array, colour: Any, alpha: float, place: Mapping[str, Any]) -> None:
+    if mask.any():
+        from matplotlib.colors import to_rgba
+
+        axes.imshow(np.where(mask[..., None], to_rgba(colour, alpha), 0.0), interpolation="nearest", **place)
+
+
+def _outline(axes: Axes, mask: Array, colour: Any, width: float) -> None:
+    """Draw the border of a mask along the edges of its pixels."""
+    from matplotlib.collections import LineCollection
+
+    padded = np.pad(mask, 1).astype(np.int8)
+    y, x = np.nonzero(np.diff(padded, axis=1)[1:-1])
+    upright = np.stack([x, y, x, y + 1], 1)
+    y, x = np.nonzero(np.diff(padded, axis=0)[:, 1:-1])
+    edges = np.concatenate([upright, np.stack([x, y, x + 1, y], 1)]).reshape(-1, 2, 2)
+    axes.add_collection(LineCollection(list(edges), colors=[colour], linewidths=width, capstyle="round", snap=False))
+
+
+def _marks(axes: Axes, plane: Plane, length: str) -> None:
+    """Name the side on the left, and draw a bar of so many millimetres."""
+    from matplotlib import patheffects
+
+    halo: dict[str, Any] = {"path_effects": [patheffects.withStroke(linewidth=1.6, foreground="black")]}
+    if plane.left:
+        axes.text(0.03, 0.5, plane.left, transform=axes.transAxes, size=8, color="white", va="center", **halo)
+    if length == "mm":
+        bar = max(step for step in (1, 2, 5, 10, 20, 50, 100) if step <= max(1.0, 0.4 * plane.size[1]))
+        share = bar / plane.size[1]
+        axes.plot([0.97 - share, 0.97], [0.04, 0.04], transform=axes.transAxes, color="white", linewidth=1.6, **halo)
+        place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"{bar} mm", (0.97, 0.04), (0, 3), size=7, color="white", va="bottom", **place, **halo)
+
+
+def _palette(count: int) -> list[Any]:
+    return list(_STRUCTURES[:count]) if count <= len(_STRUCTURES) else colours(count)
+
+
+def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
+    from matplotlib.patches import Patch
+
+    shapes = [
+        Patch(facecolor=(*_rgb(colour), _FILL), edgecolor=colour, label=shorten(name, 28))
+        for colour, name in zip(_palette(len(structures)), structures, strict=True)
+    ]
+    errors = [("missed", MISSED), ("added", ADDED), *([("other structure", CONFUSED)] if confused else [])]
+    shapes += [Patch(facecolor=colour, edgecolor=SOFT, linewidth=0.5, label=text) for text, colour in errors]
+    figure.legend(
+        handles=shapes, loc="lower center", ncols=min(len(shapes), 6), frameon=False, fontsize=9, labelcolor=INK,
+        handlelength=1.2, columnspacing=1.5,
+    )  # fmt: skip
+
+
+def _rgb(colour: Any) -> tuple[float, float, float]:
+    from matplotlib.colors import to_rgb
+
+    found: tuple[float, float, float] = to_rgb(colour)
+    return found

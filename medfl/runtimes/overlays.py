@@ -1,0 +1,82 @@
+"""Which segmented cases a run shows, and what their pictures are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from medfl import overlays
+from medfl.evaluation import Masks
+from medfl.folder import safe
+from medfl.metrics import Cases
+from medfl.overlays import Example
+from medfl.pictures import Picture
+from medfl.prepared import Shard
+from medfl.runtimes.federation import Federation
+from medfl.strips import dice_strips
+
+
+def chosen(cases: Mapping[str, Cases]) -> dict[str, dict[str, str]]:
+    """Return the ids of each site's cases to be shown, and why; none where the cases have no Dice."""
+    return {site: overlays.ranked(dice) for site, dice in _dice(cases).items()}
+
+
+def drawn(
+    federation: Federation, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]
+) -> Iterator[Picture]:
+    """Draw the Dice of each site's test cases, and of each site the best, the median and the worst of them.
+
+    Args:
+        federation: the sites.
+        cases: site -> outcomes of its test items.
+        masks: site -> id -> masks of the cases that are shown.
+    """
+    dice = _dice(cases)
+    if dice:
+        yield from dice_strips({site: list(values.values()) for site, values in dice.items()})
+    for site, ranks in chosen(cases).items():
+        found, outcomes = masks.get(site, {}), cases[site]
+        made = {ident: masks for ident, masks in found.items() if ident in ranks}
+        if not made:
+            continue
+        examples = [
+            _example(federation, site, ident, rank, outcomes, made[ident])
+            for ident, rank in ranks.items()
+            if ident in made
+        ]
+        median = float(np.nanmedian(list(dice[site].values())))
+        structures = _structures(federation, max(masks.classes for masks in made.values()))
+        yield overlays.masks(f"masks-{safe(site)}", site, examples, structures, median)
+
+
+def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:
+    """Return site -> id -> Dice of the sites that have any."""
+    known = {
+        site: dict(zip(c.ids, c.values["dice"].tolist(), strict=True))
+        for site, c in cases.items()
+        if "dice" in c.values
+    }
+    return {site: dice for site, dice in known.items() if any(value == value for value in dice.values())}
+
+
+def _example(federation: Federation, site: str, ident: str, rank: str, cases: Cases, masks: Masks) -> Example:
+    shard = federation.shard(site, "test")
+    index = int(shard.indices[shard.ids.index(ident)])
+    image, _ = next(Shard.of(shard.prepared, [index]).batches(1))
+    row = cases.select([ident]).values
+    return Example(
+        rank,
+        ident,
+        {name: float(value) for name, value in row.items()},
+        image[0].float().numpy(),
+        masks.reference.numpy(),
+        masks.prediction.numpy(),
+        shard.prepared.geometry[index] if shard.prepared.geometry else None,
+    )
+
+
+def _structures(federation: Federation, classes: int) -> list[str]:
+    """Return the names of the foreground classes."""
+    named = federation.bundle.structures
+    return list(named[1:]) if len(named) == classes else [f"structure {index}" for index in range(1, classes)]

@@ -1,0 +1,81 @@
+"""Predicted masks as files on the grid of the image they were made from: NIfTI for volumes, PNG for pictures."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from scipy import ndimage
+from torch import Tensor
+
+from medfl.prepared import Geometry
+from medfl.storage import write_atomic
+
+_SCANNER = 1  # NIfTI's code of a header whose affine leads to the scanner's millimetres
+
+
+def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
+    """Bring a mask from the grid in which a network works to that of the image's file.
+
+    Each pixel of the file takes the class of the nearest pixel of the mask, and the background's where the mask does
+    not reach. Where the grids differ by flips, other axis order, cropping and padding alone, nothing is lost.
+
+    Args:
+        labels: (H, W[, D]) class indices.
+        geometry: of the prepared image.
+
+    Returns:
+        Class indices in the shape of the file.
+    """
+    from_file = np.linalg.inv(geometry.affine) @ geometry.original_affine
+    axes = len(geometry.original_shape)
+    made: NDArray[np.uint8] = ndimage.affine_transform(
+        labels.cpu().numpy().astype(np.uint8),
+        from_file[:axes, :axes],
+        from_file[:axes, -1],
+        geometry.original_shape,
+        order=0,
+        mode="grid-constant",  # unlike "constant", takes a corner's pixel up to its edge
+    )
+    return made
+
+
+def save(labels: Tensor, classes: int, geometry: Geometry, path: Path) -> Path:
+    """Write a mask on the grid of its image's file, whole or not at all, and return the path.
+
+    A volume becomes `<path>.nii.gz` with the shape and affine of its image's file; a picture `<path>.png`, 0 and 255
+    for two classes, else class indices.
+
+    Args:
+        labels: (H, W[, D]) class indices.
+        classes: number of classes, the background among them.
+        geometry: of the prepared image.
+        path: without its suffix.
+
+    Raises:
+        RunError: the disk is full or the folder cannot be written.
+    """
+    mask, file = to_original(labels, geometry), io.BytesIO()
+    if is_picture(geometry):
+        Image.fromarray(mask * 255 if classes == 2 else mask).save(file, format="PNG")
+        path = path.with_name(f"{path.name}.png")
+    else:
+        volume: Any = nib.Nifti1Image(mask, geometry.original_affine)  # type: ignore[no-untyped-call]
+        volume.header.set_xyzt_units("mm")
+        volume.set_qform(geometry.original_affine, _SCANNER)
+        volume.set_sform(geometry.original_affine, _SCANNER)
+        file.write(gzip.compress(volume.to_bytes(), mtime=0))
+        path = path.with_name(f"{path.name}.nii.gz")
+    write_atomic(path, file.getvalue())
+    return path
+
+
+def is_picture(geometry: Geometry) -> bool:
+    """Tell whether an image is a picture, rows first, and no volume or slice of one."""
+    return len(geometry.original_shape) == 2 and not geometry.file.endswith((".nii", ".nii.gz"))

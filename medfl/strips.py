@@ -1,0 +1,82 @@
+"""The Dice of all test cases of each site, as a strip of points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from medfl.partition_plot import INK, SOFT, TINTS, shorten
+from medfl.pictures import Floats, Picture, render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_STRIPS = 20  # sites beside each other, as many as can be told apart
+_WIDTH, _HEIGHT, _DPI = 7.2, 3.6, 150  # inches and dots
+
+
+def dice_strips(dice: Mapping[str, Sequence[float]]) -> list[Picture]:
+    """Draw the Dice of each site's test cases as points and their median as a line; 20 sites a picture.
+
+    Args:
+        dice: site -> values, NaN where a case has none.
+    """
+    known = {site: np.sort([value for value in values if not math.isnan(value)]) for site, values in dice.items()}
+    known = {site: values for site, values in known.items() if len(values)}
+    low = min((float(values[0]) for values in known.values()), default=0.0)
+    blocks = [list(known)[start : start + _STRIPS] for start in range(0, len(known), _STRIPS)]
+    return [
+        _strip({site: known[site] for site in block}, low, f"-{n}" if len(blocks) > 1 else "")
+        for n, block in enumerate(blocks, 1)
+    ]
+
+
+def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
+    title = "Dice of each test case"
+    slanted = max(map(len, dice)) * len(dice) > 75
+    bottom = max(0.0, math.floor(low * 10 - 0.5) / 10)
+
+    def fill(figure: Figure) -> None:
+        figure.set_layout_engine("compressed")
+        figure.suptitle(title, size=11, weight="bold", color=INK)
+        axes = figure.subplots()
+        size = 14 if max(map(len, dice.values())) * len(dice) < 400 else 6
+        for x, values in enumerate(dice.values()):
+            sides = _swarm(values, 0.0058 * math.sqrt(size) * (1 - bottom), 0.0032 * math.sqrt(size) * len(dice))
+            axes.scatter(x + sides, values, s=size, color=TINTS["train"], alpha=0.65, linewidths=0, zorder=2)
+            middle = float(np.median(values))
+            axes.plot(
+                [x - 0.4, x + 0.4], [middle, middle], color=TINTS["test"], linewidth=2.2, zorder=1 if size > 6 else 3
+            )
+            place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+            axes.text(x, 1.01, f"{middle:.2f}", size=8 if len(dice) > 12 else 9, color=INK, **place)
+        names = [f"{shorten(site, 24)} ({len(values)})" for site, values in dice.items()]
+        style: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
+        axes.set_xticks(range(len(names)), names, **style)
+        axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(bottom - 0.012, 1.012), ylabel="Dice")
+        axes.tick_params(labelcolor=INK, color=SOFT, length=0)
+        axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+
+    return render(
+        f"dice{ending}",
+        title,
+        "A point is a test case, the line and the number above are the site's median, in brackets is the number of its "
+        "cases. The Dice of a case is the mean over its structures.",
+        (_WIDTH, _HEIGHT + (0.05 * min(30, max(map(len, dice))) if slanted else 0)),
+        fill,
+        dpi=_DPI,
+    )
+
+
+def _swarm(values: Floats, near: float, step: float) -> Floats:
+    """Return how far to the side each of the sorted values is drawn, so that close ones lie beside each other."""
+    places, row = np.zeros(len(values)), 0
+    for i in range(1, len(values)):
+        row = row + 1 if values[i] - values[i - row - 1] < near else 0
+        places[i] = (row + 1) // 2 * (step if row % 2 else -step)
+    return places * min(1.0, 0.38 / max(1e-12, float(np.abs(places).max())))
