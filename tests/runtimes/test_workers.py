@@ -19,7 +19,7 @@ from medfl.errors import InputError, RunError
 from medfl.message import Message
 from medfl.methods import load, names
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.step import site_step
+from medfl.runtimes.step import introduce, site_step
 from medfl.runtimes.workers import Workers
 from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, run_record
 
@@ -122,7 +122,8 @@ def test_training_does_not_depend_on_the_number_of_workers(name: str) -> None:
     method = load(name, WITHOUT_IMAGES.get(name))
     federation = Federation(ToyBundle(), method, run_record(local_epochs=2))
     host = federation.host(0)
-    server = method.init_server(host, federation.networks.initial, {})
+    introductions = {name: introduce(federation, name) for name in federation.participants}
+    server = method.init_server(host, federation.networks.initial, introductions)
     tasks = [(site_step, (1, n, None, method.broadcast(host, server, n), ())) for n in federation.participants * 2]
     results = []
     for jobs in (1, 2, 3):
