@@ -258,6 +258,7 @@ def _bundle(name: str) -> Document:
         "centres": len(data.centres),
         "channels": data.channels,
         "image_size": training["image_size"],
+        "patch_size": training.get("patch_size"),
         "network": training["network"],
         "protocol": bundle.protocol.get("protocol", ""),
         "defaults": {key: bundle.protocol[key] for key in settings if bundle.protocol.get(key) is not None},
@@ -281,13 +282,28 @@ def _short(text: str) -> str:
     return re.sub(r" \([^()]*(\d{4})\)", r" \1", re.split(r"[,;:] | as ", text)[0])
 
 
+def _classes(entry: Document) -> str:
+    """Return the number of classes; of masks with the background."""
+    return f"{entry['classes']} (masks)" if entry["task"] == "segmentation" else str(entry["classes"])
+
+
+def _is_volume(entry: Document) -> bool:
+    return isinstance(entry["patch_size"] or entry["image_size"], list)
+
+
+def _sides(entry: Document) -> str:
+    """Return the size of what enters the network: the images', or of volumes with patches the patches'."""
+    size = entry["patch_size"] or entry["image_size"]
+    return "x".join(map(str, size)) if isinstance(size, list) else str(size)
+
+
 def bundles_text(document: Document, width: int = terminal.WIDTH) -> str:
     """Return the table of bundles, or the page of one, at most `width` columns wide."""
     if "bundles" not in document:
         return _bundle_page(document, width)
     head = ["bundle", "images", "classes", "centres", "pixels", "network", "protocol", "data", "licence"]
     rows = [
-        [e["name"], e["title"].rpartition(": ")[2], *map(str, (e["classes"], e["centres"], e["image_size"])),
+        [e["name"], e["title"].rpartition(": ")[2], _classes(e), str(e["centres"]), _sides(e),
          e["network"], _short(e["protocol"]), e["data"]["status"].replace("phantom only", "none"), _short(e["licence"])]
         for e in document["bundles"]
     ]  # fmt: skip
@@ -316,7 +332,7 @@ def _bundle_page(entry: Document, width: int) -> str:
     classes = [key if concepts == entry["class_names"] else f"{key} ({words})" for key, words in named]
     facts = {
         "task": f"{entry['task']}, {entry['channels']} channel{'s' * (entry['channels'] > 1)}, "
-        f"{entry['image_size']} pixels a side",
+        f"{_sides(entry)} {'voxels' if _is_volume(entry) else 'pixels a side'}",
         "classes": ", ".join(classes),
         "centres": ", ".join(entry["centre_names"]),
         "network": entry["network"],
@@ -362,8 +378,8 @@ def bundles_markdown() -> str:
     """Return the README's table of bundles; without the data status, which is this machine's."""
     head = ["Bundle", "Images", "Classes", "Centres", "Pixels", "Network", "Protocol", "Licence of the images"]
     rows = [
-        [f"`{e['name']}`", e["title"], str(e["classes"]), str(e["centres"]), str(e["image_size"]), f"`{e['network']}`",
-         e["protocol"], e["licence"]]
+        [f"`{e['name']}`", e["title"], _classes(e), str(e["centres"]), _sides(e), f"`{e['network']}`", e["protocol"],
+         e["licence"]]
         for e in bundles()["bundles"]
     ]  # fmt: skip
     return terminal.markdown(head, rows)

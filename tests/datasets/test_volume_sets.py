@@ -1,8 +1,9 @@
-"""The volume data sets: layouts, counts, splits and problems; phantoms; what the bundles make of a volume and write."""
+"""The volume data sets: layouts, counts, splits and problems, on phantoms, on published tables and on real images."""
 
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import tarfile
 import zipfile
@@ -10,17 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
 import pytest
-import torch
-import yaml
-from monai.bundle import ConfigParser
-from monai.networks import one_hot
-from scipy.ndimage import gaussian_filter
-from sklearn.ensemble import RandomForestClassifier
 
 import medfl.datasets as datasets
 from medfl.bundle import Bundle
@@ -29,19 +23,10 @@ from medfl.datasets.download import fetch
 from medfl.datasets.splitting import Record
 from medfl.datasets.volumes import read_pair
 from medfl.errors import InputError, RunError
-from tests.datasets.test_volumes import AFFINE, save, save_dicom
+from tests.datasets.test_volumes import save, save_dicom
 
 SECTIONS = ("train", "validate", "test")
-CASES = {"brain_tissue": 16, "hippocampus": 20, "ixi_brain": 21}
-NAMES = tuple(CASES)
 SUBJECT = "IXI002-Guys-0828"
-
-
-@pytest.fixture(scope="module")
-def volumes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A phantom of each data set of the default size, with fewer cases."""
-    root = tmp_path_factory.mktemp("volumes")
-    return {name: datasets.write_phantom(name, root / name, per_class=cases) for name, cases in CASES.items()}
 
 
 @pytest.fixture
@@ -68,6 +53,14 @@ def sizes(name: str, folder: Path, split: str | None = None) -> list[int]:
 
 def ids(items: list[datasets.Item]) -> list[str]:
     return [item["id"] for item in items]
+
+
+def told(name: str) -> dict[str, list[int]]:
+    """Return the rows of the count table in a bundle's README."""
+    text = (Bundle(name).root / "docs" / "README.md").read_text()
+    return {
+        row: list(map(int, numbers.split("|"))) for row, numbers in re.findall(r"^\| (\w+) \|([\d |]+)\|$", text, re.M)
+    }
 
 
 def tiny(path: Path, content: bytes = b"") -> Path:
@@ -157,6 +150,13 @@ def test_the_fetched_archive_is_unpacked(volumes: dict[str, Path], tmp_path: Pat
         fetch(published, tmp_path, show=said.append)
 
 
+def test_hippocampus_counts_of_all_260_published_volumes() -> None:
+    names = [f"hippocampus_{number:03d}" for number in range(1, 261)]
+    records = [Record("", 0, name, "unknown", name) for name in names]
+    sections = Counter(datasets.get("hippocampus").rules["seeded"](records))
+    assert told("hippocampus")["unknown"] == [*(sections[section] for section in SECTIONS), 260]
+
+
 def test_real_hippocampus(real_folder: Callable[[str], Path]) -> None:
     """All 174 pairs can be read, and the bundle's patch fits into all of them."""
     folder = real_folder("hippocampus")
@@ -205,6 +205,10 @@ def published_counts(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 PUBLISHED = {"Guys": (249, 62), "HH": (145, 36), "IOP": (59, 15)}
+
+
+def test_the_readme_has_the_published_counts() -> None:
+    assert {row: tuple(numbers[:2]) for row, numbers in told("ixi_brain").items() if row != "all"} == PUBLISHED
 
 
 def test_fed_ixi_counts_are_the_published_ones(fed_ixi: Path) -> None:
@@ -356,7 +360,7 @@ def test_real_tissue(real_folder: Callable[[str], Path]) -> None:
     folder = real_folder("brain_tissue")
     report = datasets.check("brain_tissue", folder)
     assert report.ok, report.problems
-    assert sizes("brain_tissue", folder) == [16, 2, 5]
+    assert [*sizes("brain_tissue", folder), 23] == told("brain_tissue")["unknown"]
     assert len({item["group"] for items in found("brain_tissue", folder).values() for item in items}) == 20
     assert sum(sizes("brain_tissue", folder, "age")[:2]) == 18
     assert sizes("brain_tissue", folder, "age")[2] == 5
@@ -385,150 +389,3 @@ def test_fed_isic2019_counts_are_the_published_ones(real_data: Path, tmp_path: P
         (655, 164),
         (351, 88),
     ]
-
-
-# Phantoms
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_phantom_is_repeated_by_its_seed(tmp_path: Path, name: str) -> None:
-    def content(folder: Path) -> dict[str, bytes]:
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    made = [
-        content(datasets.write_phantom(name, tmp_path / str(run), seed=seed, per_class=10, size=16))
-        for run, seed in enumerate((3, 3, 4))
-    ]
-    assert made[0] == made[1]
-    assert made[0] != made[2]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_phantoms_are_whole_and_fit_the_bundle(volumes: dict[str, Path], name: str) -> None:
-    report = datasets.check(name, volumes[name])
-    assert report.ok, report.problems
-    assert not report.warnings
-    bundle = Bundle(name, {"dataset_dir": str(volumes[name])})
-    prepared = bundle.prepared("validate")
-    assert len(prepared) == len(prepared.geometry) > 0
-    for index, geometry in enumerate(prepared.geometry):
-        image = nib.load(geometry.file)
-        assert geometry.original_shape == image.shape
-        assert np.allclose(geometry.original_affine, image.affine)
-        (x, y) = next(prepared.batches(torch.tensor([index]), 1, None))
-        assert x.shape == y.shape
-        assert not y.is_floating_point()
-        assert y.max() <= len(datasets.get(name).classes) - 1
-        assert abs(float(x.mean())) < (0.01 if name != "brain_tissue" else 1)
-
-
-def features(image: np.ndarray) -> np.ndarray:
-    """Return (voxels, 6): intensity, smoothed twice, and place."""
-    scaled = (image - image.mean()) / image.std()
-    places = np.meshgrid(*(np.linspace(-1, 1, side) for side in image.shape), indexing="ij")
-    return np.stack([scaled, gaussian_filter(scaled, 1), gaussian_filter(scaled, 3), *places], -1).reshape(-1, 6)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_parts_can_be_learned_but_not_by_a_threshold(volumes: dict[str, Path], name: str) -> None:
-    """A forest on a voxel's blurred surroundings and place finds every part in cases that it has not seen."""
-    classes = len(datasets.get(name).classes)
-    pairs = {
-        section: [
-            tuple(volume[0].numpy() for volume in read_pair(item["image"], str(item["label"]), classes))
-            for item in datasets.datalist(name, volumes[name], section)[:count]
-        ]
-        for section, count in (("train", 6), ("test", 2))
-    }
-    chosen = np.random.default_rng(0)
-    x, y = [], []
-    for image, mask in pairs["train"]:
-        every, flat = features(image), mask.ravel()
-        picks = np.concatenate([chosen.choice(np.flatnonzero(flat == kind), 200) for kind in range(classes)])
-        x.append(every[picks])
-        y.append(flat[picks])
-    forest = RandomForestClassifier(25, max_depth=12, random_state=0).fit(np.concatenate(x), np.concatenate(y))
-    alone = RandomForestClassifier(25, max_depth=6, random_state=0)
-    alone.fit(np.concatenate(x)[:, :1], np.concatenate(y))
-    full, single = [], []
-    for image, mask in pairs["test"]:
-        every = features(image)
-        for scores, guess in ((full, forest.predict(every)), (single, alone.predict(every[:, :1]))):
-            flat = mask.ravel()
-            scores.append(
-                [
-                    2 * ((guess == k) & (flat == k)).sum() / ((guess == k).sum() + (flat == k).sum())
-                    for k in range(1, classes)
-                ]
-            )
-    assert np.mean(full, axis=0).min() > 0.4
-    assert np.mean(full) > np.mean(single) + 0.1
-
-
-def test_hospitals_have_scanners_of_their_own(volumes: dict[str, Path]) -> None:
-    brightness: dict[str, list[float]] = {}
-    for item in datasets.datalist("ixi_brain", volumes["ixi_brain"], "train"):
-        image, mask = read_pair(item["image"], str(item["label"]), 2)
-        brightness.setdefault(item["centre"], []).append(float(image[mask > 0].mean()))
-    means = {centre: np.mean(values) for centre, values in brightness.items()}
-    spread = max(np.std(values) for values in brightness.values())
-    assert means["IOP"] > means["Guys"] + 2 * spread
-    assert len(means) == 3
-
-
-# What the bundles make of a volume, and write
-
-
-def test_spacing_follows_the_resizing(volumes: dict[str, Path]) -> None:
-    """Phantoms of 48 x 60 x 48 voxels of 4 mm."""
-    config = {"dataset_dir": str(volumes["ixi_brain"]), "image_size": [24, 30, 48]}
-    (geometry, *_) = Bundle("ixi_brain", config).prepared("validate").geometry
-    assert geometry.spacing == pytest.approx((8, 8, 4))
-    config = {"dataset_dir": str(volumes["ixi_brain"]), "image_size": None, "spacing": [8, 6, 4]}
-    (geometry, *_) = Bundle("ixi_brain", config).prepared("validate").geometry
-    assert geometry.spacing == pytest.approx((8, 6, 4))
-
-
-def test_a_volume_smaller_than_the_patch_stops_the_run_at_its_start(volumes: dict[str, Path]) -> None:
-    config = {"dataset_dir": str(volumes["hippocampus"]), "patch_size": [24, 40, 60]}
-    with pytest.raises(InputError, match=r"hippocampus_\d+\.nii\.gz is .* smaller than the patch of 24 x 40 x 60"):
-        Bundle("hippocampus", config).prepared("train")
-
-
-SIDES = (20, 24, 18)
-CHANGES: dict[str, tuple[dict[str, Any], float]] = {
-    "as stored": ({}, 1.0),
-    "resampled": ({"spacing": [2, 2, 2]}, 0.9),
-    "resized": ({"image_size": [30, 30, 30]}, 0.9),
-    "both": ({"spacing": [1, 2, 1], "image_size": 28}, 0.9),
-}
-
-
-@pytest.mark.parametrize("form", ["nifti", "dicom"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_written_lies_where_the_input_lay(tmp_path: Path, change: str, form: str) -> None:
-    """The mask itself as the prediction comes back onto the grid of the file, tilted and anisotropic, in its place."""
-    overrides, least = CHANGES[change]
-    x, y, z = np.ogrid[-1 : 1 : SIDES[0] * 1j, -1 : 1 : SIDES[1] * 1j, -1 : 1 : SIDES[2] * 1j]
-    body = (x - 0.2) ** 2 + (y / 0.8) ** 2 + (z + 0.1) ** 2 < 0.5
-    mask = body.astype(np.uint8) + (body & (y > 0.1))
-    voxels = 100 * mask + np.random.default_rng(0).integers(0, 30, SIDES)
-    image = (
-        save(tmp_path / "a.nii.gz", voxels.astype(np.int16)) if form == "nifti" else save_dicom(tmp_path / "a", voxels)
-    )
-    item = {"image": image, "label": save(tmp_path / "m.nii.gz", mask)}
-    source = Bundle("hippocampus").root / "configs" / "inference.yaml"
-    parser = ConfigParser(yaml.safe_load(source.read_text()))
-    for key, value in {"patch_size": None, "output_dir": str(tmp_path / "out"), **overrides}.items():
-        parser[key] = value
-    prepared = parser.get_parsed_content("preprocessing")(item)
-    prepared["pred"] = 10 * one_hot(prepared["label"].as_tensor()[None], 3)[0]
-    parser.get_parsed_content("postprocessing")(prepared)
-    written = nib.load(tmp_path / "out" / "a_seg.nii.gz")
-    assert written.shape == SIDES
-    assert np.allclose(written.affine, AFFINE, atol=1e-4)
-    values = np.asarray(written.dataobj)
-    assert values.dtype == np.uint8
-    for kind in (1, 2):
-        ours, theirs = values == kind, mask == kind
-        assert 2 * (ours & theirs).sum() / (ours.sum() + theirs.sum()) >= least
