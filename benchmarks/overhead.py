@@ -196,9 +196,7 @@ def main() -> None:
     torch.set_num_threads(1)
     Pictures.finish = lambda *_: None  # type: ignore[method-assign]  # they are drawn once a run, and are no round
     with tempfile.TemporaryDirectory() as folder:
-        table = [
-            compare(name, Path(folder), options.rounds, options.repeats) for name in options.networks.split(",")
-        ]
+        table = [compare(name, Path(folder), options.rounds, options.repeats) for name in options.networks.split(",")]
     if options.json:
         print(json.dumps(table))
         return

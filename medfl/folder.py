@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,14 @@ class RunFolder:
                 f"--out {path} holds no run (no run.json)", "the folder of an earlier run", "start without --resume"
             )
         return cls(path)
+
+    def discard(self, beside: Sequence[str] = ()) -> None:
+        """Remove what a run that was refused before its first round has written; `beside` names what stays."""
+        for found in self.path.iterdir():
+            if found.name not in beside:
+                shutil.rmtree(found) if found.is_dir() else found.unlink()
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
 
     def write_run(self, run: Run, extra: Mapping[str, Any]) -> None:
         """Write run.json: the run, its hash, and what helps a reader (`extra`)."""

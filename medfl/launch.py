@@ -192,7 +192,12 @@ def _execute(
     folder.write_run(made.run, made.extra(command))
     partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")
     simulator = Simulator(federation, folder, jobs=jobs, progress=progress, say=say, save_predictions=save_predictions)
-    return simulator.execute(resume)
+    try:
+        return simulator.execute(resume)
+    except InputError:
+        if not resume and folder.manifest() is None:  # the server's half refused the sites' introductions
+            folder.discard(_BESIDE)
+        raise
 
 
 @contextmanager

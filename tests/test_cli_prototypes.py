@@ -59,7 +59,7 @@ def test_bodies_with_other_features_are_refused_by_site(
     scans: Path, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bodies = ("--partition", "iid", "--sites", 3, "--set", "bodies=small_cnn,two_conv", "--batch-size", 4)
-    free = ("--set", "features=0") if method == "pfedpm" else ()
+    free = ("--set", "feature_size=0") if method == "pfedpm" else ()
     assert run(scans, tmp_path / "run", method, *bodies, *free) == 2
     stdout, stderr = capsys.readouterr()
     last = stderr.splitlines()[-1]

@@ -434,7 +434,8 @@ def test_labels_without_class_names_are_enough():
     + ["shots:a,b,c", "file", "file:", "Dirichlet:0.1"],
 )
 def test_malformed_rules_list_the_forms(spec):
-    fails(spec, cohort(), repr(spec), "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre | size | file:PATH.csv")
+    forms = "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre | size | file:PATH.csv"
+    fails(spec, cohort(), repr(spec), forms)
 
 
 # By size
