@@ -48,6 +48,7 @@ def against_bytes(runs: Sequence[RunFolder]) -> Picture:
     points = [(label, _points(run)) for label, run in zip(labels(runs), runs, strict=True)]
     silent = sorted({label for label, found in points if not found})
     points = [(label, found) for label, found in points if found]
+    dashed = {label for label, run in zip(labels(runs), runs, strict=True) if run.judged == "personal"}
     if not points:
         raise InputError(
             f"{len(runs)} runs without rounds that were scored and sent bytes",
@@ -66,9 +67,8 @@ def against_bytes(runs: Sequence[RunFolder]) -> Picture:
         axes = figure.subplots()
         for label, found in points:
             dots = "o" if len(found) <= 12 else ""
-            axes.plot(
-                *zip(*found, strict=True), color=tone[label], linewidth=1.5, marker=dots, markersize=4, alpha=0.85
-            )
+            line = {"color": tone[label], "linestyle": "--" if label in dashed else "-", "marker": dots}
+            axes.plot(*zip(*found, strict=True), **line, linewidth=1.5, markersize=4, alpha=0.85)
         axes.set(xscale="log", xlabel="megabytes sent so far, both ways, all sites", ylabel="on the validation set")
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -77,13 +77,16 @@ def against_bytes(runs: Sequence[RunFolder]) -> Picture:
         axes.tick_params(labelcolor=INK, color=SOFT)
         axes.spines[["top", "right"]].set_visible(False)
         for label in names:
-            axes.plot([], [], color=tone[label], label=shorten(label, _ENTRY))
+            style = "--" if label in dashed else "-"
+            axes.plot([], [], color=tone[label], linestyle=style, label=shorten(label, _ENTRY))
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
 
     caption = (
         f"{metrics.title(keys[0])} on the pooled validation set after a round, over the megabytes of the encoded "
         "messages until then; one line a run, one colour a method. Further left is cheaper."
     )
+    if dashed:
+        caption += " Dashed: each site's own model on the site's own images, which is another question."
     if silent:
         caption += f" Not drawn, as they send nothing or were not scored: {', '.join(silent)}."
     return render("against-bytes", title, caption, _SIZE, fill)

@@ -50,10 +50,19 @@ def test_runs_are_named_by_method_and_the_options_in_which_they_differ(tmp_path:
 def test_silent_runs_are_named_not_drawn(tmp_path: Path) -> None:
     runs = [RunFolder.read(folder(tmp_path, "a")), RunFolder.read(folder(tmp_path, "b", "local", sent=0))]
     picture = against_bytes(runs)
+    assert "Dashed" not in picture.caption
     assert picture.title == "Accuracy against what was sent"
     assert picture.caption.endswith("Not drawn, as they send nothing or were not scored: local.")
     with pytest.raises(InputError, match="1 runs without rounds that were scored and sent bytes"):
         against_bytes(runs[1:])
+
+
+def test_each_sites_own_models_are_told_from_a_common_one(tmp_path: Path) -> None:
+    path = folder(tmp_path, "a", "fedproto")
+    entries = [{**json.loads(line), "judged": "personal"} for line in (path / "rounds.jsonl").read_text().splitlines()]
+    (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    caption = against_bytes([RunFolder.read(path), RunFolder.read(folder(tmp_path, "b"))]).caption
+    assert "Dashed: each site's own model on the site's own images" in caption
 
 
 def test_runs_with_different_metrics_are_not_compared(tmp_path: Path) -> None:
