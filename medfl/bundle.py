@@ -10,18 +10,15 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from monai.data import list_data_collate
-from monai.engines.utils import default_prepare_batch
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from medfl import teachers
 from medfl.cache import Spot, budget, sample_key
@@ -42,37 +39,14 @@ from medfl.errors import InputError
 from medfl.evaluation import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.metrics import KEY_METRICS, higher_is_better
 from medfl.prepared import Item, Prepared
-from medfl.preparing import Source, prepare, records, take_apart
+from medfl.preparing import prepare
 from medfl.prompts import Text, read_text
+from medfl.sections import SECTIONS, Sections
 from medfl.seeding import stream
 from medfl.storage import cache_folder
 
-SECTIONS = ("train", "validate", "test")
 _TRAINERS = ("train#trainer", "trainer")
-_EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
-_VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-
-
-@dataclass(frozen=True)
-class _Section:
-    """The data of one section as its engine (trainer or evaluator) takes them."""
-
-    source: Source
-    items: list[Item]
-    loader: Any
-    prepare_batch: Callable[..., Any]
-
-    @property
-    def collate(self) -> Callable[[list[Any]], Any]:
-        """How the data loader makes a batch of samples."""
-        collate: Callable[[list[Any]], Any] = getattr(self.loader, "collate_fn", list_data_collate)
-        return collate
-
-    @property
-    def batch_size(self) -> int:
-        """Items per batch of the data loader, 1 where it does not say."""
-        return int(getattr(self.loader, "batch_size", None) or 1)
 
 
 class Bundle:
@@ -100,7 +74,7 @@ class Bundle:
         self._file = config_file(self.root, "train") or self.root / "configs" / "train.json"
         self._config = self._read(self._file)
         self._trainer = self._find_trainer()
-        self._sections: dict[str, _Section] = {}
+        self._sections = Sections(self.root, self._trainer, self._config, self._with_evaluate)
         self._embeddings: dict[str, Tensor] = {}
 
     def get(self, key: str) -> Any:
@@ -113,6 +87,11 @@ class Bundle:
 
     def _read(self, *files: Path) -> Configuration:
         return Configuration(self.root, files, self._overrides, self.metadata, self.device)
+
+    def _with_evaluate(self) -> Configuration:
+        """Read the training configuration with evaluate.* merged in, as MONAI runs the two."""
+        evaluate = config_file(self.root, "evaluate")
+        return self._read(self._file, evaluate) if evaluate else self._config
 
     def _find_trainer(self) -> str:
         found, node = next(
@@ -233,96 +212,27 @@ class Bundle:
     @property
     def batch_size(self) -> int:
         """The training data loader's batch size."""
-        return self._section("train").batch_size
+        return self._sections["train"].batch_size
 
     # Data
 
-    @cached_property
-    def _evaluation(self) -> Configuration:
-        """The training configuration with evaluate.* merged in, as MONAI runs the two."""
-        evaluate = config_file(self.root, "evaluate")
-        return self._read(self._file, evaluate) if evaluate else self._config
-
-    @cached_property
+    @property
     def has_test(self) -> bool:
         """Tell whether evaluate.* names data of its own; else the validation items serve as test items."""
-        validate, test = (
-            config.depends(config.within(self._loader_ids(config, "validate")[1], "data"))
-            for config in (self._config, self._evaluation)
-        )
-        return validate != test
-
-    def _loader_ids(self, config: Configuration, section: str) -> tuple[str, str]:
-        """Return the ids of a section's data loader ("" if there is none) and data set."""
-        if section == "train":
-            loader = f"{self._trainer}#train_data_loader"
-        else:
-            evaluator = self._evaluator(config)
-            if evaluator is None:
-                found = [key for key in _VALIDATION_SETS if key in config]
-                if not found:
-                    raise InputError(
-                        f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')",
-                        "a bundle to be federated has validation data",
-                        "add a validate section",
-                    )
-                return "", found[0]
-            loader = f"{evaluator}#val_data_loader"
-        loader, _ = config.raw(loader)
-        return loader, config.within(loader, "dataset")
-
-    def _evaluator(self, config: Configuration) -> str | None:
-        """Return the id of the evaluator that the trainer calls, or else of one of the usual names."""
-        called = [f"{key}#validator" for key, _ in config.nodes("ValidationHandler")]
-        for key, node in map(config.raw, [*called, *_EVALUATORS]):
-            if isinstance(node, Mapping) and "val_data_loader" in node:
-                return key
-        return None
-
-    def _section(self, section: str) -> _Section:
-        if section == "test" and not self.has_test:
-            section = "validate"
-        if section not in self._sections:
-            self._sections[section] = self._open(section)
-        return self._sections[section]
-
-    def _open(self, section: str) -> _Section:
-        config = self._evaluation if section == "test" else self._config
-        loader_id, dataset_id = self._loader_ids(config, section)
-        dataset = config.content(dataset_id)
-        try:
-            source = take_apart(dataset.dataset if isinstance(dataset, DataLoader) else dataset)
-        except TypeError as error:
-            raise InputError(
-                f"{config.file}: id {dataset_id!r}: {error}",
-                "a data set to be divided can be indexed",
-                "use another bundle",
-            ) from error
-        if len(source.entries) == 0:
-            raise InputError(
-                f"{config.file}: the data list '{config.within(dataset_id, 'data')}' of section {section!r} is empty",
-                "each section has at least one item",
-                "check dataset_dir: give the data folder with --data",
-            )
-        engine = self._trainer if section == "train" else self._evaluator(config)
-        given = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
-        prepare_batch = config.content(f"{engine}#prepare_batch") if given else default_prepare_batch
-        folder = config.content("dataset_dir") if "dataset_dir" in config else self.root
-        items = records(source, section, [Path(str(folder)).resolve(), self.root])
-        return _Section(source, items, config.content(loader_id) if loader_id else None, prepare_batch)
+        return self._sections.has_test
 
     def data(self, section: str) -> Sequence[Any]:
         """Return the section's data list as the bundle gives it, or its data set where only that can read it."""
-        entries: Sequence[Any] = self._section(section).source.entries
+        entries: Sequence[Any] = self._sections[section].source.entries
         return entries
 
     def items(self, section: str) -> list[Item]:
         """Return one record per item: id, and label (a class index), centre and group where the data list has them."""
-        return self._section(section).items
+        return self._sections[section].items
 
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Prepared:
         """Run the section's deterministic transforms once and return its items ready to be batched."""
-        data = self._section(section)
+        data = self._sections[section]
         return prepare(
             data.items,
             data.source,
@@ -336,7 +246,7 @@ class Bundle:
 
     def _spot(self, section: str) -> Spot | None:
         """Return where prepared samples go that are too large for memory; None where entries have no names."""
-        source = self._section(section).source
+        source = self._sections[section].source
         if not (source.is_list and source.fixed):
             return None
         shipped = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
@@ -350,7 +260,7 @@ class Bundle:
     @cached_property
     def _trial(self) -> tuple[Any, Any]:
         """Network output and target of the first training item, twice in a batch: what does not fit shows here."""
-        data = self._section("train")
+        data = self._sections["train"]
         with stream(0, "trial") as generator, torch.no_grad():
             samples = prepare(data.items[:1], data.source, data.collate, data.prepare_batch)
             x, y = next(samples.batches(torch.zeros(2, dtype=torch.int64), 2, generator))
@@ -463,7 +373,7 @@ class Bundle:
 
         "dice" is MONAI's MeanDice; a metric of which less is better says so in its name.
         """
-        evaluator = self._evaluator(self._config)
+        evaluator = self._sections.evaluator(self._config)
         key, metrics = self._config.raw(f"{evaluator}#key_val_metric") if evaluator else ("", None)
         if not isinstance(metrics, Mapping) or not metrics:
             return "loss", self.loss
@@ -480,9 +390,9 @@ class Bundle:
     def evaluator(self) -> Evaluator:
         """How this bundle's networks are scored."""
         if self.task == "classification":
-            batch_size = {} if self.is_shipped else {"batch_size": self._section("validate").batch_size}
+            batch_size = {} if self.is_shipped else {"batch_size": self._sections["validate"].batch_size}
             return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self._loss_function, nn.BCELoss))
-        engine = self._evaluator(self._config)
+        engine = self._sections.evaluator(self._config)
         inferer, postprocessing = (
             self._config.content(f"{engine}#{part}") if f"{engine}#{part}" in self._config else None
             for part in ("inferer", "postprocessing")
@@ -499,7 +409,7 @@ class Bundle:
         """What the user should know: what runs here, and what of the bundle's own training does not."""
         if self.is_shipped:
             return ()
-        config, train = self._config, self._section("train")
+        config, train = self._config, self._sections["train"]
         inferer, amp = (config.raw(f"{self._trainer}#{part}")[1] for part in ("inferer", "amp"))
         sampler, modules = getattr(train.loader, "sampler", None), sorted(own_modules(self.root))
         usual = isinstance(sampler, RandomSampler | SequentialSampler | None)

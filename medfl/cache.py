@@ -8,6 +8,7 @@ find it and a changed file or transform is prepared anew.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medfl import datasets
 from medfl.datasets.reading import content_key
 from medfl.errors import InputError, RunError
 
@@ -120,11 +122,20 @@ class OnDisk(Sequence[Any]):
 
 
 def sample_key(parts: Sequence[Any], entry: Any) -> str:
-    """Hash what determines a prepared sample: `parts` (JSON), and an entry's values with the content of its files."""
-    digest = hashlib.sha256(json.dumps(list(parts), sort_keys=True, default=str).encode())
+    """Hash what determines a prepared sample: `parts` (JSON), our readers, an entry's values and its files' content."""
+    digest = hashlib.sha256(json.dumps([_readers(), *parts], sort_keys=True, default=str).encode())
     for name, value in sorted(entry.items()) if isinstance(entry, Mapping) else [("", entry)]:
         digest.update(f"\0{name}={_content(value)}".encode())
     return digest.hexdigest()[:40]
+
+
+@functools.cache
+def _readers() -> str:
+    """Return a hash of the code of `medfl.datasets`, whose transforms a bundle's configuration only names."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(datasets.__path__[0]).glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _content(value: Any) -> str:

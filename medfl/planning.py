@@ -21,11 +21,12 @@ import torch
 import yaml
 
 from medfl import datasets, methods
-from medfl.bundle import SECTIONS, Bundle, shipped
+from medfl.bundle import Bundle, shipped
 from medfl.errors import InputError
 from medfl.methods.base import Method
 from medfl.partition import Partition, assign, parse
 from medfl.protocol import options_for, resolved
+from medfl.sections import SECTIONS
 from medfl.seeding import stream
 from medfl.settings import DataRecord, PartitionRecord, Run
 from medfl.storage import cache_folder

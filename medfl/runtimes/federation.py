@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import yaml
 
-from medfl.bundle import SECTIONS, Bundle
+from medfl.bundle import Bundle
 from medfl.errors import InputError, RunError
 from medfl.message import Message, is_finite
 from medfl.methods.base import Method
 from medfl.prepared import Prepared, Shard
+from medfl.sections import SECTIONS
 from medfl.seeding import derive
 from medfl.settings import Run
 from medfl.site import Host, LocalSettings, Networks, Site

@@ -1,0 +1,138 @@
+"""The data of a bundle's sections, found from its trainer and evaluators as MONAI would run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from monai.data import list_data_collate
+from monai.engines.utils import default_prepare_batch
+from torch.utils.data import DataLoader
+
+from medfl.configuration import Configuration
+from medfl.errors import InputError
+from medfl.prepared import Item
+from medfl.preparing import Source, records, take_apart
+
+SECTIONS = ("train", "validate", "test")
+_EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
+_VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
+
+
+@dataclass(frozen=True)
+class Section:
+    """The data of one section as its engine (trainer or evaluator) takes them."""
+
+    source: Source
+    items: list[Item]
+    loader: Any
+    prepare_batch: Callable[..., Any]
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """How the data loader makes a batch of samples."""
+        collate: Callable[[list[Any]], Any] = getattr(self.loader, "collate_fn", list_data_collate)
+        return collate
+
+    @property
+    def batch_size(self) -> int:
+        """Items per batch of the data loader, 1 where it does not say."""
+        return int(getattr(self.loader, "batch_size", None) or 1)
+
+
+class Sections:
+    """Sections by name.
+
+    Args:
+        root: the bundle's folder.
+        trainer: id of its trainer.
+        config: its training configuration.
+        evaluation: reads the same with evaluate.* merged in.
+    """
+
+    def __init__(
+        self, root: Path, trainer: str, config: Configuration, evaluation: Callable[[], Configuration]
+    ) -> None:
+        """Take the configurations; nothing in them is evaluated yet."""
+        self.root, self._trainer, self._config, self._read = root, trainer, config, evaluation
+        self._opened: dict[str, Section] = {}
+
+    @cached_property
+    def _evaluation(self) -> Configuration:
+        return self._read()
+
+    @cached_property
+    def has_test(self) -> bool:
+        """Tell whether evaluate.* names data of its own; else the validation items serve as test items."""
+        validate, test = (
+            config.depends(config.within(self._loader_ids(config, "validate")[1], "data"))
+            for config in (self._config, self._evaluation)
+        )
+        return validate != test
+
+    def _loader_ids(self, config: Configuration, section: str) -> tuple[str, str]:
+        """Return the ids of a section's data loader ("" if there is none) and data set."""
+        if section == "train":
+            loader = f"{self._trainer}#train_data_loader"
+        else:
+            evaluator = self.evaluator(config)
+            if evaluator is None:
+                found = [key for key in _VALIDATION_SETS if key in config]
+                if not found:
+                    raise InputError(
+                        f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')",
+                        "a bundle to be federated has validation data",
+                        "add a validate section",
+                    )
+                return "", found[0]
+            loader = f"{evaluator}#val_data_loader"
+        loader, _ = config.raw(loader)
+        return loader, config.within(loader, "dataset")
+
+    def evaluator(self, config: Configuration) -> str | None:
+        """Return the id of the evaluator that the trainer calls, or else of one of the usual names."""
+        called = [f"{key}#validator" for key, _ in config.nodes("ValidationHandler")]
+        for key, node in map(config.raw, [*called, *_EVALUATORS]):
+            if isinstance(node, Mapping) and "val_data_loader" in node:
+                return key
+        return None
+
+    def __getitem__(self, section: str) -> Section:
+        """Return a section, opened once.
+
+        Raises:
+            InputError: its data set cannot be divided, or is empty; names the id.
+        """
+        if section == "test" and not self.has_test:
+            section = "validate"
+        if section not in self._opened:
+            self._opened[section] = self._open(section)
+        return self._opened[section]
+
+    def _open(self, section: str) -> Section:
+        config = self._evaluation if section == "test" else self._config
+        loader_id, dataset_id = self._loader_ids(config, section)
+        dataset = config.content(dataset_id)
+        try:
+            source = take_apart(dataset.dataset if isinstance(dataset, DataLoader) else dataset)
+        except TypeError as error:
+            raise InputError(
+                f"{config.file}: id {dataset_id!r}: {error}",
+                "a data set to be divided can be indexed",
+                "use another bundle",
+            ) from error
+        if len(source.entries) == 0:
+            raise InputError(
+                f"{config.file}: the data list '{config.within(dataset_id, 'data')}' of section {section!r} is empty",
+                "each section has at least one item",
+                "check dataset_dir: give the data folder with --data",
+            )
+        engine = self._trainer if section == "train" else self.evaluator(config)
+        given = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
+        prepare_batch = config.content(f"{engine}#prepare_batch") if given else default_prepare_batch
+        folder = config.content("dataset_dir") if "dataset_dir" in config else self.root
+        items = records(source, section, [Path(str(folder)).resolve(), self.root])
+        return Section(source, items, config.content(loader_id) if loader_id else None, prepare_batch)
