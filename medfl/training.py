@@ -86,7 +86,7 @@ def fit(
                 x, y = _to(x, site.device), _to(y, site.device)
                 for parameter in parameters:  # also those that the optimiser leaves out, which a hook may read
                     parameter.grad = None
-                with _one_sample_safe(model, x), autocast(site):
+                with one_sample_safe(model, x), autocast(site):
                     loss = objective(model, x, y)
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 scaler.unscale_(optimizer)
@@ -124,7 +124,7 @@ def autocast(site: Site) -> Any:
     return torch.autocast(site.device.type, torch.float16 if site.device.type == "cuda" else torch.bfloat16)
 
 
-def _one_sample_safe(model: nn.Module, x: Any) -> Any:
+def one_sample_safe(model: nn.Module, x: Any) -> Any:
     """Let a batch of one sample pass: BatchNorm without a second value per channel uses its running statistics."""
     if not isinstance(x, Tensor) or len(x) != 1:
         return nullcontext()

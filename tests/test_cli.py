@@ -193,11 +193,11 @@ def test_cuda_without_a_cuda_device(refused: Refused, chest: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        (("run", "pneumonie"), ("bundle 'pneumonie'", "ham10000, isic19", "medfl bundles")),
+        (("run", "pneumonie"), ("bundle 'pneumonie'", "ham10000, hippocampus, isic19", "medfl bundles")),
         (("run",), ("no bundle", "medfl bundles")),
         (("run", "--resume"), ("holds no run", "start without --resume")),
         (("run", "--from", "gone.json"), ("gone.json cannot be read: No such file", "a run.json that medfl wrote")),
-        (("bundles", "x"), ("bundle 'x'", "ham10000, isic19")),
+        (("bundles", "x"), ("bundle 'x'", "ham10000, hippocampus, isic19")),
         (("methods", "x"), ("method 'x'", "methods are ccvr")),
         (("report", "gone"), ("gone has no run.json", "medfl run")),
         (("data", "make", "x", "--out", "new"), ("data set 'x'", "ham10000")),

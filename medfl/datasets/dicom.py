@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import locale
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,17 @@ from medfl.errors import InputError
 _DESCRIPTION, _POSITION = "0008|103e", "0020|0032"
 
 
+@contextmanager
+def own_locale() -> Iterator[None]:
+    """Put the process's locale back at the end: GDCM leaves it at "C", in which Python reads text files as ASCII."""
+    before = locale.setlocale(locale.LC_ALL)
+    try:
+        yield
+    finally:
+        locale.setlocale(locale.LC_ALL, before)
+
+
+@own_locale()
 def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     """Return the voxels (D1, D2, D3[, colours]) of the series in a folder, and its affine from index to mm, RAS.
 
@@ -56,6 +70,7 @@ def _check_distances(folder: str, reader: Any, slices: int) -> None:
         )
 
 
+@own_locale()
 def count_voxels(folder: str) -> int:
     """Return the number of voxels of the series in a folder, by the size of its first slice.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import locale
 import pickle
 import zipfile
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from monai.data import Dataset, MetaTensor
 from monai.transforms import Compose, LoadImage
 
 from medfl.datasets import CheckPatchd, ReadVolumed
+from medfl.datasets.dicom import own_locale
 from medfl.datasets.reading import content_key
 from medfl.datasets.volumes import count_voxels, read_pair, read_volume, volume_files, volume_index
 from medfl.errors import InputError
@@ -42,6 +44,7 @@ def save(path: Path, voxels: np.ndarray, affine: np.ndarray = AFFINE) -> str:
     return str(path)
 
 
+@own_locale()
 def save_dicom(
     folder: Path, voxels: np.ndarray, uid: str = "1.2.826.0.1.1", name: str = "T1", skip: Sequence[int] = ()
 ) -> str:
@@ -103,6 +106,20 @@ def test_every_form_is_the_same_volume_in_the_same_place(forms: Path, form: str)
     assert volume.meta["filename_or_obj"] == f"{forms}/{form}"
     assert volume.meta["space"] == expected.meta["space"]
     assert count_voxels(f"{forms}/{form}") == IMAGE.size
+
+
+def test_reading_dicom_leaves_the_locale_as_it_was(forms: Path) -> None:
+    """Else every text file with a letter outside ASCII, opened later without naming its encoding, could not be read."""
+    before = locale.setlocale(locale.LC_ALL, "C.UTF-8")
+    try:
+        read_volume(str(forms / "dicom"))
+        count_voxels(str(forms / "dicom"))
+        assert locale.getpreferredencoding(False) == "UTF-8"
+        with pytest.raises(InputError):
+            read_volume(str(forms))
+        assert locale.getpreferredencoding(False) == "UTF-8"
+    finally:
+        locale.setlocale(locale.LC_ALL, before)
 
 
 def test_a_checksum_knows_the_files_of_a_series(forms: Path) -> None:

@@ -1,0 +1,155 @@
+"""Per-FedAvg: federated model-agnostic meta-learning (Fallah, Mokhtari, Ozdaglar, NeurIPS 2020).
+
+"Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach".
+min_w (1/N) sum_i f_i(w - alpha grad f_i(w)): a model from which one step on a site's data leads far.
+
+Site:    with g(w; D) the gradient on a batch, and three independent batches D, D', D'' a step,
+         (1) w+ = w - alpha g(w; D);  (2) v = g(w+; D');
+         (3) first order: d = v;  Hessian-free: d = v - alpha [g(w + delta v; D'') - g(w - delta v; D'')] / (2 delta);
+         (4) w <- w - beta d, from w and not from w+.
+Server:  the participants' plain mean.
+Result:  a site is judged by w after a few steps (1) on batches of its training data.
+
+D' are the batches of the local epochs and (4) is the run's optimiser, so that beta is its learning rate (public code:
+0.001) and alpha = 0 is FedAvg. alpha belongs to the objective: it does not decay over the rounds. The passes of (1) and
+those of the brackets leave BatchNorm's buffers alone, also when a site is judged. They are in full precision even in a
+run with mixed precision; the two of the brackets see the same dropout and transforms, else they would differ by noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.message import Message
+from medfl.methods.base import Method, option
+from medfl.prepared import Batch
+from medfl.seeding import stream
+from medfl.site import Host, Site
+from medfl.storage import State
+from medfl.training import FitReport, fit, one_sample_safe
+
+
+@dataclass(frozen=True)
+class PerFedAvg(Method):
+    """FedAvg of a model that is made to be adapted: each site takes a few steps from it before it is used."""
+
+    alpha: float = option(
+        0.01, "rate of the inner step and of the adaptation (public code: 0.005 to 0.03)", minimum=0.0
+    )
+    order: str = option(
+        "first",
+        "drop second derivatives, or have them from two more gradients (HF)",
+        choices=("first", "hessian_free"),
+    )
+    delta: float = option(1e-3, "step of the finite difference of hessian_free, above 0", minimum=1e-9)
+    finetune_steps: int = option(1, "steps of rate alpha on a training batch before a site is judged", minimum=0)
+    weights: str = option(
+        "uniform", "mean over participants: the paper's 1/S, or by samples", choices=("uniform", "samples")
+    )
+
+    paper: ClassVar[str] = (
+        "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach "
+        "(Fallah et al., 2020)"
+    )
+    judged: ClassVar[str] = "personal"
+
+    def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
+        """Train with the gradient after a step: the loss is taken at w+, the optimiser steps from w."""
+        if self.alpha == 0:
+            return fit(model, site)
+        start: list[Tensor] = []
+        steps = 0
+
+        def after_a_step(network: nn.Module, x: Any, y: Any) -> Tensor:
+            nonlocal start, steps
+            start, steps = [p.detach().clone() for p in _trainable(network)], steps + 1
+            with stream(site.seed, "inner", steps) as generator:
+                inner_step(network, site, draw(site, generator), self.alpha)  # (1)
+            return site.loss(network(x), y)
+
+        def back(parameters: Sequence[nn.Parameter]) -> None:
+            with torch.no_grad():
+                torch._foreach_copy_(list(parameters), start)
+            if self.order == "hessian_free":
+                v = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+                product = hessian_product(model, site, v, self.delta, steps)
+                for parameter, bent in zip(parameters, product, strict=True):
+                    if parameter.grad is not None:
+                        parameter.grad.sub_(bent, alpha=self.alpha)  # (3)
+
+        return fit(model, site, objective=after_a_step, gradient_hook=back)
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Average the sites' weights."""
+        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
+        return {"weights": weighted_mean(replies, "weights", shares)}
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return w adapted to the site's training data."""
+        model = site.model(down["weights"])
+        for step in range(self.finetune_steps if site.num_samples else 0):
+            with stream(site.seed, "finetune", step) as generator:
+                inner_step(model, site, draw(site, generator), self.alpha)
+        return model
+
+
+def draw(site: Site, generator: torch.Generator) -> Batch:
+    """Return a batch of the site's training items, drawn without replacement."""
+    size = site.settings.batch_size
+    chosen = site.train.indices[torch.randperm(site.num_samples, generator=generator)[:size]]
+    x, y = next(site.train.prepared.batches(chosen, size, generator))
+    return x.to(site.device), y.to(site.device)
+
+
+def gradient(network: nn.Module, site: Site, batch: Batch) -> tuple[Tensor, ...]:
+    """Return the gradient of the site's loss by each trainable parameter, in full precision; buffers stay."""
+    x, y = batch
+    kept = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    with one_sample_safe(network, x), torch.autocast(site.device.type, enabled=False):
+        loss = site.loss(network(x), y)
+        found = torch.autograd.grad(loss, _trainable(network), allow_unused=True, materialize_grads=True)
+    for buffer, value in kept:
+        buffer.copy_(value)
+    return found
+
+
+def inner_step(network: nn.Module, site: Site, batch: Batch, alpha: float) -> None:
+    """Take a step of plain descent, w <- w - alpha g(w; D), in place."""
+    found = gradient(network, site, batch)
+    with torch.no_grad():
+        torch._foreach_sub_(_trainable(network), found, alpha=alpha)
+
+
+def hessian_product(network: nn.Module, site: Site, v: Sequence[Tensor], delta: float, step: int) -> list[Tensor]:
+    """Return [g(w + delta v; D'') - g(w - delta v; D'')] / (2 delta), near the Hessian times v.
+
+    Args:
+        network: holds w, also afterwards.
+        site: data and loss.
+        v: one tensor a trainable parameter.
+        delta: above 0.
+        step: names the draw of D'', of its transforms and of dropout.
+    """
+    parameters = _trainable(network)
+    start, found = [p.detach().clone() for p in parameters], []
+    for sign in (delta, -delta):
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, torch._foreach_add(start, list(v), alpha=sign))
+        with stream(site.seed, "hessian", step) as generator:
+            found.append(gradient(network, site, draw(site, generator)))
+    with torch.no_grad():
+        torch._foreach_copy_(parameters, start)
+    return [(plus - minus) / (2 * delta) for plus, minus in zip(*found, strict=True)]
+
+
+def _trainable(network: nn.Module) -> list[Tensor]:
+    return [p for p in network.parameters() if p.requires_grad]
+
+
+METHOD = PerFedAvg
