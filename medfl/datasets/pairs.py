@@ -85,7 +85,8 @@ def read_pair(
         mask_uri: where its mask lies; joined by ` | ` where in several files.
         channels: number of channels that the image must have.
         classes: number of classes, the background among them.
-        size: (H, W) to which both are resized, the image antialiased bilinear, the mask nearest.
+        size: (H, W) to which both are resized, the image antialiased bilinear; the mask's classes likewise, a
+            pixel has the one with the largest share.
         convert: convert the image between grey and RGB instead of refusing another number of channels.
 
     Raises:
@@ -95,9 +96,19 @@ def read_pair(
     pixels, shape = _read_image(image_uri, channels, size, convert)
     parts = [_read_mask(uri, image_uri, shape, classes) for uri in mask_uri.split(JOINED)]
     mask = functools.reduce(np.maximum, parts)
-    if size is not None and size != shape:
-        mask = np.array(Image.fromarray(mask).resize((size[1], size[0]), Image.Resampling.NEAREST))
-    return pixels, mask, shape
+    return pixels, mask if size in (None, shape) else _resized(mask, size or shape, classes), shape
+
+
+def _resized(mask: Mask, size: Shape, classes: int) -> Mask:
+    """Resize each class as the image is, antialiased bilinear, and give a pixel the largest, the lower one of equals.
+
+    The nearest pixel's would move masks by half a pixel of the file where it is reduced by an even factor.
+    """
+    shares = [
+        np.asarray(Image.fromarray((mask == index).astype(np.float32)).resize(size[::-1], Image.Resampling.BILINEAR))
+        for index in range(classes)
+    ]
+    return np.argmax(shares, axis=0).astype(np.uint8)
 
 
 def _read_image(uri: str, channels: int | None, size: Shape | None, convert: bool) -> tuple[Pixels, Shape]:

@@ -1,0 +1,206 @@
+"""FedType: private models and averaged proxies teach each other, asymmetrically (Wang et al., ICML 2024).
+
+"Bridging Model Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning". A site has
+a private large model, any network (option `bodies`), and a proxy, the bundle's own network; only proxies travel. p are
+the probabilities of the large model, p~ those of the proxy.
+Site:    in each local epoch first the large model with the proxy frozen, then the proxy with the large model frozen:
+         large: CE + lambda_B kappa L,  L = mean over the batch of -sum_(r in S) log p[r];
+         proxy: CE + lambda_F KL(p || p~).
+         S and S_l are uncertainty sets of the proxy and of the large model, kappa the mean of their consensus:
+         #(S and S_l) / #(S or S_l) where #S_l <= #S, else #(S and S_l) / #S.
+Sets:    regularised adaptive prediction sets (Angelopoulos et al. 2021): class y of rank o has the score
+         sum of the larger probabilities + u p[y] + lambda (o - k)+, u uniform; a set has the classes whose score is at
+         most the conformal quantile of the labels' scores, and always the most probable one.
+         The proxy's lambda is lambda_0 + (1 - lambda_0) d for an epoch after one in which the large model's training
+         accuracy fell by d.
+Server:  the mean of the proxies by samples, as FedAvg.
+Judged by the large model; the server's is the averaged proxy.
+
+Departures. The public code's L is a ranking loss of the proxy's constant logits, so that nothing comes back to the
+large model; L here is FedHelp's eq. 5 with a set for each sample. It calibrates once a round and so never uses the
+lambda that it adapts; here sets are calibrated before each local epoch, as there on the training items, and the
+accuracy outlives the round. Its temperature scaling before calibration is left out, its KL is divided by the number of
+classes besides, and its mean over sites is plain. Models start from the run's initial weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax
+
+from medfl.errors import InputError
+from medfl.message import Message
+from medfl.methods.base import Method, class_head, option
+from medfl.methods.local import bodies_option
+from medfl.methods.proxyfl import divergence, proxies
+from medfl.prototypes import class_indices
+from medfl.seeding import derive
+from medfl.site import Site, evaluating, snapshot
+from medfl.storage import State
+from medfl.task import Task
+from medfl.training import FitReport, Objective, fit, for_epochs
+
+Sets = Callable[[Tensor], Tensor]
+"""Logits (B, K) -> (B, K) bool, the classes of each sample's uncertainty set."""
+
+
+@dataclass(frozen=True)
+class FedType(Method):
+    """Large private models teach proxies of one kind, and learn from the proxies' uncertainty sets."""
+
+    lam_f: float = option(1.0, "lambda_F, what a proxy learns from its large model (paper: 1)", minimum=0.0)
+    lam_b: float = option(
+        1.0, "lambda_B, what it gives back, times the consensus (paper: 1; FedHelp: 0.2)", minimum=0.0
+    )
+    coverage: float = option(0.9, "part of the labels that the uncertainty sets are to have, below 1", minimum=0.0)
+    k_reg: int = option(5, "ranks of a set that cost nothing (public code)", minimum=0)
+    lam_proxy: float = option(0.5, "lambda_0, cost of each further rank in the proxy's sets (public code)", minimum=0.0)
+    lam_large: float = option(1.0, "the same in the large model's sets (public code)", minimum=0.0)
+    bodies: str = bodies_option()
+
+    paper: ClassVar[str] = (
+        "Bridging Model Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning "
+        "(Wang et al., 2024)"
+    )
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    judged: ClassVar[str] = "personal"
+
+    def __post_init__(self) -> None:
+        """Refuse a coverage that only sets of all classes have."""
+        if self.coverage >= 1:
+            raise InputError(f"coverage={self.coverage:g}", "a part of the labels, 0 to below 1", "take 0.9")
+
+    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
+        """Return the bundle's network, whose head has one output a class."""
+        class_head(network, task)
+        return network
+
+    def init_site(self, site: Site) -> State:
+        """Start the large model from the initial weights; its training accuracy can only rise."""
+        return {"private": snapshot(site.model(site.initial_weights)), "accuracy": 0.0, "lam": self.lam_proxy}
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train the large model and the received proxy in turn; reply the proxy."""
+        large, proxy = site.model(state["private"]), proxies(site).lease(down["weights"])
+        accuracy, lam = state["accuracy"], state["lam"]
+        memory: dict[str, State] = {"large": {}, "proxy": {}}
+        reports: list[FitReport] = []
+        once = replace(for_epochs(site, 1), journal=[])
+        for epoch in range(site.settings.epochs):
+            purpose = f"local {epoch}" if epoch else "local"
+            hits: list[Tensor] = []
+            with evaluating(proxy):
+                objective = self._large_objective(site, large, proxy, lam, epoch, hits)
+                report = fit(large, once, objective=objective, purpose=purpose, optimizer_state=memory["large"])
+            with evaluating(large):
+                objective = self._proxy_objective(site, large)
+                other = fit(proxy, once, objective=objective, purpose=purpose, optimizer_state=memory["proxy"])
+            memory = {"large": report.optimizer_state or {}, "proxy": other.optimizer_state or {}}
+            before, accuracy = accuracy, float(torch.stack(hits).sum()) / site.num_samples
+            lam = grown(self.lam_proxy, before - accuracy)
+            reports.append(report)
+        site.journal.append(FitReport(sum(r.steps for r in reports), sum(r.loss for r in reports) / len(reports)))
+        after: State = {"private": snapshot(large), "accuracy": accuracy, "lam": lam}
+        return after, Message({"weights": snapshot(proxy)}, {"samples": site.num_samples})
+
+    def _large_objective(
+        self, site: Site, large: nn.Module, proxy: nn.Module, lam: float, epoch: int, hits: list[Tensor]
+    ) -> Objective:
+        """Return the large model's loss; the number of samples that it has right goes into `hits` at each step."""
+        draws = torch.Generator().manual_seed(derive(site.seed, "sets", epoch))
+        if self.lam_b:
+            of_proxy = self._sets(site, proxy, lam, draws)
+            of_large = self._sets(site, large, self.lam_large, draws)
+
+        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+            z = network(x)
+            hits.append((z.detach().argmax(1) == class_indices(y)).sum())
+            loss = site.loss(z, y)
+            if not self.lam_b:
+                return loss
+            with torch.no_grad():
+                sets = of_proxy(proxy(x))
+                kappa = consensus(sets, of_large(z)).mean()
+            return loss + self.lam_b * kappa * set_loss(z, sets)
+
+        return objective
+
+    def _proxy_objective(self, site: Site, large: nn.Module) -> Objective:
+        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+            z = network(x)
+            if not self.lam_f:
+                return site.loss(z, y)
+            with torch.no_grad():
+                teacher = large(x)
+            return site.loss(z, y) + self.lam_f * divergence(z, teacher)
+
+        return objective
+
+    def _sets(self, site: Site, network: nn.Module, lam: float, draws: torch.Generator) -> Sets:
+        """Calibrate a network's uncertainty sets on the site's training items."""
+        rate = partial(scores, draws=draws, k_reg=self.k_reg, lam=lam)
+        with evaluating(network), torch.no_grad():
+            own = [
+                rate(network(x.to(site.device))).gather(1, class_indices(y).to(site.device)[:, None])
+                for x, y in site.train.batches(site.settings.batch_size)
+            ]
+        threshold = conformal_quantile(torch.cat(own)[:, 0], self.coverage)
+        return lambda z: (rate(z) <= threshold).scatter(1, z.argmax(1, keepdim=True), True)
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return the large model."""
+        return site.model(state["private"])
+
+
+def scores(z: Tensor, draws: torch.Generator, k_reg: int, lam: float) -> Tensor:
+    """Return how unusual each class would be as the label, (B, K) float64, with a random number for each sample.
+
+    Args:
+        z: logits (B, K); of equal ones the lower class ranks first.
+        draws: where the random numbers come from.
+        k_reg: k, the ranks without a cost.
+        lam: lambda, the cost of each further rank.
+    """
+    p, order = z.double().softmax(1).sort(dim=1, descending=True, stable=True)
+    u = torch.rand(len(p), 1, generator=draws, dtype=p.dtype).to(p.device)
+    ranks = torch.arange(1, p.shape[1] + 1, device=p.device)
+    ranked = p.cumsum(1) - p + u * p + lam * (ranks - k_reg).clamp(min=0)
+    return torch.empty_like(p).scatter(1, order, ranked)
+
+
+def conformal_quantile(values: Tensor, coverage: float) -> Tensor:
+    """Return the ceil((n + 1) coverage)-th smallest of n values, from the smallest to the largest."""
+    n = len(values)
+    return values.kthvalue(min(max(math.ceil((n + 1) * coverage), 1), n)).values
+
+
+def consensus(sets: Tensor, of_large: Tensor) -> Tensor:
+    """Return the consensus (B,) of the proxy's sets and the large model's, (B, K) bool, none empty: 0 to 1."""
+    both, size, size_large = (one.sum(1) for one in (sets & of_large, sets, of_large))
+    return both / torch.where(size_large <= size, (sets | of_large).sum(1), size)
+
+
+def set_loss(z: Tensor, sets: Tensor) -> Tensor:
+    """Return the mean over the batch of -sum_(r in S) log p[r], FedHelp's eq. 5 with a set S for each sample.
+
+    Args:
+        z: logits (B, K) of the large model.
+        sets: (B, K) bool, constant.
+    """
+    log_p = log_softmax(z.to(torch.promote_types(z.dtype, torch.float32)), 1)
+    return -(log_p * sets).sum(1).mean()
+
+
+def grown(lam: float, fall: float) -> float:
+    """Return the proxy's lambda after the large model's training accuracy fell by so much: from lambda_0 towards 1."""
+    return lam + max(0.0, 1 - lam) * max(0.0, fall)
+
+
+METHOD = FedType

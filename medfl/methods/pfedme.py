@@ -1,0 +1,127 @@
+"""pFedMe: "Personalized Federated Learning with Moreau Envelopes" (T. Dinh, Tran, Nguyen, NeurIPS 2020).
+
+min_w (1/N) sum_i F_i(w) with F_i(w) = min_theta f_i(theta) + (lambda/2) ||theta - w||^2, whose gradient is
+lambda (w - theta_i), theta_i the minimiser.
+
+Site:    w_i = theta = w; for each of R batches
+         (1) K times, on that batch: theta <- theta - eta_p (g(theta) + lambda (theta - w_i));
+         (2) w_i <- w_i - eta lambda (w_i - theta).
+Server:  w <- (1 - beta) w + beta times the participants' plain mean of w_i.
+Result:  a site is judged by the theta_i of its last participation, which never leaves; before the first by w.
+
+(1) is the run's optimiser, so that eta_p is its learning rate (public code: 0.09 to 0.1) and its momentum goes on from
+batch to batch; R is the number of batches in the local epochs (public code: 20). A decay over the rounds is one of eta
+too. Keep eta lambda below 1; at 1 w_i is theta.
+Buffers are theta's, at the server their mean: neither pulled nor mixed by beta.
+Departures from the public code: no weight decay of its own (0.001), and sites that were not drawn do not train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.message import Message
+from medfl.methods.base import Method, option
+from medfl.prepared import Batch, Prepared, Shard
+from medfl.site import Host, Site, snapshot
+from medfl.storage import State
+from medfl.training import fit
+
+
+@dataclass(frozen=True)
+class PFedMe(Method):
+    """A personal model at each site, held near a common one that follows all of them."""
+
+    lam: float = option(15.0, "lambda, how strongly theta is held to w_i (public code: 15)", minimum=0.0)
+    inner_steps: int = option(5, "K, steps on theta a batch (public code: 5)", minimum=1)
+    eta: float = option(0.005, "learning rate of w_i; theta has the run's (public code: 0.005)", minimum=0.0)
+    beta: float = option(
+        1.0, "the server's step towards the sites' mean (public code: 1, or 2 where tuned)", minimum=0.0
+    )
+    weights: str = option(
+        "uniform",
+        "mean over participants: the paper's 1/S, or by samples as in the public code",
+        choices=("uniform", "samples"),
+    )
+
+    paper: ClassVar[str] = "Personalized Federated Learning with Moreau Envelopes (T. Dinh et al., 2020)"
+    judged: ClassVar[str] = "personal"
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train theta on each batch, let w_i follow it; keep theta, reply w_i."""
+        model = site.model(down["weights"])  # theta
+        theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        own = [p.detach().clone() for p in theta]  # w_i
+        part, taken = self.eta * site.settings.lr_factor * self.lam, 0
+
+        def follow() -> None:
+            with torch.no_grad():
+                torch._foreach_lerp_(own, theta, part)  # (2)
+
+        def hold(parameters: Sequence[nn.Parameter]) -> None:
+            nonlocal taken
+            if taken and taken % self.inner_steps == 0:  # theta has just been through K steps on the last batch
+                follow()
+            taken += 1
+            for parameter, anchor in zip(parameters, own, strict=True):
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter.detach() - anchor, alpha=self.lam)  # (1)
+
+        fit(model, repeating(site, self.inner_steps), gradient_hook=hold)
+        if taken:
+            follow()
+        personal = snapshot(model)
+        with torch.no_grad():
+            torch._foreach_copy_(theta, own)
+        return {"personal": personal}, Message({"weights": snapshot(model)}, {"samples": site.num_samples})
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Move w by beta towards the mean of the w_i."""
+        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
+        mean, old = weighted_mean(replies, "weights", shares), server["weights"]
+        if self.beta != 1:
+            mean |= {name: old[name] + self.beta * (mean[name] - old[name]) for name in trained_names(host.model(old))}
+        return {"weights": mean}
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return theta_i; w for a site that never took part."""
+        return site.model(state.get("personal", down["weights"]))
+
+
+def trained_names(network: nn.Module) -> list[str]:
+    """Return the names of the trainable parameters in a state dict, all those of a shared one."""
+    return [name for name, p in network.named_parameters() if p.requires_grad]
+
+
+class Repeated(Prepared):
+    """Prepared items each batch of which comes several times in a row, the very same tensors.
+
+    Args:
+        prepared: the items.
+        times: how often.
+    """
+
+    def __init__(self, prepared: Prepared, times: int) -> None:
+        """Hold the items."""
+        super().__init__(prepared.items)
+        self.geometry, self.prepared, self.times = prepared.geometry, prepared, times
+
+    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+        """Yield each batch `times` times."""
+        for batch in self.prepared.batches(indices, size, generator):
+            for _ in range(self.times):
+                yield batch
+
+
+def repeating(site: Site, times: int) -> Site:
+    """Return the same site with each training batch several times in a row: several steps of `fit` a batch."""
+    return replace(site, train=Shard(Repeated(site.train.prepared, times), site.train.indices))
+
+
+METHOD = PFedMe
