@@ -19,8 +19,8 @@ Judged by the large model; the server's is the averaged proxy.
 Departures. The public code's L is a ranking loss of the proxy's constant logits, so that nothing comes back to the
 large model; L here is FedHelp's eq. 5 with a set for each sample. It calibrates once a round and so never uses the
 lambda that it adapts; here sets are calibrated before each local epoch, as there on the training items, and the
-accuracy outlives the round. Its temperature scaling before calibration is left out, its KL is divided by the number of
-classes besides, and its mean over sites is plain. Models start from the run's initial weights.
+accuracy outlives the round. It divides its KL by the number of classes besides, and takes the plain mean over sites.
+Its temperature scaling before calibration is left out. Models start from the run's initial weights.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def scores(z: Tensor, draws: torch.Generator, k_reg: int, lam: float) -> Tensor:
     """
     p, order = z.double().softmax(1).sort(dim=1, descending=True, stable=True)
     u = torch.rand(len(p), 1, generator=draws, dtype=p.dtype).to(p.device)
-    ranks = torch.arange(1, p.shape[1] + 1, device=p.device)
+    ranks = torch.arange(1, p.shape[1] + 1, dtype=p.dtype, device=p.device)
     ranked = p.cumsum(1) - p + u * p + lam * (ranks - k_reg).clamp(min=0)
     return torch.empty_like(p).scatter(1, order, ranked)
 
@@ -178,7 +178,8 @@ def scores(z: Tensor, draws: torch.Generator, k_reg: int, lam: float) -> Tensor:
 def conformal_quantile(values: Tensor, coverage: float) -> Tensor:
     """Return the ceil((n + 1) coverage)-th smallest of n values, from the smallest to the largest."""
     n = len(values)
-    return values.kthvalue(min(max(math.ceil((n + 1) * coverage), 1), n)).values
+    rank = math.ceil((n + 1) * coverage - 1e-9)  # 100 * 0.55 is 55.000…01
+    return values.kthvalue(min(max(rank, 1), n)).values
 
 
 def consensus(sets: Tensor, of_large: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class PFedMe(Method):
 
 def trained_names(network: nn.Module) -> list[str]:
     """Return the names of the trainable parameters in a state dict, all those of a shared one."""
-    return [name for name, p in network.named_parameters() if p.requires_grad]
+    return [name for name, p in network.named_parameters(remove_duplicate=False) if p.requires_grad]
 
 
 class Repeated(Prepared):
