@@ -1,0 +1,234 @@
+"""pFedBayes: "Personalized Federated Learning via Variational Bayesian Inference" (Zhang et al., ICML 2022).
+
+Every weight is a Gaussian N(mu, sigma^2), sigma = log(1 + e^rho); q_i is a site's distribution, w the global one.
+
+Site:    w_i = w; for each batch
+         (1) K times, with W = mu + sigma eps, eps ~ N(0, 1), drawn anew:
+             q_i <- a step on NLL(W) + (zeta / n_i) KL(q_i || w_i), the NLL a mean over the batch;
+         (2) w_i <- a step on (zeta / n_i) KL(q_i || w_i), q_i fixed.
+Server:  (mu, rho) <- (1 - beta) (mu, rho) + beta times the participants' plain mean of those of w_i.
+Result:  a site is judged by the mean of its q_i, or by the mean probability of some draws; before its first
+         participation by the mean of w.
+
+(1) and (2) are the bound E NLL(D_i) + zeta KL of the paper divided by n_i; with one local epoch the public code's
+sum over the batch and zeta / R are the same bound. q_i starts as the w that the site first receives and stays there.
+Both steps are Adam's as in the public code, at the run's learning rate (there 0.001): a KL gradient is of the order
+1 / sigma^2, too steep for plain descent at usual rates (`optimizer=run`). rho has no weight decay, w_i none at all.
+Weights and biases of all layers are Gaussian but those of normalisation layers, which have values: q_i its own, trained
+with it, w the participants' mean of them, not mixed by beta; running statistics alike.
+Departures. mu_0 is the network's own initialisation and not N(0, 0.1^2), which deep networks do not bear. eps has the
+deviation 1 of the paper; the public code draws it with 0.001.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import softplus
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.optim import Optimizer
+
+from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.message import Message, Weights
+from medfl.methods.base import Method, option
+from medfl.methods.pfedme import repeating
+from medfl.seeding import stream
+from medfl.site import Host, Site, snapshot, split_names
+from medfl.storage import State
+from medfl.training import fit
+
+_NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
+
+Moments = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""mu and sigma of each Gaussian tensor."""
+
+
+@dataclass(frozen=True)
+class PFedBayes(Method):
+    """A distribution of weights at each site, held near a common one that follows all of them."""
+
+    zeta: float = option(
+        10.0, "zeta, weight of the divergence from w (public code: 10); less where sites are small", minimum=0.0
+    )
+    rho: float = option(-3.0, "first rho of all weights: sigma 0.049 (public code; reported: -2.5, sigma 0.079)")
+    inner_steps: int = option(5, "K, steps on q_i a batch (public code: 5)", minimum=1)
+    beta: float = option(1.0, "the server's step towards the sites' mean", minimum=0.0)
+    draws: int = option(0, "judge by the mean softmax of this many draws (10), 0: by the mean weights", minimum=0)
+    optimizer: str = option("adam", "Adam at the run's learning rate, or the run's optimiser", choices=("adam", "run"))
+    weights: str = option(
+        "uniform", "mean over participants: the paper's 1/S, or by samples", choices=("uniform", "samples")
+    )
+
+    paper: ClassVar[str] = "Personalized Federated Learning via Variational Bayesian Inference (Zhang et al., 2022)"
+    judged: ClassVar[str] = "personal"
+
+    # Server half
+
+    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+        """Start from the initial weights as mu, and one rho for all."""
+        rho = {name: torch.full_like(weights[name], self.rho) for name in gaussian_names(host.model(weights))}
+        return {"weights": dict(weights), "rho": rho}
+
+    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+        """Send mu, with what is no Gaussian, and rho."""
+        return Message({"weights": server["weights"], "rho": server["rho"]})
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Move mu and rho by beta towards their means."""
+        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
+        fresh = {group: weighted_mean(replies, group, shares) for group in ("weights", "rho")}
+        if self.beta != 1:
+            for group in fresh:
+                for name in gaussian_names(host.model(server["weights"])):
+                    old = server[group][name]
+                    fresh[group][name] = old + self.beta * (fresh[group][name] - old)
+        return fresh
+
+    # Site half
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train q_i on each batch, let w_i follow it; keep q_i, reply w_i."""
+        scale, taken = self.zeta / max(1, site.num_samples), 0
+        with stream(site.seed, "weights") as noise:
+            q = Gaussian(site.model(state.get("personal", down["weights"])), state.get("rho", down["rho"]), noise)
+            w = Gaussian(site.model(down["weights"]), down["rho"], noise)
+            build = self._builder(site)
+            follower = build(w)
+            for group in follower.param_groups:
+                group |= {"lr": group["lr"] * site.settings.lr_factor, "weight_decay": 0.0}
+
+            def follow() -> None:
+                follower.zero_grad()
+                (scale * divergence(fixed(q), w.moments())).backward()  # type: ignore[no-untyped-call]
+                follower.step()  # (2)
+
+            def bound(model: nn.Module, x: Any, y: Any) -> Tensor:
+                nonlocal taken
+                if scale and taken and taken % self.inner_steps == 0:  # q_i has been through K steps on the last batch
+                    follow()
+                taken += 1
+                loss: Tensor = site.loss(model(x), y)
+                return loss + scale * divergence(q.moments(), fixed(w)) if scale else loss  # (1)
+
+            changed = replace(site, settings=replace(site.settings, optimizer=build))
+            fit(q, repeating(changed, self.inner_steps), objective=bound)
+            if scale and taken:
+                follow()
+        kept = {"personal": snapshot(q.network), "rho": q.rhos()}
+        with torch.no_grad():
+            torch._foreach_copy_(q.mu, w.mu)
+        return kept, Message({"weights": snapshot(q.network), "rho": w.rhos()}, {"samples": site.num_samples})
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return the network of the mean weights, or of some draws."""
+        network = site.model(state.get("personal", down["weights"]))
+        if not self.draws:
+            return network
+        with stream(site.seed, "draws") as noise, torch.no_grad():
+            q = Gaussian(network, state.get("rho", down["rho"]), noise)
+            return Averaged(network, [q.drawn() for _ in range(self.draws)])
+
+    def _builder(self, site: Site) -> Callable[[nn.Module], Optimizer]:
+        """Return what builds an optimiser of mu, rho and all that has a value."""
+
+        def build(model: nn.Module) -> Optimizer:
+            assert isinstance(model, Gaussian)
+            made = site.settings.optimizer(model.network)
+            if self.optimizer == "adam":
+                chosen = [p for p in model.network.parameters() if p.requires_grad]
+                made = torch.optim.Adam(chosen, made.param_groups[0]["lr"])
+            made.add_param_group({**made.param_groups[0], "params": list(model.rho), "weight_decay": 0.0})
+            return made
+
+        return build
+
+
+class Gaussian(nn.Module):
+    """A network whose weights are drawn in every forward pass, W = mu + log(1 + e^rho) eps.
+
+    Args:
+        network: its parameters of these names are mu, all others are values.
+        rho: name -> rho, of the Gaussian ones.
+        noise: draws eps.
+    """
+
+    def __init__(self, network: nn.Module, rho: Weights, noise: torch.Generator) -> None:
+        """Take the network, copy rho."""
+        super().__init__()
+        own = dict(network.named_parameters())
+        self.network, self.names, self.noise = network, sorted(rho), noise
+        self.mu: list[Tensor] = [own[name] for name in self.names]
+        self.rho = nn.ParameterList(rho[name].to(own[name].device, copy=True) for name in self.names)
+
+    def moments(self) -> Moments:
+        """Return mu and sigma."""
+        return self.mu, [softplus(rho) for rho in self.rho]
+
+    def rhos(self) -> dict[str, Tensor]:
+        """Return a copy of rho by name."""
+        return {name: rho.detach().clone() for name, rho in zip(self.names, self.rho, strict=True)}
+
+    def drawn(self) -> dict[str, Tensor]:
+        """Draw weights; the noise is drawn on the CPU, so that it is the same on every device."""
+        out = {}
+        for name, mu, sigma in zip(self.names, *self.moments(), strict=True):
+            eps = torch.randn(mu.shape, generator=self.noise, dtype=mu.dtype)
+            out[name] = mu + sigma * eps.to(mu.device, non_blocking=True)
+        return out
+
+    def forward(self, x: Tensor) -> Any:
+        """Run the network with weights drawn for this pass."""
+        return functional_call(self.network, self.drawn(), (x,))
+
+
+class Averaged(nn.Module):
+    """The logarithm of the mean probability of some drawn networks.
+
+    Args:
+        network: gives logits (B, K, ...) of a softmax.
+        draws: weights by name, of each drawn network; all else is the network's.
+    """
+
+    def __init__(self, network: nn.Module, draws: Sequence[Mapping[str, Tensor]]) -> None:
+        """Hold the parts."""
+        super().__init__()
+        self.network, self.draws = network, draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return log-probabilities (B, K, ...)."""
+        parts = (functional_call(self.network, dict(draw), (x,)).float().log_softmax(1) for draw in self.draws)
+        total: Tensor = next(parts)
+        for part in parts:
+            total = torch.logaddexp(total, part)
+        return total - math.log(len(self.draws))
+
+
+def gaussian_names(network: nn.Module) -> list[str]:
+    """Return the names of the parameters that are Gaussian: the trainable ones outside of normalisation layers."""
+    norms = split_names(network, _NORMS)
+    return [name for name, p in network.named_parameters() if p.requires_grad and name not in norms]
+
+
+def fixed(distribution: Gaussian) -> Moments:
+    """Return mu and sigma without gradients."""
+    mu, sigma = ([value.detach() for value in part] for part in distribution.moments())
+    return mu, sigma
+
+
+def divergence(q: Moments, w: Moments) -> Tensor:
+    """Return KL(q || w) = sum of log(sigma_w / sigma_q) + (sigma_q^2 + (mu_q - mu_w)^2) / (2 sigma_w^2) - 1/2."""
+    parts = [
+        ((sigma_w / sigma_q).log() + (sigma_q**2 + (mu_q - mu_w) ** 2) / (2 * sigma_w**2) - 0.5).sum()
+        for mu_q, sigma_q, mu_w, sigma_w in zip(*q, *w, strict=True)
+    ]
+    return torch.stack(parts).sum()
+
+
+METHOD = PFedBayes
