@@ -19,7 +19,7 @@ pytestmark = [
 
 SGD = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}
 SMALL = {"g_start": 1, "g_every": 1, "g_iterations": 2, "g_batch": 8, "synthetic_batch": 4, "normalise": "half"}
-OPTIONS: dict[str, dict[str, Any]] = {"fedbm": SMALL}
+OPTIONS: dict[str, dict[str, Any]] = {"fedbm": SMALL, "pfedbayes": {"optimizer": "run", "zeta": 0.1}}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Per-FedAvg: federated model-agnostic meta-learning (Fallah, Mokhtari, Ozdaglar, NeurIPS 2020).
 
 "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach".
+
 min_w (1/N) sum_i f_i(w - alpha grad f_i(w)): a model from which one step on a site's data leads far.
 
 Site:    with g(w; D) the gradient on a batch, and three independent batches D, D', D'' a step,

@@ -16,8 +16,8 @@ Both steps are Adam's as in the public code, at the run's learning rate (there 0
 1 / sigma^2, too steep for plain descent at usual rates (`optimizer=run`). rho has no weight decay, w_i none at all.
 Weights and biases of all layers are Gaussian but those of normalisation layers, which have values: q_i its own, trained
 with it, w the participants' mean of them, not mixed by beta; running statistics alike.
-Departures. mu_0 is the network's own initialisation and not N(0, 0.1^2), which deep networks do not bear. eps has the
-deviation 1 of the paper; the public code draws it with 0.001.
+Departures. mu_0 is the network's own initialisation, not N(0, 0.1^2). eps has the deviation 1 of the paper; the public
+code draws it with 0.001.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.message import Message, Weights
 from medfl.methods.base import Method, option
-from medfl.methods.pfedme import repeating
+from medfl.methods.pfedme import repeating, towards, trained_names
 from medfl.seeding import stream
 from medfl.site import Host, Site, snapshot, split_names
 from medfl.storage import State
@@ -83,13 +83,12 @@ class PFedBayes(Method):
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move mu and rho by beta towards their means."""
         shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
-        fresh = {group: weighted_mean(replies, group, shares) for group in ("weights", "rho")}
-        if self.beta != 1:
-            for group in fresh:
-                for name in gaussian_names(host.model(server["weights"])):
-                    old = server[group][name]
-                    fresh[group][name] = old + self.beta * (fresh[group][name] - old)
-        return fresh
+        network = host.model(server["weights"])
+        names = {"weights": set(trained_names(network)) - split_names(network, _NORMS), "rho": server["rho"].keys()}
+        return {
+            group: towards(server[group], weighted_mean(replies, group, shares), self.beta, names[group])
+            for group in ("weights", "rho")
+        }
 
     # Site half
 

@@ -18,7 +18,7 @@ Departures from the public code: no weight decay of its own (0.001), and sites t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.message import Message
+from medfl.message import Message, Weights
 from medfl.methods.base import Method, option
 from medfl.prepared import Batch, Prepared, Shard
 from medfl.site import Host, Site, snapshot
@@ -85,9 +85,7 @@ class PFedMe(Method):
         """Move w by beta towards the mean of the w_i."""
         shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
         mean, old = weighted_mean(replies, "weights", shares), server["weights"]
-        if self.beta != 1:
-            mean |= {name: old[name] + self.beta * (mean[name] - old[name]) for name in trained_names(host.model(old))}
-        return {"weights": mean}
+        return {"weights": towards(old, mean, self.beta, trained_names(host.model(old)))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return theta_i; w for a site that never took part."""
@@ -97,6 +95,12 @@ class PFedMe(Method):
 def trained_names(network: nn.Module) -> list[str]:
     """Return the names of the trainable parameters in a state dict, all those of a shared one."""
     return [name for name, p in network.named_parameters(remove_duplicate=False) if p.requires_grad]
+
+
+def towards(old: Weights, mean: Weights, beta: float, names: Collection[str]) -> dict[str, Tensor]:
+    """Return (1 - beta) old + beta mean of the named tensors, and the mean of all others."""
+    moved = {} if beta == 1 else {name: old[name] + beta * (mean[name] - old[name]) for name in names}
+    return {**mean, **moved}
 
 
 class Repeated(Prepared):

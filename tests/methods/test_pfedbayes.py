@@ -263,6 +263,24 @@ def test_twice_the_parameters_travel(classes: Toy) -> None:
         assert bits(reply["rho"]["0.weight"]) != bits(state["rho"]["0.weight"])
 
 
+def test_a_shared_parameter_is_one_gaussian_under_all_its_names() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.two.weight = self.one.weight
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))))
+
+    toy = Toy(blobs({"a": 6, "b": 6}), Shared, cross_entropy, sgd(0.05))
+    outcome = simulate(load("pfedbayes", beta=0.5), toy)
+    assert "two.weight" not in outcome.server["rho"]
+    for weights in (outcome.server["weights"], *(reply["weights"] for reply in outcome.replies.values())):
+        assert bits(weights["one.weight"]) == bits(weights["two.weight"]) != bits(toy.initial["one.weight"])
+
+
 # What stays and what is judged
 
 

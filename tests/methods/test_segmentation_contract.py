@@ -16,7 +16,11 @@ from medfl.task import Task
 from tests.helpers import Data, Toy, bits, judged, sgd, simulate
 
 SEGMENTING = [name for name in methods.names() if "segmentation" in methods.method_class(name).tasks]
-SETTINGS = {"fedrep": {"head_epochs": 1, "finetune_epochs": 1}, "fedbabu": {"finetune_epochs": 1}}
+SETTINGS = {
+    "fedrep": {"head_epochs": 1, "finetune_epochs": 1},
+    "fedbabu": {"finetune_epochs": 1},
+    "pfedbayes": {"zeta": 0.1},
+}
 
 
 def discs(dims: int, size: int = 16) -> Data:
@@ -49,6 +53,7 @@ def segmenting(toy: Toy) -> Toy:
 
 def test_the_task_agnostic_methods_support_segmentation() -> None:
     wanted = "local central fedavg fedprox scaffold fedbn ditto fednova feddyn feddc moon fedrep fedper fedbabu fedsm"
+    wanted += " perfedavg pfedme pfedbayes fedgh proxyfl"
     assert set(wanted.split()) <= set(SEGMENTING)
     prototypes = {"fedproto", "fedmr", "pfedpm", "fedcb", "fedbm", "fedetf", "fednh", "fedrod", "ccvr", "fedproc"}
     assert not prototypes & set(SEGMENTING)
