@@ -108,7 +108,8 @@ def _resized(mask: Mask, size: Shape, classes: int) -> Mask:
         np.asarray(Image.fromarray((mask == index).astype(np.float32)).resize(size[::-1], Image.Resampling.BILINEAR))
         for index in range(classes)
     ]
-    return np.argmax(shares, axis=0).astype(np.uint8)
+    largest: Mask = np.argmax(shares, axis=0).astype(np.uint8)
+    return largest
 
 
 def _read_image(uri: str, channels: int | None, size: Shape | None, convert: bool) -> tuple[Pixels, Shape]:
