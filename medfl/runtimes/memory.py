@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -63,6 +64,8 @@ def step_bytes(federation: Federation) -> int:
 def _measure(federation: Federation, link: Any) -> None:
     torch.set_num_threads(federation.run.threads)
     added = 0
+    with suppress(OSError, AttributeError):  # glibc: what it holds for later use would be used without growing
+        ctypes.CDLL(None).malloc_trim(0)
     with suppress(MedflError, RuntimeError, MemoryError), federation.scope():
         start = _status("VmRSS")
         name = max(federation.participants, key=lambda one: len(federation.work(one, "train")))

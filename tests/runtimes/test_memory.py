@@ -36,9 +36,12 @@ def volumes() -> Federation:
 
 
 def test_a_step_is_measured_where_it_does_no_harm(volumes: Federation) -> None:
-    """Each of 32 layers keeps its output, 2 x 1 MiB x 4 bytes: at least 256 MiB; nothing of it stays here."""
+    """Each of 32 layers keeps its output, 2 x 1 MiB x 4 bytes: 256 MiB; nothing of it stays here.
+
+    Memory that this process has freed, but not given back, is used without being counted: 256 less a part.
+    """
     before = memory._status("VmHWM")
-    assert 256 * MIB < step_bytes(volumes) < 1500 * MIB
+    assert 128 * MIB < step_bytes(volumes) < 1500 * MIB
     assert memory._status("VmHWM") - before < 64 * MIB
 
 
