@@ -249,10 +249,10 @@ class Bundle:
         source = self._sections[section].source
         if not (source.is_list and source.fixed):
             return None
-        shipped = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
+        overrides = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
         versions = {name: version(name) for name in ("medfl", "monai", "torch")}
         transforms = "train" if section == "train" else "evaluate"
-        parts = [self.sha256, shipped, transforms, versions]
+        parts = [self.sha256, overrides, transforms, versions]
         return Spot(cache_folder("prepared"), lambda index: sample_key(parts, source.entries[index]), budget())
 
     # Task and evaluation

@@ -86,9 +86,7 @@ class Spot:
         """
         if not count:
             return []
-        made = make([0])
-        first = next(made)
-        made.close() if hasattr(made, "close") else None
+        (first,) = make([0])
         if size_of(first) * count <= self.budget:
             return [first, *make(range(1, count))]
         stored = OnDisk([self.folder / f"{self.key(index)}.pt" for index in range(count)])
