@@ -122,6 +122,9 @@ def _parser() -> _Parser:
     report.add_argument(
         "--curves", type=Path, metavar="FILE.png", help="draw the metric of all of them against the bytes sent"
     )
+    report.add_argument(
+        "--gains", type=Path, metavar="FILE.png", help="who gains: draw and list each site against its Local and FedAvg"
+    )
     return parser
 
 
@@ -184,7 +187,8 @@ def _add_run(verbs: Any) -> None:
     sites.add_argument(
         "--partition", metavar="SPEC",
         help="which site holds which image: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (where it was "
-        "taken), size (quantiles of the image size) or file:PATH.csv",
+        "taken; centre:NAME=TRAIN/TEST,... keeps only so many images of a centre), counts:TRAIN/TEST,... (a site each; "
+        "TRAIN includes validation), size (quantiles of the image size) or file:PATH.csv",
     )  # fmt: skip
     number(sites, "--cohort", "FRACTION", "fraction of the sites in each round", float)
     train = run.add_argument_group("training")
@@ -296,7 +300,14 @@ def _report(options: Any) -> int:
         from medfl.curves import write_curves
 
         written.append(str(write_curves(options.folders, options.curves)))
-    return _show(options, {"reports": written}, lambda: "\n".join(written))
+    if options.gains is None:
+        return _show(options, {"reports": written}, lambda: "\n".join(written))
+    from medfl.gains import write_gains
+
+    found, file = write_gains(options.folders, options.gains)
+    written.append(str(file))
+    document = {"reports": written, "gains": found.gains, "values": found.values, "small": sorted(found.small)}
+    return _show(options, document, lambda: "\n".join([found.table(), "", *found.summary(), *written]))
 
 
 # medfl data

@@ -45,11 +45,11 @@ def shipped_root() -> Path | None:
 
 
 def shipped_folders() -> dict[str, Path]:
-    """Return the folders of the shipped bundles by name, sorted; families of them lie one level down."""
+    """Return the folders of the shipped bundles that can be trained, by name; families of them lie one level down."""
     root = shipped_root()
     if root is None:
         return {}
-    found = [path.parents[1] for level in ("*", "*/*") for path in root.glob(f"{level}/configs/metadata.json")]
+    found = [path.parents[1] for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")]
     return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
 
 

@@ -1,9 +1,10 @@
 """Partitions: which site holds which image.
 
 Rules: `iid`, `dirichlet:BETA` (per class, as FedBM and FedCB), `classes:C` (C classes a site, FedMR's PρCς),
-`shots:N,K,STD` (n-way k-shot, pFedPM), `centre` (the real hospitals), `size` (quantiles of the image size: another
-anatomy or field of view at each site) and `file:PATH.csv`. Validation and test images follow the rule that the training
-images were divided by, so a site is judged on its own mixture of classes.
+`shots:N,K,STD` (n-way k-shot, pFedPM), `centre` (the real hospitals), `centre:NAME=TRAIN/TEST,...` (some of them cut to
+so many images), `counts:TRAIN/TEST,...` (a site each, FedHelp), `size` (quantiles of the image size: another anatomy or
+field of view at each site) and `file:PATH.csv`. Validation and test images follow the rule that the training images
+were divided by, so a site is judged on its own mixture of classes.
 
 Departures from the papers: images of one group (patient or lesion) stay at one site, also across sections, so cuts move
 to the nearest group boundary (with one image a group the papers' cuts are kept exactly). FedMR's released code hands
@@ -17,7 +18,7 @@ import csv
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,25 @@ import numpy as np
 
 from medfl import partition_plot
 from medfl.errors import InputError
+from medfl.partition_counts import by_counts, cut, read_count, read_limits
 from medfl.partition_draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
 
 Sections = Mapping[str, Sequence[Item]]
 
-FORMS = "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre | size | file:PATH.csv"
+FORMS = (
+    "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre[:NAME=TRAIN/TEST,...] | counts:TRAIN/TEST,... | size | "
+    "file:PATH.csv"
+)
+OWN_SITES = ("centre", "counts", "file")
+"""Kinds whose text or data say how many sites there are."""
 
 
 @dataclass(frozen=True)
 class Partition:
     """Which items each site holds.
 
-    `sites` maps a site's name, in natural order, to the ascending positions of its items in each of the three sections.
+    `sites` maps a site's name to the ascending positions of its items in each of the three sections; names are in
+    natural order, but centres that were cut come last.
     `notes` are remarks for the user (re-draws, images left out). Build one with `assign`.
     """
 
@@ -82,7 +90,7 @@ class Partition:
         """
         where = {name: {str(item["id"]): i for i, item in enumerate(sections.get(name, ()))} for name in SECTIONS}
         sites = {}
-        for site in sorted(ids, key=natural):
+        for site in sorted(ids, key=_place(spec)):
             gone = [
                 f"{i!r} ({name})" for name in SECTIONS for i in ids[site].get(name, ()) if str(i) not in where[name]
             ]
@@ -102,7 +110,7 @@ def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequenc
     Args:
         spec: one of `FORMS`.
         sections: data list entries with `id` and, where known, `label` (from 0), `centre` and `group`.
-        sites: number of sites; may be None for `centre` and `file:`, and must otherwise agree with them.
+        sites: number of sites; may be None for the kinds of `OWN_SITES`, and must otherwise agree with them.
         classes: class names in label order; None takes the labels as they come.
         seed: every draw has its own stream under this seed; the order of the items does not matter.
 
@@ -113,9 +121,16 @@ def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequenc
     data = {name: list(sections.get(name, ())) for name in SECTIONS}
     _check_ids(data)
     names = _check_labels(data, classes, spec, required=kind in ("dirichlet", "classes", "shots"))
-    if kind in ("centre", "file"):
-        homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
-        order = sorted({home for section in homes.values() for home in section if home}, key=natural)
+    if kind in OWN_SITES:
+        if kind == "counts":
+            order = [f"site-{i + 1}" for i in range(_check_sites(spec, len(values), data["train"]))]
+            homes, notes = by_counts(Rule(kind, values, len(order), names, seed), data)
+        else:
+            homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
+            order = sorted({home for section in homes.values() for home in section if home}, key=_place(spec))
+        if kind == "centre":
+            homes, said = cut(values, data, homes)
+            notes += said
         if sites is not None and sites != len(order):
             raise InputError(
                 f"{sites} sites with partition {spec!r}",
@@ -152,6 +167,10 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
     try:
         if kind in ("iid", "centre", "size") and not colon:
             return kind, ()
+        if kind == "centre":
+            return kind, read_limits(fields)
+        if kind == "counts":
+            return kind, tuple(map(read_count, fields))
         if kind == "file" and text.strip():
             return kind, (text.strip(),)
         if kind == "dirichlet" and len(fields) == 1 and 0 < (beta := float(text)) < math.inf:
@@ -163,17 +182,24 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
             if ways >= 1 and shots >= 1 and spread >= 0:
                 return kind, (ways, shots, spread)
     except ValueError:
-        pass  # a field is not a number: told below, like a number out of range
+        pass  # a field is no number, or a centre is there twice: told below, like a number out of range
     raise InputError(
         f"partition {spec!r}",
         f"allowed: {FORMS}",
-        "give BETA as a number above 0, C, N and K as whole numbers from 1, STD as a whole number from 0",
+        "give BETA as a number above 0, C, N, K and TRAIN as whole numbers from 1, STD and TEST from 0",
     )
 
 
 def natural(name: str) -> tuple[Any, ...]:
     """Return a sort key that puts site-2 before site-10."""
     return tuple((1, int(part), part) if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name) if part)
+
+
+def _place(spec: str) -> Callable[[str], tuple[Any, ...]]:
+    """Return the key that sites are sorted by: names in natural order, centres that were cut after the others."""
+    kind, values = parse(spec)
+    limited = {limit.centre for limit in values} if kind == "centre" else set()
+    return lambda name: (name in limited, natural(name))
 
 
 # Checks
@@ -273,7 +299,7 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
         raise InputError(
             f"partition 'centre', but {len(bare)} of {len(items)} images name no centre{first}",
             "every image must carry the centre it was taken at",
-            "use iid, dirichlet:BETA, classes:C, shots:N,K,STD or file:PATH.csv",
+            "use iid, dirichlet:BETA, classes:C, shots:N,K,STD, counts:TRAIN/TEST,... or file:PATH.csv",
         )
     training = {str(item["centre"]) for item in data["train"]}
     homes = {

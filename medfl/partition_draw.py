@@ -74,7 +74,7 @@ def draw(rule: Rule, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list
     Raises:
         InputError: the rule cannot be carried out on these items.
     """
-    groups = {name: _groups(section, by_label=rule.kind != "iid") for name, section in data.items()}
+    groups = {name: gathered(section, by_label=rule.kind != "iid") for name, section in data.items()}
     for attempt in range(MAX_DRAWS):
         homes, notes = _once(rule, attempt, data, groups)
         empty = sorted(set(range(rule.sites)) - set(homes["train"]))
@@ -97,7 +97,7 @@ def by_size(count: int, data: Mapping[str, Sequence[Item]]) -> dict[str, list[st
     nearest to equal. Other groups go where a training group of that size is; a group stays where its training images
     are.
     """
-    order = sorted(_groups(data["train"], by_label=False), key=lambda g: (_pixels(data["train"], g), g.key))
+    order = sorted(gathered(data["train"], by_label=False), key=lambda g: (_pixels(data["train"], g), g.key))
     ends = np.cumsum([len(group.members) for group in order])
     middle = ends - np.array([len(group.members) for group in order]) / 2
     parts = np.minimum((middle * count / ends[-1]).astype(int), count - 1)
@@ -105,7 +105,7 @@ def by_size(count: int, data: Mapping[str, Sequence[Item]]) -> dict[str, list[st
     sizes = [_pixels(data["train"], group) for group in order]
     homes: dict[str, list[str | None]] = {name: [None] * len(section) for name, section in data.items()}
     for name in SECTIONS:
-        for group in _groups(data[name], by_label=False):
+        for group in gathered(data[name], by_label=False):
             near = min(bisect.bisect_left(sizes, _pixels(data[name], group)), len(sizes) - 1)
             home = placed.setdefault(group.key, int(parts[near]))
             for i in group.members:
@@ -137,7 +137,7 @@ def _once(
             elif name == "train":
                 _take_shots(rule.names[c], by_class[c], shares[c], shots, rng, placed, homes[name])
             else:
-                limit = max(1, min(_size(by_class.get(k, ())) // len(shares[k].owners) for k in shares))
+                limit = max(1, min(images_in(by_class.get(k, ())) // len(shares[k].owners) for k in shares))
                 for owner, part in zip(shares[c].owners, divide(by_class[c], shares[c], rng, placed), strict=True):
                     for i in [i for group in part for i in group.members][:limit]:
                         homes[name][i] = owner
@@ -212,12 +212,12 @@ def _ways_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[int,
     return chosen, tuple(quota)
 
 
-def _groups(items: Sequence[Item], *, by_label: bool) -> list[Group]:
+def gathered(items: Sequence[Item], *, by_label: bool) -> list[Group]:
     """Gather the items of each group, groups and items in ascending order of id; all labels are 0 unless `by_label`."""
-    gathered: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for i in sorted(range(len(items)), key=lambda i: str(items[i]["id"])):
-        gathered.setdefault(group_of(items[i]), []).append(i)
-    return [Group(key, tuple(m), int(items[m[0]]["label"]) if by_label else 0) for key, m in gathered.items()]
+        members.setdefault(group_of(items[i]), []).append(i)
+    return [Group(key, tuple(m), int(items[m[0]]["label"]) if by_label else 0) for key, m in members.items()]
 
 
 def divide(
@@ -229,10 +229,10 @@ def divide(
     """
     result = [[group for group in groups if placed.get(group.key) == owner] for owner in share.owners]
     free = [group for group in groups if group.key not in placed]
-    wanted = share.sizes(_size(groups))
+    wanted = share.sizes(images_in(groups))
     if len(free) < len(groups) and free:
-        missing = np.maximum(wanted - [_size(part) for part in result], 0)
-        wanted = Share(share.owners, missing / missing.sum()).sizes(_size(free))
+        missing = np.maximum(wanted - [images_in(part) for part in result], 0)
+        wanted = Share(share.owners, missing / missing.sum()).sizes(images_in(free))
     free = [free[i] for i in rng.permutation(len(free))]
     ends = np.cumsum([0, *(len(group.members) for group in free)])
     cuts = [int(np.abs(ends - cut).argmin()) for cut in np.cumsum(wanted)[:-1]]
@@ -264,7 +264,7 @@ def _take_shots(
         if open_places:
             raise InputError(
                 f"the sites that drew class {name!r} need {sum(shots[i] for i in share.owners)} training images of it",
-                f"there are {_size(groups)}",
+                f"there are {images_in(groups)}",
                 "lower K, N or the number of sites",
             )
 
@@ -291,7 +291,8 @@ def group_of(item: Item) -> str:
     return str(item.get("group") or item["id"])
 
 
-def _size(groups: Sequence[Group]) -> int:
+def images_in(groups: Sequence[Group]) -> int:
+    """Return the number of images in groups."""
     return sum(len(group.members) for group in groups)
 
 

@@ -6,11 +6,8 @@ What can be refused without looking at the images is refused before they are loo
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
@@ -20,33 +17,21 @@ from typing import Any
 import torch
 import yaml
 
-from medfl import datasets, methods
+from medfl import methods
 from medfl.bundle import Bundle, shipped
 from medfl.errors import InputError
 from medfl.methods.base import Method
-from medfl.partition import Partition, assign, parse
+from medfl.opening import PHANTOM, Say, bundle_of, checked, with_data
+from medfl.partition import OWN_SITES, Partition, assign, parse
 from medfl.protocol import options_for, resolved
+from medfl.public_data import PublicPlan, plan_public
 from medfl.sections import SECTIONS
-from medfl.seeding import stream
-from medfl.settings import DataRecord, PartitionRecord, Run
-from medfl.storage import cache_folder
-
-Say = Callable[[str], object]
-
-PHANTOM = "phantom"
-"""What --data takes for drawn images, and the data source of such a run."""
-_OWN_SPLIT = "bundle"
-"""The split of a bundle that is not ours: its own."""
+from medfl.settings import PartitionRecord, Run
 
 _LEAST = {"rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0}
 _REPEATED = (
     "method", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed", "device", "amp", "threads", "eval_every",
 )  # fmt: skip
-_INSTEAD = {
-    "dataset_dir": "--data", "batch_size": "--batch-size", "learning_rate": "--lr", "device": "--device",
-    "max_epochs": "--rounds and --local-epochs",
-}  # fmt: skip
-"""Ids of the shipped bundles that a federated run sets itself, and what a user gives for each."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +72,7 @@ class Plan:
     bundle: Bundle
     method: Method
     notes: tuple[str, ...]
+    public: PublicPlan | None = None
 
     @cached_property
     def sections(self) -> dict[str, list[Any]]:
@@ -124,7 +110,7 @@ def plan(request: Request, say: Say = str) -> Plan:
     device = _device(request.device)
     protocol = resolved(request.bundle, Bundle(request.bundle).protocol, request.presets)
     config = {**protocol["config"], **{key: _value(value) for key, value in request.config.items()}}
-    _opened(request.bundle, config, device)
+    checked(request.bundle, config, device)
     chosen = {
         name: protocol[name] if (value := getattr(request, name)) is None else value
         for name in ("cohort", "rounds", "local_epochs", "batch_size", "lr")
@@ -133,9 +119,11 @@ def plan(request: Request, say: Say = str) -> Plan:
     method = methods.load(request.method, {**schedule, **options_for(protocol, request.method), **request.options})
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
-    opened = _with_data(request, config, device, say, protocol["split"])
+    opened = with_data(
+        request.bundle, request.data, config, device, say=say, seed=request.seed, preferred=protocol["split"]
+    )
     bundle, sections = opened.bundle, _items(opened.bundle)
-    sites = None if kind in ("centre", "file") else protocol["sites"]
+    sites = None if kind in OWN_SITES else protocol["sites"]
     partition = assign(
         spec,
         sections,
@@ -143,12 +131,17 @@ def plan(request: Request, say: Say = str) -> Plan:
         classes=bundle.classes or None,
         seed=request.seed,
     )
+    participants = list(partition.to_ids(sections))
+    for own in {repr(own): own for own in method.site_networks(participants).values() if own}.values():
+        checked(request.bundle, {**config, **own}, device)
+    options = methods.values_of(method)
+    public = plan_public(method, options, bundle, device, say=say)
     run = Run(
         bundle=bundle.name,
         bundle_path=str(bundle.root),
         bundle_sha256=bundle.sha256,
         method=request.method,
-        options=methods.values_of(method),
+        options=options,
         config=config,
         data=opened.record(),
         partition=PartitionRecord(partition.spec, request.seed, tuple(partition.notes), partition.to_ids(sections)),
@@ -164,13 +157,10 @@ def plan(request: Request, say: Say = str) -> Plan:
         threads=request.threads,
         eval_every=request.eval_every,
         versions=versions(),
+        public=public.record if public else None,
     )
-    return Plan(run, bundle, method, opened.notes)
-
-
-def bundle_of(run: Run) -> str:
-    """Return what a recorded run's bundle is opened by: the name of a shipped one, the folder of another."""
-    return run.bundle if run.bundle in shipped() and run.data.split != _OWN_SPLIT else run.bundle_path
+    notes = opened.notes + tuple(public.notes(bundle, sections) if public else ())
+    return Plan(run, bundle, method, notes, public)
 
 
 def again(
@@ -208,7 +198,7 @@ def repeat(run: Run, data: str | None = None, say: Say = str) -> Plan:
     name = bundle_of(run)
     known = name in shipped()
     config = {**run.config, **({"split": run.data.split} if known else {})}
-    bundle = _opened(name, run.config, device := _device(run.device))
+    bundle = checked(name, run.config, device := _device(run.device))
     if bundle.sha256 != run.bundle_sha256:
         raise InputError(
             f"bundle {bundle.name!r} has changed since the run (configuration hash {bundle.sha256[:12]})",
@@ -216,8 +206,7 @@ def repeat(run: Run, data: str | None = None, say: Say = str) -> Plan:
             "restore it, or start a new run",
         )
     method = methods.load(run.method, run.options)
-    request = Request(name, run.method, config=config, data=data or _recorded_data(run, known))
-    opened = _with_data(request, config, device, say)
+    opened = with_data(name, data or _recorded_data(run, known), config, device, say=say)
     record = opened.record()
     if record.checksum != run.data.checksum:
         raise InputError(
@@ -225,7 +214,36 @@ def repeat(run: Run, data: str | None = None, say: Say = str) -> Plan:
             f"the run used {run.data.source} data with checksum {run.data.checksum[:12]}",
             "give the same data with --data",
         )
-    return Plan(dataclasses.replace(run, data=record), opened.bundle, method, opened.notes)
+    public = _repeated_public(run, method, opened.bundle, say)
+    notes = opened.notes + tuple(public.notes(opened.bundle, _items(opened.bundle)) if public else ())
+    run = dataclasses.replace(run, data=record, public=public.record if public else None)
+    return Plan(run, opened.bundle, method, notes, public)
+
+
+def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Say) -> PublicPlan | None:
+    """Open a recorded run's public data again.
+
+    Raises:
+        InputError: they, or the teachers, are not the recorded ones.
+    """
+    if run.public is None:
+        return None
+    folder = run.public.data.folder
+    found = plan_public(
+        method, run.options, bundle, run.device, folder=folder if Path(folder).is_dir() else None, say=say
+    )
+    assert found is not None  # the method that was recorded with public data uses some
+    for what, was, now in (
+        ("public data", run.public.data.checksum, found.record.data.checksum),
+        ("choice of public items", run.public.ids_sha256, found.record.ids_sha256),
+        ("configuration of the public bundle", run.public.bundle_sha256, found.record.bundle_sha256),
+        ("teachers", [digest for _, digest in run.public.teachers], [d for _, d in found.record.teachers]),
+    ):
+        if was != now:
+            raise InputError(
+                f"other {what} than the run's: {str(now)[:40]}", f"it used {str(was)[:40]}", "restore them, or run anew"
+            )
+    return found
 
 
 def _recorded_data(run: Run, known: bool) -> str | None:
@@ -238,108 +256,6 @@ def _recorded_data(run: Run, known: bool) -> str | None:
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     return {name: metadata.version(name) for name in ("medfl", "torch", "monai", "numpy")}
-
-
-def phantom_folder(name: str) -> Path:
-    """Return the phantom cohort of a data set, drawn once per user into the cache folder ($XDG_CACHE_HOME/medfl)."""
-    folder = cache_folder("phantom") / f"{name}-{metadata.version('medfl')}"
-    if not datasets.is_phantom(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        datasets.write_phantom(name, folder)
-    return folder
-
-
-def _opened(name: str, config: Mapping[str, Any], device: str) -> Bundle:
-    """Open a bundle without its data; build a shipped one's network once, so that a bad setting of it is told early."""
-    for key, instead in _INSTEAD.items():
-        if key in config and name in shipped():
-            raise InputError(f"--config {key}={config[key]}", f"a federated run sets this id by {instead}", "use that")
-    bundle = Bundle(name, config, device)
-    if bundle.is_shipped:  # another's network may need the data folder, which is not known yet
-        with stream(0, "trial network"):
-            bundle.network()
-    return bundle
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A bundle open on its data: their folder ("" where the bundle says it), their split, and remarks for the user."""
-
-    bundle: Bundle
-    folder: str
-    split: str
-    notes: tuple[str, ...]
-
-    def record(self) -> DataRecord:
-        """Describe the images; hashes them, so this comes after what is quick to refuse."""
-        bundle, counts = self.bundle, {section: len(self.bundle.data(section)) for section in SECTIONS}
-        if not bundle.is_shipped:
-            return DataRecord("real", self.folder, _foreign_checksum(bundle), self.split, counts, self.notes)
-        source = PHANTOM if datasets.is_phantom(self.folder) else "real"
-        notes = tuple(datasets.notes(bundle.name, self.folder))
-        checksum = datasets.checksum(bundle.name, self.folder, self.split)
-        return DataRecord(source, self.folder, checksum, self.split, counts, notes)
-
-
-def _with_data(
-    request: Request, config: Mapping[str, Any], device: str, say: Say, preferred: str | None = None
-) -> _Opened:
-    name = request.bundle
-    if name not in shipped():
-        return _foreign(request, config, device)
-    folder = _folder(name, request.data, say)
-    split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), request.seed)
-    bundle = Bundle(name, {**config, "dataset_dir": str(folder), "split": split}, device)
-    return _Opened(bundle, str(folder), split, (f"split: {split}", *datasets.notes(name, folder)))
-
-
-def _folder(name: str, data: str | None, say: Say) -> Path:
-    """Return the folder of a shipped bundle's images: the one given, one below $MEDFL_DATA, or the phantom cohort."""
-    if data == PHANTOM:
-        return phantom_folder(name)
-    if data is not None or os.environ.get("MEDFL_DATA"):
-        try:
-            return datasets.locate(name, data)
-        except InputError:
-            if data is not None:
-                raise
-    say(f"NO REAL DATA for {name}: neither --data nor $MEDFL_DATA holds it; using a PHANTOM cohort of drawn images")
-    return phantom_folder(name)
-
-
-def _split(name: str, folder: Path, preferred: str | None) -> str:
-    """Return the protocol's split where this folder offers it, else the folder's own default."""
-    offered = datasets.splits(name, folder)
-    return str(preferred) if preferred in offered else offered[0]
-
-
-def _foreign(request: Request, config: Mapping[str, Any], device: str) -> _Opened:
-    if request.data == PHANTOM:
-        raise InputError(
-            "--data phantom", "phantoms exist for the shipped bundles", "give this bundle's data folder, or omit --data"
-        )
-    if request.data is not None:
-        config = {**config, "dataset_dir": str(Path(request.data).expanduser().resolve())}
-    bundle = Bundle(request.bundle, config, device)
-    notes = bundle.notes
-    if not bundle.has_test:
-        notes += ("this bundle names no test data: the validation items serve as test items, so 'best' is optimistic",)
-    return _Opened(bundle, str(config.get("dataset_dir", "")), _OWN_SPLIT, notes)
-
-
-def _foreign_checksum(bundle: Bundle) -> str:
-    """Hash the items of a bundle's own data lists and the sizes of the files they name."""
-    digest = hashlib.sha256()
-    for section in SECTIONS:
-        data = bundle.data(section)
-        for record, index in zip(bundle.items(section), range(len(data)), strict=True):
-            digest.update(json.dumps([section, record], sort_keys=True).encode())
-            entry = data[index] if isinstance(data, list | tuple) else None
-            for value in entry.values() if isinstance(entry, Mapping) else []:
-                for part in value if isinstance(value, list | tuple) else [value]:
-                    if isinstance(part, str | os.PathLike) and Path(part).is_file():
-                        digest.update(str(Path(part).stat().st_size).encode())
-    return digest.hexdigest()
 
 
 def _items(bundle: Bundle) -> dict[str, list[Any]]:

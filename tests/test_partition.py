@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from medfl.errors import InputError
-from medfl.partition import Partition, assign, natural, parse
+from medfl.partition import FORMS, Partition, assign, natural, parse
 from medfl.partition_draw import MAX_DRAWS, Group, Share, divide
 from medfl.seeding import derive
 
@@ -434,8 +434,7 @@ def test_labels_without_class_names_are_enough():
     + ["shots:a,b,c", "file", "file:", "Dirichlet:0.1"],
 )
 def test_malformed_rules_list_the_forms(spec):
-    forms = "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre | size | file:PATH.csv"
-    fails(spec, cohort(), repr(spec), forms)
+    fails(spec, cohort(), repr(spec), FORMS)
 
 
 # By size

@@ -13,7 +13,8 @@ import pytest
 from medfl import datasets, planning
 from medfl.bundle import shipped_root
 from medfl.errors import InputError
-from medfl.planning import Request, again, bundle_of, plan, repeat
+from medfl.opening import bundle_of
+from medfl.planning import Request, again, plan, repeat
 
 CONFIG = {"network": "small_cnn"}
 

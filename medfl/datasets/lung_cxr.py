@@ -18,7 +18,7 @@ from medfl.datasets.tables import Layout, Table, image_files, image_index, read_
 CLASSES = ("background", "lung")
 SITES = {"other_publications": 20, "radiopaedia": 25, "rsna_journals": 12, "sirm_italy": 12}  # images of each
 NAMED = {"MCUCXR": "montgomery", "CHNCXR": "shenzhen"}  # how the files of a set begin
-SPLITS = ("patient",)
+SPLITS = ("patient", "fedhelp")
 
 # Images and masks of the Montgomery and Shenzhen sets, wherever they were unpacked to.
 _FILE = re.compile(
@@ -134,7 +134,10 @@ DATASET = DataSet(
             notes=("neither patients nor, but for names in MCUCXR_ and CHNCXR_, centres are known",),
         ),
     ),
-    rules={"patient": by_group((0.7, 0.1, 0.2), "lung_cxr")},
+    rules={
+        "patient": by_group((0.7, 0.1, 0.2), "lung_cxr"),
+        "fedhelp": by_group((571 / 704, 64 / 704, 69 / 704), "lung_cxr"),
+    },
     licence="annotations CC BY 4.0, images each its own (four sources); terms of the US National Library of Medicine "
     "(Montgomery, Shenzhen); CC BY-NC-SA 4.0 (Shenzhen masks)",
     source="https://github.com/GeneralBlockchain/covid-19-chest-xray-segmentations-dataset; "
@@ -147,6 +150,7 @@ DATASET = DataSet(
     per_class=100,
     notes=(
         "split patient: 70/10/20 within each centre, by a hash; all images of a patient are in one section",
+        "split fedhelp: the same with 69 of 704 to test and a tenth of the others to validate",
         "colour images are converted to grey; the masks of both lungs are one class",
     ),
     downloads=(

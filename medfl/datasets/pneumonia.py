@@ -31,7 +31,7 @@ DATASET = DataSet(
     readers=(
         class_folders(
             "chest_xray/{train,val,test}/{NORMAL,PNEUMONIA}/*.jpeg, as folders or in a zip (chest*.zip, archive.zip)",
-            ("official", "patient"),
+            ("official", "patient", "fedhelp"),
             ("chest_xray",),
             ("chest*.zip", "archive.zip"),
             FOLDERS,
@@ -40,9 +40,20 @@ DATASET = DataSet(
             group=patient,
             notes=("the published val folder has 16 images only; split patient cuts all images 70/10/20 by patient",),
         ),
-        medmnist("MedMNIST pneumoniamnist[_64|_128|_224].npz", "pneumoniamnist", 2, "official", centre="guangzhou"),
+        medmnist(
+            "MedMNIST pneumoniamnist[_64|_128|_224].npz",
+            "pneumoniamnist",
+            2,
+            "official",
+            more_splits=("fedhelp",),
+            centre="guangzhou",
+        ),
     ),
-    rules={"official": given("official"), "patient": by_group((0.7, 0.1, 0.2), "pneumonia")},
+    rules={
+        "official": given("official"),
+        "patient": by_group((0.7, 0.1, 0.2), "pneumonia"),
+        "fedhelp": by_group((4712 / 5856, 524 / 5856, 620 / 5856), "pneumonia"),
+    },
     licence="CC BY 4.0",
     source="https://doi.org/10.5281/zenodo.10519652 (MedMNIST); https://doi.org/10.17632/rscbjbr9sj (images)",
     citation="Kermany et al.: Identifying medical diagnoses and treatable diseases by image-based deep learning. "
@@ -51,6 +62,7 @@ DATASET = DataSet(
     draw=draw_medmnist("pneumoniamnist", 2, chest),
     per_class=300,
     notes=(
+        "split fedhelp: all images cut anew within each class, 620 of 5856 to test, a tenth of the others to validate",
         "a person number in a file name counts as one patient, for bacterial and viral pneumonia alike",
         "patients are known from the file names of the folders only; MedMNIST's arrays do not name them",
         "MedMNIST's arrays repeat some images, 8 of them in both train and val",

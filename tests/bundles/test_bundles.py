@@ -34,7 +34,7 @@ from medfl.seeding import stream
 ROOT = Path(__file__).parents[2]
 BUNDLES = ROOT / "bundles"
 SCHEMA = ROOT / "medfl" / "schemas" / "bundle_metadata.json"
-FOLDERS = {path.parents[1].name: path.parents[1] for path in BUNDLES.glob("**/configs/metadata.json")}
+FOLDERS = {path.parents[1].name: path.parents[1] for path in BUNDLES.glob("**/configs/train.yaml")}
 NAMES = sorted(FOLDERS)
 
 pytestmark = [
@@ -238,6 +238,7 @@ PROTOCOLS = {
     "cifar10": ("FedMR", 10, 1.0, 10, 100, 128, 0.01, 1.0, "classes:3", "resnet18s", 32),
     "cifar100": ("FedMR", 10, 1.0, 10, 400, 128, 0.01, 1.0, "classes:10", "wrn28_10", 32),
     "mnist": ("pFedPM", 20, 1.0, 1, 100, 10, 0.01, 1.0, "classes:3", "two_conv", 28),
+    "nct_crc": ("ours", 6, 1.0, 1, 20, 32, 0.001, 1.0, "dirichlet:0.5", "resnet20", 224),
     "mednist": ("ours", 6, 1.0, 1, 20, 16, 0.001, 1.0, "dirichlet:0.5", "small_cnn", 64),
     "lung_cxr": ("ours", 4, 1.0, 5, 30, 8, 0.001, 1.0, "centre", "unet16", 128),
     "skin_lesion": ("ours", 4, 1.0, 1, 20, 8, 0.001, 1.0, "centre", "unet16", 128),

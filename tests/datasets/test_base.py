@@ -29,6 +29,7 @@ NAMES = (
         "kvasir_v2",
         "mednist",
         "mnist",
+        "nct_crc",
         "oct_c8",
         "pbc",
     ),

@@ -1,0 +1,132 @@
+"""NCT-CRC-HE-100K: nine kinds of tissue in stained sections of colorectal cancer; CRC-VAL-HE-7K has other patients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from medfl.datasets.base import DataSet, Download
+from medfl.datasets.phantom import Case, Generator, render
+from medfl.datasets.scenes_tissue import tissue
+from medfl.datasets.splitting import LEFT_OUT, Record, by_group, carved
+from medfl.datasets.tables import Layout, Table, class_folders
+
+CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
+PLAIN, RAW, OTHERS = "NCT-CRC-HE-100K", "NCT-CRC-HE-100K-NONORM", "CRC-VAL-HE-7K"
+_CUT = by_group((0.7, 0.1, 0.2), "nct_crc")
+
+
+def _tree(root: str, *, packed: bool = True) -> Layout:
+    return class_folders(root, ("seeded",), (root,), (f"{root}.zip",) if packed else (), CLASSES)
+
+
+def _others(folder: Path) -> Table | None:
+    """Return the images of CRC-VAL-HE-7K, which lie in a folder or a zip of that name."""
+    inside, packed = folder / OTHERS, folder / f"{OTHERS}.zip"
+    if inside.is_dir() and (tree := _tree(OTHERS, packed=False)).find(inside):
+        return tree.read(inside)
+    if not packed.is_file():
+        return None
+    tree = class_folders(OTHERS, ("seeded",), (), (packed.name,), CLASSES)
+    return tree.read(folder) if tree.find(folder) else None
+
+
+def _layout(root: str, *, tested: bool) -> Layout:
+    """Return the layout with the images of `root`, and with those of the other patients if `tested`."""
+    tree = _tree(root)
+
+    def read(folder: Path) -> Table:
+        table = Table([_in(record, "train") for record in tree.read(folder).records])
+        others = _others(folder) if tested else None
+        table.records += [_in(record, "test") for record in (others.records if others else ())]
+        return table
+
+    return Layout(
+        f"{root}/<class>/*.tif" + (f" + {OTHERS}/<class>/*.tif" if tested else "") + ", as folders or zips",
+        ("seeded", "official") if tested else ("seeded",),
+        lambda folder: tree.find(folder) and (not tested or _others(folder) is not None),
+        read,
+        notes=("the colours are as scanned, not normalised",) if root == RAW else (),
+    )
+
+
+def _in(record: Record, part: str) -> Record:
+    return Record(record.image, record.label, record.id, record.centre, record.group, {"official": part})
+
+
+def seeded(records: Sequence[Record]) -> list[str]:
+    """Cut NCT-CRC-HE-100K 70/10/20 within each class in the order of a hash; CRC-VAL-HE-7K is left out."""
+    sections = [LEFT_OUT] * len(records)
+    own = [index for index, record in enumerate(records) if record.given["official"] == "train"]
+    for index, section in zip(own, _CUT([records[index] for index in own]), strict=True):
+        sections[index] = section
+    return sections
+
+
+def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
+    """Write a phantom as TIFF files in class folders: `per_class` of NCT-CRC-HE-100K, a sixth as many of the others."""
+    count = per_class + per_class // 6
+    shapes = rng.integers(2**62, size=(count, len(CLASSES)))
+    for number, row in enumerate(shapes.tolist()):
+        root, stem = (PLAIN, f"{number:06d}") if number < per_class else (OTHERS, f"TCGA-{number:06d}")
+        for label, kind in enumerate(CLASSES):
+            place = folder / root / kind
+            place.mkdir(parents=True, exist_ok=True)
+            patch = render(tissue, Case(label, 0, number, row[label], 0), size)
+            Image.fromarray(patch).save(place / f"{kind}-{stem}.tif", compression="tiff_adobe_deflate")
+    return count * len(CLASSES)
+
+
+_RECORD = "https://zenodo.org/records/1214456"
+
+DATASET = DataSet(
+    name="nct_crc",
+    title="NCT-CRC-HE-100K: nine kinds of tissue in sections of colorectal cancer",
+    classes=CLASSES,
+    concepts=(
+        "adipose tissue",
+        "background",
+        "debris",
+        "lymphocytes",
+        "mucus",
+        "smooth muscle",
+        "normal colon mucosa",
+        "cancer-associated stroma",
+        "colorectal adenocarcinoma epithelium",
+    ),
+    centres=("unknown",),
+    channels=3,
+    folders=("nct_crc", "nct-crc", "NCT-CRC-HE", "crc", "kather"),
+    readers=tuple(_layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)),
+    rules={"seeded": seeded, "official": carved("official")},
+    licence="CC BY 4.0",
+    source=_RECORD,
+    citation="Kather, Halama, Marx: 100,000 histological images of human colorectal cancer and healthy tissue (v0.1). "
+    "Zenodo, doi:10.5281/zenodo.1214456 (2018); Kather et al.: Predicting survival from colorectal cancer histology "
+    "slides using deep learning. PLOS Medicine 16, e1002730 (2019)",
+    draw=draw,
+    per_class=60,
+    notes=(
+        f"split seeded: 70/10/20 of {PLAIN} within each class by image, in the order of a hash of the file name; "
+        f"{OTHERS} is left out",
+        f"split official, where {OTHERS} is there: its patients, who are others, to test; 10 % of {PLAIN} to validate",
+        "the files name neither the patient nor the hospital, so patches of one patient are in several sections",
+    ),
+    downloads=(
+        Download(
+            f"{_RECORD}/files/{PLAIN}.zip?download=1",
+            f"{PLAIN}.zip",
+            "md5:6fd702d11df6292bc054397ae038a464",
+            11690284003,
+        ),
+        Download(
+            f"{_RECORD}/files/{OTHERS}.zip?download=1",
+            f"{OTHERS}.zip",
+            "md5:2fd1651b4f94ebd818ebf90ad2b6ce06",
+            800276929,
+        ),
+    ),
+    download_note=f"12.5 GB; {RAW}.zip of the same page has the colours as scanned and is read too",
+)

@@ -1,0 +1,160 @@
+"""Open a bundle on its images: the folder given, one below $MEDFL_DATA, or the phantom cohort, and what they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from medfl import datasets
+from medfl.bundle import Bundle, shipped
+from medfl.errors import InputError
+from medfl.sections import SECTIONS
+from medfl.seeding import stream
+from medfl.settings import DataRecord, Run
+from medfl.storage import cache_folder
+
+Say = Callable[[str], object]
+
+PHANTOM = "phantom"
+"""What --data takes for drawn images, and the data source of such a run."""
+OWN_SPLIT = "bundle"
+"""The split of a bundle that is not ours: its own."""
+
+_INSTEAD = {
+    "dataset_dir": "--data", "batch_size": "--batch-size", "learning_rate": "--lr", "device": "--device",
+    "max_epochs": "--rounds and --local-epochs",
+}  # fmt: skip
+"""Ids of the shipped bundles that a federated run sets itself, and what a user gives for each."""
+
+
+def phantom_folder(name: str) -> Path:
+    """Return the phantom cohort of a data set, drawn once per user into the cache folder ($XDG_CACHE_HOME/medfl)."""
+    folder = cache_folder("phantom") / f"{name}-{metadata.version('medfl')}"
+    if not datasets.is_phantom(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        datasets.write_phantom(name, folder)
+    return folder
+
+
+def checked(name: str, config: Mapping[str, Any], device: str) -> Bundle:
+    """Open a bundle without its data; build a shipped one's network once, so that a bad setting of it is told early."""
+    for key, instead in _INSTEAD.items():
+        if key in config and name in shipped():
+            raise InputError(f"--config {key}={config[key]}", f"a federated run sets this id by {instead}", "use that")
+    bundle = Bundle(name, config, device)
+    if bundle.is_shipped:  # another's network may need the data folder, which is not known yet
+        with stream(0, "trial network"):
+            bundle.network()
+    return bundle
+
+
+def bundle_of(run: Run) -> str:
+    """Return what a recorded run's bundle is opened by: the name of a shipped one, the folder of another."""
+    return run.bundle if run.bundle in shipped() and run.data.split != OWN_SPLIT else run.bundle_path
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A bundle open on its data: their folder ("" where the bundle says it), their split, and remarks for the user."""
+
+    bundle: Bundle
+    folder: str
+    split: str
+    notes: tuple[str, ...]
+
+    def record(self) -> DataRecord:
+        """Describe the images; hashes them, so this comes after what is quick to refuse."""
+        bundle, counts = self.bundle, {section: len(self.bundle.data(section)) for section in SECTIONS}
+        if not bundle.is_shipped:
+            return DataRecord("real", self.folder, _foreign_checksum(bundle), self.split, counts, self.notes)
+        source = PHANTOM if datasets.is_phantom(self.folder) else "real"
+        notes = tuple(datasets.notes(bundle.name, self.folder))
+        checksum = datasets.checksum(bundle.name, self.folder, self.split)
+        return DataRecord(source, self.folder, checksum, self.split, counts, notes)
+
+
+def with_data(
+    name: str,
+    data: str | None,
+    config: Mapping[str, Any],
+    device: str,
+    *,
+    say: Say = str,
+    seed: int = 0,
+    preferred: str | None = None,
+) -> Opened:
+    """Open a bundle on its images.
+
+    Args:
+        name: a shipped bundle's name, or the folder of any.
+        data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom, which is said.
+        config: overridden ids of its configuration.
+        device: where its networks live.
+        say: where lines for the user go.
+        seed: of splits that are drawn.
+        preferred: the split to take where the folder offers it.
+
+    Raises:
+        InputError: no such images, or another bundle's phantom is asked for.
+    """
+    if name not in shipped():
+        return _foreign(name, data, config, device)
+    folder = _folder(name, data, say)
+    split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
+    bundle = Bundle(name, {**config, "dataset_dir": str(folder), "split": split}, device)
+    return Opened(bundle, str(folder), split, (f"split: {split}", *datasets.notes(name, folder)))
+
+
+def _folder(name: str, data: str | None, say: Say) -> Path:
+    """Return the folder of a shipped bundle's images: the one given, one below $MEDFL_DATA, or the phantom cohort."""
+    if data == PHANTOM:
+        return phantom_folder(name)
+    if data is not None or os.environ.get("MEDFL_DATA"):
+        try:
+            return datasets.locate(name, data)
+        except InputError:
+            if data is not None:
+                raise
+    say(f"NO REAL DATA for {name}: neither --data nor $MEDFL_DATA holds it; using a PHANTOM cohort of drawn images")
+    return phantom_folder(name)
+
+
+def _split(name: str, folder: Path, preferred: str | None) -> str:
+    """Return the protocol's split where this folder offers it, else the folder's own default."""
+    offered = datasets.splits(name, folder)
+    return str(preferred) if preferred in offered else offered[0]
+
+
+def _foreign(name: str, data: str | None, config: Mapping[str, Any], device: str) -> Opened:
+    if data == PHANTOM:
+        raise InputError(
+            "--data phantom", "phantoms exist for the shipped bundles", "give this bundle's data folder, or omit --data"
+        )
+    if data is not None:
+        config = {**config, "dataset_dir": str(Path(data).expanduser().resolve())}
+    bundle = Bundle(name, config, device)
+    notes = bundle.notes
+    if not bundle.has_test:
+        notes += ("this bundle names no test data: the validation items serve as test items, so 'best' is optimistic",)
+    return Opened(bundle, str(config.get("dataset_dir", "")), OWN_SPLIT, notes)
+
+
+def _foreign_checksum(bundle: Bundle) -> str:
+    """Hash the items of a bundle's own data lists and the sizes of the files they name."""
+    digest = hashlib.sha256()
+    for section in SECTIONS:
+        data = bundle.data(section)
+        for record, index in zip(bundle.items(section), range(len(data)), strict=True):
+            digest.update(json.dumps([section, record], sort_keys=True).encode())
+            entry = data[index] if isinstance(data, list | tuple) else None
+            for value in entry.values() if isinstance(entry, Mapping) else []:
+                for part in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(part, str | os.PathLike) and Path(part).is_file():
+                        digest.update(str(Path(part).stat().st_size).encode())
+    return digest.hexdigest()

@@ -1,0 +1,211 @@
+"""Partitions with given counts: `counts:TRAIN/TEST,...`, and centres that are cut to such counts.
+
+TRAIN counts a site's training and validation images together, which every site has in the shares of the data; TEST
+counts its test images. Each section is divided on its own and its classes are in the same shares at every site. An
+image never leaves its section: counts that need other sections than the data set's split has need another split.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from medfl.errors import InputError
+from medfl.partition_draw import SECTIONS, Group, Item, Rule, gathered, images_in, listed
+from medfl.seeding import derive
+
+_Data = Mapping[str, Sequence[Item]]
+_Homes = dict[str, list[str | None]]
+_Stream = Callable[[str, int], np.random.Generator]
+_KINDS = {"train": "training and validation", "test": "test"}
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many images a site has: for training and validation, and to test."""
+
+    train: int
+    test: int
+
+    def __str__(self) -> str:
+        """Return it as a partition's text has it."""
+        return f"{self.train}/{self.test}"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many images of a centre are kept."""
+
+    centre: str
+    count: Count
+
+    def __str__(self) -> str:
+        """Return it as a partition's text has it."""
+        return f"{self.centre}={self.count}"
+
+
+def read_count(text: str) -> Count:
+    """Read TRAIN/TEST; anything else is a ValueError."""
+    train, test = (int(part) for part in text.split("/"))
+    if train < 1 or test < 0:
+        raise ValueError(text)
+    return Count(train, test)
+
+
+def read_limits(texts: Sequence[str]) -> tuple[Limit, ...]:
+    """Read NAME=TRAIN/TEST of several centres; anything else, or a centre twice, is a ValueError."""
+    limits = []
+    for text in texts:
+        centre, _, count = text.rpartition("=")
+        limits.append(Limit(centre.strip(), read_count(count)))
+    centres = {limit.centre for limit in limits}
+    if "" in centres or len(centres) < len(limits):
+        raise ValueError(texts)
+    return tuple(limits)
+
+
+def by_counts(rule: Rule, data: _Data) -> tuple[_Homes, list[str]]:
+    """Return the site of every item (None: no site) in each section, and notes for the user.
+
+    Where there are too few images, site-1 has the fewer as long as that is a tenth of its own at most; else all sites
+    are scaled alike.
+    """
+    sites = [f"site-{i + 1}" for i in range(len(rule.values))]
+    homes, notes = _placed(data, sites, rule.values, lambda section, label: rule.stream(0, section, label))
+    left = [f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]]
+    return homes, notes + ([f"images that belong to no site: {listed(left)}"] if left else [])
+
+
+def cut(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[_Homes, list[str]]:
+    """Return the homes by centre with only so many images of the limited centres, and notes for the user.
+
+    Which images are kept depends on the centre and the count alone, not on the seed of a run, as other centres do not.
+
+    Raises:
+        InputError: a centre has no training images.
+    """
+    result, notes = {name: list(section) for name, section in homes.items()}, []
+    for limit in limits:
+        own = {name: [i for i, home in enumerate(section) if home == limit.centre] for name, section in homes.items()}
+        if not own["train"]:
+            there = sorted({home for home in homes["train"] if home})
+            raise InputError(
+                f"{str(limit)!r} in partition 'centre', but no training image is of centre {limit.centre!r}",
+                f"the centres are {listed(there, len(there))}",
+                "name one of these",
+            )
+        stream = _fixed(limit)
+        images = {name: [data[name][i] for i in places] for name, places in own.items()}
+        kept, said = _placed(images, [limit.centre], [limit.count], stream)
+        notes += said
+        for name, places in own.items():
+            for i, home in zip(places, kept[name], strict=True):
+                result[name][i] = home
+        left = [f"{kept[name].count(None)} of {len(kept[name])} {name}" for name in SECTIONS if None in kept[name]]
+        notes += [f"images of {limit.centre} that are left out: {listed(left)}"] if left else []
+    return result, notes
+
+
+def _fixed(limit: Limit) -> _Stream:
+    return lambda section, label: np.random.default_rng(derive(0, "partition", str(limit), section, label))
+
+
+def _placed(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream) -> tuple[_Homes, list[str]]:
+    """Divide every section by the counts; a group that is placed in one section keeps its site in the next."""
+    there = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
+    fitted, notes = {}, []
+    for kind, number in there.items():
+        fitted[kind], said = _fitted([getattr(count, kind) for count in counts], number, sites, kind)
+        notes += said
+    validated = round(sum(fitted["train"]) * len(data["validate"]) / there["train"])
+    validate = [
+        min(n, all_ - 1) for n, all_ in zip(apportion(fitted["train"], validated), fitted["train"], strict=True)
+    ]
+    train = [all_ - n for n, all_ in zip(validate, fitted["train"], strict=True)]
+    wanted = {"train": train, "validate": validate, "test": fitted["test"]}
+
+    labelled = all(item.get("label") is not None for items in data.values() for item in items)
+    homes: _Homes = {}
+    placed: dict[str, int] = {}
+    for name in SECTIONS:
+        groups = gathered(data[name], by_label=labelled)
+        deal(groups, wanted[name], partial(stream, name), placed)
+        homes[name] = [None] * len(data[name])
+        for group in groups:
+            for i in group.members if placed[group.key] < len(sites) else ():
+                homes[name][i] = sites[placed[group.key]]
+    return homes, notes + _missed(homes, sites, fitted)
+
+
+def _fitted(asked: Sequence[int], there: int, sites: Sequence[str], kind: str) -> tuple[list[int], list[str]]:
+    """Return counts that the images suffice for, and what was done to make them so."""
+    short = sum(asked) - there
+    if short <= 0:
+        return list(asked), []
+    if 10 * short <= asked[0] or len(asked) == 1:
+        found, done = [asked[0] - short, *asked[1:]], f"{sites[0]} has {asked[0] - short} instead of {asked[0]}"
+    else:
+        found = apportion(asked, there, least=kind == "train")
+        done = f"all sites have {there / sum(asked):.3g} of what was asked"
+    return found, [f"{sum(asked)} {_KINDS[kind]} images were asked for and there are {there}: {done}"]
+
+
+def _missed(homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]) -> list[str]:
+    """Note the sites whose counts were not reached, as groups are not divided."""
+    held = {name: Counter(section) for name, section in homes.items()}
+    lines = []
+    for site, train, test in zip(sites, fitted["train"], fitted["test"], strict=True):
+        found = Count(held["train"][site] + held["validate"][site], held["test"][site])
+        if found != Count(train, test):
+            lines.append(f"{site} has {found} instead of {Count(train, test)}")
+    return [f"patients or lesions stay together, so {listed(lines, len(lines))}"] if lines else []
+
+
+def apportion(weights: Sequence[int], total: int, *, least: int = 0) -> list[int]:
+    """Divide `total` in proportion to whole weights: the rounded-down parts, the rest to the largest remainders.
+
+    A part of a weight above 0 is raised to `least`, at the cost of the largest.
+    """
+    whole = max(1, sum(weights))
+    parts = [weight * total // whole for weight in weights]
+    order = sorted(range(len(weights)), key=lambda i: (-(weights[i] * total % whole), i))
+    for i in order[: total - sum(parts)]:
+        parts[i] += 1
+    for i, weight in enumerate(weights):
+        while parts[i] < min(least, weight) and max(parts) > least:
+            parts[parts.index(max(parts))] -= 1
+            parts[i] += 1
+    return parts
+
+
+def deal(
+    groups: Sequence[Group],
+    wanted: Sequence[int],
+    stream: Callable[[int], np.random.Generator],
+    placed: dict[str, int],
+) -> None:
+    """Enter the owner of every group in `placed`: a position in `wanted`, or its length for nobody.
+
+    Class after class, shuffled and the largest groups first, each group goes where most is missing of the owner's part
+    of the images dealt so far. With one image a group every owner has exactly what it wants and nearly its part of each
+    class. Groups placed before stay and count.
+    """
+    shares = [*wanted, max(0, images_in(groups) - sum(wanted))]
+    for group in groups:
+        if group.key in placed:
+            shares[placed[group.key]] -= len(group.members)
+    free = [group for group in groups if group.key not in placed]
+    size, done, given = images_in(free), 0, [0] * len(shares)
+    shares = apportion([max(0, share) for share in shares], size)
+    for label in sorted({group.label for group in free}):
+        mine = [group for group in free if group.label == label]
+        order = stream(label).permutation(len(mine))
+        for group in sorted((mine[i] for i in order), key=lambda group: -len(group.members)):
+            done += len(group.members)
+            owner = max(range(len(shares)), key=lambda i: shares[i] * done - given[i] * size)
+            given[owner] += len(group.members)
+            placed[group.key] = owner
