@@ -81,16 +81,19 @@ def federate(
     say(made.partition.table(made.sections, made.bundle.classes or None))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with _threads(run.threads):
-        federation = Federation(made.bundle, made.method, run, jobs=workers, progress=progress)
+        public = made.public.prepare(jobs=workers, progress=progress, say=say) if made.public else None
+        federation = Federation(made.bundle, made.method, run, public=public, jobs=workers, progress=progress)
         if save_predictions:
             _refuse_unplaced(federation)
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
         execute = partial(_execute, jobs=workers, progress=progress, command=command, say=say)
         if with_local and run.method != "local":
             say("first the Local reference")
-            method = methods.load("local", {"bodies": getattr(made.method, "bodies", "")})
+            method = methods.load("local", {"bodies": _same_networks(made)})
             options = methods.values_of(method)
-            local = replace(made, run=replace(run, method="local", options=options), method=method)
+            local = replace(
+                made, run=replace(run, method="local", options=options, public=None), method=method, public=None
+            )
             execute(
                 local, Federation(local.bundle, local.method, local.run, prepared=federation.sections), path / "local"
             )
@@ -149,6 +152,15 @@ def _refuse_other(asked: Run, recorded: Run) -> None:
             "a run is resumed with its own settings; only --rounds may grow",
             "repeat them, or start in another folder",
         )
+
+
+def _same_networks(made: Plan) -> str:
+    """Return the option `bodies` with which Local trains the same network at each site."""
+    given = getattr(made.method, "bodies", "")
+    configs = made.method.site_networks(list(made.run.partition.sites)).values()
+    if given or not any(configs):
+        return str(given)
+    return ",".join(str(config.get("network") or made.bundle.get("network")) for config in configs)
 
 
 def _refuse_unsaved(made: Plan) -> None:

@@ -96,6 +96,12 @@ class RunFolder:
         return bool(self.run["data"]["source"] == "phantom")
 
     @property
+    def public(self) -> Mapping[str, Any] | None:
+        """The run's public data, None where it used none."""
+        found: Mapping[str, Any] | None = self.run.get("public")
+        return found
+
+    @property
     def finished(self) -> bool:
         """Whether all rounds asked for are there, with a summary."""
         return self.summary is not None and len(self.rounds) >= int(self.run["rounds"])
@@ -250,10 +256,18 @@ def _pooled_lines(folder: RunFolder) -> list[str]:
 
 
 def _data_line(folder: RunFolder) -> str:
+    public = folder.public
+    shared = ""
+    if public:
+        drawn = public["data"]["source"] == "phantom"
+        shared = f"; {'PHANTOM' if drawn else 'real'} public data: {_plain(str(public['bundle']), 40)}"
+        if public["teachers"]:
+            shared += f", teachers: {_plain(', '.join(str(name) for name, _ in public['teachers']), 60)}"
     if folder.phantom:
-        return "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
+        return f"PHANTOM data: images drawn by a program; these numbers say nothing about patients{shared}"
     checksum = str(folder.run["data"].get("checksum") or "")
-    return f"real data: {_plain(str(folder.run['bundle']), 40)}" + (f", checksum {checksum[:16]}" if checksum else "")
+    own = f"real data: {_plain(str(folder.run['bundle']), 40)}" + (f", checksum {checksum[:16]}" if checksum else "")
+    return own + shared
 
 
 def _context(folder: RunFolder) -> dict[str, Any]:
@@ -272,6 +286,7 @@ def _context(folder: RunFolder) -> dict[str, Any]:
         "higher": higher,
         "judged": judged,
         "phantom": folder.phantom,
+        "public": folder.public,
         "finished": folder.finished,
         "rounds": folder.rounds,
         "summary": folder.summary,

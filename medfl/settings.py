@@ -47,6 +47,31 @@ class PartitionRecord:
 
 
 @dataclass(frozen=True)
+class PublicRecord:
+    """Which public data a run uses, and which teachers answered about them.
+
+    Attributes:
+        bundle: name of the bundle that they come from.
+        bundle_sha256: hash of its configuration files.
+        config: overridden ids of its configuration.
+        data: its images.
+        section: the section that is taken.
+        items: how many of its items.
+        ids_sha256: hash over the ids of these, in order.
+        teachers: name and hash of the weights of each.
+    """
+
+    bundle: str
+    bundle_sha256: str
+    config: Mapping[str, Any]
+    data: DataRecord
+    section: str
+    items: int
+    ids_sha256: str
+    teachers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class Run:
     """Every setting of a run. The same `Run` gives the same weights, bit for bit on CPU.
 
@@ -66,6 +91,7 @@ class Run:
         threads: threads of each worker; they may change the last bits, the number of workers never does.
         eval_every: rounds between evaluations; 0 evaluates after the last round only.
         versions: versions of medfl, torch, monai and numpy.
+        public: the public data, None for a method that uses none.
     """
 
     bundle: str
@@ -88,10 +114,13 @@ class Run:
     threads: int
     eval_every: int
     versions: Mapping[str, str]
+    public: PublicRecord | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON values."""
+        """Return the record as plain JSON values; without the key `public` where there are none."""
         document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        if self.public is None:
+            document.pop("public")
         return document
 
     @classmethod
@@ -102,10 +131,15 @@ class Run:
             InputError: a setting is missing or not of its kind.
         """
         try:
-            values = {field.name: document[field.name] for field in dataclasses.fields(cls)}
-            data, partition = dict(values["data"]), dict(values["partition"])
-            values["data"] = DataRecord(**{**data, "notes": tuple(data.get("notes", ()))})
+            names = [field.name for field in dataclasses.fields(cls) if field.name != "public"]
+            values = {name: document[name] for name in names}
+            values["data"], partition = _data_record(values["data"]), dict(values["partition"])
             values["partition"] = PartitionRecord(**{**partition, "notes": tuple(partition["notes"])})
+            if document.get("public") is not None:
+                public = dict(document["public"])
+                teachers = tuple((str(name), str(digest)) for name, digest in public["teachers"])
+                data = _data_record(public["data"])
+                values["public"] = PublicRecord(**{**public, "data": data, "teachers": teachers})
         except (KeyError, TypeError, ValueError) as error:
             what = f"without {error}" if isinstance(error, KeyError) else f"that is damaged ({error})"
             raise InputError(f"run.json {what}", "it is a run.json that medfl wrote", "give that file") from error
@@ -122,6 +156,7 @@ class Run:
                 node = node[parent]
             node.pop(leaf)
         document["data"].pop("notes")
+        _forget_places(document)
         document["device"] = document["device"].partition(":")[0]
         if document["partition"]["spec"].startswith("file:"):
             document["partition"]["spec"] = "file"  # the ids say what the file said
@@ -136,17 +171,32 @@ class Run:
             for name in ("folder", "counts", "notes"):
                 document["data"].pop(name)
             document["partition"].pop("notes")
+            _forget_places(document)
             document["device"] = document["device"].partition(":")[0]
         lines = []
-        for name in left:
-            if left[name] == right[name]:
+        for name in {**left, **right}:
+            now, was = left.get(name), right.get(name)
+            if now == was:
                 continue
-            if isinstance(left[name], Mapping) and isinstance(right[name], Mapping):
-                keys = [k for k in {**left[name], **right[name]} if left[name].get(k) != right[name].get(k)]
-                lines += [f"{name}.{k}: {_short(left[name].get(k))} was {_short(right[name].get(k))}" for k in keys]
+            if isinstance(now, Mapping) and isinstance(was, Mapping):
+                keys = [k for k in {**now, **was} if now.get(k) != was.get(k)]
+                lines += [f"{name}.{k}: {_short(now.get(k))} was {_short(was.get(k))}" for k in keys]
             else:
-                lines.append(f"{name}: {_short(left[name])} was {_short(right[name])}")
+                lines.append(f"{name}: {_short(now)} was {_short(was)}")
         return lines
+
+
+def _data_record(values: Mapping[str, Any]) -> DataRecord:
+    return DataRecord(**{**values, "notes": tuple(values.get("notes", ()))})
+
+
+def _forget_places(document: dict[str, Any]) -> None:
+    """Drop where public data and teachers lie from a record: their hashes say what they are."""
+    if "public" in document:
+        for name in ("folder", "counts", "notes"):
+            document["public"]["data"].pop(name)
+        document["public"]["teachers"] = [digest for _, digest in document["public"]["teachers"]]
+        document["options"] = {k: v for k, v in document["options"].items() if k not in ("public", "teachers")}
 
 
 def _short(value: Any, width: int = 40) -> str:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from medfl.message import Weights
 from medfl.prepared import Shard
+from medfl.public import Public
 from medfl.seeding import stream
 from medfl.task import Task
 
@@ -158,6 +159,7 @@ class Site:
         journal: what `fit` did in this step (its reports, in order); stays at the site.
         penalty: what `fit` adds to any method's loss; set by `replace` where a method shapes the features.
         common: the pool of the bundle's own network, also where this site's network is another.
+        public: the run's public data, for the methods that use some.
     """
 
     name: str
@@ -173,6 +175,7 @@ class Site:
     journal: list[Any] = field(default_factory=list)
     penalty: Penalty | None = None
     common: Networks | None = None
+    public: Public | None = None
 
     @property
     def device(self) -> torch.device:
@@ -207,12 +210,14 @@ class Host:
         networks: the worker's network pool.
         round: the round, from 1; 0 before the first.
         task: the bundle's problem: kind, classes, class texts.
+        public: the run's public data, for the methods that use some.
     """
 
     seed: int
     networks: Networks
     round: int = 0
     task: Task = Task()
+    public: Public | None = None
 
     @property
     def device(self) -> torch.device:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import Toy, blobs, classifier, cross_entropy, regression, sgd
+from tests.helpers import Toy, blobs, classifier, cross_entropy, public_blobs, regression, sgd
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,6 +45,9 @@ def lines() -> Toy:
 
 @pytest.fixture
 def classes() -> Toy:
-    """Three sites with three classes, a float32 network with BatchNorm and dropout; batches of 4, so some are short."""
-    network = classifier(norm=True, dropout=0.3)
-    return Toy(blobs({"a": 9, "b": 6, "c": 11}), network, cross_entropy, sgd(0.1), batch_size=4)
+    """Three sites with three classes, a float32 network with BatchNorm and dropout; batches of 4, so some are short.
+
+    The public data are of four other classes.
+    """
+    network, public = classifier(norm=True, dropout=0.3), public_blobs()
+    return Toy(blobs({"a": 9, "b": 6, "c": 11}), network, cross_entropy, sgd(0.1), batch_size=4, public=public)

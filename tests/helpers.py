@@ -13,6 +13,7 @@ from medfl.evaluation import ClassEvaluator
 from medfl.message import Message
 from medfl.methods import Method
 from medfl.prepared import Shard, Stacked
+from medfl.public import Public
 from medfl.seeding import derive
 from medfl.settings import DataRecord, PartitionRecord, Run
 from medfl.site import Host, LocalSettings, Networks, Site
@@ -28,8 +29,8 @@ WHOLE = 10**6
 """A batch size that takes all of a site's items at once."""
 
 
-WITHOUT_IMAGES: Mapping[str, Mapping[str, Any]] = {"fedbm": {"generator": False}}
-"""Method -> the options that it needs on data that are no images."""
+WITHOUT_IMAGES: Mapping[str, Mapping[str, Any]] = {"fedbm": {"generator": False}, "fedhelp": {"large": "a"}}
+"""Method -> the options that it needs on data that are no images, with sites named a, b, c."""
 
 
 # Optimisers
@@ -106,6 +107,19 @@ def blobs(counts: Mapping[str, int], seed: int = 0, labels: Mapping[str, Sequenc
     return data
 
 
+def public_blobs(count: int = 10, teachers: int = 2, classes: int = 4, seed: int = 7) -> Public:
+    """Public items of four classes in the 8 dimensions of `blobs`, with the answers of teachers drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % classes
+    x = torch.randn(count, 8, generator=generator) - 2 * nn.functional.one_hot(y, 8)
+    answers = [torch.randn(count, classes, generator=generator).softmax(1) for _ in range(teachers)]
+    shard = Shard.of(
+        Stacked([{"id": f"public{i}", "label": int(label)} for i, label in enumerate(y)], x, y), range(count)
+    )
+    task = Task("classification", tuple("klmnopqr"[:classes]))
+    return Public("toy-public", shard, task, tuple(answers))
+
+
 # The federation
 
 
@@ -119,6 +133,7 @@ class Toy:
         loss: (output, targets) -> mean loss.
         optimizer: builds a network's optimiser.
         lr_decay: factor on the learning rate after each round.
+        public: public data of sites and server.
     """
 
     data: Data
@@ -130,6 +145,7 @@ class Toy:
     lr_decay: float = 1.0
     seed: int = 0
     amp: bool = False
+    public: Public | None = None
 
     def __post_init__(self) -> None:
         self.networks = Networks(self.network, self.seed, torch.device("cpu"))
@@ -151,10 +167,12 @@ class Toy:
         factor = self.lr_decay ** (round_ - 1)
         settings = LocalSettings(self.epochs, self.batch_size, self.optimizer, factor, self.amp)
         seed = derive(self.seed, "round", round_, name)
-        return Site(name, seed, shard, shard, shard, self.loss, settings, self.networks, round=round_)
+        return Site(
+            name, seed, shard, shard, shard, self.loss, settings, self.networks, round=round_, public=self.public
+        )
 
     def host(self, round_: int = 1) -> Host:
-        return Host(derive(self.seed, "round", round_, "server"), self.networks, round=round_)
+        return Host(derive(self.seed, "round", round_, "server"), self.networks, round=round_, public=self.public)
 
     @property
     def initial(self) -> dict[str, Tensor]:

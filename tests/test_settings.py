@@ -8,7 +8,7 @@ import json
 import pytest
 
 from medfl.errors import InputError
-from medfl.settings import DataRecord, PartitionRecord, Run
+from medfl.settings import DataRecord, PartitionRecord, PublicRecord, Run
 from tests.helpers import run_record
 
 RUN = run_record()
@@ -32,6 +32,10 @@ CHANGES = {
     "eval_every": 2,
     "versions": {"medfl": "1"},
 }
+PUBLIC = PublicRecord(
+    "pictures", "3" * 64, {"image_size": 32}, DataRecord("real", "/data/p", "4" * 64, "official", {"test": 9}),
+    "test", 9, "5" * 64, (("run:/a", "6" * 64),),
+)  # fmt: skip
 DATA = {"source": "real", "checksum": "2" * 64, "split": "flamby"}
 PARTITION = {"spec": "centre", "seed": 3, "sites": {"x": {"train": ["train1"]}}}
 
@@ -45,7 +49,7 @@ def with_partition(**changes) -> Run:
 
 
 def test_every_field_is_looked_at_here() -> None:
-    assert {f.name for f in dataclasses.fields(Run)} == {*CHANGES, "bundle_path", "data", "partition"}
+    assert {f.name for f in dataclasses.fields(Run)} == {*CHANGES, "bundle_path", "data", "partition", "public"}
     assert {f.name for f in dataclasses.fields(DataRecord)} == {*DATA, "folder", "counts", "notes"}
     assert {f.name for f in dataclasses.fields(PartitionRecord)} == {*PARTITION, "notes"}
 
@@ -101,6 +105,44 @@ def test_the_name_of_a_partition_file_is_no_matter_its_content_is() -> None:
     assert changed.run_hash != here.run_hash
 
 
+def with_public(options: dict | None = None, **changes) -> Run:
+    return run_record(public=dataclasses.replace(PUBLIC, **changes), options=options or {})
+
+
+def test_a_run_without_public_data_has_no_such_key() -> None:
+    assert "public" not in RUN.to_dict()
+    assert Run.from_dict({**RUN.to_dict(), "public": None}) == RUN
+    assert with_public().run_hash != RUN.run_hash
+    assert with_public().difference(RUN)[0].startswith("public: ")
+    assert RUN.difference(with_public())[0].startswith("public: null was ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bundle": "others"}, {"bundle_sha256": "0" * 64}, {"config": {}}, {"section": "train"}, {"items": 8},
+        {"ids_sha256": "0" * 64}, {"teachers": (("run:/a", "0" * 64),)},
+        {"data": dataclasses.replace(PUBLIC.data, checksum="0" * 64)},
+    ],
+)  # fmt: skip
+def test_public_data_and_teachers_change_the_hash_and_are_named(changes: dict) -> None:
+    assert with_public(**changes).run_hash != with_public().run_hash
+    (line,) = with_public(**changes).difference(with_public())
+    assert line.startswith(f"public.{next(iter(changes))}: ")
+
+
+def test_where_public_data_and_teachers_lie_changes_nothing() -> None:
+    here = with_public({"public": "pictures:/data/p", "teachers": "run:/a", "mu": 1.0})
+    there = with_public(
+        {"public": "pictures", "teachers": "run:/b", "mu": 1.0},
+        teachers=(("run:/b", "6" * 64),),
+        data=dataclasses.replace(PUBLIC.data, folder="/b", counts={}, notes=("read this",)),
+    )
+    assert here.run_hash == there.run_hash
+    assert here.difference(there) == []
+    assert Run.from_dict(json.loads(json.dumps(here.to_dict()))) == here
+
+
 def test_a_difference_shows_both_values_briefly() -> None:
     assert run_record(lr=0.2).difference(RUN) == ["lr: 0.2 was 0.1"]
     assert run_record(options={"mu": 1.0}).difference(run_record(options={"mu": 2.0})) == ["options.mu: 1.0 was 2.0"]
@@ -117,7 +159,7 @@ def test_json_round_trip() -> None:
     assert again.run_hash == run.run_hash
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Run)])
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Run) if f.name != "public"])
 def test_a_record_without_a_setting_names_it(name: str) -> None:
     document = {key: value for key, value in RUN.to_dict().items() if key != name}
     with pytest.raises(InputError, match=f"run.json without '{name}'"):

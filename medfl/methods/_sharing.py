@@ -9,9 +9,9 @@ Messages are those of FedProto: one (d,) tensor a class, under the class's index
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,10 @@ class WithPrototypes(Method):
     def check(self, site: Site) -> None:
         """Check as the inner method does."""
         self.inner.check(site)
+
+    def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+        """Deal networks as the inner method does."""
+        return self.inner.site_networks(names)
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the inner method's."""

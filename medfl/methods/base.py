@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from medfl.aggregation import sample_shares, weighted_mean
@@ -44,6 +45,38 @@ def class_head(network: nn.Module, task: Task) -> nn.Linear:
             "use another network, or another method",
         )
     return layer
+
+
+def deal(spec: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Deal the networks that a method's option `bodies` names to the sites, in blocks as equal as can be.
+
+    Args:
+        spec: `ID=VALUE,VALUE,...`: values of an id of the bundle's configuration; `VALUE,VALUE,...` is of the id
+            `network`. As many values as sites give each site its own; "" gives all the bundle's network.
+        names: the sites, in the partition's order.
+
+    Returns:
+        site -> ids of the configuration that its network is built with.
+
+    Raises:
+        InputError: this is no such list, or one with more values than there are sites.
+    """
+    if not spec:
+        return {name: {} for name in names}
+    key, _, text = spec.partition("=") if "=" in spec else ("network", "", spec)
+    try:
+        values = yaml.safe_load(f"[{text}]")
+    except yaml.YAMLError:
+        values = []
+    if not values or None in values or not key.strip():
+        raise InputError(
+            f"bodies={spec}", "bodies is VALUE,VALUE,... or ID=VALUE,VALUE,...", "for example bodies=resnet20,resnet110"
+        )
+    if len(values) > len(names):
+        raise InputError(
+            f"bodies={spec} for {len(names)} sites", "there are at most as many networks as sites", "drop some"
+        )
+    return {name: {key.strip(): values[i * len(values) // len(names)]} for i, name in enumerate(names)}
 
 
 @dataclass(frozen=True)
@@ -89,6 +122,25 @@ class Method:
 
     def check(self, site: Site) -> None:
         """Raise InputError for data that the method cannot train on; called before anything is written or trained."""
+
+    def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+        """Return the ids of the bundle's configuration that each site's network is built with (default: `bodies`).
+
+        Args:
+            names: the participants, in the partition's order.
+
+        Raises:
+            InputError: what the method's options say does not fit these sites.
+        """
+        return deal(getattr(self, "bodies", ""), names)
+
+    def keeps_network(self, config: Mapping[str, Any]) -> bool:
+        """Tell whether a site with a network of this configuration keeps it whole, and sends one of the server's kind.
+
+        Args:
+            config: what `site_networks` says of the site.
+        """
+        return False
 
     # What leaves and what stays
 

@@ -26,7 +26,7 @@ Its temperature scaling before calibration is left out. Models start from the ru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -81,6 +81,10 @@ class FedType(Method):
         """Return the bundle's network, whose head has one output a class."""
         class_head(network, task)
         return network
+
+    def keeps_network(self, config: Mapping[str, Any]) -> bool:
+        """Keep the private model, whatever its network; a proxy leaves."""
+        return True
 
     def init_site(self, site: Site) -> State:
         """Start the large model from the initial weights; its training accuracy can only rise."""

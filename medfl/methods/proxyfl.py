@@ -52,6 +52,10 @@ class ProxyFL(Method):
         if self.alpha > 1:
             raise InputError(f"alpha={self.alpha:g}", "the other model's share is 0 to 1", "take at most 1")
 
+    def keeps_network(self, config: Mapping[str, Any]) -> bool:
+        """Keep the private model, whatever its network; a proxy leaves."""
+        return True
+
     # Server half
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:

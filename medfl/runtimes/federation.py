@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import yaml
 
 from medfl.bundle import Bundle
 from medfl.errors import InputError, RunError
 from medfl.message import Message, is_finite
 from medfl.methods.base import Method
 from medfl.prepared import Prepared, Shard
+from medfl.public import Public
 from medfl.sections import SECTIONS
 from medfl.seeding import derive
 from medfl.settings import Run
@@ -47,12 +47,13 @@ class _Body:
 class Federation:
     """Sites and server of one run.
 
-    All sites have the bundle's network, or, with a method that has the option `bodies`, each the one dealt to it.
+    All sites have the bundle's network, or each the one that the method deals to it.
 
     Attributes:
         names: the sites, in the partition's order.
         participants: who trains: the sites, or one participant with everybody's data.
         networks: the pool of the bundle's own network, which is the server's.
+        public: the run's public data, None for a method that uses none.
         sections: section -> prepared items, shared by all sites.
     """
 
@@ -63,6 +64,7 @@ class Federation:
         run: Run,
         *,
         prepared: Mapping[str, Prepared] | None = None,
+        public: Public | None = None,
         jobs: int = 1,
         progress: bool = False,
     ) -> None:
@@ -70,7 +72,7 @@ class Federation:
 
         Raises:
             InputError: an item of the partition is not in the data, the method does not support the bundle's task or
-                its images, or `bodies` cannot be dealt.
+                its images, or networks cannot be dealt.
         """
         if bundle.task not in method.tasks:
             raise InputError(
@@ -83,7 +85,8 @@ class Federation:
         self.names = list(run.partition.sites)
         self.participants = [POOLED] if method.pools_data else self.names
         self.networks = self._pool(bundle)
-        self._bodies = self._dealt(getattr(method, "bodies", ""))
+        self._bodies = self._dealt(method.site_networks(self.participants))
+        self.public = public
         self.sections: dict[str, Prepared] = dict(prepared or {})
         for section in SECTIONS if prepared is None else ():
             shared = section == "test" and not bundle.has_test
@@ -99,11 +102,11 @@ class Federation:
             lambda: self.method.adapt(bundle.network(), self.task), self.run.seed, torch.device(self.run.device)
         )
 
-    def _dealt(self, spec: str) -> dict[str, _Body]:
+    def _dealt(self, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, _Body]:
         """Return each participant's body; sites with the same network share one."""
         made: dict[str, _Body] = {}
         dealt = {}
-        for name, config in bodies(spec, self.participants).items():
+        for name, config in configs.items():
             key = repr(config)
             if key not in made:
                 made[key] = self._body(config)
@@ -126,7 +129,8 @@ class Federation:
                 personal |= self.method.personal_names(pool.lease(pool.initial))
         common = self.networks.initial
         leaves = {f"weights/{n}": (t.shape, t.dtype) for n, t in common.items() if n not in personal}
-        return _Body(bundle, networks, leaves, len([n for n in networks.initial if f"weights/{n}" not in leaves]))
+        kept = [n for n in networks.initial if self.method.keeps_network(config) or f"weights/{n}" not in leaves]
+        return _Body(bundle, networks, leaves, len(kept))
 
     def _divide(self, section: str) -> dict[str, Shard]:
         prepared = self.sections[section]
@@ -182,6 +186,7 @@ class Federation:
             round_,
             self.task,
             common=self.networks,
+            public=self.public,
         )
 
     @contextmanager
@@ -194,7 +199,7 @@ class Federation:
 
     def host(self, round_: int) -> Host:
         """Return the server's side in a round."""
-        return Host(derive(self.run.seed, "round", round_, "server"), self.networks, round_, self.task)
+        return Host(derive(self.run.seed, "round", round_, "server"), self.networks, round_, self.task, self.public)
 
     def policy(self) -> str:
         """Say what of the network leaves a site and what stays."""
@@ -229,38 +234,6 @@ class Federation:
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
         chosen: Sequence[int] = sorted(torch.randperm(len(self.participants), generator=generator)[:count].tolist())
         return [self.participants[i] for i in chosen]
-
-
-def bodies(spec: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Deal the networks that a method's option `bodies` names to the sites, in blocks as equal as can be.
-
-    Args:
-        spec: `ID=VALUE,VALUE,...`: values of an id of the bundle's configuration; `VALUE,VALUE,...` is of the id
-            `network`. As many values as sites give each site its own; "" gives all the bundle's network.
-        names: the sites, in the partition's order.
-
-    Returns:
-        site -> ids of the configuration that its network is built with.
-
-    Raises:
-        InputError: this is no such list, or one with more values than there are sites.
-    """
-    if not spec:
-        return {name: {} for name in names}
-    key, _, text = spec.partition("=") if "=" in spec else ("network", "", spec)
-    try:
-        values = yaml.safe_load(f"[{text}]")
-    except yaml.YAMLError:
-        values = []
-    if not values or None in values or not key.strip():
-        raise InputError(
-            f"bodies={spec}", "bodies is VALUE,VALUE,... or ID=VALUE,VALUE,...", "for example bodies=resnet20,resnet110"
-        )
-    if len(values) > len(names):
-        raise InputError(
-            f"bodies={spec} for {len(names)} sites", "there are at most as many networks as sites", "drop some"
-        )
-    return {name: {key.strip(): values[i * len(values) // len(names)]} for i, name in enumerate(names)}
 
 
 def _span(numbers: Sequence[int]) -> str:

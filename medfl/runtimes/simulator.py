@@ -31,6 +31,7 @@ from medfl.runtimes.step import (
     site_weights,
 )
 from medfl.runtimes.workers import Workers
+from medfl.settings import PublicRecord
 from medfl.storage import State, moved, weights_sha256
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
@@ -318,6 +319,7 @@ class Simulator:
             "rounds": last,
             "status": "finished",
             "data_source": self.run.data.source,
+            **({"public": _public(self.run.public)} if self.run.public else {}),
             "judged": judged,
             "last": last_global if judged == "global" else last_personal,
             "best": best_global if judged == "global" else best_personal,
@@ -462,3 +464,13 @@ def _log(events: Any, entry: Mapping[str, Any]) -> None:
         events.add_scalar(f"observed/{name}", value, step)
     for name in ("bytes_up", "bytes_down", "seconds"):
         events.add_scalar(f"cost/{name}", entry[name], step)
+
+
+def _public(record: PublicRecord) -> dict[str, Any]:
+    """Return what the summary says of the public data."""
+    return {
+        "bundle": record.bundle,
+        "data_source": record.data.source,
+        "items": record.items,
+        "teachers": [name for name, _ in record.teachers],
+    }

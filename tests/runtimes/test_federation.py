@@ -15,8 +15,9 @@ from medfl.errors import InputError, RunError
 from medfl.launch import federate
 from medfl.message import Message
 from medfl.methods import load
+from medfl.methods.base import deal
 from medfl.prepared import Stacked
-from medfl.runtimes.federation import Federation, bodies
+from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import global_cases, introduce, site_judge, site_step, site_weights
 from medfl.settings import PartitionRecord
 from medfl.site import snapshot
@@ -136,24 +137,24 @@ def test_a_task_that_the_method_does_not_support_is_refused() -> None:
 def test_bodies_are_dealt_in_equal_blocks() -> None:
     """Twenty sites and three networks: 7, 7 and 6."""
     names = [f"s{i}" for i in range(20)]
-    dealt = bodies("18,20,22", names)
+    dealt = deal("18,20,22", names)
     assert [dealt[name] for name in names] == [{"network": n} for n in [18] * 7 + [20] * 7 + [22] * 6]
-    assert bodies("width=[1, 2], [3, 4]", names[:2]) == {"s0": {"width": [1, 2]}, "s1": {"width": [3, 4]}}
-    assert bodies("resnet20, resnet110,resnet20", names[:3]) == {
+    assert deal("width=[1, 2], [3, 4]", names[:2]) == {"s0": {"width": [1, 2]}, "s1": {"width": [3, 4]}}
+    assert deal("resnet20, resnet110,resnet20", names[:3]) == {
         "s0": {"network": "resnet20"}, "s1": {"network": "resnet110"}, "s2": {"network": "resnet20"}
     }  # fmt: skip
-    assert bodies("", names[:2]) == {"s0": {}, "s1": {}}
+    assert deal("", names[:2]) == {"s0": {}, "s1": {}}
 
 
 @pytest.mark.parametrize("spec", ["=3,4", "net=", "a,[b", "a,,b", "a,null"])
 def test_what_is_no_list_of_bodies_is_refused(spec: str) -> None:
     with pytest.raises(InputError, match="bodies is VALUE,VALUE,... or ID=VALUE,VALUE,..."):
-        bodies(spec, ["s0", "s1", "s2"])
+        deal(spec, ["s0", "s1", "s2"])
 
 
 def test_more_bodies_than_sites_are_refused() -> None:
     with pytest.raises(InputError, match="bodies=a,b,c for 2 sites"):
-        bodies("a,b,c", ["s0", "s1"])
+        deal("a,b,c", ["s0", "s1"])
 
 
 class Wide(ToyBundle):

@@ -1,0 +1,99 @@
+"""Public data: images that all sites and the server may share, and what frozen teachers answered about them.
+
+The items are those of another bundle, read without augmentation; a position 0 .. P-1 names one in all that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medfl.prepared import Batch, Shard
+from medfl.task import Task
+
+
+@dataclass(frozen=True)
+class Public:
+    """The public items of a run.
+
+    Attributes:
+        name: the bundle that they come from.
+        shard: the items, P of them.
+        task: what their labels are: kind and classes.
+        answers: of each teacher, what it said of every item, memory-mapped: distributions over the classes (P, C)
+            float32, or foreground logits (P, H, W) float16.
+        depth: where the sites' networks take volumes and these are images: how often an image is repeated along a
+            third axis; 0 leaves it as it is.
+        channels: of the sites' images; 0, or the public images' own number, leaves these as they are.
+    """
+
+    name: str
+    shard: Shard
+    task: Task
+    answers: tuple[Tensor, ...] = ()
+    depth: int = 0
+    channels: int = 0
+
+    def __len__(self) -> int:
+        """Return P."""
+        return len(self.shard)
+
+    def at(self, positions: Tensor) -> Batch:
+        """Return inputs (B, C, H, W[, D]) and targets ((B,) or (B, 1, H, W[, D])) of the items at positions (B,)."""
+        indices = self.shard.indices[positions]
+        x, y = next(self.shard.prepared.batches(indices, max(1, len(indices)), None))
+        return (x if self.channels in (0, x.shape[1]) else recoloured(x, self.channels)), y
+
+    def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Any, Any]]:
+        """Yield (positions (B,), inputs, targets): shuffled with a generator, in order without."""
+        order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
+        for positions in torch.split(order, size):
+            yield (positions, *self.at(positions))
+
+    def answered(self, positions: Tensor) -> Tensor:
+        """Return the teachers' answers (M, B, ...) float32 about the items at positions (B,)."""
+        return torch.stack([answer[positions].float() for answer in self.answers])
+
+    def outputs(self, network: nn.Module, x: Tensor) -> Tensor:
+        """Return a network's output for inputs x: (B, K) or (B, K, H, W[, D]).
+
+        With a depth, x (B, C, H, W) is repeated to (B, C, H, W, depth) and the output is the mean along that axis.
+        """
+        if not self.depth:
+            output: Tensor = network(x)
+            return output
+        volume = x[..., None].expand(*x.shape, self.depth)
+        return self.flat(network(volume))
+
+    def flat(self, output: Tensor) -> Tensor:
+        """Return an output for repeated images (B, K, H, W, depth) as one for images, the mean along the last axis."""
+        return output.mean(-1) if self.depth and output.ndim > 2 else output
+
+
+def recoloured(x: Tensor, channels: int) -> Tensor:
+    """Return images (B, C, H, W[, D]) with another number of channels: luma of RGB, or the grey value repeated.
+
+    Of other images the mean of their channels is repeated. The images are normalised already, each channel by its own
+    mean and deviation, so this is luma up to a factor and an offset.
+    """
+    weights = (0.299, 0.587, 0.114) if x.shape[1] == 3 else (1 / x.shape[1],) * x.shape[1]
+    grey = torch.einsum("bc...,c->b...", x, torch.tensor(weights, dtype=x.dtype, device=x.device))[:, None]
+    return grey.expand(-1, channels, *grey.shape[2:])
+
+
+def cycle(length: int, generator: torch.Generator) -> Callable[[int], Tensor]:
+    """Return a function n -> the next n positions (n,) of an endless walk over 0 .. length-1, shuffled in each pass."""
+    left = torch.empty(0, dtype=torch.int64)
+
+    def take(count: int) -> Tensor:
+        nonlocal left
+        while len(left) < count:
+            left = torch.cat([left, torch.randperm(length, generator=generator)])
+        taken, left = left[:count], left[count:]
+        return taken
+
+    return take

@@ -1,0 +1,228 @@
+"""Find and open the public data of a run: another bundle's images, without augmentation, as fit the sites' networks.
+
+A method that uses public data has the options of `medfl.methods._public`; what is not given comes from the public
+bundle's own protocol (key `public`: section, items).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medfl.answers import Questions, Teacher, obtain, open_teacher, split_names
+from medfl.bundle import Bundle, shipped
+from medfl.errors import InputError
+from medfl.methods.base import Method
+from medfl.opening import PHANTOM, Opened, Say, with_data
+from medfl.prepared import Item, Shard
+from medfl.public import Public
+from medfl.seeding import stream
+from medfl.settings import PublicRecord
+from medfl.task import Task
+
+_LEAST_SIDE, _DEPTH = 32, 16  # four halvings of a U-Net leave two pixels a side, and one slice
+_AUGMENTATION = "train#random_transforms"
+
+
+@dataclass(frozen=True)
+class PublicPlan:
+    """The public data of a run before an image of them is read.
+
+    Attributes:
+        opened: the public bundle on its images.
+        section: which of its sections is taken.
+        indices: which of that section's items.
+        teachers: those whose answers the method learns from, not asked yet.
+        channels: of the sites' images.
+        depth: how often an image is repeated for sites with volumes, 0 where they have images.
+        record: what the run says of all this.
+    """
+
+    opened: Opened
+    section: str
+    indices: tuple[int, ...]
+    teachers: tuple[Teacher, ...]
+    channels: int
+    depth: int
+    record: PublicRecord
+
+    def prepare(self, *, jobs: int = 1, progress: bool = False, say: Say = str) -> Public:
+        """Read the images, and ask the teachers what the cache does not know.
+
+        Raises:
+            InputError: an image cannot be read, or a teacher does not fit these data.
+            RunError: the answers cannot be written.
+        """
+        bundle = self.opened.bundle
+        prepared = bundle.prepared(self.section, jobs=jobs, progress=progress)
+        shard, task = Shard.of(prepared, self.indices), Task(bundle.task, bundle.classes or bundle.structures)
+        public = Public(bundle.name, shard, task, (), self.depth, self.channels)
+        asked = Questions(
+            bundle, self.section, self.indices, tuple(shard.ids), self.record.data.checksum, replace(public, channels=0)
+        )
+        answers = tuple(obtain(teacher, asked, progress=progress, say=say) for teacher in self.teachers)
+        return replace(public, answers=answers)
+
+    def notes(self, bundle: Bundle, used: Mapping[str, Sequence[Item]]) -> list[str]:
+        """Say what these data are, for a user of the run.
+
+        Args:
+            bundle: the sites' bundle.
+            used: section -> its items.
+        """
+        record, public = self.record, self.opened.bundle
+        said = [f"public data: {record.items} items of {public.name}, section {self.section}"]
+        if record.data.source == PHANTOM:
+            said.append(f"PUBLIC DATA ARE PHANTOMS: drawn images in the place of {public.name}")
+        if self.depth:
+            said.append(
+                f"public images are flat, the sites have volumes: each is repeated {self.depth} times along a third "
+                "axis, and outputs are averaged over it (lift=pseudo3d)"
+            )
+        said += [f"teacher: {teacher.name}" for teacher in self.teachers]
+        if public.name == bundle.name:
+            own = {str(item["id"]) for items in used.values() for item in items}
+            chosen = [public.items(self.section)[i]["id"] for i in self.indices]
+            common = sum(str(ident) in own for ident in chosen)
+            if common:
+                said.append(f"{common} OF THE PUBLIC ITEMS ARE ALSO ITEMS OF THE SITES: results are optimistic")
+        return said
+
+
+def plan_public(
+    method: Method, options: Mapping[str, Any], bundle: Bundle, device: str, *, folder: str | None = None, say: Say
+) -> PublicPlan | None:
+    """Return the public data that a method's options ask for, or None where it uses none.
+
+    Args:
+        method: has the field `public` if it uses some.
+        options: its options.
+        bundle: the sites' bundle.
+        device: where teachers run.
+        folder: where the public images lie; default: as the option says, else below $MEDFL_DATA, else phantoms.
+        say: where lines for the user go.
+
+    Raises:
+        InputError: none are named, or they do not fit the sites' task or dimensions, or a teacher does not fit them.
+    """
+    if "public" not in options:
+        return None
+    if not options["public"]:
+        raise InputError(
+            f"method {type(method).__name__.lower()!r} on bundle {bundle.name!r} without public data",
+            "it learns from images that all sites share, and this bundle's protocol names none",
+            f"add --set public=BUNDLE[:DIR], for example one of {', '.join(shipped())}",
+        )
+    name, data = read_public(str(options["public"]))
+    plain = Bundle(name)
+    said: Mapping[str, Any] = plain.protocol.get("public") or {}
+    section = str(options["public_section"] or said.get("section") or "test")
+    number = int(options["public_items"])
+    if plain.task != bundle.task:
+        raise InputError(
+            f"public data {name!r}, a {plain.task} task, for bundle {bundle.name!r}, a {bundle.task} task",
+            "public data and sites have the same task",
+            "name another bundle with --set public=BUNDLE",
+        )
+    depth = _depth(plain, bundle, str(options["lift"]))
+    config: dict[str, Any] = {}
+    size = _size(bundle, plain, int(options["public_size"]), depth)
+    if size is not None:
+        config["image_size"] = size
+    if section == "train" and plain.is_shipped:
+        config[_AUGMENTATION] = []
+    preferred = plain.protocol.get("split")
+    opened = with_data(name, folder or data, config, device, say=say, preferred=preferred)
+    items = opened.bundle.items(section)
+    indices = chosen_items(items, number or min(int(said.get("items") or 0), len(items)))
+    teachers = tuple(
+        open_teacher(one, opened.bundle, torch.device(device)) for one in split_names(str(options.get("teachers", "")))
+    )
+    ids = json.dumps([items[i]["id"] for i in indices])
+    record = PublicRecord(
+        bundle=opened.bundle.name,
+        bundle_sha256=opened.bundle.sha256,
+        config=config,
+        data=opened.record(),
+        section=section,
+        items=len(indices),
+        ids_sha256=hashlib.sha256(ids.encode()).hexdigest(),
+        teachers=tuple((teacher.name, teacher.sha256) for teacher in teachers),
+    )
+    channels = int(bundle.get("in_channels")) if bundle.is_shipped else 0
+    return PublicPlan(opened, section, indices, teachers, channels, depth, record)
+
+
+def read_public(text: str) -> tuple[str, str | None]:
+    """Return bundle and folder of BUNDLE or BUNDLE:DIR, where BUNDLE is a shipped one's name or a folder."""
+    if Path(text).expanduser().is_dir():
+        return text, None
+    name, _, folder = text.partition(":")
+    return name, folder or None
+
+
+def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
+    """Return the positions of so many items, the classes as equal as their sizes allow; 0 takes all.
+
+    A fixed draw, the same for every seed of a run, so that teachers answer once. Items without a label are one class.
+
+    Raises:
+        InputError: there are fewer.
+    """
+    if number > len(items):
+        raise InputError(
+            f"{number} public items", f"this section has {len(items)}", "give fewer with --set public_items=N, or 0"
+        )
+    if not number or number == len(items):
+        return tuple(range(len(items)))
+    with stream(0, "public items") as generator:
+        order = torch.randperm(len(items), generator=generator).tolist()
+    turns: dict[Any, int] = {}
+    ranked: list[tuple[int, int, int]] = []
+    for position in order:
+        label = items[position].get("label")
+        turns[label] = turns.get(label, -1) + 1
+        ranked.append((turns[label], len(ranked), position))
+    return tuple(sorted(position for _, _, position in sorted(ranked)[:number]))
+
+
+def _depth(public: Bundle, bundle: Bundle, lift: str) -> int:
+    """Return how often a public image is repeated along a third axis.
+
+    Raises:
+        InputError: the dimensions do not go together.
+    """
+    has, needs = _dimensions(public), _dimensions(bundle)
+    if has == needs:
+        return 0
+    given = f"public data {public.name!r} with {has} dimensions for the {needs} dimensions of bundle {bundle.name!r}"
+    if has > needs:
+        raise InputError(given, "volumes are not cut into slices for sites with images", "name a bundle of images")
+    if lift == "refuse":
+        raise InputError(
+            given, "lift=refuse takes data of equal dimensions only", "allow it with --set lift=pseudo3d (see its help)"
+        )
+    return _DEPTH
+
+
+def _dimensions(bundle: Bundle) -> int:
+    """Return 2 or 3, from the image's shape in metadata.json; 2 where it says nothing."""
+    inputs = bundle.metadata.get("network_data_format", {}).get("inputs", {})
+    shape = inputs.get("image", {}).get("spatial_shape", ())
+    return len(shape) or 2
+
+
+def _size(bundle: Bundle, public: Bundle, wanted: int, depth: int) -> Any:
+    """Return the size to which public images are brought, None for their bundle's own."""
+    if wanted or bundle.task != "segmentation" or not (bundle.is_shipped and public.is_shipped):
+        return wanted or None
+    if not depth:
+        return bundle.get("image_size")
+    sides = bundle.get("image_size") or bundle.get("patch_size")
+    return max(_LEAST_SIDE, min(sides) // 16 * 16) if sides else None
