@@ -96,7 +96,7 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
         with safetensors.safe_open(path, framework="pt") as file:
             header, values = file.metadata() or {}, file.get_tensor("embeddings")
         made = Text(tuple(json.loads(header["concepts"])), tuple(json.loads(header["prompts"])))
-        found = Embeddings(_unit(values), header["plm"], header["weights_sha256"], made, header["pooling"])
+        found = Embeddings(unit(values), header["plm"], header["weights_sha256"], made, header["pooling"])
         if values.ndim != 3 or values.shape[:2] != (len(made.concepts), len(made.prompts)):
             raise ValueError(f"its tensor has shape {tuple(values.shape)}")
         if not found.values.any(2).all() or not found.values.isfinite().all():
@@ -112,21 +112,22 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
         ):
             if has != wanted:
                 raise InputError(
-                    f"{path}: made for other {what}: {_unlike(has, wanted, shown)}",
-                    f"the bundle has {_unlike(wanted, has, shown)}",
+                    f"{path}: made for other {what}: {unlike(has, wanted, shown)}",
+                    f"the bundle has {unlike(wanted, has, shown)}",
                     f"make {'it anew' if own else 'another'}: medfl concepts BUNDLE --plm {found.plm} "
                     f"--out {path if own else 'FILE.safetensors'}",
                 )
     return found
 
 
-def _unlike(texts: Sequence[str], others: Sequence[str], shown: int) -> str:
+def unlike(texts: Sequence[str], others: Sequence[str], shown: int) -> str:
     """Name some of the texts that are not among the others (of all, if only number or order differ)."""
     odd = [text for text in texts if text not in others] or texts
     return f"{', '.join(map(repr, odd[:shown]))}{', …' if odd[shown:] else ''} ({len(odd)} of {len(texts)})"
 
 
-def _unit(values: Tensor) -> Tensor:
+def unit(values: Tensor) -> Tensor:
+    """Return the directions of vectors in the last axis, float32."""
     return nn.functional.normalize(values.double(), dim=-1).float()
 
 
@@ -185,7 +186,7 @@ def build(
     network.train(dropout is not None)
     with torch.no_grad(), stream(dropout, "text dropout") if dropout is not None else nullcontext():
         parts = [encode(flat[i : i + _BATCH]).float().cpu() for i in range(0, len(flat), _BATCH)]
-    values = _unit(torch.cat(parts)).reshape(len(text.concepts), len(text.prompts), -1)
+    values = unit(torch.cat(parts)).reshape(len(text.concepts), len(text.prompts), -1)
     pooling = ("masked mean" if masked else "unmasked mean") if plm not in _OPEN_CLIP else "text tower"
     pooling += f", dropout {dropout}" if dropout is not None else ""
     return Embeddings(values, plm, digest, text, pooling)
@@ -203,25 +204,52 @@ def _open(plm: str, model: str | None, download: bool, masked: bool) -> tuple[nn
         )
     folder = str(Path(folder).expanduser().resolve()) if folder else None
     clip = plm in _OPEN_CLIP or (folder is not None and (Path(folder) / "open_clip_config.json").is_file())
+    advice = (
+        f"see that {folder} has weights, configuration and tokenizer, and that what these name is here too"
+        if folder
+        else f"download it once with `medfl concepts BUNDLE --plm {plm}` where there is a network, "
+        "or point to a folder with --model DIR"
+    )
+    instead = "take embeddings that are made already"
+    with at_hand(
+        f"language model {plm!r}", "open_clip" if clip else "transformers", advice, instead, download=download
+    ):
+        network, encode = _open_clip(plm, folder) if clip else _transformer(folder or _HUB[plm], masked)
+        digest = _hash(network, folder)
+    return network, encode, digest
+
+
+@contextmanager
+def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool = False) -> Iterator[None]:
+    """Read a model in this block, from this machine unless it may be downloaded.
+
+    Args:
+        what: the model, for error texts.
+        reader: the package that reads it.
+        advice: what to do where it is not here.
+        instead: what does without that package.
+        download: let the hub's client reach for the network.
+
+    Raises:
+        InputError: the model or the package is not here.
+    """
     try:
-        with nullcontext() if download else _offline():
-            network, encode = _open_clip(plm, folder) if clip else _transformer(folder or _HUB[plm], masked)
-            return network, encode, _hash(network, folder)
+        with nullcontext() if download else offline():
+            yield
+    except InputError:
+        raise
     except ImportError as error:
         raise InputError(
-            f"language model {plm!r} needs {error.name or error}",
-            "it is read with open_clip" if clip else "it is read with transformers",
-            "pip install 'medfl[teachers]', or take embeddings that are made already",
+            f"{what} needs {error.name or error}",
+            f"it is read with {reader}",
+            f"pip install 'medfl[teachers]', or {instead}",
         ) from error
     except Exception as error:  # hub, safetensors, tokenizers and network errors have no common base
         text = " ".join(str(error).replace(";", ",").split())
         raise InputError(
-            f"language model {plm!r} is not at hand ({type(error).__name__}: {text[:160]})",
+            f"{what} is not at hand ({type(error).__name__}: {text[:160]})",
             "its weights are in a folder or in the hub's cache",
-            f"see that {folder} has weights, configuration and tokenizer, and that what these name is here too"
-            if folder
-            else f"download it once with `medfl concepts BUNDLE --plm {plm}` where there is a network, "
-            "or point to a folder with --model DIR",
+            advice,
         ) from error
 
 
@@ -239,7 +267,7 @@ def _packaged(plm: str) -> str | None:
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
+def offline() -> Iterator[None]:
     """Keep the hub's client from reaching for the network: a run never downloads on its own."""
     from huggingface_hub import constants
 

@@ -1,0 +1,332 @@
+"""The answers of frozen teachers about public data: given once, kept on disk, and mapped into memory ever after.
+
+A teacher's answers are one array in the user's cache with a manifest beside it, which says what they are about and how
+far the pass over the public items has come; a pass that was cut short goes on where it was. The file is named by a hash
+of all that the answers depend on: the teacher's weights and facts, the data's checksum, the items, the grid.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from medfl import foundation, medsam, trained
+from medfl.bundle import Bundle
+from medfl.errors import InputError, MedflError, RunError
+from medfl.questions import Questions as Questions
+from medfl.questions import Teacher as Teacher
+from medfl.questions import public_classes
+from medfl.seeding import stream
+from medfl.storage import cache_folder, write_atomic
+
+Say = Callable[[str], object]
+
+CLIP = 1e-4
+"""Probabilities of masks are kept within CLIP .. 1 - CLIP, so that their logits are finite in half precision."""
+_SUM = 1e-3  # by which a distribution may miss 1
+_OPENERS: Mapping[str, Callable[[str, str, Bundle, torch.device], Teacher]] = {
+    **dict.fromkeys(foundation.MODELS, foundation.open_clip_teacher),
+    "medsam": medsam.open_medsam,
+    "run": trained.open_run,
+    "bundle": trained.open_bundle,
+}
+
+
+@runtime_checkable
+class Noted(Protocol):
+    """A teacher with something to tell a reader of results that were taught by it."""
+
+    def notes(self, questions: Questions) -> Sequence[str]:
+        """Return lines for the user."""
+
+
+# Teachers by name
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one.
+
+    Raises:
+        InputError: an empty place in it.
+    """
+    names = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
+    if "" in names:
+        raise InputError(f"teachers={text}", "teachers is NAME,NAME,...", "drop the comma that is too much")
+    return names
+
+
+def open_teacher(name: str, bundle: Bundle, device: torch.device) -> Teacher:
+    """Return the teacher of a name, ready to be asked.
+
+    Args:
+        name: clip-vit-l14, clip-rn50x16, biomedclip or medsam, with `:FILE` from local weights; run:DIR of a trained
+            run; bundle:DIR of a MONAI bundle with weights.
+        bundle: the public data that it is to answer about.
+        device: where it runs.
+
+    Raises:
+        InputError: no such teacher, one that is not at hand, or one of another task or other classes.
+    """
+    kind, _, where = name.partition(":")
+    if kind not in _OPENERS or (kind in ("run", "bundle") and not where):
+        raise InputError(
+            f"teacher {name!r}",
+            f"teachers are {', '.join((*foundation.MODELS, 'medsam'))}, each also as NAME:FILE, run:DIR and bundle:DIR",
+            "choose one of them",
+        )
+    if bundle.task not in ("classification", "segmentation"):
+        raise InputError(
+            f"teachers for bundle {bundle.name!r}, neither classification nor segmentation",
+            "teachers answer with classes or masks",
+            "use another bundle as public data",
+        )
+    if bundle.task == "segmentation" and len(bundle.structures) > 2:
+        raise InputError(
+            f"teachers for bundle {bundle.name!r} with {', '.join(bundle.structures)}",
+            "teachers tell a foreground from the background",
+            "use a bundle with one structure as public data",
+        )
+    with stream(0, "teacher"):
+        return _OPENERS[kind](name, where, bundle, device)
+
+
+# Answers
+
+
+def obtain(teacher: Teacher, questions: Questions, *, progress: bool = False, say: Say = str) -> Tensor:
+    """Return a teacher's answers about all public items, asking it only what the cache does not know.
+
+    Args:
+        teacher: who answers.
+        questions: about what.
+        progress: show a bar.
+        say: where lines for the user go.
+
+    Returns:
+        distributions (P, C) float32 or foreground logits (P, H, W[, D]) float16, mapped from the cache's file. Writing
+        into the tensor does not reach the file.
+
+    Raises:
+        InputError: the answers are none for these data; names teacher and item.
+        RunError: the teacher fails, or the cache cannot be written; what was answered before is kept.
+    """
+    kept = _Kept.of(teacher, questions)
+    for note in kept.notes:
+        say(f"note: {note}")
+    with _told(kept.path):
+        kept.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _alone(kept.path, say):
+            state, why = kept.state()
+            if why:
+                say(f"the cached answers of {teacher.name} in {kept.path} are made anew: {why}")
+            if state.done < len(questions):
+                already = f", {state.done} of them answered already" if state.done else ""
+                say(f"asking {teacher.name} about {len(questions)} public items{already}; kept in {kept.path}")
+                _ask(teacher, questions, kept, state, progress)
+    return torch.from_numpy(np.lib.format.open_memmap(kept.path, mode="c"))
+
+
+@dataclass(frozen=True)
+class _State:
+    """How far a pass has come: items answered, calls of the teacher, CRC-32 of the answers."""
+
+    done: int = 0
+    queries: int = 0
+    crc32: int = 0
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """One array of answers in the cache.
+
+    Attributes:
+        path: the array's file.
+        about: all that the answers depend on.
+        notes: the teacher's remarks.
+    """
+
+    path: Path
+    about: Mapping[str, Any]
+    name: str
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, teacher: Teacher, questions: Questions) -> _Kept:
+        classifies = questions.bundle.task == "classification"
+        shape = (len(public_classes(questions.bundle)),) if classifies else questions.grid
+        about = {
+            "teacher": teacher.sha256,
+            "facts": teacher.facts,
+            "bundle": questions.bundle.name,
+            "section": questions.section,
+            "data": questions.checksum,
+            "ids": questions.ids,
+            "shape": (len(questions), *shape),
+            "dtype": "float32" if classifies else "float16",
+        }
+        text = json.dumps(about, sort_keys=True)
+        path = cache_folder("answers") / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.npy"
+        notes = tuple(teacher.notes(questions)) if isinstance(teacher, Noted) else ()
+        return cls(path, json.loads(text), teacher.name, notes)
+
+    @property
+    def manifest(self) -> Path:
+        return self.path.with_suffix(".json")
+
+    def state(self) -> tuple[_State, str]:
+        """Return how far the pass on disk has come, and why what lies there is of no use ("" if it is, or nothing)."""
+        if not self.manifest.is_file():
+            return _State(), "they have no manifest" if self.path.exists() else ""
+        try:
+            found = json.loads(self.manifest.read_text())
+            state = _State(*(int(found["pass"][name]) for name in ("done", "queries", "crc32")))
+            unlike = [name for name, value in self.about.items() if found.get(name) != value]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return _State(), f"their manifest is damaged ({error or type(error).__name__})"
+        if unlike:
+            return _State(), f"they were given about something else ({', '.join(unlike)})"
+        try:
+            rows = np.lib.format.open_memmap(self.path, mode="r")
+        except (OSError, ValueError) as error:
+            return _State(), f"the file is damaged ({error})"
+        whole = (list(rows.shape), rows.dtype.name) == (self.about["shape"], self.about["dtype"])
+        if not whole or not rows.flags.c_contiguous or zlib.crc32(rows[: state.done].data) != state.crc32:
+            return _State(), "the file is damaged"
+        return state, ""
+
+    def rows(self, fresh: bool) -> NDArray[Any]:
+        """Return the array for writing: the one on disk, or a new one with all its space taken."""
+        if not fresh:
+            return np.lib.format.open_memmap(self.path, mode="r+")
+        for path in (self.manifest, self.path):  # who has the old file mapped keeps it
+            path.unlink(missing_ok=True)
+        shape = tuple(self.about["shape"])
+        rows: NDArray[Any] = np.lib.format.open_memmap(self.path, "w+", np.dtype(self.about["dtype"]), shape)
+        if hasattr(os, "posix_fallocate"):  # a full disk is told here; later it would be a bus error
+            try:
+                with self.path.open("r+b") as file:
+                    os.posix_fallocate(file.fileno(), 0, self.path.stat().st_size)
+            except OSError:
+                self.path.unlink()
+                raise
+        return rows
+
+    def write(self, state: _State, created: str) -> None:
+        """Say how far the pass has come."""
+        document = {
+            **self.about, "name": self.name, "notes": self.notes, "created": created,
+            "ids_sha256": hashlib.sha256(json.dumps(self.about["ids"]).encode()).hexdigest(),
+            "pass": {"done": state.done, "queries": state.queries, "crc32": state.crc32},
+        }  # fmt: skip
+        write_atomic(self.manifest, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def _ask(teacher: Teacher, questions: Questions, kept: _Kept, state: _State, progress: bool) -> None:
+    """Ask about the items that are left; after each batch the answers are on disk and the manifest counts them."""
+    rows = kept.rows(fresh=not state.done)
+    created, total = time.strftime("%Y-%m-%dT%H:%M:%S%z"), len(questions)
+    with tqdm(
+        total=total, initial=state.done, desc=f"asking {teacher.name}", unit="image", disable=not progress, leave=False
+    ) as bar:
+        while state.done < total:
+            positions = range(state.done, min(state.done + teacher.batch_size, total))
+            given = _checked(teacher, questions, positions, _answer(teacher, questions, positions))
+            rows[positions.start : positions.stop] = given
+            rows.flush()  # type: ignore[attr-defined]
+            state = _State(positions.stop, state.queries + 1, zlib.crc32(given.tobytes(), state.crc32))
+            kept.write(state, created)
+            bar.update(len(positions))
+
+
+@torch.no_grad()
+def _answer(teacher: Teacher, questions: Questions, positions: Sequence[int]) -> Tensor:
+    try:
+        return teacher.answer(questions, positions)
+    except MedflError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise RunError(
+            f"teacher {teacher.name!r} fails from public item {questions.ids[positions[0]]!r} on: "
+            f"{type(error).__name__}: {text}; what it answered before is kept"
+        ) from error
+
+
+def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], answer: Tensor) -> NDArray[Any]:
+    """Return a batch of answers as it is kept.
+
+    Raises:
+        InputError: another shape, no distributions, or NaN.
+    """
+    values = answer.detach().float().cpu()
+    classifies = questions.bundle.task == "classification"
+    names = public_classes(questions.bundle)
+    shape = (len(positions), *((len(names),) if classifies else questions.grid))
+    if tuple(values.shape) != shape:
+        wanted = f"{len(names)} classes" if classifies else f"a grid of {' x '.join(map(str, questions.grid))}"
+        raise InputError(
+            f"teacher {teacher.name!r} answers with {' x '.join(map(str, values.shape))} values about "
+            f"{len(positions)} items",
+            f"the public data {questions.bundle.name!r} have {wanted}",
+            "choose another teacher, or other public data",
+        )
+    flat = values.flatten(1)
+    wrong = flat.isnan().any(1) if not classifies else ~((flat >= 0).all(1) & ((flat.sum(1) - 1).abs() < _SUM))
+    if wrong.any():
+        item = positions[int(wrong.nonzero()[0])]
+        raise InputError(
+            f"teacher {teacher.name!r} answers about public item {questions.ids[item]!r} with "
+            + ("values that are no probabilities that sum to 1" if classifies else "NaN"),
+            "probabilities of the public classes" if classifies else "logits of the foreground",
+            "see that its weights are whole, or choose another",
+        )
+    if classifies:
+        return values.contiguous().numpy()
+    bound = float(torch.logit(torch.tensor(CLIP, dtype=torch.float64)))
+    return values.clamp(bound, -bound).half().contiguous().numpy()
+
+
+@contextmanager
+def _alone(path: Path, say: Say) -> Iterator[None]:
+    """Let one process at a time ask about the same; the others find what it was told."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        yield
+        return
+    with path.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process is asking about the same; waiting for {path.with_suffix('.lock')}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Tell in one line that the cache cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        reason = "no space left on the disk" if full else (error.strerror or str(error))
+        raise RunError(
+            f"cannot keep a teacher's answers in {path}: {reason}; what was answered before is kept: free some space, "
+            "or set XDG_CACHE_HOME to a larger disk"
+        ) from error

@@ -1,0 +1,268 @@
+"""MedSAM as a teacher for segmentation: SAM's ViT-B, fine-tuned by Ma et al. (Nature Communications 2024).
+
+It is read with `transformers`, from the original checkpoint (`medsam_vit_b.pth`, whose keys `renamed` translates) or
+from a folder or the hub's cache. Images are prepared as MedSAM's, not as SAM's: resized to 1024 x 1024 without regard
+to their shape, made 8-bit, scaled from their smallest to their largest value to 0..1; no mean or deviation of ImageNet.
+The prompt is one box in pixels of the file, tight around the reference mask or else the whole image. What comes out are
+probabilities of the foreground: the sigmoid comes before the resizing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from monai.transforms.transform import MapTransform
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from medfl.bundle import Bundle
+from medfl.datasets.pairs import read_pair
+from medfl.errors import InputError
+from medfl.questions import Picture, Questions, as_picture, need_task, read_picture
+from medfl.storage import weights_sha256
+from medfl.teachers import at_hand
+
+HUB = "wanglab/medsam-vit-base"
+_WHERE = "medsam_vit_b.pth, see https://github.com/bowang-lab/MedSAM"
+_RULES = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"^image_encoder\.", "vision_encoder."),
+        (r"(?<=vision_encoder\.)blocks\.", "layers."),
+        (r"\bpatch_embed\.proj\.", "patch_embed.projection."),
+        (r"\bneck\.0\.", "neck.conv1."),
+        (r"\bneck\.1\.", "neck.layer_norm1."),
+        (r"\bneck\.2\.", "neck.conv2."),
+        (r"\bneck\.3\.", "neck.layer_norm2."),
+        (r"\bnorm_final_attn\.", "layer_norm_final_attn."),
+        (r"\bnorm([1-4])\.", r"layer_norm\1."),
+        (r"\bmask_downscaling\.0\.", "mask_embed.conv1."),
+        (r"\bmask_downscaling\.1\.", "mask_embed.layer_norm1."),
+        (r"\bmask_downscaling\.3\.", "mask_embed.conv2."),
+        (r"\bmask_downscaling\.4\.", "mask_embed.layer_norm2."),
+        (r"\bmask_downscaling\.6\.", "mask_embed.conv3."),
+        (r"\bpoint_embeddings\.", "point_embed."),
+        (r"\bpe_layer\.positional_encoding_gaussian_matrix$", "shared_embedding.positional_embedding"),
+        (r"\boutput_upscaling\.0\.", "upscale_conv1."),
+        (r"\boutput_upscaling\.1\.", "upscale_layer_norm."),
+        (r"\boutput_upscaling\.3\.", "upscale_conv2."),
+        (r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.0\.", r"\1proj_in."),
+        (r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.1\.", r"\1layers.0."),
+        (r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.2\.", r"\1proj_out."),
+    )
+)
+"""From the names of the package segment_anything to those of transformers, in this order."""
+_POSITIONS = "prompt_encoder.shared_embedding.positional_embedding"
+_IMAGE_POSITIONS = "shared_image_embedding.positional_embedding"
+
+
+# The network
+
+
+class MedSAM(nn.Module):
+    """MedSAM on whole images: pixels and boxes in, probabilities out.
+
+    Args:
+        sam: a `transformers.SamModel`.
+    """
+
+    def __init__(self, sam: Any) -> None:
+        """Keep it."""
+        super().__init__()
+        self.sam = sam
+
+    def forward(self, image: Tensor, boxes: Tensor, size: Sequence[int] | None = None) -> Tensor:
+        """Return probabilities of background and foreground (B, 2, H, W).
+
+        Args:
+            image: (B, 3, H, W), 0..255.
+            boxes: (B, 4): x0, y0, x1, y1 in its pixels.
+            size: (H, W) of the output, the image's if None.
+        """
+        side: int = self.sam.config.vision_config.image_size
+        height, width = image.shape[-2:]
+        scale = torch.tensor([side / width, side / height] * 2, device=image.device)
+        made = self.sam(
+            pixel_values=prepared(image, side), input_boxes=boxes.float()[:, None] * scale, multimask_output=False
+        )
+        low = made.pred_masks[:, 0].float().sigmoid()  # (B, 1, h, w)
+        mask = nn.functional.interpolate(low, size=tuple(size or (height, width)), mode="bilinear", align_corners=False)
+        return torch.cat([1 - mask, mask], 1)
+
+
+def prepared(image: Tensor, side: int) -> Tensor:
+    """Return images (B, 3, H, W) in 0..255 as MedSAM takes them: (B, 3, side, side) in 0..1."""
+    resized = nn.functional.interpolate(
+        image.float(), size=(side, side), mode="bicubic", align_corners=False, antialias=True
+    )
+    whole = (resized + 1e-3).clamp(0, 255).floor()  # as a cast to uint8; round-off shall not cost a whole value
+    low, high = whole.amin((1, 2, 3), keepdim=True), whole.amax((1, 2, 3), keepdim=True)
+    return (whole - low) / (high - low).clamp(min=1e-8)
+
+
+def box_of(mask: NDArray[Any]) -> tuple[int, int, int, int]:
+    """Return x0, y0, x1, y1 of the tight box around a mask (H, W), its last pixels included; of all without a mask."""
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    if not len(rows):
+        return 0, 0, mask.shape[1], mask.shape[0]
+    return int(columns[0]), int(rows[0]), int(columns[-1]), int(rows[-1])
+
+
+class BoxOfMaskd(MapTransform):
+    """Add the prompt for MedSAM: the box around an item's mask (1, H, W), as (4,) float32 under `box`.
+
+    An item without a mask gets the box of its whole image.
+
+    Args:
+        keys: the mask.
+        image: (C, H, W).
+        box: where the box goes.
+    """
+
+    def __init__(self, keys: str = "label", image: str = "image", box: str = "box") -> None:
+        """Keep the keys."""
+        super().__init__(keys, allow_missing_keys=True)
+        self.image, self.box = image, box
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return a copy of `data` with the box."""
+        item = dict(data)
+        mask = np.zeros(item[self.image].shape[-2:], dtype=bool)
+        for key in self.key_iterator(item):
+            mask = np.asarray(item[key])[0] > 0
+        item[self.box] = torch.tensor(box_of(mask), dtype=torch.float32)
+        return item
+
+
+# Its weights
+
+
+def renamed(original: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights named as the package segment_anything does under the names of `transformers.SamModel`."""
+    weights = {}
+    for name, tensor in original.items():
+        if name in ("pixel_mean", "pixel_std"):  # SAM's normalisation, which MedSAM does without
+            continue
+        for pattern, new in _RULES:
+            name = pattern.sub(new, name)
+        weights[name] = tensor
+    if _POSITIONS in weights:
+        weights[_IMAGE_POSITIONS] = weights[_POSITIONS]
+    return weights
+
+
+def load(source: str | Path = "", config: Any = None, *, name: str = "medsam") -> MedSAM:
+    """Read MedSAM, in evaluation mode.
+
+    Args:
+        source: a checkpoint of segment_anything's layout; a folder of transformers; "" is the hub's cache.
+        config: a `transformers.SamConfig` of the checkpoint's sizes; default: ViT-B's.
+        name: the teacher, for error texts.
+
+    Raises:
+        InputError: it is not at hand, or has other tensors.
+    """
+    path = Path(source).expanduser() if source else None
+    ways = (
+        f"see that {path} is {_WHERE}, or a folder of transformers"
+        if path
+        else f"fetch {HUB} into the hub's cache where there is a network, or give the original checkpoint as "
+        f"medsam:FILE ({_WHERE}), or let a run stand in: run:DIR"
+    )
+    with at_hand(f"teacher {name!r}", "transformers", ways, "let a run stand in as a teacher: run:DIR"):
+        if path is not None and not path.exists():
+            raise FileNotFoundError(f"no such file or folder: {path}")
+        sam = _from_original(path, config) if path is not None and path.is_file() else _from_folder(str(path or HUB))
+    return MedSAM(sam).eval()
+
+
+def _from_folder(source: str) -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    read: Any = transformers.SamModel.from_pretrained
+    sam, told = read(source, output_loading_info=True)
+    if missing := sorted(told["missing_keys"]):  # they would stay as they were drawn
+        raise ValueError(f"it lacks {missing[0]} and {len(missing) - 1} more")
+    return sam
+
+
+def _from_original(path: Path, config: Any) -> Any:
+    import transformers
+
+    config = transformers.SamConfig() if config is None else config
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    sam: Any = transformers.SamModel(config)
+    sam.load_state_dict(renamed(state))
+    return sam
+
+
+# The teacher
+
+
+@dataclass(frozen=True, eq=False)
+class MaskTeacher:
+    """MedSAM, prompted with the boxes of the public masks.
+
+    Attributes:
+        network: on its device, in evaluation mode.
+    """
+
+    name: str
+    sha256: str
+    facts: Mapping[str, Any]
+    network: MedSAM
+    device: torch.device
+    batch_size: int = 1
+
+    def answer(self, questions: Questions, positions: Sequence[int]) -> Tensor:
+        """Return logits of the foreground on the public grid (B, H, W), infinite where a probability is 0 or 1."""
+        if len(questions.grid) != 2:
+            raise InputError(
+                f"teacher {self.name!r} for the volumes of {questions.bundle.name!r}",
+                "it answers about images",
+                "choose another teacher, or other public data",
+            )
+        return torch.cat([self._one(questions, position) for position in positions])
+
+    def _one(self, questions: Questions, position: int) -> Tensor:
+        picture, mask = _with_mask(questions.entry(position))
+        image = torch.from_numpy(np.ascontiguousarray(np.moveaxis(picture, -1, 0)))[None].to(self.device)
+        box = torch.tensor([box_of(mask)], device=self.device)
+        probabilities: Tensor = self.network(image, box, questions.grid)
+        return probabilities[:, 1].logit()
+
+
+def _with_mask(entry: Mapping[str, Any]) -> tuple[Picture, NDArray[Any]]:
+    """Read an image as its file has it, with its mask (H, W); the mask is empty where there is none."""
+    if not isinstance(entry.get("label"), str | Path):
+        picture = read_picture(str(entry["image"]))
+        return picture, np.zeros(picture.shape[:2], dtype=bool)
+    pixels, mask, _ = read_pair(str(entry["image"]), str(entry["label"]), channels=3, convert=True)
+    return as_picture(pixels), mask
+
+
+def open_medsam(name: str, where: str, bundle: Bundle, device: torch.device) -> MaskTeacher:
+    """Open MedSAM from the hub's cache, the original checkpoint or a folder of transformers.
+
+    Raises:
+        InputError: it is not at hand, or the public data are not for segmentation.
+    """
+    need_task(name, bundle, "segmentation")
+    network = load(where, name=name)
+    side = network.sam.config.vision_config.image_size
+    facts = {
+        "kind": "medsam", "classes": list(bundle.structures),
+        "preprocessing": f"bicubic to {side} x {side}, 8-bit, smallest to largest value to 0..1",
+        "prompt": "the tight box of the public mask, or the whole image",
+        "output": "sigmoid, then bilinear to the public grid",
+        "versions": {package: metadata.version(package) for package in ("torch", "transformers")},
+    }  # fmt: skip
+    return MaskTeacher(name, weights_sha256(network.state_dict()), facts, network.to(device), device)

@@ -1,0 +1,130 @@
+"""What frozen teachers are asked: the public items of a run, and how a teacher is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from medfl.bundle import Bundle
+from medfl.datasets.reading import read_pixels
+from medfl.errors import InputError
+from medfl.public import Public
+
+Picture = NDArray[np.uint8]
+"""(H, W, 3), RGB."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The public items that teachers answer about, P of them.
+
+    Attributes:
+        bundle: the public bundle, open on its data.
+        section: train, validate or test.
+        indices: the items' positions in that section.
+        ids: their ids.
+        checksum: of the data.
+        public: the same items as sites take them: their targets, and the grid of the images.
+    """
+
+    bundle: Bundle
+    section: str
+    indices: tuple[int, ...]
+    ids: tuple[str, ...]
+    checksum: str
+    public: Public
+
+    def __len__(self) -> int:
+        """Return P."""
+        return len(self.indices)
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """(H, W[, D]) of the images that sites take."""
+        x, _ = self.public.at(torch.tensor([0]))
+        return tuple(x.shape[2:])
+
+    def entry(self, position: int) -> Mapping[str, Any]:
+        """Return an item as the data list has it: where image and label lie.
+
+        Raises:
+            InputError: the data list says nothing of the kind.
+        """
+        data = self.bundle.data(self.section)
+        found = data[self.indices[position]] if isinstance(data, list | tuple) else None
+        if not isinstance(found, Mapping) or "image" not in found:
+            raise InputError(
+                f"public item {self.ids[position]!r} of bundle {self.bundle.name!r} does not say where its image lies",
+                "teachers read the image files that a data list names under 'image'",
+                "use another bundle as public data",
+            )
+        return found
+
+
+class Teacher(Protocol):
+    """A frozen model that answers about public items.
+
+    Attributes:
+        name: as the user gave it.
+        sha256: of its weights.
+        facts: what else its answers depend on and where it comes from, as JSON: class names, prompts, pre-processing,
+            library versions.
+        batch_size: items that it is asked about at once.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def sha256(self) -> str: ...  # noqa: D102
+    @property
+    def facts(self) -> Mapping[str, Any]: ...  # noqa: D102
+    @property
+    def batch_size(self) -> int: ...  # noqa: D102
+
+    def answer(self, questions: Questions, positions: Sequence[int]) -> Tensor:
+        """Return what it says of these items.
+
+        In classification distributions over the public classes (B, C) float32, in segmentation logits of the
+        foreground (B, H, W[, D]) on the public grid.
+        """
+
+
+def public_classes(bundle: Bundle) -> tuple[str, ...]:
+    """Return the names of a bundle's classes; in segmentation of the mask's values."""
+    return bundle.classes or bundle.structures
+
+
+def need_task(name: str, bundle: Bundle, task: str) -> None:
+    """Raise an InputError if a teacher of one task is to answer about a bundle of another."""
+    if bundle.task != task:
+        raise InputError(
+            f"teacher {name!r} for {bundle.name!r}, a {bundle.task} task",
+            f"it is a teacher for {task}",
+            "choose another teacher, or other public data",
+        )
+
+
+def as_picture(pixels: NDArray[Any]) -> Picture:
+    """Return RGB pixels (H, W, 3) as 8-bit ones; other types are scaled from their own smallest to largest value."""
+    if pixels.dtype == np.uint8:
+        return pixels
+    values = pixels.astype(np.float64)
+    low, high = values.min(), values.max()
+    picture: Picture = np.rint((values - low) * (255 / max(high - low, 1e-12))).astype(np.uint8)
+    return picture
+
+
+def read_picture(uri: str) -> Picture:
+    """Read an image as RGB, whatever its own type and channels.
+
+    Raises:
+        InputError: it is no picture (a volume) or cannot be read.
+    """
+    return as_picture(read_pixels(uri, channels=3, convert=True))

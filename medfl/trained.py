@@ -1,0 +1,325 @@
+"""Trained networks as teachers: the global model of a run, and any MONAI bundle with weights.
+
+Also the stand-in where no foundation model is at hand. Each reads the public images with its own pre-processing, the
+one that its validation or inference takes: without augmentation, at its own size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.data import MetaTensor
+from monai.inferers import SimpleInferer
+from torch import Tensor, nn
+
+from medfl import methods
+from medfl.bundle import Bundle, shipped
+from medfl.configuration import Configuration, config_file, own_modules, read
+from medfl.errors import InputError, RunError
+from medfl.evaluation import ClassEvaluator
+from medfl.folder import read_run
+from medfl.opening import bundle_of
+from medfl.prepared import Shard, Stacked
+from medfl.preparing import Samples, Source
+from medfl.questions import Questions, public_classes
+from medfl.sections import SECTIONS
+from medfl.settings import Run
+from medfl.site import Networks
+from medfl.storage import load_weights, weights_sha256
+from medfl.task import Task
+from medfl.teachers import unlike
+
+_BATCH = 16
+_WEIGHTS = ("best", "weights")
+_INTERPOLATION = {2: "bilinear", 3: "trilinear"}
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A network with its own way of reading images.
+
+    In classification its output is read as `medfl.evaluation.ClassEvaluator` reads it, as logits; in segmentation as
+    logits of one structure or of exclusive classes, background first.
+
+    Attributes:
+        network: on its device, in evaluation mode.
+        preprocessing: data list entry -> {"image": (C, H, W[, D]), ...}.
+        inferer: (inputs, network) -> outputs of whole images.
+        ends_in_sigmoid: the network gives probabilities.
+        learned: ids of the items that it was trained on, of the same data set as the public data.
+        chosen_by: ids of those that chose its best round.
+        remarks: what else a user should know.
+    """
+
+    name: str
+    sha256: str
+    facts: Mapping[str, Any]
+    network: nn.Module
+    device: torch.device
+    preprocessing: Callable[[Any], Any]
+    inferer: Callable[..., Any]
+    ends_in_sigmoid: bool = False
+    learned: frozenset[str] = frozenset()
+    chosen_by: frozenset[str] = frozenset()
+    remarks: tuple[str, ...] = ()
+    batch_size: int = _BATCH
+
+    def notes(self, questions: Questions) -> list[str]:
+        """Say how many of the items it knows from its own training: what it says of these is optimistic."""
+        counts = [sum(ident in ids for ident in questions.ids) for ids in (self.learned, self.chosen_by)]
+        said = [
+            f"teacher {self.name} {how} {count} of the {len(questions)} public items: what it says of them is "
+            "optimistic"
+            for how, count in zip(("was trained on", "was chosen by its scores on"), counts, strict=True)
+            if count
+        ]
+        return [*self.remarks, *said]
+
+    def answer(self, questions: Questions, positions: Sequence[int]) -> Tensor:
+        """Return distributions over the classes (B, C), or logits of the foreground on the public grid."""
+        images = self._images(questions, positions)
+        alike = len({image.shape for image in images}) == 1
+        batches = [torch.stack(images)] if alike else [image[None] for image in images]
+        if questions.bundle.task == "classification":
+            return torch.cat([self._distributions(x) for x in batches])
+        return torch.cat([self._logits(x, questions.grid) for x in batches])
+
+    def _images(self, questions: Questions, positions: Sequence[int]) -> list[Tensor]:
+        entries = [questions.entry(position) for position in positions]
+        items = [{"id": questions.ids[position]} for position in positions]
+        samples = Samples(items, Source(entries, (self.preprocessing,)))
+        images = []
+        for index, item in enumerate(items):
+            sample = samples(index)
+            image = sample.get("image") if isinstance(sample, Mapping) else None
+            if not isinstance(image, Tensor):
+                raise InputError(
+                    f"teacher {self.name!r}: its pre-processing makes no image of public item {item['id']!r}",
+                    "it takes {'image': FILE} and leaves a tensor in its place",
+                    "use another bundle",
+                )
+            images.append((image.as_tensor() if isinstance(image, MetaTensor) else image).float())
+        return images
+
+    def _distributions(self, x: Tensor) -> Tensor:
+        items, unread = [{"id": str(i)} for i in range(len(x))], torch.zeros(len(x), dtype=torch.int64)
+        evaluator = ClassEvaluator(max(1, len(x)), self.ends_in_sigmoid)
+        cases = evaluator(self.network, Shard.of(Stacked(items, x, unread), range(len(x))), self.device)
+        return cases.values["probabilities"]
+
+    def _logits(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
+        logits = foreground(self.inferer(x.to(self.device), self.network).float())
+        if tuple(logits.shape[1:]) == grid or len(grid) != logits.ndim - 1:
+            return logits  # another number of dimensions is told by who asked
+        mode = _INTERPOLATION[len(grid)]
+        return nn.functional.interpolate(logits[:, None], size=grid, mode=mode, align_corners=False)[:, 0]
+
+
+def foreground(logits: Tensor) -> Tensor:
+    """Return the logit of "any structure" (B, H, W[, D]) from those of a network (B, K, H, W[, D]).
+
+    With one channel that is it; with more, softmax over them gives log(p_1 + ... + p_{K-1}) - log(p_0).
+    """
+    return logits[:, 0] if logits.shape[1] == 1 else logits[:, 1:].logsumexp(1) - logits[:, 0]
+
+
+# A run
+
+
+def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Trained:
+    """Open the global model of a run's folder, of its best round where that was kept.
+
+    Raises:
+        InputError: no run or no global model there, one whose bundle has changed, or one of other classes.
+    """
+    folder = Path(where).expanduser()
+    run, document = read_run(folder / "run.json")
+    own = _bundle_of(run, folder, device)
+    task, classes = str(document.get("task", own.task)), tuple(document.get("classes", ()))
+    _refuse_others(name, task, classes or own.structures, bundle)
+    stem, weights = _weights(folder)
+    network = _global_model(own, Task(task, classes, own.embeddings), weights, folder, run)
+    evaluator = own.evaluator
+    learned, chosen_by = (_ids(run, own, bundle, section) for section in ("train", "validate"))
+    sections = {section: {str(item["id"]) for item in bundle.items(section)} for section in SECTIONS}
+    facts = {
+        "kind": "run", "method": run.method, "bundle": own.name, "bundle_sha256": own.sha256,
+        "config": run.config, "run_hash": run.run_hash, "weights": stem, "trained_on": run.data.source,
+        "classes": list(public_classes(bundle)), "preprocessing": "validate#preprocessing of the run's bundle",
+        "trained_on_public": {section: len(ids & learned) for section, ids in sections.items()},
+        "versions": _versions(),
+    }  # fmt: skip
+    phantom = (f"teacher {name} was trained on drawn images, not on real ones",) if run.data.source != "real" else ()
+    return Trained(
+        name,
+        weights_sha256(weights),
+        facts,
+        network.eval(),
+        device,
+        own.get("validate#preprocessing"),
+        getattr(evaluator, "inferer", SimpleInferer()),
+        getattr(evaluator, "ends_in_sigmoid", False),
+        learned,
+        chosen_by if stem == "best" else frozenset(),
+        phantom,
+    )
+
+
+def _bundle_of(run: Run, folder: Path, device: torch.device) -> Bundle:
+    name = bundle_of(run)
+    data = {} if name in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
+    own = Bundle(name, {**run.config, **data}, device)
+    if own.sha256 != run.bundle_sha256:
+        raise InputError(
+            f"bundle {own.name!r} has changed since the run in {folder} (configuration hash {own.sha256[:12]})",
+            f"the recorded one is {run.bundle_sha256[:12]}",
+            "restore it, or train the teacher anew",
+        )
+    return own
+
+
+def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
+    stem = next((stem for stem in _WEIGHTS if (folder / f"{stem}.safetensors").is_file()), None)
+    if stem is None:
+        raise InputError(
+            f"the run in {folder} has no weights yet",
+            f"a teacher has {' or '.join(f'{stem}.safetensors' for stem in _WEIGHTS)}",
+            "let it finish: medfl run --resume --out DIR",
+        )
+    try:
+        return stem, load_weights(folder / f"{stem}.safetensors")
+    except RunError as error:
+        raise InputError(str(error), "weights that medfl wrote", "restore the file, or name another run") from error
+
+
+def _global_model(own: Bundle, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run) -> nn.Module:
+    """Return a run's network with weights; what is no weight of it (a fixed classifier) is drawn as in the run."""
+    if any(key.partition("/")[0] in run.partition.sites and "/" in key for key in weights):
+        raise InputError(
+            f"the run in {folder} has a model for each site (method {run.method}) and none for all",
+            "a teacher is one global model",
+            "name a run of another method, for example fedavg",
+        )
+    method = methods.load(run.method, run.options)
+    pool = Networks(lambda: method.adapt(own.network(), task), run.seed, own.device)
+    try:
+        return pool.lease(weights)
+    except ValueError as error:
+        raise InputError(
+            f"the weights in {folder} are no single network of method {run.method} on bundle {own.name!r} ({error})",
+            "a teacher is one global model of the run's own network",
+            "restore the file, or name another run",
+        ) from error
+
+
+def _ids(run: Run, own: Bundle, bundle: Bundle, section: str) -> frozenset[str]:
+    """Return the ids of a run's items in a section; none where its data set is another than the public one."""
+    if own.root != bundle.root:
+        return frozenset()
+    return frozenset(ident for site in run.partition.sites.values() for ident in site.get(section, ()))
+
+
+# Any bundle
+
+
+def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> Trained:
+    """Open a MONAI bundle with weights: models/model.pt for its `network_def`, or else TorchScript in models/model.ts.
+
+    Its inference configuration says how images are read (`preprocessing`) and inferred (`inferer`), its metadata what
+    the output's channels are.
+
+    Raises:
+        InputError: no such bundle or no weights in it, or one of other classes.
+    """
+    root = Path(where).expanduser().resolve()
+    file = config_file(root, "inference")
+    weights = next((root / "models" / f"model.{kind}" for kind in ("pt", "ts") if _has(root, kind)), None)
+    if file is None or weights is None:
+        missing = "configs/inference.json or .yaml" if file is None else "models/model.pt or models/model.ts"
+        raise InputError(
+            f"bundle {root} has no {missing}",
+            "a teacher has an inference configuration and weights",
+            "add it, or name another bundle",
+        )
+    information = root / "configs" / "metadata.json"
+    described = read(information) if information.is_file() else {}
+    task, classes = _outputs(described, bundle)
+    _refuse_others(name, task, classes, bundle)
+    config = Configuration(root, [file], {}, described, device)
+    network = _network(config, weights, device)
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (weights, file)]
+    facts = {
+        "kind": "bundle", "bundle": root.name, "version": str(described.get("version", "")),
+        "configuration_sha256": digests[1], "weights": weights.name, "classes": list(classes),
+        "preprocessing": "its inference configuration's", "versions": _versions(),
+    }  # fmt: skip
+    modules = sorted(own_modules(root))
+    remarks = (f"teacher {name}: its own Python ({', '.join(modules)}) runs with your rights",) if modules else ()
+    inferer = config.content("inferer") if "inferer" in config else SimpleInferer()
+    preprocessing = config.content("preprocessing")
+    return Trained(name, digests[0], facts, network, device, preprocessing, inferer, remarks=remarks)
+
+
+def _has(root: Path, kind: str) -> bool:
+    return (root / "models" / f"model.{kind}").is_file()
+
+
+def _outputs(described: Mapping[str, Any], bundle: Bundle) -> tuple[str, tuple[str, ...]]:
+    """Return task and class names as metadata.json has them; those of the public data where it is silent."""
+    output = described.get("network_data_format", {}).get("outputs", {}).get("pred", {})
+    channels = output.get("channel_def", {})
+    named = tuple(str(channels[key]) for key in sorted(channels, key=lambda k: int(k) if str(k).isdecimal() else -1))
+    if not named:
+        return bundle.task, public_classes(bundle)
+    segments = output.get("format") == "segmentation" or bool(output.get("spatial_shape"))
+    return ("segmentation" if segments else "classification"), (("background", *named) if len(named) == 1 else named)
+
+
+def _network(config: Configuration, weights: Path, device: torch.device) -> nn.Module:
+    try:
+        if weights.suffix == ".ts":
+            scripted: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
+            return scripted.eval()
+        network = config.content("network_def")
+        state = torch.load(weights, map_location="cpu", weights_only=True)
+        network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
+        placed: nn.Module = network.to(device).eval()
+        return placed
+    except InputError:
+        raise
+    except Exception as error:  # torch raises several types for damaged files and for other networks
+        raise InputError(
+            f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})",
+            "weights of network_def, or TorchScript",
+            "restore the file",
+        ) from error
+
+
+# Both
+
+
+def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Bundle) -> None:
+    """Raise an InputError if a teacher's task or classes are not those of the public data, in their order."""
+    if task != bundle.task:
+        raise InputError(
+            f"teacher {name!r}, a {task} model, for {bundle.name!r}, a {bundle.task} task",
+            "teacher and public data have one task",
+            "name another teacher, or other public data",
+        )
+    wanted = public_classes(bundle)
+    if tuple(classes) != wanted:
+        raise InputError(
+            f"teacher {name!r} has other classes: {unlike(classes, wanted, 8)}",
+            f"the public data {bundle.name!r} have {unlike(wanted, classes, 8)}",
+            "a teacher has the same classes in the same order: name another",
+        )
+
+
+def _versions() -> dict[str, str]:
+    return {package: metadata.version(package) for package in ("torch", "monai")}
