@@ -4,7 +4,8 @@ A method's local training is timed with N and with 2 N steps: the difference is 
 cost of a round (prototypes, states, copies). It is timed in round 2, when prototypes, histories and the generator are
 there. FedAvg is timed before and after each method, on the same sites. For FedBM the last row gives the server's
 training of the generator as a part of a round: 5 rounds of 5 sites with 88 steps each (HAM10000 over 10 sites, cohort
-0.5, batch 8).
+0.5, batch 8). FedHelp's rows are of a large site against the same site without proxy, and of a small one against the
+same site without public data, whose images are of 32 pixels with two teachers over 100 classes.
 
     python benchmarks/method_cost.py [--json] [--methods fedmr,moon] [--network resnet18] [--batch 128] [--size 64]
 """
@@ -26,6 +27,7 @@ from medfl import methods, networks
 from medfl.message import Message
 from medfl.methods import Method
 from medfl.prepared import Shard, Stacked
+from medfl.public import Public
 from medfl.site import Host, LocalSettings, Networks, Site
 from medfl.task import Task
 
@@ -43,13 +45,17 @@ def embeddings(_: str) -> torch.Tensor:
 class Federation:
     """Two sites with random images, on which one method is ready for round 2."""
 
-    def __init__(self, method: Method, options: argparse.Namespace) -> None:
-        """Run round 1 with one step a site."""
+    def __init__(
+        self, method: Method, options: argparse.Namespace, large: str = "", public: Public | None = None
+    ) -> None:
+        """Run round 1 with one step a site; the first one has the network `large` where one is named."""
         device = torch.device(options.device)
         self.method = method
         self.task = Task("classification", tuple(f"class {i}" for i in range(CLASSES)), embeddings)
         build = partial(networks.build, options.network, 3, CLASSES)
         self.networks = Networks(lambda: method.adapt(build(), self.task), 0, device)
+        self.large = Networks(partial(networks.build, large, 3, CLASSES), 0, device) if large else self.networks
+        self.public = public
         generator = torch.Generator().manual_seed(0)
         count = options.batch
         images = torch.randn(count, 3, options.size, options.size, generator=generator)
@@ -63,7 +69,7 @@ class Federation:
         replies: dict[str, Message] = {}
         self.states = {}
         for name in names:
-            with self.networks.scope():
+            with self.networks.scope(), self.large.scope():
                 down = method.broadcast(self.host(1), self.server, name)
                 site = self.site(name, 1, 1)
                 self.states[name], replies[name] = method.local_update(site, method.init_site(site), down)
@@ -76,15 +82,17 @@ class Federation:
         shard = Shard.of(self.data, range(self.batch))
         settings = LocalSettings(steps, self.batch, lambda network: torch.optim.SGD(network.parameters(), 1e-4, 0.9))
         loss = nn.functional.cross_entropy
-        return Site(name, round_, shard, shard, shard, loss, settings, self.networks, round_, self.task)
+        pool = self.large if name == SITES[0] else self.networks
+        own = Site(name, round_, shard, shard, shard, loss, settings, pool, round_, self.task)
+        return replace(own, common=self.networks, public=self.public)
 
     def host(self, round_: int) -> Host:
         """Return the server's side."""
-        return Host(round_, self.networks, round_, self.task)
+        return Host(round_, self.networks, round_, self.task, self.public)
 
     def seconds(self, steps: int) -> float:
         """Return the seconds of one local training in round 2."""
-        with self.networks.scope():
+        with self.networks.scope(), self.large.scope():
             down = self.method.broadcast(self.host(2), self.server, self.first)
             site = self.site(self.first, 2, steps)
             _wait()
@@ -113,7 +121,16 @@ def loaded(name: str, chosen: dict[str, Any]) -> Method:
 
 def compare(name: str, chosen: dict[str, Any], options: argparse.Namespace) -> dict[str, object]:
     """Time one method and FedAvg in turn."""
-    ours, plain = Federation(loaded(name, chosen), options), Federation(methods.load("fedavg"), options)
+    public = public_images(options)
+    ours, plain = Federation(loaded(name, chosen), options, public=public), Federation(methods.load("fedavg"), options)
+    label = " ".join([name, *(f"{key}={value}" for key, value in chosen.items())])
+    return in_turn(label, ours, plain, "FedAvg", options)
+
+
+def in_turn(
+    label: str, ours: Federation, plain: Federation, relative_to: str, options: argparse.Namespace
+) -> dict[str, object]:
+    """Time two federations in turn and return the row of the first."""
     measure(plain, 1), measure(ours, 1)
     ratios, steps, rounds = [], [], []
     for _ in range(options.repeats):
@@ -124,15 +141,38 @@ def compare(name: str, chosen: dict[str, Any], options: argparse.Namespace) -> d
         steps.append(step)
         rounds.append(rest)
     return {
-        "name": "method_cost/" + " ".join([name, *(f"{key}={value}" for key, value in chosen.items())]),
+        "name": f"method_cost/{label}",
         "ratio": statistics.median(ratios),
-        "relative_to": f"a step of FedAvg, {options.network}, {options.size} pixels, batch {options.batch}, "
+        "relative_to": f"a step of {relative_to}, {options.network}, {options.size} pixels, batch {options.batch}, "
         f"{options.device}",
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
         "seconds_per_step": statistics.median(steps),
         "seconds_per_round_besides": statistics.median(rounds),
     }
+
+
+def public_images(options: argparse.Namespace) -> Public:
+    """Return 256 public images of 32 pixels over 100 classes, with the answers of two teachers."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(100, (256,), generator=generator)
+    items = [{"id": str(i), "label": int(y)} for i, y in enumerate(labels)]
+    images = torch.randn(256, 3, 32, 32, generator=generator).to(options.device)
+    shard = Shard.of(Stacked(items, images, labels.to(options.device)), range(256))
+    answers = tuple(torch.randn(256, 100, generator=generator).softmax(1) for _ in range(2))
+    return Public("random", shard, Task("classification", tuple(map(str, range(100)))), answers)
+
+
+def fedhelp_rows(chosen: dict[str, Any], options: argparse.Namespace) -> list[dict[str, object]]:
+    """Time a large and a small site of FedHelp, each against itself with its cross-entropy only."""
+    public, small = public_images(options), argparse.Namespace(**{**vars(options), "network": options.small})
+    large = argparse.Namespace(**{**vars(options), "network": options.large})
+    helped = Federation(methods.load("fedhelp", {"large": "a", **chosen}), small, options.large, public)
+    alone = Federation(methods.load("local"), large)
+    rows = [in_turn("fedhelp large site", helped, alone, "Local", large)]
+    taught = Federation(methods.load("fedhelp", {"large": "b", **chosen}), small, public=public)
+    untaught = Federation(methods.load("fedavg"), small)
+    return [*rows, in_turn("fedhelp small site", taught, untaught, "FedAvg", small)]
 
 
 def generator_part(options: argparse.Namespace) -> dict[str, object]:
@@ -166,6 +206,8 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="names, comma-separated; default: all")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of them all")
     parser.add_argument("--network", default="resnet18")
+    parser.add_argument("--large", default="resnet110", help="of FedHelp's large site")
+    parser.add_argument("--small", default="resnet20", help="of FedHelp's small site and proxy")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=64, help="pixels a side")
     parser.add_argument("--steps", type=int, default=6)
@@ -176,7 +218,9 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = dict(text.split("=", 1) for text in options.set)
     names = options.methods.split(",") if options.methods else [n for n in methods.names() if n != "fedavg"]
-    rows = [compare(name, chosen, options) for name in names]
+    rows = [compare(name, chosen, options) for name in names if name != "fedhelp"]
+    if "fedhelp" in names:
+        rows += fedhelp_rows(chosen, options)
     if "fedbm" in names and not chosen:
         rows.append(generator_part(options))
     if options.json:

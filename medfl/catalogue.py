@@ -25,6 +25,7 @@ from medfl.configuration import read
 from medfl.errors import InputError
 from medfl.methods.base import Method
 from medfl.prepared import Shard, Stacked
+from medfl.public import Public
 from medfl.site import Host, LocalSettings, Networks, Site
 from medfl.storage import write_atomic
 from medfl.task import Task
@@ -78,13 +79,15 @@ def travels(cls: type[Method]) -> Document:
     networks = Networks(lambda: method.adapt(_toy_network(), task), 0, torch.device("cpu"))
     images = torch.eye(8).repeat(1, 32).reshape(8, 1, 16, 16)
     items = Stacked([{"id": str(i), "label": i % 2} for i in range(8)], images, torch.arange(8) % 2)
+    public = Public("toy", Shard.of(items, range(8)), task)
     settings = LocalSettings(1, 4, lambda network: torch.optim.SGD(network.parameters(), 0.1))
     sites = []
     for index, name in enumerate(("a", "b")):
         shard = Shard.of(items, range(4 * index, 4 * index + 4))
-        sites.append(Site(name, index, shard, shard, shard, nn.functional.cross_entropy, settings, networks, 1))
+        loss = nn.functional.cross_entropy
+        sites.append(Site(name, index, shard, shard, shard, loss, settings, networks, 1, public=public))
     with networks.scope():
-        host = Host(0, networks, 1)
+        host = Host(0, networks, 1, public=public)
         personal = method.personal_names(host.model(networks.initial))
         introductions = {site.name: method.introduce(site) for site in sites}
         server = method.init_server(host, networks.initial, introductions)

@@ -580,9 +580,9 @@ def test_mixed_precision_on_cpu(chest: Path, tmp_path: Path, answer: Answer) -> 
 def test_without_data_a_phantom_is_used_and_said_loudly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, chest: Path
 ) -> None:
-    from medfl import planning
+    from medfl import opening
 
-    monkeypatch.setattr(planning, "phantom_folder", lambda name: chest)
+    monkeypatch.setattr(opening, "phantom_folder", lambda name: chest)
     assert cli.main(["run", "pneumonia", *SMALL, *CNN, "--out", str(tmp_path / "run")]) == 0
     stdout, stderr = capsys.readouterr()
     _sees(stderr, "NO REAL DATA for pneumonia", "PHANTOM")

@@ -15,12 +15,26 @@ from medfl.errors import InputError
 from medfl.message import Message, is_finite
 from medfl.methods import Method
 from medfl.storage import load_state, save_state
-from tests.helpers import WITHOUT_IMAGES, Toy, adam, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
+from tests.helpers import (
+    WITHOUT_IMAGES,
+    Toy,
+    adam,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    judged,
+    public_blobs,
+    sgd,
+    simulate,
+)
 
 COMPOSED = ("fedsm",)
 """Methods that judge by several networks in one: the global one and the site's."""
 RELAYING = ("proxyfl",)
 """Methods whose server hands weights on as they are."""
+DISTILLING = ("fedkemf",)
+"""Methods whose server trains a network on what the sites' say, and averages nothing."""
 
 
 def prefixes(name: str, site: str) -> tuple[str, ...]:
@@ -202,7 +216,7 @@ def test_personal_tensors_are_in_no_message(name: str, classes: Toy) -> None:
 def test_one_sample_an_absent_class_and_a_last_batch_of_one_are_fine(name: str, norm: bool) -> None:
     data = blobs({"a": 1, "b": 5, "c": 9}, labels={"b": (0, 2), "c": (1,)})
     method = load(name)
-    toy = Toy(data, classifier(norm=norm), cross_entropy, sgd(0.1), batch_size=4).adapted(method)
+    toy = Toy(data, classifier(norm=norm), cross_entropy, sgd(0.1), batch_size=4, public=public_blobs()).adapted(method)
     outcome = simulate(method, toy, 2)
     assert finite(outcome.server)
     assert finite(outcome.states)
@@ -230,7 +244,7 @@ def test_counters_are_never_averaged_and_statistics_are(name: str, classes: Toy)
     if "weights" not in source or key not in source["weights"]:
         assert {key, counter} <= method.personal_names(classes.networks.fresh())
         return
-    if name in RELAYING:
+    if name in RELAYING + DISTILLING:
         return
 
     def made(mean: float, count: int) -> Message:

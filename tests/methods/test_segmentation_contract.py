@@ -12,6 +12,8 @@ from torch import nn
 
 from medfl import methods
 from medfl.networks import build
+from medfl.prepared import Shard, Stacked
+from medfl.public import Public
 from medfl.task import Task
 from tests.helpers import Data, Toy, bits, judged, sgd, simulate
 
@@ -20,6 +22,7 @@ SETTINGS = {
     "fedrep": {"head_epochs": 1, "finetune_epochs": 1},
     "fedbabu": {"finetune_epochs": 1},
     "pfedbayes": {"zeta": 0.1},
+    "fedhelp": {"large": "a"},
 }
 
 
@@ -35,9 +38,22 @@ def discs(dims: int, size: int = 16) -> Data:
     return data
 
 
+def public_rings(dims: int, count: int = 5, size: int = 16) -> Public:
+    """Flat images of dark rings with a teacher's logits; sites with volumes see each repeated along a third axis."""
+    generator = torch.Generator().manual_seed(dims)
+    mask = torch.zeros(count, 1, size, size, dtype=torch.int64)
+    mask[..., 3:13, 3:13] = 1
+    mask[..., 6:10, 6:10] = 0
+    x = 0.5 * torch.randn(mask.shape, generator=generator) - mask
+    answer = (4 * mask[:, 0] - 2 + torch.randn(count, size, size, generator=generator)).half()
+    shard = Shard.of(Stacked([{"id": f"public{i}"} for i in range(count)], x, mask), range(count))
+    return Public("toy-rings", shard, Task("segmentation", ("background", "ring")), (answer,), size if dims == 3 else 0)
+
+
 def federation(dims: int) -> Toy:
     loss = DiceCELoss(to_onehot_y=True, softmax=True)
-    return Toy(discs(dims), lambda: build("unet8", 1, 2, dims), loss, sgd(0.05), batch_size=2)
+    network = lambda: build("unet8", 1, 2, dims)  # noqa: E731
+    return Toy(discs(dims), network, loss, sgd(0.05), batch_size=2, public=public_rings(dims))
 
 
 def segmenting(toy: Toy) -> Toy:
@@ -53,7 +69,7 @@ def segmenting(toy: Toy) -> Toy:
 
 def test_the_task_agnostic_methods_support_segmentation() -> None:
     wanted = "local central fedavg fedprox scaffold fedbn ditto fednova feddyn feddc moon fedrep fedper fedbabu fedsm"
-    wanted += " perfedavg pfedme pfedbayes fedgh proxyfl"
+    wanted += " perfedavg pfedme pfedbayes fedgh proxyfl fedmd fccl fedkemf fedhelp"
     assert set(wanted.split()) <= set(SEGMENTING)
     prototypes = {"fedproto", "fedmr", "pfedpm", "fedcb", "fedbm", "fedetf", "fednh", "fedrod", "ccvr", "fedproc"}
     assert not prototypes & set(SEGMENTING)

@@ -1,0 +1,167 @@
+"""FedKEMF: small knowledge networks travel and are fused by distillation (Yu, Qian, Jannesari, 2022).
+
+"Resource-aware Federated Learning using Knowledge Extraction and Multi-model Fusion" (FedHelp prints "FedKEAF"). A site
+has a local model phi, any network (option `bodies`), and gets the knowledge network k, the bundle's own network.
+
+Site:    deep mutual learning of both on its data, each with the other held constant:
+         (1) f_i(phi) + lambda KL(p_k || p_phi)  and  f_i(k_i) + lambda KL(p_phi || p_k), f_i the site's loss, k_i <- k.
+         Reply: k_i. phi never leaves.
+Server:  (2) p~(x) = 1/S sum_i softmax(k_i(x)), the participants' ensemble;
+         (3) k is trained on KL(p~ || softmax(k)), mean over public items, from where it was and without labels.
+Judged by phi; the server's model is k.
+
+p is a softmax, in maps that of each pixel; a single channel is the logit of a sigmoid. Temperatures are 1.
+Departures. The public code distils on the training set with its labels, by squared differences between the teachers'
+probabilities and softened ones of the student, and between logits at the sites; here it is KL and public images alone.
+It steps the two models one after the other, here they step from the same forward passes, and its cosine decay inside a
+round is left out. The teachers are in evaluation mode. Where the statistics of k's BatchNorm come from is an option:
+from the distillation, so from public images, or from the sites. FedHelp describes another variant, in which whole
+models are sent; this is the original.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax
+from torch.optim import Optimizer
+
+from medfl.aggregation import uniform_shares, weighted_mean
+from medfl.message import Message, Weights
+from medfl.methods._public import PublicOptions, shared
+from medfl.methods.base import Method, option, same_option
+from medfl.methods.fedmd import on_public, statistics
+from medfl.methods.local import bodies_option
+from medfl.methods.proxyfl import divergence, optimizing_each, proxies
+from medfl.networks.heads import frozen
+from medfl.public import Public
+from medfl.seeding import stream
+from medfl.site import Host, LocalSettings, Site, snapshot
+from medfl.storage import State
+from medfl.training import fit
+
+
+@dataclass(frozen=True)
+class FedKEMF(Method):
+    """Local models of any kind learn with knowledge networks of one kind, which the server fuses on public data."""
+
+    lam: float = option(1.0, "lambda, weight of the other model's opinion at a site", minimum=0.0)
+    server_epochs: int = option(1, "passes over the public items a round", minimum=0)
+    server_batch_size: int = option(0, "public items a step of the server; 0: 64, in segmentation 4", minimum=0)
+    server_optimizer: str = option("sgd", "of the server, anew each round", choices=("sgd", "adam"))
+    server_lr: float = option(0.01, "its learning rate (public code: SGD 0.01)", minimum=0.0)
+    public_bn: str = option(
+        "track",
+        "running statistics of k's BatchNorm: of public batches, or the mean of the sites' (no_track)",
+        choices=("track", "no_track"),
+    )
+    public: str = same_option(PublicOptions, "public")
+    public_section: str = same_option(PublicOptions, "public_section")
+    public_items: int = same_option(PublicOptions, "public_items")
+    public_size: int = same_option(PublicOptions, "public_size")
+    lift: str = same_option(PublicOptions, "lift")
+    bodies: str = bodies_option()
+
+    paper: ClassVar[str] = (
+        "Resource-aware Federated Learning using Knowledge Extraction and Multi-model Fusion "
+        "(Yu, Qian, Jannesari, 2022)"
+    )
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
+    judged: ClassVar[str] = "personal"
+
+    def check(self, site: Site) -> None:
+        """Ask for public data."""
+        shared(site)
+
+    def keeps_network(self, config: Mapping[str, Any]) -> bool:
+        """Keep the local model, whatever its network; k_i leaves."""
+        return True
+
+    # Server half
+
+    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+        """Start k from the initial weights."""
+        shared(host)
+        return {"weights": dict(weights)}
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Distil the participants' ensemble into k."""
+        k, public = host.model(server["weights"]), shared(host)
+        if self.server_epochs:
+            teachers = [frozen(host.model(replies[name]["weights"])) for name in sorted(replies)]
+            with statistics(k, self.public_bn):
+                self._distil(k, teachers, host, public)
+        fused = snapshot(k)
+        if self.public_bn == "no_track":
+            mean = weighted_mean(replies, "weights", uniform_shares(replies))
+            fused |= {name: mean[name] for name in fused.keys() - {name for name, _ in k.named_parameters()}}
+        return {"weights": fused}
+
+    def _distil(self, k: nn.Module, teachers: Sequence[nn.Module], host: Host, public: Public) -> None:
+        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+            with torch.no_grad():
+                teacher = ensemble([public.outputs(one, x) for one in teachers])  # (2)
+            return divergence(public.outputs(network, x), teacher)  # (3)
+
+        size = self.server_batch_size or (4 if host.task.kind == "segmentation" else 64)
+        server = as_site(host, public, LocalSettings(self.server_epochs, size, self._optimizer))
+        everything = torch.arange(len(public))
+        fit(k, on_public(server, public, everything, None, self.server_epochs, size), objective=objective)
+
+    def _optimizer(self, network: nn.Module) -> Optimizer:
+        chosen = [p for p in network.parameters() if p.requires_grad]
+        kind: Any = torch.optim.SGD if self.server_optimizer == "sgd" else torch.optim.Adam
+        made: Optimizer = kind(chosen, lr=self.server_lr)
+        return made
+
+    # Site half
+
+    def init_site(self, site: Site) -> State:
+        """Start phi from the initial weights."""
+        return {"private": snapshot(site.model(site.initial_weights))}
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train phi and the received k together (1); reply k_i."""
+        private, knowledge = site.model(state["private"]), proxies(site).lease(down["weights"])
+        steps = count()
+
+        def objective(pair: nn.Module, x: Any, y: Any) -> Tensor:
+            z = private(x)
+            with stream(site.seed, "knowledge", next(steps)):  # so that phi's dropout is that of a model alone
+                z_k = knowledge(x)
+            loss = site.loss(z, y) + site.loss(z_k, y)
+            return loss + self.lam * (divergence(z, z_k) + divergence(z_k, z)) if self.lam else loss
+
+        fit(nn.ModuleList([private, knowledge]), optimizing_each(site), objective=objective)
+        return {"private": snapshot(private)}, Message({"weights": snapshot(knowledge)})
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return phi."""
+        return site.model(state["private"])
+
+
+def ensemble(outputs: Sequence[Tensor]) -> Tensor:
+    """Return logits of the mean probability (2) of some networks' outputs (B, K, ...), float32 at least.
+
+    Of several channels they are log-probabilities; a single one is the logit of a sigmoid, as in the outputs.
+    """
+    exact = [z.to(torch.promote_types(z.dtype, torch.float32)) for z in outputs]
+    single = exact[0].shape[1] == 1
+    parts = [log_softmax(torch.cat([torch.zeros_like(z), z], 1) if single else z, 1) for z in exact]
+    mean = torch.stack(parts).logsumexp(0) - math.log(len(parts))
+    return mean[:, 1:] - mean[:, :1] if single else mean
+
+
+def as_site(host: Host, public: Public, settings: LocalSettings) -> Site:
+    """Return the server as a site without data of its own, so that `fit` trains there too."""
+    shard = public.shard
+    return Site("server", host.seed, shard, shard, shard, divergence, settings, host.networks, host.round, host.task)
+
+
+METHOD = FedKEMF
