@@ -183,6 +183,10 @@ class WithPrototypes(Method):
         """Deal networks as the inner method does."""
         return self.inner.site_networks(names)
 
+    def keeps_network(self, config: Mapping[str, Any]) -> bool:
+        """Keep networks as the inner method does."""
+        return self.inner.keeps_network(config)
+
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the inner method's."""
         return self.inner.personal_names(network)
