@@ -1,7 +1,7 @@
 """Find and open the public data of a run: another bundle's images, without augmentation, as fit the sites' networks.
 
 A method that uses public data has the options of `medfl.methods._public`; what is not given comes from the public
-bundle's own protocol (key `public`: section, items).
+bundle's own protocol (key `public`: section, items, split).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def plan_public(
         config["image_size"] = size
     if section == "train" and plain.is_shipped:
         config[_AUGMENTATION] = []
-    preferred = plain.protocol.get("split")
+    preferred = said.get("split") or plain.protocol.get("split")
     opened = with_data(name, folder or data, config, device, say=say, preferred=preferred)
     items = opened.bundle.items(section)
     indices = chosen_items(items, number or min(int(said.get("items") or 0), len(items)))

@@ -13,7 +13,7 @@ from medfl.datasets.ham10000 import CENTRES, METADATA, centre_roots, part_roots
 from medfl.datasets.pairs import mask_index, pair_folders, paired, read_pair
 from medfl.datasets.phantom import Generator, save
 from medfl.datasets.scenes_masks import photograph, shots, some_lesion
-from medfl.datasets.splitting import Record, by_group, carved
+from medfl.datasets.splitting import Record, by_group, carved, spared
 from medfl.datasets.tables import Layout, Table, first, image_index, read_csv
 
 CLASSES = ("background", "lesion")
@@ -128,10 +128,14 @@ DATASET = DataSet(
         ),
         Layout(
             f"ISIC 2016 task 1: {ISIC}_{{Training,Test}}_Data + {ISIC}_{{Training,Test}}_GroundTruth (folders or zips)",
-            ("official", "image"),
+            ("official", "whole", "image"),
             lambda folder: len(_isic(folder)) == len(_PARTS),
             _read_isic,
-            notes=("split official: the published test pairs; validation is 10 % of train", _LESIONS_UNKNOWN),
+            notes=(
+                "split official: the published test pairs; validation is 10 % of train",
+                "split whole: all 900 published training pairs train; half of the test pairs validate",
+                _LESIONS_UNKNOWN,
+            ),
         ),
         Layout(
             f"{ISIC}_Training_Data + {ISIC}_Training_GroundTruth alone (folders or zips)",
@@ -151,6 +155,7 @@ DATASET = DataSet(
     rules={
         "lesion": by_group((0.7, 0.1, 0.2), "skin_lesion"),
         "official": carved("official"),
+        "whole": spared("official"),
         "image": by_group((0.7, 0.1, 0.2), "skin_lesion"),
     },
     licence="CC BY-NC 4.0 as MedMNIST and FLamby state it for HAM10000, terms of use on the Harvard Dataverse page; "

@@ -91,6 +91,20 @@ def carved(split: str, share: float = 0.1) -> Rule:
     return rule
 
 
+def spared(split: str) -> Rule:
+    """Return the rule that leaves the source's train whole and validates on half of its test, by group."""
+
+    def rule(records: Sequence[Record]) -> list[str]:
+        sections = given(split)(records)
+        test = [index for index, section in enumerate(sections) if section == "test"]
+        cut = by_group((0.5, 0.5), f"{split}-spared")([records[index] for index in test])
+        for index, half in zip(test, cut, strict=True):
+            sections[index] = "validate" if half == "train" else "test"
+        return sections
+
+    return rule
+
+
 @dataclass(frozen=True)
 class WholeCentres:
     """The rule that draws whole centres for each section, so that nobody is tested on a centre that trained.

@@ -137,10 +137,15 @@ def test_the_settings_are_those_of_the_card() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "section", "items"), [("cifar100", "test", 0), ("skin_lesion", "train", 0), ("nct_crc", "test", 10000)]
+    ("name", "said"),
+    [
+        ("cifar100", {"section": "test", "items": 0}),
+        ("skin_lesion", {"section": "train", "split": "whole", "items": 0}),
+        ("nct_crc", {"section": "test", "items": 10000}),
+    ],
 )
-def test_public_bundles_say_which_images_serve(name: str, section: str, items: int) -> None:
-    assert Bundle(name).protocol["public"] == {"section": section, "items": items}
+def test_public_bundles_say_which_images_serve(name: str, said: dict) -> None:
+    assert Bundle(name).protocol["public"] == said
 
 
 def test_the_public_section_of_nct_crc_has_ten_thousand_with_balanced_classes() -> None:

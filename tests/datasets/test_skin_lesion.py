@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 import medfl.datasets as datasets
+from medfl.bundle import Bundle
 from medfl.datasets.ham10000 import CENTRES
 from medfl.errors import InputError
+from medfl.methods import load
+from medfl.public_data import plan_public
 
 SECTIONS = ("train", "validate", "test")
 ISIC = "ISBI2016_ISIC_Part1"
@@ -155,7 +158,7 @@ def test_isic_2016(ham: Path, tmp_path: Path, zipped: bool) -> None:
     if zipped:
         for place in sorted(folder.iterdir()):
             zip_folder(place, f"{place.name}/")
-    assert datasets.splits("skin_lesion", folder) == ("official", "image")
+    assert datasets.splits("skin_lesion", folder) == ("official", "whole", "image")
     found = lists(folder)
     assert len(found["test"]) == -(-total // 4)
     assert all("_Test_" in item["image"] and "_Test_" in str(item["label"]) for item in found["test"])
@@ -165,6 +168,22 @@ def test_isic_2016(ham: Path, tmp_path: Path, zipped: bool) -> None:
     assert {item["centre"] for item in all_items(folder)} == {"unknown"}
     assert datasets.check("skin_lesion", folder).ok
     assert datasets.locate("skin_lesion", tmp_path) == folder
+
+
+def test_all_training_pairs_of_isic_2016_may_be_public_data(ham: Path, tmp_path: Path) -> None:
+    """Split whole: none of them validates; as public data it is taken without being named."""
+    folder = isic(ham, tmp_path / "isic2016")
+    published = len([*(folder / f"{ISIC}_Training_Data").iterdir()])
+    sections = {name: datasets.datalist("skin_lesion", folder, name, "whole") for name in ("train", "validate", "test")}
+    assert len(sections["train"]) == published
+    assert sum(map(len, sections.values())) == len(all_items(ham))
+    assert abs(len(sections["validate"]) - len(sections["test"])) <= 1
+    options = {
+        "public": f"skin_lesion:{folder}", "public_section": "", "public_items": 0, "public_size": 0, "lift": "refuse",
+    }  # fmt: skip
+    found = plan_public(load("fedhelp"), options, Bundle("lung_cxr"), "cpu", say=str)
+    assert found is not None
+    assert (found.section, found.record.items, found.record.data.split) == ("train", published, "whole")
 
 
 def test_the_training_pairs_of_isic_2016_alone(ham: Path, tmp_path: Path) -> None:
