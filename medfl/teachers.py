@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -233,6 +234,8 @@ def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool
     Raises:
         InputError: the model or the package is not here.
     """
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # what they log, the error below says in one line
     try:
         with nullcontext() if download else offline():
             yield
@@ -251,6 +254,8 @@ def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool
             "its weights are in a folder or in the hub's cache",
             advice,
         ) from error
+    finally:
+        logging.disable(before)
 
 
 def _hash(network: nn.Module, folder: str | None) -> str:

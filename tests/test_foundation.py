@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from medfl.errors import InputError
 from medfl.foundation import MODELS, PHOTO_PROMPTS, prompts_for, zero_shot_head
 from medfl.prompts import Text
 from medfl.questions import as_picture
+from medfl.teachers import at_hand
 from tests.asking import asked, opened
 
 CPU = torch.device("cpu")
@@ -217,3 +219,12 @@ def test_a_missing_package_is_told(bundle: Bundle, monkeypatch: pytest.MonkeyPat
     text = r"teacher 'biomedclip' needs open_clip; .*; pip install 'medfl\[teachers\]', or let a run stand in"
     with pytest.raises(InputError, match=text):
         foundation.open_clip_teacher("biomedclip", "", bundle, CPU)
+
+
+def test_a_missing_model_is_one_line_whatever_its_reader_logs(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(InputError, match="is not at hand"), at_hand("model x", "open_clip", "fetch it", "leave it"):
+        logging.error("cannot download")  # noqa: LOG015 (as open_clip does)
+        raise RuntimeError("no network")
+    assert not caplog.records
+    logging.error("something else")  # noqa: LOG015
+    assert [record.message for record in caplog.records] == ["something else"]
