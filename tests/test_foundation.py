@@ -222,9 +222,12 @@ def test_a_missing_package_is_told(bundle: Bundle, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_model_is_one_line_whatever_its_reader_logs(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(InputError, match="is not at hand"), at_hand("model x", "open_clip", "fetch it", "leave it"):
+    def failing() -> None:
         logging.error("cannot download")  # noqa: LOG015 (as open_clip does)
         raise RuntimeError("no network")
+
+    with pytest.raises(InputError, match="is not at hand"), at_hand("model x", "open_clip", "fetch it", "leave it"):
+        failing()
     assert not caplog.records
     logging.error("something else")  # noqa: LOG015
     assert [record.message for record in caplog.records] == ["something else"]
