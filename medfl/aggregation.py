@@ -26,20 +26,25 @@ def weighted_mean(replies: Mapping[str, Message], group: str, shares: Mapping[st
 
     Floating tensors, BatchNorm's running statistics among them, are averaged; integer counters such as
     `num_batches_tracked` take the maximum, since the mean of counters means nothing.
+
+    One tensor of one reply is read at a time and added, in place, to a float64 sum, which is rounded once at the end:
+    replies that lie on disk need not fit in memory, and many small shares lose nothing.
     """
-    names = sorted(replies)
+    first, *others = sorted(replies)
     out: dict[str, Tensor] = {}
     with torch.no_grad():
-        for key, first in replies[names[0]][group].items():
-            if first.is_floating_point():
-                total = first * shares[names[0]]
-                for name in names[1:]:
-                    total.add_(replies[name][group][key], alpha=shares[name])
-            else:
-                total = first.clone()
-                for name in names[1:]:
-                    total = torch.maximum(total, replies[name][group][key])
-            out[key] = total
+        for key, value in replies[first][group].items():
+            if not value.is_floating_point():
+                total = value.clone()
+                for name in others:
+                    torch.maximum(total, replies[name][group][key], out=total)
+                out[key] = total
+                continue
+            total = value.to(torch.float64, copy=True).mul_(shares[first])
+            wide = torch.empty_like(total)  # one conversion buffer: adding float32 to float64 takes twice as long
+            for name in others:
+                total.add_(wide.copy_(replies[name][group][key]), alpha=shares[name])
+            out[key] = total.to(value.dtype)
     return out
 
 

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from medfl import terminal
+from medfl import arguments, terminal
 from medfl.errors import InputError, MedflError
 
 _EXIT_INTERRUPTED = 130
@@ -42,6 +42,15 @@ examples
       FedProx on the images below $MEDFL_DATA, beside what each site reaches alone
   medfl run --resume --out runs/ham10000-fedprox-0 --rounds 300
       go on with that run, for more rounds"""
+
+
+_COMPARE_EXAMPLES = """\
+examples
+  medfl compare pneumonia --data phantom --methods fedavg,fedprox --rounds 3 --out grids/first
+      two methods, three seeds, on drawn images
+  medfl compare ham10000 --methods fedavg,fedbm --method 'fedcb classifier=random_frozen' \\
+    --partition dirichlet:0.05 --partition dirichlet:0.1 --seeds 0,1,2 --out grids/ham
+      a variant besides, on two partitions; called again it runs only what is missing"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,6 +124,7 @@ def _parser() -> _Parser:
     ):
         verb = _verb(verbs, name, text, function)
         verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of the {name}; all of them if left out")
+    _add_compare(verbs)
     _add_data(verbs)
     _add_concepts(verbs)
     report = _verb(verbs, "report", "write report.html of one or several run folders", _report)
@@ -136,19 +146,6 @@ def _verb(verbs: Any, name: str, text: str, function: Callable[[Any], int | None
     return verb
 
 
-def _number(kind: type[int] | type[float], flag: str) -> Callable[[str], int | float]:
-    """Return a reader of a flag's number; its range is checked where the run is planned."""
-
-    def read(text: str) -> int | float:
-        try:
-            return kind(text)
-        except ValueError as error:
-            allowed = "a whole number" if kind is int else "a number"
-            raise InputError(f"{flag} {text}", f"{flag} takes {allowed}", "correct it") from error
-
-    return read
-
-
 # medfl run
 
 
@@ -157,55 +154,21 @@ def _add_run(verbs: Any) -> None:
     run.add_argument(
         "bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle (medfl bundles), or the folder of any"
     )
-
-    def number(group: Any, flag: str, metavar: str, text: str, kind: type[int] | type[float] = int) -> None:
-        group.add_argument(flag, type=_number(kind, flag), metavar=metavar, help=text)
-
     what = run.add_argument_group("what")
     what.add_argument(
         "--method", metavar="NAME", help="a method (medfl methods), or the dotted path of your own; default fedavg"
     )
-    what.add_argument(
-        "--set", dest="options", action="append", default=[], metavar="OPTION=VALUE",
-        help="option of the method (medfl methods NAME); may be repeated",
-    )  # fmt: skip
-    what.add_argument(
-        "--config", action="append", default=[], metavar="ID=VALUE",
-        help="id of the bundle's configuration, e.g. network=small_cnn or image_size=64; may be repeated",
-    )  # fmt: skip
-    what.add_argument(
-        "--preset", dest="presets", action="append", metavar="NAME",
-        help="values of the bundle's protocol under this name (medfl bundles NAME); may be repeated",
-    )  # fmt: skip
-    what.add_argument(
-        "--data", metavar="DIR|phantom",
-        help="folder of the images, or drawn ones; default: a folder below $MEDFL_DATA that the bundle knows, else "
-        "phantom",
-    )  # fmt: skip
-    sites = run.add_argument_group("sites")
-    number(sites, "--sites", "N", "number of sites")
-    sites.add_argument(
-        "--partition", metavar="SPEC",
-        help="which site holds which image: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (where it was "
-        "taken; centre:NAME=TRAIN/TEST,... keeps only so many images of a centre), counts:TRAIN/TEST,... (a site each; "
-        "TRAIN includes validation), size (quantiles of the image size) or file:PATH.csv",
-    )  # fmt: skip
-    number(sites, "--cohort", "FRACTION", "fraction of the sites in each round", float)
-    train = run.add_argument_group("training")
-    number(train, "--rounds", "R", "rounds of broadcast, local training and aggregation")
-    number(train, "--local-epochs", "E", "passes over a site's data a round")
-    number(train, "--batch-size", "B", "images a step")
-    number(train, "--lr", "X", "learning rate of round 1", float)
-    number(train, "--seed", "S", "seed of everything random; default 0")
-    number(train, "--eval-every", "N", "rounds between evaluations; 0: after the last only; default 1")
-    machine = run.add_argument_group("machine")
-    machine.add_argument("--device", metavar="auto|cpu|cuda[:i]", help="where networks are trained; default cpu")
-    machine.add_argument("--amp", action="store_true", default=None, help="automatic mixed precision")
+    arguments.what(what, "option of the method (medfl methods NAME); may be repeated")
+    arguments.partition(arguments.sites(run))
+    arguments.number(arguments.training(run), "--seed", "S", "seed of everything random; default 0")
+    machine = arguments.machine(run)
     machine.add_argument(
         "--jobs", default="auto", metavar="auto|N", help="worker processes; they never change a result; default auto"
     )
-    number(machine, "--threads", "T", "threads of each worker; default 1; more may change the last bits")
-    machine.add_argument("--runtime", default="simulator", metavar="simulator", help="who runs the sites")
+    machine.add_argument(
+        "--runtime", default="simulator", metavar="simulator|monai-fl",
+        help="who runs the sites: worker processes, or MONAI FL's ClientAlgo in this one; with the same results",
+    )  # fmt: skip
     output = run.add_argument_group("output")
     output.add_argument("--out", type=Path, metavar="DIR", help="new run folder; default runs/BUNDLE-METHOD-SEED")
     output.add_argument("--resume", action="store_true", help="continue the run in --out, perhaps with more --rounds")
@@ -217,18 +180,144 @@ def _add_run(verbs: Any) -> None:
         "--save-predictions", action="store_true",
         help="segmentation: write the predicted masks of the test images as NIfTI or PNG, in their files' geometry",
     )  # fmt: skip
+    output.add_argument(
+        "--profile", action="store_true",
+        help="say where the time of the rounds went, and write profile.json, a trace for Perfetto or chrome://tracing",
+    )  # fmt: skip
     output.add_argument("--quiet", action="store_true", help="say nothing but errors while running")
 
 
+def _add_compare(verbs: Any) -> None:
+    text = "run a grid of methods, partitions and seeds, and compare them"
+    compare = _verb(verbs, "compare", text, _compare, _COMPARE_EXAMPLES)
+    compare.add_argument(
+        "bundle",
+        nargs="?",
+        metavar="BUNDLE",
+        help="name of a shipped bundle, or the folder of any; of --paper, all its own",
+    )
+    what = compare.add_argument_group("what")
+    what.add_argument("--methods", default="", metavar="A,B,...", help="methods with their defaults")
+    what.add_argument(
+        "--paper", metavar="PAPER/TABLE",
+        help="the grid of a published table, as fedbm/table3, and its figures beside ours; --methods picks some",
+    )  # fmt: skip
+    what.add_argument(
+        "--scale", type=arguments.reader(float, "--scale"), metavar="FACTOR",
+        help="with --paper: only this part of its rounds, said in the tables",
+    )  # fmt: skip
+    what.add_argument(
+        "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
+        help="one more method with options of its own; may be repeated, also with the same name",
+    )  # fmt: skip
+    what.add_argument(
+        "--seeds",
+        metavar="0,1,2",
+        help="seeds, which also draw the partitions; default 0,1,2, or the published table's",
+    )
+    arguments.what(what, "option of every method that has it; may be repeated")
+    arguments.partition(arguments.sites(compare), "append")
+    arguments.training(compare)
+    machine = arguments.machine(compare)
+    machine.add_argument(
+        "--jobs", default="auto", metavar="auto|N", help="runs at the same time; they change no result; default auto"
+    )
+    output = compare.add_argument_group("output")
+    output.add_argument(
+        "--out", type=Path, required=True, metavar="DIR",
+        help="folder of the runs and tables; what is there already is not run again",
+    )  # fmt: skip
+    output.add_argument("--against", metavar="METHOD", help="the others are tested against it; default: the first")
+    output.add_argument(
+        "--target", metavar="VALUE|METHOD",
+        help="rounds, bytes and seconds to this validation metric, or to a method's best; default: that of --against",
+    )  # fmt: skip
+    output.add_argument("--quiet", action="store_true", help="say nothing but errors while running")
+
+
+def _compare(options: Any) -> int:
+    if options.paper:
+        return _paper(options)
+    if options.scale is not None:
+        raise InputError(f"--scale {options.scale:g} without --paper", "it reduces a published table", "use --rounds")
+    if options.bundle is None:
+        raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
+    jobs, set_, config = _jobs(options.jobs), _pairs("--set", options.options), _pairs("--config", options.config)
+    seeds = _seeds(options.seeds or "0,1,2")
+    from medfl.compare import Entry, Grid, compare, write_tables
+
+    names = [name.strip() for name in options.methods.split(",") if name.strip()] + options.entries
+    if not names:
+        raise InputError("no methods", "--methods A,B,... or --method 'NAME OPTION=VALUE ...'", "name some")
+    grid = Grid(
+        options.bundle,
+        tuple(Entry.read(name) for name in dict.fromkeys(names)),
+        tuple(options.partition or (None,)),
+        tuple(dict.fromkeys(seeds)),
+        set_,
+        config,
+        {name: value for name in _SHARED if (value := getattr(options, name)) is not None},
+    )
+    say = str if options.quiet else _log
+    bar = sys.stderr.isatty() and not options.quiet
+    found, failed = compare(grid, options.out, at_once=jobs, progress=bar, say=say)
+    document: dict[str, Any] = {"folder": str(options.out), "failed": failed}
+    if found is None:
+        _show(options, document, lambda: "no run finished")
+        return 1
+    written = write_tables(found, options.out, against=options.against, target=options.target)
+    document |= {"tables": {form: str(path) for form, path in written.items()}, "ranks": found.ranks()}
+    lines = [written["md"].read_text(), *(f"table: {path}" for path in written.values())]
+    lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
+    _show(options, document, lambda: "\n".join([*lines, found.describe()]))
+    return 1 if failed else 0
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(seed) for seed in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--seeds {text}", "whole numbers, as 0,1,2", "correct it") from error
+
+
+def _paper(options: Any) -> int:
+    from medfl import paper_runs, paper_tables
+
+    table = paper_tables.load(options.paper)
+    requested = {name: value for name in _SHARED if (value := getattr(options, name)) is not None}
+    wanted = [name.strip() for name in options.methods.split(",") if name.strip()]
+    say = str if options.quiet else _log
+    lines, code, document = paper_runs.run(
+        table,
+        options.out,
+        bundle=options.bundle,
+        methods=wanted,
+        seeds=None if options.seeds is None else _seeds(options.seeds),
+        partitions=options.partition,
+        scale=1.0 if options.scale is None else options.scale,
+        options=_pairs("--set", options.options),
+        config=_pairs("--config", options.config),
+        requested=requested,
+        at_once=_jobs(options.jobs),
+        progress=sys.stderr.isatty() and not options.quiet,
+        say=say,
+    )
+    _show(options, document, lambda: "\n".join(lines))
+    return code
+
+
+_SHARED = (
+    "presets", "data", "sites", "cohort", "rounds", "local_epochs", "batch_size", "lr", "device", "amp", "threads",
+    "eval_every", "messages",
+)  # fmt: skip
+
 _REQUESTED = (
     "method", "presets", "data", "sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed",
-    "device", "amp", "threads", "eval_every",
+    "device", "amp", "threads", "eval_every", "messages",
 )  # fmt: skip
 
 
 def _run(options: Any) -> int:
-    if options.runtime != "simulator":
-        raise InputError(f"--runtime {options.runtime}", "runtimes here are: simulator", "leave it out")
     jobs, set_, config = _jobs(options.jobs), _pairs("--set", options.options), _pairs("--config", options.config)
     from medfl.launch import federate  # torch and monai take seconds to import
 
@@ -243,6 +332,8 @@ def _run(options: Any) -> int:
         jobs=jobs,
         with_local=options.with_local,
         save_predictions=options.save_predictions,
+        profile=options.profile,
+        runtime=options.runtime,
         progress=sys.stderr.isatty() and not options.quiet,
         command="medfl " + shlex.join(options.given),
         say=str if options.quiet else _log,
@@ -328,7 +419,7 @@ def _add_data(verbs: Any) -> None:
         ("--size", "PIXELS", "side of the images"),
         ("--seed", "S", "seed of the drawing; default 0"),
     ):
-        make.add_argument(flag, type=_number(int, flag), metavar=metavar, help=help_)
+        make.add_argument(flag, type=arguments.reader(int, flag), metavar=metavar, help=help_)
     fetch.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where to; an interrupted download continues"
     )
@@ -377,7 +468,7 @@ def _add_concepts(verbs: Any) -> None:
     concepts.add_argument("--out", type=Path, metavar="FILE", help="default: where --set plm=NAME looks for it")
     concepts.add_argument("--unmasked", action="store_true", help="mean over the padding too, as the authors' code")
     concepts.add_argument(
-        "--dropout", type=_number(int, "--dropout"), metavar="SEED",
+        "--dropout", type=arguments.reader(int, "--dropout"), metavar="SEED",
         help="leave the language model's dropout on, as the authors' code",
     )  # fmt: skip
 

@@ -9,9 +9,13 @@ import json
 import os
 import shutil
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import safetensors.torch
+import torch
 
 from medfl.errors import InputError, RunError
 from medfl.message import Weights
@@ -25,13 +29,17 @@ class RunFolder:
     """The output folder of one run; file names and contents as in the contract.
 
     The manifest in `state/` is the commit point: it names the state files of the last complete round, and is replaced
-    by a rename. Files that it does not name are left over from a kill and are removed at the next commit.
+    by a rename. Files that it does not name are left over from a kill and are removed at the first commit after it.
+
+    Sites' States are written by whoever trains there, to `state_path`; only their names pass through here.
     """
 
     def __init__(self, path: Path) -> None:
         """Point at a folder; nothing is read or made yet."""
         self.path = path
         self.state = path / "state"
+        self._files: dict[str, str] | None = None  # site -> file of its newest State
+        self._stale: list[str] | None = None  # what the next commit makes superfluous; None: look what is there
 
     @staticmethod
     def refuse_used(path: Path, beside: Sequence[str] = ()) -> None:
@@ -95,26 +103,39 @@ class RunFolder:
 
     # State
 
-    def commit(self, round_: int, server: State, changed: Mapping[str, State], record: Mapping[str, Any]) -> None:
-        """Save a complete round: the server's State, the States of the sites that changed, and a JSON record.
+    def state_path(self, round_: int, name: str) -> Path:
+        """Return the file that a site's State of a round is to be saved to, before the round is committed."""
+        return self.state / f"{round_:06d}-site-{safe(name)}.safetensors"
+
+    def kept(self, name: str) -> Path | None:
+        """Return the file of a site's newest State, None if it has none."""
+        file = self._known().get(name)
+        return None if file is None else self.state / file
+
+    def renewed(self, round_: int, names: Collection[str]) -> None:
+        """Take the States that these sites saved in a round, not committed yet, as their newest."""
+        files = self._known()
+        replaced = [files[name] for name in names if name in files]
+        files.update({name: self.state_path(round_, name).name for name in names})
+        if self._stale is not None:
+            self._stale += replaced
+
+    def commit(self, round_: int, server: State, record: Mapping[str, Any]) -> None:
+        """Save a complete round: the server's State, which files are the sites' newest States, and a JSON record.
 
         Raises:
             RunError: the disk is full; the last committed round is intact.
         """
-        server_file = f"{round_:06d}-server.safetensors"
-        sites: dict[str, str] = dict((self.manifest() or {"sites": {}})["sites"])
+        server_file, sites = f"{round_:06d}-server.safetensors", self._known()
         save_state(self.state / server_file, server)
-        for name, state in changed.items():
-            sites[name] = f"{round_:06d}-site-{safe(name)}.safetensors"
-            save_state(self.state / sites[name], state)
         write_atomic(
             self.state / _MANIFEST,
             json.dumps({"round": round_, "server": server_file, "sites": sites, "record": record}).encode(),
         )
         kept = {server_file, *sites.values(), _MANIFEST, _BEST}
-        for path in self.state.iterdir():
-            if path.name not in kept:
-                path.unlink(missing_ok=True)
+        for name in set(os.listdir(self.state) if self._stale is None else self._stale) - kept:
+            (self.state / name).unlink(missing_ok=True)
+        self._stale = [server_file]
 
     def manifest(self) -> dict[str, Any] | None:
         """Return the last committed round's manifest, None before the first commit."""
@@ -127,10 +148,14 @@ class RunFolder:
             raise RunError(f"{path} is damaged ({error}); start the run anew in another folder") from error
         return manifest
 
-    def load(self, manifest: Mapping[str, Any]) -> tuple[State, dict[str, State]]:
-        """Load the server's State and the sites' States of a manifest."""
-        sites = {name: load_state(self.state / file) for name, file in manifest["sites"].items()}
-        return load_state(self.state / manifest["server"]), sites
+    def server(self, manifest: Mapping[str, Any]) -> State:
+        """Load the server's State of a manifest."""
+        return load_state(self.state / manifest["server"])
+
+    def _known(self) -> dict[str, str]:
+        if self._files is None:
+            self._files = dict((self.manifest() or {"sites": {}})["sites"])
+        return self._files
 
     def keep_best(self, server: State) -> None:
         """Keep the server's State of the best round so far."""
@@ -170,8 +195,16 @@ class RunFolder:
     # Results
 
     def write_weights(self, name: str, weights: Weights) -> None:
-        """Write `<name>.safetensors`."""
-        save_weights(self.path / f"{name}.safetensors", weights)
+        """Write `<name>.safetensors`; what is no dict is written one tensor at a time.
+
+        Raises:
+            RunError: the disk is full; the old file is untouched.
+        """
+        path = self.path / f"{name}.safetensors"
+        if isinstance(weights, dict):
+            save_weights(path, weights)
+        else:
+            _save_streamed(path, weights)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
@@ -220,6 +253,40 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{path} cannot be read: {reason}", "a run.json that medfl wrote", "give another") from error
     return Run.from_dict(document), document
+
+
+def _save_streamed(path: Path, weights: Weights) -> None:
+    """Write a safetensors file without holding more than one of its tensors; each is read twice, for form and value."""
+    forms = {name: (tensor.dtype, tuple(tensor.shape), tensor.nbytes) for name, tensor in weights.items()}
+    names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))  # so that every value is aligned
+    header, offset = {}, 0
+    for name in names:
+        dtype, shape, size = forms[name]
+        header[name] = {"dtype": _dtype_name(dtype), "shape": shape, "data_offsets": (offset, offset + size)}
+        offset += size
+    told = json.dumps(header).encode()
+    told += b" " * (-len(told) % 8)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(len(told).to_bytes(8, "little") + told)
+            for name in names:
+                file.write(weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(
+            f"cannot write {path} ({offset} bytes): {error.strerror}; what was saved before is intact; "
+            "free some space and continue with --resume"
+        ) from error
+
+
+@lru_cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return what safetensors calls a type: its own header of an empty tensor says it."""
+    data = safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
+    name: str = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[""]["dtype"]
+    return name
 
 
 def _leftover(path: Path) -> bool:

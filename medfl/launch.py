@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,15 +18,39 @@ from medfl import methods, partition_plot
 from medfl.errors import InputError
 from medfl.folder import RunFolder, read_run
 from medfl.planning import Plan, Request, again, plan, repeat
+from medfl.prepared import Prepared
 from medfl.report import write_report
-from medfl.runtimes.federation import Federation
+from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.memory import jobs_that_fit
 from medfl.runtimes.simulator import Simulator
-from medfl.settings import Run
+from medfl.runtimes.workers import Workers
+from medfl.settings import LOSSLESS, Run
+
+if TYPE_CHECKING:
+    from medfl.runtimes.monai_fl import MedflClientAlgo
 
 Say = Callable[[str], object]
 _BESIDE = ("local",)
 """The Local reference may lie in a run folder before the run itself."""
+RUNTIMES = ("simulator", "monai-fl")
+_LISTED = 200
+"""Sites that the partition's table lists and its picture shows: a row of each would be no table and no picture."""
+
+
+class Shared:
+    """Prepared images that several runs share: of a bundle with one configuration, on one folder and split."""
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._known: dict[str, dict[str, Prepared]] = {}
+
+    def sections(self, made: Plan) -> dict[str, Prepared]:
+        """Return the sections of a plan's bundle, prepared once."""
+        run, bundle = made.run, made.bundle
+        key = json.dumps([str(bundle.root), run.config, run.data.folder, run.data.split], sort_keys=True, default=str)
+        if key not in self._known:
+            self._known[key] = prepared_sections(bundle)
+        return self._known[key]
 
 
 def federate(
@@ -41,6 +65,9 @@ def federate(
     jobs: int | None = None,
     with_local: bool = False,
     save_predictions: bool = False,
+    profile: bool = False,
+    shared: Shared | None = None,
+    runtime: str = "simulator",
     progress: bool = False,
     command: str = "medfl.federate(...)",
     say: Say = str,
@@ -58,6 +85,9 @@ def federate(
         jobs: worker processes; None: the cores, at most the cohort and what fits in memory.
         with_local: run the method Local first, into `out`/local, as each site's reference.
         save_predictions: write the masks that are predicted for the test items, on the grid of their images' files.
+        profile: say where the time of the rounds went, and write profile.json, a trace for a viewer.
+        shared: images that other runs have prepared, or will take.
+        runtime: "simulator", or "monai-fl": the sites are `ClientAlgo`s of MONAI FL, with the same results.
         progress: show bars on stderr.
         command: what run.json says about how it was made.
         say: where lines for the user go.
@@ -67,6 +97,7 @@ def federate(
         RunError: failed while running; the last committed round is intact.
     """
     requested = dict(requested or {})
+    _check_runtime(runtime, jobs)
     if out is not None and not resume:
         RunFolder.refuse_used(Path(out), _BESIDE)
     made = _plan(bundle, options or {}, config or {}, requested, out, resume, source, say)
@@ -78,31 +109,106 @@ def federate(
         RunFolder.refuse_used(path, _BESIDE)
     for note in made.notes:
         say(f"note: {note}")
-    say(made.partition.table(made.sections, made.bundle.classes or None))
+    say(_division(made))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with _threads(run.threads):
         public = made.public.prepare(jobs=workers, progress=progress, say=say) if made.public else None
-        federation = Federation(made.bundle, made.method, run, public=public, jobs=workers, progress=progress)
+        prepared = shared.sections(made) if shared is not None else None
+        federation = Federation(
+            made.bundle, made.method, run, prepared=prepared, public=public, jobs=workers, progress=progress
+        )
         if save_predictions:
             _refuse_unplaced(federation)
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
-        execute = partial(_execute, jobs=workers, progress=progress, command=command, say=say)
+        execute = partial(_execute, jobs=workers, runtime=runtime, progress=progress, command=command, say=say)
         if with_local and run.method != "local":
             say("first the Local reference")
             method = methods.load("local", {"bodies": _same_networks(made)})
             options = methods.values_of(method)
             local = replace(
-                made, run=replace(run, method="local", options=options, public=None), method=method, public=None
+                made,
+                run=replace(run, method="local", options=options, public=None, messages=LOSSLESS),
+                method=method,
+                public=None,
             )
             execute(
                 local, Federation(local.bundle, local.method, local.run, prepared=federation.sections), path / "local"
             )
             say(f"now {run.method}")
-        summary = execute(made, federation, path, save_predictions=save_predictions)
+        summary = execute(made, federation, path, save_predictions=save_predictions, profile=profile)
         if with_local and run.method != "local":
             summary = _add_local(path)
     write_report(path)
     return {**summary, "folder": str(path)}
+
+
+def site_algo(
+    bundle: str,
+    name: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    requested: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+    host: str = "medfl",
+    say: Say = str,
+) -> MedflClientAlgo:
+    """Return one site, which holds all images of its data folder, for a host of MONAI FL to drive.
+
+    The images are prepared when the host initializes it.
+
+    Args:
+        bundle: a shipped bundle's name or a folder.
+        name: the site's name in the federation.
+        options: options of the method.
+        config: overrides of the bundle's configuration.
+        requested: other settings by name, as for `federate`; all sites of a federation have the same.
+        folder: where the site's State lasts; without one, in memory.
+        host: "medfl", or "averaging" for a host that averages weights and knows of no method.
+        say: where lines for the user go.
+
+    Raises:
+        InputError: bad input.
+    """
+    from medfl.runtimes.monai_fl import MedflClientAlgo
+
+    whole = {**(requested or {}), "sites": 1, "partition": "iid"}
+    made = plan(Request(bundle, options=options or {}, config=config or {}, **whole), say)
+    (items,) = made.run.partition.sites.values()
+    run = replace(made.run, partition=replace(made.run.partition, sites={name: items}))
+
+    def federation() -> Federation:
+        public = made.public.prepare(say=say) if made.public else None
+        return Federation(made.bundle, made.method, run, public=public)
+
+    return MedflClientAlgo(federation, name, folder=folder, host=host)
+
+
+def _check_runtime(runtime: str, jobs: int | None) -> None:
+    if runtime not in RUNTIMES:
+        raise InputError(f"--runtime {runtime}", f"runtimes here are: {', '.join(RUNTIMES)}", "choose one")
+    if runtime != "simulator" and jobs not in (None, 1):
+        raise InputError(f"--jobs {jobs} with --runtime {runtime}", "its sites share one process", "leave --jobs out")
+
+
+def _workers(runtime: str) -> Callable[[Federation, int], Workers]:
+    """Return what runs tasks at the sites."""
+    if runtime == "simulator":
+        return Workers
+    from medfl.runtimes.monai_fl import Exchange  # imports all of MONAI FL
+
+    return Exchange
+
+
+def _division(made: Plan) -> str:
+    """Return the table of the partition; of more sites than can be read, how large they are."""
+    record = made.run.partition
+    if len(record.sites) <= _LISTED:
+        return made.partition.table(made.sections, made.bundle.classes or None)
+    sizes = sorted(len(ids["train"]) for ids in record.sites.values())
+    told = f"{sizes[0]} to {sizes[-1]} training images each, median {sizes[len(sizes) // 2]}"
+    lines = [f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {told}; all are in run.json"]
+    return "\n".join([*lines, *(f"note: {note}" for note in record.notes)])
 
 
 def _plan(
@@ -191,19 +297,31 @@ def _execute(
     path: Path,
     *,
     jobs: int,
+    runtime: str,
     progress: bool,
     command: str,
     say: Say,
     save_predictions: bool = False,
+    profile: bool = False,
 ) -> dict[str, Any]:
     """Run a plan in a new folder, or continue the run that is there (`federate` has refused other folders)."""
     resume = (path / "run.json").is_file()
     folder = RunFolder.existing(path) if resume else RunFolder.create(path, _BESIDE)
     if resume:
         _refuse_other(made.run, folder.read_run()[0])
-    folder.write_run(made.run, made.extra(command))
-    partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")
-    simulator = Simulator(federation, folder, jobs=jobs, progress=progress, say=say, save_predictions=save_predictions)
+    folder.write_run(made.run, {**made.extra(command), "runtime": runtime})
+    if len(made.run.partition.sites) <= _LISTED:
+        partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")
+    simulator = Simulator(
+        federation,
+        folder,
+        jobs=jobs,
+        progress=progress,
+        say=say,
+        save_predictions=save_predictions,
+        profile=profile,
+        workers=_workers(runtime),
+    )
     try:
         return simulator.execute(resume)
     except InputError:

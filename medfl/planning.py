@@ -19,6 +19,7 @@ import yaml
 
 from medfl import methods
 from medfl.bundle import Bundle, shipped
+from medfl.compression import Compression
 from medfl.errors import InputError
 from medfl.methods.base import Method
 from medfl.opening import PHANTOM, Say, bundle_of, checked, with_data
@@ -31,6 +32,7 @@ from medfl.settings import PartitionRecord, Run
 _LEAST = {"rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0}
 _REPEATED = (
     "method", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed", "device", "amp", "threads", "eval_every",
+    "messages",
 )  # fmt: skip
 
 
@@ -42,6 +44,7 @@ class Request:
         config: ids of the bundle's configuration to override; values may be text as typed.
         data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
         presets: names of presets of the bundle's protocol, laid over it in this order.
+        messages: how messages are made smaller (`medfl.compression`).
     """
 
     bundle: str
@@ -62,6 +65,7 @@ class Request:
     threads: int = 1
     eval_every: int = 1
     presets: Sequence[str] = ()
+    messages: str = "lossless"
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ def plan(request: Request, say: Say = str) -> Plan:
         InputError: anything in the request that is not allowed.
     """
     _check_numbers(request)
+    messages = str(Compression.parse(request.messages))
     device = _device(request.device)
     protocol = resolved(request.bundle, Bundle(request.bundle).protocol, request.presets)
     config = {**protocol["config"], **{key: _value(value) for key, value in request.config.items()}}
@@ -158,6 +163,7 @@ def plan(request: Request, say: Say = str) -> Plan:
         eval_every=request.eval_every,
         versions=versions(),
         public=public.record if public else None,
+        messages=messages,
     )
     notes = opened.notes + tuple(public.notes(bundle, sections) if public else ())
     return Plan(run, bundle, method, notes, public)

@@ -1,15 +1,18 @@
 """Prepared: the items of one section after their deterministic transforms, held once and shared by all sites.
 
 A site's data is a `Shard`, a view of some indices; nothing is copied per site, and deterministic transforms run once
-per data set.
+per data set. Random transforms act on whole batches where `medfl.augmenting` has them (`Augmented`), else on one item
+after the other (`Sampled`). Which of the two depends on the bundle and its items alone.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,14 +20,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from medfl.compact import Coded, Column, plain, shape_of, stacked
 from medfl.errors import InputError
-from medfl.seeding import stream
+from medfl.seeding import derive, stream
 
 Item = Mapping[str, Any]
 Batch = tuple[Any, Any]
 """Inputs (B, C, H, W[, D]) and targets ((B,) class indices, or (B, C, H, W[, D]) maps)."""
 
+Rows = Column | Sequence[Tensor | Coded]
+"""Images or masks of a batch: stacked, or one by one where their sizes differ."""
+
 _AHEAD = 32  # batches gathered in one indexing call
+_GATHERED = 1 << 22  # numbers in one indexing call, where that is more than a batch
+_THREADS = 2  # that work ahead of need
+_READY = 4  # batches worked on ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,24 +86,124 @@ class Prepared(ABC):
             generator: seeds the random transforms; without one each item always gets the same draw.
         """
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its tensors take, 0 where they are no two stacked tensors."""
+        return 0
+
+    def to(self, device: torch.device, budget: int) -> Prepared:
+        """Return the same items held on a device, from which batches then come.
+
+        It is this very object where the items are no stacked tensors or take more than `budget` bytes.
+        """
+        return self
+
     def ids(self, indices: Sequence[int]) -> list[str]:
         """Return the item ids, the position where the data list gives none."""
         return [str(self.items[i].get("id", i)) for i in indices]
 
 
 class Stacked(Prepared):
-    """Items of one shape without random transforms: two tensors, batches are views or single gathers."""
+    """Items of one shape without random transforms: two tensors, or their bytes where few values differ."""
 
-    def __init__(self, items: Sequence[Item], inputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, items: Sequence[Item], inputs: Column, targets: Column) -> None:
         """Hold inputs (N, C, H, W[, D]) and targets (N, ...)."""
         super().__init__(items)
         self.inputs, self.targets = inputs, targets
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of inputs and targets."""
+        return self.inputs.nbytes + self.targets.nbytes
+
+    def to(self, device: torch.device, budget: int) -> Prepared:
+        """Return the same items with both tensors on a device, this very object where they do not fit."""
+        if self.nbytes > budget:
+            return self
+        made = Stacked(self.items, self.inputs.to(device), self.targets.to(device))
+        made.geometry = self.geometry
+        return made
+
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield batches; `generator` is not used, there is nothing random."""
-        for chunk in torch.split(indices, size * _AHEAD):
-            inputs, targets = self.inputs[chunk], self.targets[chunk]
+        batch = max(1, size * self.inputs.shape[1:].numel())
+        for chunk in torch.split(indices, size * max(1, min(_AHEAD, _GATHERED // batch))):
+            inputs, targets = plain(self.inputs[chunk]), plain(self.targets[chunk])
             yield from zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
+
+
+class Recipe(Protocol):
+    """Random transforms of a batch."""
+
+    @property
+    def width(self) -> int:
+        """Numbers that they need for an item."""
+
+    def __call__(self, inputs: Rows, targets: Any, draws: Tensor) -> Batch:
+        """Return the batch transformed; it may write into what it is given.
+
+        Args:
+            inputs: images (B, C, H, W[, D]).
+            targets: class indices (B,), or masks as the images.
+            draws: (B, width) float64, uniform in [0, 1): an item's result depends on its own row alone.
+        """
+
+
+class Augmented(Prepared):
+    """Items whose random transforms act on whole batches.
+
+    Args:
+        items: data list entries.
+        kept: two stacked tensors, or samples with an image and a label each, in memory or mapped from files.
+        recipe: the random transforms.
+    """
+
+    def __init__(self, items: Sequence[Item], kept: Stacked | Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+        """Keep the parts."""
+        super().__init__(items)
+        self.kept, self.recipe = kept, recipe
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of inputs and targets where they are stacked."""
+        return self.kept.nbytes if isinstance(self.kept, Stacked) else 0
+
+    def to(self, device: torch.device, budget: int) -> Prepared:
+        """Return the same items with both tensors on a device, where they are then transformed too."""
+        held = self.kept.to(device, budget) if isinstance(self.kept, Stacked) else self.kept
+        return self if held is self.kept else Augmented(self.items, held, self.recipe)  # type: ignore[arg-type]
+
+    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+        """Yield batches, random transforms drawn on the CPU from the generator, or without one by each position."""
+        width = self.recipe.width
+        if generator is not None:
+            draws = torch.rand(len(indices), width, generator=generator, dtype=torch.float64)
+        else:
+            draws = torch.stack([_draws(index, width) for index in indices.tolist()])
+        for chunk, drawn in zip(torch.split(indices, size), torch.split(draws, size), strict=True):
+            yield self.recipe(*self._rows(chunk), drawn)
+
+    def _rows(self, chunk: Tensor) -> tuple[Rows, Any]:
+        if isinstance(self.kept, Stacked):
+            return self.kept.inputs[chunk], self.kept.targets[chunk]
+        samples = [self.kept[index] for index in chunk.tolist()]
+        images, labels = ([_untracked(sample[key]) for sample in samples] for key in ("image", "label"))
+        masks = all(isinstance(label, Coded) or getattr(label, "ndim", 0) > 1 for label in labels)
+        return images, labels if masks else default_collate(labels)
+
+
+def _draws(index: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(derive(0, "sample", index))
+    return torch.rand(width, generator=generator, dtype=torch.float64)
+
+
+def _untracked(value: Any) -> Any:
+    """Return MONAI's MetaTensor as the tensor that it is."""
+    return value.as_subclass(Tensor) if isinstance(value, Tensor) else value
+
+
+Sampler = tuple[Callable[[int], Any], Callable[[int], None] | None]
+"""index -> the sample after all transforms; what sets the state of the random ones, None if there are none."""
 
 
 class Sampled(Prepared):
@@ -105,6 +215,8 @@ class Sampled(Prepared):
         reseed: sets the state of the random transforms; None if there are none.
         collate: samples -> batch.
         unpack: batch -> (inputs, targets).
+        twin: makes another `sample` and `reseed` which a thread may use beside these and which draw from nothing but
+            their own state; None keeps the work in this thread. The numbers are the same.
     """
 
     def __init__(
@@ -114,25 +226,69 @@ class Sampled(Prepared):
         reseed: Callable[[int], None] | None,
         collate: Callable[[list[Any]], Any],
         unpack: Callable[[Any], Batch],
+        twin: Callable[[], Sampler] | None = None,
     ) -> None:
         """Keep the parts."""
         super().__init__(items)
-        self.sample, self.reseed, self.collate, self.unpack = sample, reseed, collate, unpack
+        self.sample, self.reseed, self.collate, self.unpack, self.twin = sample, reseed, collate, unpack, twin
+        self._twins: list[Sampler] = []
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
-        """Yield batches; random transforms are seeded from the generator, or without one by the item's position."""
-        if self.reseed is not None and generator is not None:
-            self.reseed(int(torch.randint(2**31 - 1, (), generator=generator)))
-        sample = self._same if self.reseed is not None and generator is None else self.sample
-        for chunk in torch.split(indices, size):
-            yield self.unpack(self.collate([sample(i) for i in chunk.tolist()]))
+        """Yield batches; each item's random transforms are seeded from the generator, or without one by its position.
 
-    def _same(self, index: int) -> Any:
-        """Return a sample that does not depend on what was drawn before: what is evaluated is always the same."""
-        assert self.reseed is not None
-        with stream(0, "sample", index):
-            self.reseed(index)
-            return self.sample(index)
+        The samples of the next batches are made in threads where that is safe.
+        """
+        seeds = indices
+        if self.reseed is not None and generator is not None:
+            seeds = torch.randint(2**31 - 1, (len(indices),), generator=generator)
+        work = [
+            list(zip(chunk.tolist(), some.tolist(), strict=True))
+            for chunk, some in zip(torch.split(indices, size), torch.split(seeds, size), strict=True)
+        ]
+        made = self._ahead(work) if self.twin is not None and len(work) > 1 else map(self._here, work)
+        for samples in made:
+            yield self.unpack(self.collate(samples))
+
+    def _here(self, work: list[tuple[int, int]]) -> list[Any]:
+        """Make one batch's samples in this thread."""
+        if self.reseed is None:
+            return [self.sample(index) for index, _ in work]
+        samples = []
+        for index, seed in work:
+            with stream(seed, "sample"):  # for transforms that draw from the global generators
+                self.reseed(seed)
+                samples.append(self.sample(index))
+        return samples
+
+    def _ahead(self, work: list[list[tuple[int, int]]]) -> Iterator[list[Any]]:
+        """Make the batches' samples in threads, a few batches ahead; what is not asked for any more is not begun."""
+        pool = ThreadPoolExecutor(_THREADS, "medfl-samples")
+        pending: deque[Future[list[Any]]] = deque()
+        try:
+            for batch in work:
+                pending.append(pool.submit(self._there, batch))
+                if len(pending) > _READY:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # a fork must find no thread at work
+
+    def _there(self, work: list[tuple[int, int]]) -> list[Any]:
+        """Make one batch's samples in another thread, with transforms that no other thread uses."""
+        assert self.twin is not None
+        try:
+            twin = self._twins.pop()
+        except IndexError:
+            twin = self.twin()
+        sample, reseed = twin
+        samples = []
+        for index, seed in work:
+            if reseed is not None:
+                reseed(seed)
+            samples.append(sample(index))
+        self._twins.append(twin)
+        return samples
 
 
 @dataclass(frozen=True)
@@ -173,30 +329,31 @@ class Shard:
         return self.prepared.batches(order, size, generator)
 
 
-def check_channels(items: Sequence[Item], images: Sequence[Tensor]) -> None:
+def check_channels(items: Sequence[Item], images: Sequence[Tensor | Coded]) -> None:
     """Compare the channels of images (C, H, W[, D]).
 
     Raises:
         InputError: two images have different numbers of channels; names both.
     """
-    for item, image in zip(items, images, strict=True):
-        if len(image) != len(images[0]):
+    channels = [shape_of(image)[0] for image in images]
+    for item, count in zip(items, channels, strict=True):
+        if count != channels[0]:
             raise InputError(
-                f"image {item.get('id', '?')!r} has {len(image)} channels, "
-                f"{items[0].get('id', '?')!r} has {len(images[0])}",
+                f"image {item.get('id', '?')!r} has {count} channels, {items[0].get('id', '?')!r} has {channels[0]}",
                 "all images of a data set have the same number of channels",
                 "convert the odd ones, or let the bundle's transforms do it",
             )
 
 
-def stack(items: Sequence[Item], inputs: Sequence[Tensor], targets: Sequence[Any]) -> Stacked | None:
+def stack(items: Sequence[Item], inputs: Sequence[Tensor | Coded], targets: Sequence[Any]) -> Stacked | None:
     """Stack samples into a `Stacked`, or return None where shapes differ.
 
     Raises:
         InputError: two images have different numbers of channels.
     """
     check_channels(items, inputs)
-    values = [torch.as_tensor(target) for target in targets]
-    if any(len({value.shape for value in column}) > 1 for column in (inputs, values)):
+    values = [target if isinstance(target, Coded) else torch.as_tensor(target) for target in targets]
+    if any(len({shape_of(value) for value in column}) > 1 for column in (inputs, values)):
         return None
-    return Stacked(items, torch.stack(list(inputs)), default_collate(list(targets)))
+    masks = any(isinstance(value, Coded) for value in values)
+    return Stacked(items, stacked(inputs), stacked(values) if masks else default_collate(list(targets)))

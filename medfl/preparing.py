@@ -1,4 +1,7 @@
-"""Prepare a data set: run its deterministic transforms once, up to the first random one as MONAI's CacheDataset."""
+"""Prepare a data set: run its deterministic transforms once, up to the first random one as MONAI's CacheDataset.
+
+What they give is kept a byte a number where no bit is lost by it (`medfl.compact`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,19 +22,22 @@ import numpy as np
 import torch
 from monai.data import CacheDataset, Dataset, MetaTensor, NPZDictItemDataset, list_data_collate
 from monai.engines.utils import default_prepare_batch
-from monai.transforms import Compose, RandomizableTrait, Transform
+from monai.transforms import Compose, Randomizable, RandomizableTrait, Transform
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 from tqdm import tqdm
 
-from medfl.cache import Spot
+from medfl.augmenting import BatchRecipe, recipe
+from medfl.cache import OnDisk, Spot
+from medfl.compact import Coded, decoded, encode, shape_of
 from medfl.errors import InputError, MedflError
 from medfl.packing import pack, unpack
-from medfl.prepared import Batch, Geometry, Item, Prepared, Sampled, check_channels, stack
-from medfl.seeding import stream
+from medfl.prepared import Augmented, Batch, Geometry, Item, Prepared, Sampled, Sampler, check_channels, stack
+from medfl.seeding import derive, stream
 
 _PARALLEL_FROM = 512  # items from which starting worker processes pays
 _CHUNK = 64
+_OWN_STATE = ("spatial", "intensity", "croppad", "smooth_field", "utility")  # MONAI's; others may draw globally
 _CENTRE = ("centre", "center", "site", "hospital", "institution")
 _GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "lesion_id")
 
@@ -182,16 +188,42 @@ def _ready(
     prepare_batch: Callable[..., Any],
 ) -> Prepared:
     split = _unpacking(prepare_batch)
-    if samples.random:
-        samples.check_channels()
-        return Sampled(items, samples, samples.reseed, collate, split)
-    kept = samples.kept if isinstance(samples.kept, list) else []
+    kept: Sequence[Any] = [] if samples.kept is None else samples.kept
     usual = bool(kept) and collate in (list_data_collate, default_collate) and prepare_batch is default_prepare_batch
-    if usual and all(_has_image(sample) and sample.get("label") is not None for sample in kept):
+    batched = samples.recipe() if usual and samples.random else None
+    if usual and isinstance(kept, list) and (batched or not samples.random) and all(map(_is_pair, kept)):
         stacked = stack(items, *([_plain(sample[key]) for sample in kept] for key in ("image", "label")))
         if stacked is not None:
-            return stacked
-    return Sampled(items, samples, None, collate, split)
+            return stacked if batched is None else Augmented(items, stacked, batched)
+    if batched is not None:
+        return Augmented(items, kept, batched)
+    if samples.random:
+        samples.check_channels()
+    reseed = samples.reseed if samples.random else None
+    ahead = samples.has_own_state if samples.random else isinstance(kept, OnDisk)
+    return Sampled(items, samples, reseed, collate, split, samples.twin if ahead else None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tracked(Coded):
+    """A MetaTensor as bytes, and an empty one that holds what MONAI keeps track of."""
+
+    like: MetaTensor
+
+    def restored(self) -> MetaTensor:
+        """Return the MetaTensor, its records a copy."""
+        like = deepcopy(self.like)
+        return MetaTensor(decoded(self), meta=like.meta, applied_operations=like.applied_operations)
+
+
+def _encoded(image: Tensor) -> Coded | None:
+    coded = encode(_plain(image))
+    if coded is None or not isinstance(image, MetaTensor):
+        return coded
+    if image.pending_operations:
+        return None
+    like = MetaTensor(torch.empty(0), meta=image.meta, applied_operations=image.applied_operations)
+    return _Tracked(coded.codes, coded.values, like)
 
 
 class Samples:
@@ -212,6 +244,7 @@ class Samples:
         self._first = next(moving, len(steps)) if source.fixed else 0
         self.random = not source.fixed or self._first < len(steps)
         self.kept: Sequence[Any] | None = None
+        self._parts: list[Any] | None = None
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -223,18 +256,68 @@ class Samples:
             entry = self._entries[index]
             return self._compose(dict(entry) if isinstance(entry, Mapping) else entry, end=self._first)
 
+    def compact(self, index: int) -> Any:
+        """Return the same, image and mask a byte a number where that is lossless."""
+        sample = self.fixed(index)
+        if not isinstance(sample, Mapping):
+            return sample
+        coded = {key: _encoded(sample[key]) for key in ("image", "label") if isinstance(sample.get(key), Tensor)}
+        return {**sample, **{key: value for key, value in coded.items() if value is not None}}
+
     def __call__(self, index: int) -> Any:
         """Return one sample after all transforms."""
-        kept = self.fixed(index) if self.kept is None else self.kept[index]
+        kept = self.fixed(index) if self.kept is None else _decoded(self.kept[index])
         if not self.random:
             return kept
         with self._named(index):  # a copy, as CacheDataset makes: transforms may write in place
             return self._compose(kept if self.kept is None else deepcopy(kept), start=self._first)
 
     def reseed(self, seed: int) -> None:
-        """Set the state of all random transforms, also of those that a data set applies by itself."""
-        for transform in (self._compose, *_own_transforms(self._entries)):
-            transform.set_random_state(seed=seed)
+        """Set the state of all random transforms, also of those that a data set applies by itself.
+
+        Parts of a transform get seeds of their own: MONAI gives them the transform's, and then what is first drawn in
+        them depends on whether it is applied at all.
+        """
+        if self._parts is None:
+            given = [*self._compose.transforms[self._first :], *_own_transforms(self._entries)]
+            self._parts = [part for transform in given for part in _random_parts(transform, set())]
+        for number, part in enumerate(self._parts):
+            part.set_random_state(seed=derive(seed, number) % 2**32)
+
+    def twin(self) -> Sampler:
+        """Return what makes the same samples in another thread, and what seeds its random transforms."""
+        other = copy(self)
+        other._compose, other._parts = deepcopy(self._compose), None
+        return other, other.reseed if self.random else None
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether what is left to do for each sample draws from nothing but its transforms' own state."""
+        left = self._compose.transforms[self._first :]
+        return self.kept is not None and all(map(_draws_alone, left))
+
+    def recipe(self) -> BatchRecipe | None:
+        """Return what is left to do for each sample as steps for batches, None where it has no such form.
+
+        It depends on the transforms and on what is kept of all items, not on where that is kept.
+        """
+        images, masks = set(), set()
+        for sample in self.kept or []:
+            if not _is_pair(sample):
+                return None
+            image, label = _plain(sample["image"]), _plain(sample["label"])
+            shape = shape_of(image)
+            images.add((shape[0], image.values.dtype if isinstance(image, Coded) else image.dtype, tuple(shape[1:])))
+            is_mask = isinstance(label, Coded) or (isinstance(label, Tensor) and label.ndim > 1)
+            masks.add(is_mask)
+            if len(shape) < 3 or (is_mask and shape_of(label)[1:] != shape[1:]):
+                return None
+        if len(masks) != 1 or len({image[:2] for image in images}) != 1:
+            return None
+        channels, dtype, _ = next(iter(images))
+        return recipe(
+            self._compose, self._first, frozenset(shape for *_, shape in images), channels, dtype, masks == {True}
+        )
 
     def check_channels(self) -> None:
         """Compare the images' channels now where the deterministic transforms already put them first."""
@@ -246,7 +329,8 @@ class Samples:
             self.reseed(0)
             last = self(0)
         last = last[0] if isinstance(last, list) else last
-        if _has_image(last) and (last["image"].ndim, len(last["image"])) == (images[0].ndim, len(images[0])):
+        shape = shape_of(images[0])
+        if _has_image(last) and (last["image"].ndim, len(last["image"])) == (len(shape), shape[0]):
             check_channels(self._items, images)
 
     @contextmanager
@@ -269,17 +353,53 @@ class Samples:
 
 def _geometry(sample: Any) -> Geometry | None:
     """Return what MONAI's transforms wrote down of an image's place, None where they do not keep track."""
-    image = sample.get("image") if isinstance(sample, Mapping) else None
+    given = sample.get("image") if isinstance(sample, Mapping) else None
+    image = given.like if isinstance(given, _Tracked) else given
     if not isinstance(image, MetaTensor) or not {"original_affine", "spatial_shape"} <= set(image.meta):
         return None
     affines = [np.asarray(a, dtype=np.float64) for a in (image.affine, image.meta["original_affine"])]
     shape = tuple(int(side) for side in np.asarray(image.meta["spatial_shape"]).reshape(-1))
     file = str(image.meta.get("filename_or_obj", ""))
-    return Geometry(affines[0], affines[1], shape[: image.ndim - 1], file)
+    pixels = given if isinstance(given, _Tracked) else image
+    return Geometry(affines[0], affines[1], shape[: len(shape_of(pixels)) - 1], file)
 
 
 def _has_image(sample: Any) -> bool:
-    return isinstance(sample, Mapping) and isinstance(sample.get("image"), Tensor)
+    return isinstance(sample, Mapping) and isinstance(sample.get("image"), Tensor | Coded)
+
+
+def _is_pair(sample: Any) -> bool:
+    return _has_image(sample) and sample.get("label") is not None
+
+
+def _decoded(sample: Any) -> Any:
+    """Return a sample as the transforms gave it."""
+    if not isinstance(sample, Mapping) or not any(isinstance(value, Coded) for value in sample.values()):
+        return sample
+    made = dict(sample)
+    for key, value in sample.items():
+        if isinstance(value, Coded):
+            made[key] = value.restored() if isinstance(value, _Tracked) else decoded(value)
+    return made
+
+
+def _random_parts(transform: Any, seen: set[int]) -> list[Any]:
+    """Return what has a random state in a transform: itself first, then the transforms inside it."""
+    if id(transform) in seen or not hasattr(transform, "set_random_state"):
+        return []
+    seen.add(id(transform))
+    inside = vars(transform).values() if isinstance(transform, Randomizable) else ()
+    many = [value if isinstance(value, list | tuple) else [value] for value in inside]
+    parts = [part for values in many for value in values for part in _random_parts(value, seen)]
+    return [transform, *parts]
+
+
+def _draws_alone(transform: Any) -> bool:
+    """Tell whether a transform is one of MONAI's that use neither a global generator nor somebody's own function."""
+    module = type(transform).__module__.split(".")
+    named = module[:2] == ["monai", "transforms"] and len(module) > 2 and module[2] in _OWN_STATE
+    foreign = any(other in type(transform).__name__ for other in ("Lambda", "TorchVision", "TorchIO", "CuCIM"))
+    return named and not foreign
 
 
 def _own_transforms(dataset: Any) -> list[Any]:
@@ -320,7 +440,7 @@ def _mapped(samples: Samples, indices: Sequence[int], label: str, jobs: int, pro
     with tqdm(total=count, desc=label, unit="image", disable=not progress, leave=False) as bar:
         if jobs <= 1 or count < _PARALLEL_FROM:
             for index in indices:
-                yield samples.fixed(index)
+                yield samples.compact(index)
                 bar.update()
             return
         chunks = [indices[start : start + _CHUNK] for start in range(0, count, _CHUNK)]
@@ -347,7 +467,7 @@ _SAMPLES: Samples
 def _run_chunk(indices: Sequence[int]) -> bytes:
     """Return packed samples, or the text of what is wrong with one of them."""
     try:
-        made: Any = [_SAMPLES.fixed(index) for index in indices]
+        made: Any = [_SAMPLES.compact(index) for index in indices]
     except InputError as error:
         made = str(error)
     return pack(made)

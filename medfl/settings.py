@@ -13,6 +13,8 @@ from medfl.errors import InputError
 
 _NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts")
 """Where things lie and what was said about them cannot change a weight."""
+_OPTIONAL = ("public", "messages")
+LOSSLESS = "lossless"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Run:
         eval_every: rounds between evaluations; 0 evaluates after the last round only.
         versions: versions of medfl, torch, monai and numpy.
         public: the public data, None for a method that uses none.
+        messages: how messages are made smaller (`medfl.compression`).
     """
 
     bundle: str
@@ -115,12 +118,15 @@ class Run:
     eval_every: int
     versions: Mapping[str, str]
     public: PublicRecord | None = None
+    messages: str = LOSSLESS
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON values; without the key `public` where there are none."""
+        """Return the record as plain JSON values; without `public` where there are none, and lossless `messages`."""
         document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         if self.public is None:
             document.pop("public")
+        if self.messages == LOSSLESS:
+            document.pop("messages")
         return document
 
     @classmethod
@@ -131,8 +137,9 @@ class Run:
             InputError: a setting is missing or not of its kind.
         """
         try:
-            names = [field.name for field in dataclasses.fields(cls) if field.name != "public"]
+            names = [field.name for field in dataclasses.fields(cls) if field.name not in _OPTIONAL]
             values = {name: document[name] for name in names}
+            values["messages"] = str(document.get("messages", LOSSLESS))
             values["data"], partition = _data_record(values["data"]), dict(values["partition"])
             values["partition"] = PartitionRecord(**{**partition, "notes": tuple(partition["notes"])})
             if document.get("public") is not None:
@@ -164,7 +171,7 @@ class Run:
 
     def difference(self, other: Run) -> list[str]:
         """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
-        left, right = self.to_dict(), other.to_dict()
+        left, right = ({"messages": LOSSLESS, **run.to_dict()} for run in (self, other))
         for document in (left, right):
             for name in ("rounds", "bundle_path"):
                 document.pop(name)

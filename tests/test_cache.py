@@ -10,12 +10,21 @@ import numpy as np
 import pytest
 import torch
 from monai.data import MetaTensor
-from monai.transforms import Compose, LoadImaged, RandFlipd, RandSpatialCropd, ScaleIntensityd
+from monai.transforms import (
+    Compose,
+    LoadImaged,
+    RandAdjustContrastd,
+    RandFlipd,
+    RandHistogramShiftd,
+    RandSpatialCropd,
+    ScaleIntensityd,
+)
 
 from medfl import cache
 from medfl.cache import OnDisk, Spot, budget, sample_key, size_of
+from medfl.compact import Coded
 from medfl.errors import InputError, RunError
-from medfl.prepared import Prepared, Sampled
+from medfl.prepared import Augmented, Prepared, Sampled
 from medfl.preparing import Source, prepare
 
 GIB = 2**30
@@ -43,6 +52,7 @@ def loading(*random: Any) -> Compose:
 
 CROP = RandSpatialCropd(["image", "label"], (8, 8, 8), random_size=False)
 FLIP = RandFlipd(["image", "label"], 0.5, 0)
+NOT_BATCHED = RandHistogramShiftd("image", prob=0.5)
 
 
 def prepared(entries: list[dict[str, Any]], spot: Spot | None, *random: Any) -> Prepared:
@@ -61,8 +71,8 @@ def drawn(data: Prepared, seed: int | None = 3) -> list[torch.Tensor]:
 def test_patches_from_the_disk_are_those_from_memory(entries: list[dict[str, Any]], tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     memory, disk = (prepared(entries, place, CROP, FLIP) for place in (None, spot(folder, entries)))
-    assert isinstance(disk, Sampled)
-    assert isinstance(disk.sample.kept, OnDisk)
+    assert isinstance(disk, Augmented)
+    assert isinstance(disk.kept, OnDisk)
     assert len(list(folder.iterdir())) == 4
     for seed in (3, 4):
         assert all(torch.equal(a, b) for a, b in zip(drawn(memory, seed), drawn(disk, seed), strict=True))
@@ -75,6 +85,22 @@ def test_whole_volumes_keep_their_geometry(entries: list[dict[str, Any]], tmp_pa
     assert [geometry.original_shape for geometry in disk.geometry] == [(12 + i, 10, 11) for i in range(4)]
     assert [geometry.file for geometry in disk.geometry] == [entry["image"] for entry in entries]
     assert [geometry.file for geometry in memory.geometry] == [geometry.file for geometry in disk.geometry]
+
+
+def test_volumes_of_bytes_keep_their_geometry(tmp_path: Path) -> None:
+    entries = []
+    for index in range(2):
+        voxels = np.random.default_rng(index).integers(0, 256, (12, 10, 9)).astype(np.uint8)
+        nib.save(nib.Nifti1Image(voxels, np.diag([1.0, 2.0, 1.5, 1.0])), tmp_path / f"v{index}.nii.gz")
+        entries.append({"id": str(index), "image": str(tmp_path / f"v{index}.nii.gz"), "label": index})
+    load = Compose([LoadImaged("image", ensure_channel_first=True), ScaleIntensityd("image")])
+    for place in (None, spot(tmp_path / "cache", entries)):
+        data = prepare(entries, Source(entries, (load,)), spot=place)
+        assert [geometry.spacing for geometry in data.geometry] == [(1.0, 2.0, 1.5)] * 2
+        assert [geometry.original_shape for geometry in data.geometry] == [(12, 10, 9)] * 2
+        x = torch.cat([x for x, _ in data.batches(torch.arange(2), 1, None)])
+        assert torch.equal(x, torch.stack([load(dict(entry))["image"].as_tensor() for entry in entries]))
+    assert (tmp_path / "cache").exists()
 
 
 def test_a_sample_is_prepared_once_and_again_when_its_file_or_the_transforms_change(
@@ -106,14 +132,38 @@ def test_a_sample_is_prepared_once_and_again_when_its_file_or_the_transforms_cha
 
 
 def test_what_fits_stays_in_memory(entries: list[dict[str, Any]], tmp_path: Path) -> None:
-    """The first sample: 12 * 10 * 11 float32 voxels and as many of the mask, whatever its type."""
+    """The first sample: 12 * 10 * 11 float32 voxels, a byte for each of the mask, and its table of two float32."""
     folder = tmp_path / "cache"
     data = prepared(entries, None, CROP)
-    first = size_of(data.sample.kept[0])
-    assert first >= 12 * 10 * 11 * 8
-    assert isinstance(prepared(entries, spot(folder, entries, 4 * first), CROP).sample.kept, list)
+    first = size_of(data.kept[0])
+    assert first == 12 * 10 * 11 * 5 + 8
+    assert isinstance(prepared(entries, spot(folder, entries, 4 * first), CROP).kept, list)
     assert not folder.exists()
-    assert isinstance(prepared(entries, spot(folder, entries, 4 * first - 1), CROP).sample.kept, OnDisk)
+    assert isinstance(prepared(entries, spot(folder, entries, 4 * first - 1), CROP).kept, OnDisk)
+
+
+def test_samples_made_in_threads_from_the_disk_are_those_from_memory(
+    entries: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    contrast = RandAdjustContrastd("image", prob=1.0)  # not among those that act on batches
+    memory, disk = (prepared(entries, place, CROP, contrast) for place in (None, spot(tmp_path / "cache", entries)))
+    assert isinstance(disk, Sampled)
+    assert isinstance(disk.sample.kept, OnDisk)
+    assert all(torch.equal(a, b) for a, b in zip(drawn(memory), drawn(disk), strict=True))
+    assert not torch.equal(drawn(disk, 3)[0], drawn(disk, 4)[0])
+
+
+def test_eight_bit_images_are_written_as_bytes(tmp_path: Path) -> None:
+    """3 * 32 * 32 pixels: a quarter of their float32, and tables of at most 256 values a channel."""
+    pixels = torch.randint(256, (5, 3, 32, 32), generator=torch.Generator().manual_seed(0)).float() / 255
+    items = [{"id": str(i), "image": image, "label": i % 2} for i, image in enumerate(pixels)]
+    source = Source(items, (Compose([RandFlipd("image", 0.5, 0), NOT_BATCHED]),))
+    memory, disk = (prepare(items, source, spot=place) for place in (None, spot(tmp_path, items)))
+    kept = disk.sample.kept[2]["image"]
+    assert isinstance(kept, Coded)
+    assert kept.codes.nbytes == 3 * 32 * 32
+    assert torch.equal(kept.decode()[0], pixels[2])
+    assert all(torch.equal(a, b) for a, b in zip(drawn(memory), drawn(disk), strict=True))
 
 
 def test_a_mapped_sample_can_be_changed_without_changing_its_file(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 
 from medfl.errors import InputError, RunError
 from medfl.folder import RunFolder
+from medfl.storage import load_state, load_weights, save_state
 from tests.helpers import bits, run_record
 
 
@@ -24,6 +26,21 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def server(value: float) -> dict:
     return {"weights": {"w": torch.tensor([value])}}
+
+
+def commit(folder: RunFolder, round_: int, value: dict, states: dict, record: dict) -> None:
+    """Save the sites' States as those who train there do, and then the round."""
+    for name, state in states.items():
+        save_state(folder.state_path(round_, name), state)
+    folder.renewed(round_, [*states])
+    folder.commit(round_, value, record)
+
+
+def load(path: Path) -> tuple[dict, dict]:
+    """What a process that opens the folder anew finds: the server's State and those of the sites."""
+    folder = RunFolder(path)
+    manifest = folder.manifest()
+    return folder.server(manifest), {name: load_state(folder.kept(name)) for name in manifest["sites"]}
 
 
 # Making and opening
@@ -75,30 +92,54 @@ def test_a_damaged_record_is_bad_input(folder: RunFolder, text: str) -> None:
 def test_commit_and_load(folder: RunFolder) -> None:
     assert folder.manifest() is None
     states = {"a": {"c": torch.randn(3)}, "b": {"c": torch.randn(3)}}
-    folder.commit(1, server(1), states, {"best": 0.5})
-    folder.commit(2, server(2), {"b": {"c": torch.zeros(3)}}, {"best": 0.75})
+    commit(folder, 1, server(1), states, {"best": 0.5})
+    commit(folder, 2, server(2), {"b": {"c": torch.zeros(3)}}, {"best": 0.75})
     manifest = RunFolder(folder.path).manifest()
     assert (manifest["round"], manifest["record"]) == (2, {"best": 0.75})
-    loaded, sites = folder.load(manifest)
+    loaded, sites = load(folder.path)
     assert bits(loaded) == bits(server(2))
     assert bits(sites) == bits({"a": states["a"], "b": {"c": torch.zeros(3)}})
 
 
 def test_old_and_leftover_files_are_removed(folder: RunFolder) -> None:
-    folder.commit(1, server(1), {"a": {"x": 1}}, {})
+    commit(folder, 1, server(1), {"a": {"x": 1}}, {})
     for name in (".000009.server.safetensors.tmp", "000007.a.safetensors"):
         (folder.state / name).write_bytes(b"half")
-    folder.commit(2, server(2), {}, {})
+    commit(RunFolder(folder.path), 2, server(2), {}, {})
     manifest = folder.manifest()
     named = {"manifest.json", manifest["server"], *manifest["sites"].values()}
     assert {p.name for p in folder.state.iterdir()} == named
-    assert folder.load(manifest)[1] == {"a": {"x": 1}}
+    assert load(folder.path)[1] == {"a": {"x": 1}}
+
+
+def test_a_site_keeps_the_newest_of_its_files_only(folder: RunFolder) -> None:
+    for round_, names in enumerate(("ab", "a", "b", "b"), start=1):
+        commit(folder, round_, server(round_), {name: {"x": round_} for name in names}, {})
+        assert folder.manifest()["round"] == round_
+    assert load(folder.path)[1] == {"a": {"x": 2}, "b": {"x": 4}}
+    assert {p.name for p in folder.state.iterdir()} == {
+        "manifest.json", "000004-server.safetensors", "000002-site-a.safetensors", "000004-site-b.safetensors",
+    }  # fmt: skip
+
+
+def test_what_was_saved_but_not_committed_is_not_found_again(folder: RunFolder) -> None:
+    commit(folder, 1, server(1), {"a": {"x": 1}}, {})
+    for name in ("a", "b"):
+        save_state(folder.state_path(2, name), {"x": 2})
+    folder.renewed(2, ["a", "b"])
+    assert load_state(folder.kept("a")) == load_state(folder.kept("b")) == {"x": 2}
+    again = RunFolder(folder.path)  # after a kill
+    assert load_state(again.kept("a")) == {"x": 1}
+    assert again.kept("b") is None
+    commit(again, 2, server(2), {"a": {"x": 3}}, {})
+    assert load(folder.path)[1] == {"a": {"x": 3}}
+    assert not folder.state_path(2, "b").exists()
 
 
 @pytest.mark.parametrize("at", range(4))
 def test_a_full_disk_at_any_write_keeps_the_last_round(folder: RunFolder, monkeypatch, at: int) -> None:
     """Round 2 writes the server's State, two sites' and the manifest; each of the four renames fails once."""
-    folder.commit(1, server(1), {"a": {"x": 1}}, {"best": 1})
+    commit(folder, 1, server(1), {"a": {"x": 1}}, {"best": 1})
     replace, calls = os.replace, []
 
     def failing(source, target):
@@ -109,24 +150,24 @@ def test_a_full_disk_at_any_write_keeps_the_last_round(folder: RunFolder, monkey
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(RunError, match="no space left"):
-        folder.commit(2, server(2), {"a": {"x": 2}, "b": {"x": 3}}, {"best": 2})
+        commit(folder, 2, server(2), {"a": {"x": 2}, "b": {"x": 3}}, {"best": 2})
     monkeypatch.undo()
     manifest = folder.manifest()
     assert (manifest["round"], manifest["record"]) == (1, {"best": 1})
-    loaded, sites = folder.load(manifest)
+    loaded, sites = load(folder.path)
     assert bits(loaded) == bits(server(1))
     assert sites == {"a": {"x": 1}}
-    folder.commit(2, server(2), {"a": {"x": 2}, "b": {"x": 3}}, {"best": 2})
-    assert folder.load(folder.manifest())[1] == {"a": {"x": 2}, "b": {"x": 3}}
+    commit(folder, 2, server(2), {"a": {"x": 2}, "b": {"x": 3}}, {"best": 2})
+    assert load(folder.path)[1] == {"a": {"x": 2}, "b": {"x": 3}}
     assert len(list(folder.state.iterdir())) == 4
 
 
 def test_damaged_state_is_our_own_error(folder: RunFolder) -> None:
-    folder.commit(1, server(1), {"a": {"x": 1}}, {})
+    commit(folder, 1, server(1), {"a": {"x": 1}}, {})
     manifest = folder.manifest()
     (folder.state / manifest["sites"]["a"]).write_bytes(b"short")
     with pytest.raises(RunError, match="cannot read the saved state"):
-        folder.load(manifest)
+        load(folder.path)
     (folder.state / "manifest.json").write_text('{"round": 1, "serv')
     with pytest.raises(RunError, match="manifest.json is damaged"):
         folder.manifest()
@@ -137,8 +178,8 @@ def test_damaged_state_is_our_own_error(folder: RunFolder) -> None:
     ["a/b", "..", ".", "", "a b", "Zürich", "x" * 300, "a%2fb", "a.b", "CON", "\u2603"],
 )
 def test_any_site_name_is_a_file_of_the_folder(folder: RunFolder, name: str) -> None:
-    folder.commit(1, server(1), {name: {"x": 1}, "other": {"x": 2}}, {})
-    assert folder.load(folder.manifest())[1] == {name: {"x": 1}, "other": {"x": 2}}
+    commit(folder, 1, server(1), {name: {"x": 1}, "other": {"x": 2}}, {})
+    assert load(folder.path)[1] == {name: {"x": 1}, "other": {"x": 2}}
     assert {p.parent for p in folder.path.rglob("*.safetensors")} == {folder.state}
 
 
@@ -152,13 +193,13 @@ def test_any_site_name_is_a_file_of_the_folder(folder: RunFolder, name: str) -> 
     ],
 )
 def test_different_sites_have_different_files(folder: RunFolder, left: str, right: str) -> None:
-    folder.commit(1, server(1), {left: {"x": 1}, right: {"x": 2}}, {})
-    assert folder.load(folder.manifest())[1] == {left: {"x": 1}, right: {"x": 2}}
+    commit(folder, 1, server(1), {left: {"x": 1}, right: {"x": 2}}, {})
+    assert load(folder.path)[1] == {left: {"x": 1}, right: {"x": 2}}
 
 
 def test_a_site_may_be_called_server(folder: RunFolder) -> None:
-    folder.commit(1, server(1), {"server": {"x": 1}}, {})
-    loaded, sites = folder.load(folder.manifest())
+    commit(folder, 1, server(1), {"server": {"x": 1}}, {})
+    loaded, sites = load(folder.path)
     assert bits(loaded) == bits(server(1))
     assert sites == {"server": {"x": 1}}
 
@@ -216,9 +257,39 @@ def test_tables_have_the_columns_of_all_rows(folder: RunFolder) -> None:
 
 
 def test_weights_and_summary(folder: RunFolder) -> None:
-    from medfl.storage import load_weights
-
     folder.write_weights("best", {"w": torch.ones(2)})
     assert load_weights(folder.path / "best.safetensors")["w"].tolist() == [1, 1]
     folder.write_summary({"status": "finished", "names": ("a", "b")})
     assert json.loads((folder.path / "summary.json").read_text()) == {"status": "finished", "names": ["a", "b"]}
+
+
+WEIGHTS = {
+    "b/w": torch.randn(3, 5),
+    "a/w": torch.randn(2).double(),
+    "a/flag": torch.tensor([True, False, True]),
+    "half": torch.randn(3).half(),
+    "brain": torch.randn(5).bfloat16(),
+    "count": torch.tensor(7),
+    "empty": torch.zeros(0, 4),
+    "turned": torch.randn(4, 3).T,
+}
+
+
+def test_weights_that_are_no_dict_are_written_one_by_one_and_read_as_any(folder: RunFolder) -> None:
+    folder.write_weights("streamed", MappingProxyType(WEIGHTS))
+    folder.write_weights("whole", WEIGHTS)
+    streamed, whole = (load_weights(folder.path / f"{name}.safetensors") for name in ("streamed", "whole"))
+    assert bits(streamed) == bits(dict(sorted(WEIGHTS.items()))) == bits(whole)
+
+
+def test_a_full_disk_keeps_the_weights_that_were_streamed_before(folder: RunFolder, monkeypatch) -> None:
+    folder.write_weights("best", MappingProxyType({"w": torch.ones(2)}))
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(RunError, match="best.safetensors .*; free some space"):
+        folder.write_weights("best", MappingProxyType(WEIGHTS))
+    assert load_weights(folder.path / "best.safetensors")["w"].tolist() == [1, 1]
+    assert not [path for path in folder.path.iterdir() if path.name.endswith(".tmp")]

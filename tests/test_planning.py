@@ -147,6 +147,21 @@ def test_an_expression_in_config_stays_text(chest: str) -> None:
     assert run.config["image_size"] == "$7 * 4"
 
 
+def test_how_messages_are_made_smaller_is_looked_at_before_the_images_and_has_one_spelling() -> None:
+    with pytest.raises(InputError, match="--messages topk:2; a fraction above 0 and at most 0.5"):
+        plan(Request("pneumonia", data="/nowhere", messages="topk:2"))
+
+
+@pytest.mark.parametrize(("given", "recorded"), [("topk:1e-2", "topk:0.01"), ("lossless", "lossless")])
+def test_how_messages_are_made_smaller_is_recorded(chest: str, given: str, recorded: str) -> None:
+    run = plan(Request("pneumonia", config=CONFIG, data=chest, sites=2, partition="iid", messages=given)).run
+    plain = plan(Request("pneumonia", config=CONFIG, data=chest, sites=2, partition="iid")).run
+    assert run.messages == recorded
+    assert (run.run_hash == plain.run_hash) == (recorded == "lossless")
+    assert plan(again(_reloaded(run))).run == run
+    assert repeat(_reloaded(run)).run.run_hash == run.run_hash
+
+
 # Repeating
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from medfl import prepared as module
+from medfl.compact import Coded, encode, plain
 from medfl.errors import InputError
-from medfl.prepared import Sampled, Shard, Stacked, stack
+from medfl.prepared import Augmented, Prepared, Sampled, Shard, Stacked, stack
 
 ITEMS = [{"id": name, "label": index % 2} for index, name in enumerate("abcdefg")]
 
@@ -100,6 +106,162 @@ def test_evaluation_leaves_the_global_stream_alone() -> None:
         torch.manual_seed(3)
         list(Shard.of(sampled(), range(7)).batches(3))
         assert torch.equal(torch.rand(1), expected)
+
+
+# In threads
+
+
+class Alone:
+    """Item i plus noise of a generator of its own; slow, so that threads overlap."""
+
+    def __init__(self, log: list[int]) -> None:
+        self.generator, self.log = torch.Generator(), log
+
+    def reseed(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+
+    def __call__(self, index: int) -> dict[str, Any]:
+        self.log.append(threading.get_ident())
+        time.sleep(0.001 * (index % 3))
+        if index == 99:
+            raise InputError("item 99", "none", "none")
+        return {"x": index + 0.1 * torch.rand(1, generator=self.generator), "y": index}
+
+
+def threaded(twins: bool, log: list[int] | None = None) -> Sampled:
+    log = [] if log is None else log
+    one = Alone(log)
+
+    def twin() -> Any:
+        other = Alone(log)
+        return other, other.reseed
+
+    items = [{"id": str(i)} for i in range(100)]
+    return Sampled(items, one, one.reseed, default_collate, lambda b: (b["x"], b["y"]), twin if twins else None)
+
+
+def test_threads_change_no_number_and_no_order() -> None:
+    log: list[int] = []
+    shards = [Shard.of(threaded(twins, log), range(41)) for twins in (False, True)]
+    for seed in (1, 2, None):
+        generators = [None if seed is None else _seeded(seed) for _ in shards]
+        once, again = (list(s.batches(2, g)) for s, g in zip(shards, generators, strict=True))
+        assert [y.tolist() for _, y in once] == [y.tolist() for _, y in again]
+        assert values(once) == values(again)
+    assert len(set(log)) > 1
+
+
+def test_threads_are_few_steps_ahead_and_gone_when_nobody_asks_any_more() -> None:
+    log: list[int] = []
+    before = threading.active_count()
+    batches = Shard.of(threaded(True, log), range(99)).batches(1, _seeded(0))
+    next(batches)
+    assert threading.active_count() <= before + module._THREADS
+    batches.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+    assert 1 <= len(log) <= 1 + module._READY
+
+
+def test_a_failure_in_a_thread_comes_at_its_place() -> None:
+    batches = Shard.of(threaded(True), [1, 2, 99, 3]).batches(1)
+    assert [int(y) for _, y in (next(batches), next(batches))] == [1, 2]
+    with pytest.raises(InputError, match="item 99"):
+        next(batches)
+
+
+# Random transforms of whole batches
+
+
+@dataclass(frozen=True)
+class Added:
+    """A recipe that adds its one number."""
+
+    width: int = 1
+
+    def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> Any:
+        x = plain(inputs) if isinstance(inputs, Tensor | Coded) else torch.stack(list(inputs))
+        return x + draws.to(x), targets
+
+
+def augmented() -> tuple[Augmented, Augmented]:
+    """The same items stacked, and one by one as on disk."""
+    kept: list[Mapping[str, Any]] = [{"image": torch.tensor([float(i)]), "label": i} for i in range(7)]
+    return Augmented(ITEMS, stacked(), Added()), Augmented(ITEMS, kept, Added())
+
+
+def test_draws_follow_the_generator_wherever_items_are_kept() -> None:
+    first, other = (Shard.of(prepared, range(7)) for prepared in augmented())
+    drawn = values(first.batches(3, _seeded(1)))
+    assert drawn == values(other.batches(3, _seeded(1))) == values(first.batches(2, _seeded(1)))
+    assert drawn != values(first.batches(3, _seeded(2)))
+    assert sorted(int(value) for value in drawn) == list(range(7))
+    assert [y.tolist() for _, y in other.batches(4)] == [[0, 1, 2, 3], [4, 5, 6]]
+
+
+def test_what_is_evaluated_is_always_drawn_the_same() -> None:
+    prepared, _ = augmented()
+    whole = values(Shard.of(prepared, range(7)).batches(3))
+    assert values(Shard.of(prepared, [4, 2]).batches(1)) == [whole[4], whole[2]]
+    assert len({round(value - i, 6) for i, value in enumerate(whole)}) == 7
+
+
+# On a device
+
+
+def coded() -> Stacked:
+    pixels = torch.randint(256, (4, 1, 30, 30), generator=_seeded(0)).float() / 255
+    made = stack([{"id": str(i)} for i in range(4)], [encode(image) or image for image in pixels], [0, 1, 0, 1])
+    assert made is not None
+    assert isinstance(made.inputs, Coded)
+    return made
+
+
+def augmented_codes() -> Augmented:
+    return Augmented([{}] * 4, coded(), Added())
+
+
+@pytest.mark.parametrize("make", [stacked, coded, lambda: augmented()[0], augmented_codes])
+def test_what_fits_a_budget_is_held_on_the_device(make: Any) -> None:
+    """The device `meta` has no numbers: only what it is asked for shows."""
+    prepared: Prepared = make()
+    device = torch.device("meta")
+    assert prepared.to(device, prepared.nbytes - 1) is prepared
+    held = prepared.to(device, prepared.nbytes)
+    assert type(held) is type(prepared)
+    assert held.items is prepared.items
+    inside = held.kept if isinstance(held, Augmented) else held
+    assert isinstance(inside, Stacked)
+    assert plain(inside.inputs).device == inside.targets.device == device
+
+
+@pytest.mark.parametrize("prepared", [sampled(), augmented()[1]])
+def test_items_one_by_one_stay_where_they_are(prepared: Prepared) -> None:
+    assert prepared.nbytes == 0
+    assert prepared.to(torch.device("meta"), 1 << 40) is prepared
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [stacked, coded, augmented_codes])
+def test_batches_come_from_the_gpu(make: Any) -> None:
+    prepared: Prepared = make()
+    held = prepared.to(torch.device("cuda"), 1 << 30)
+    order = torch.arange(len(prepared))
+    for seed in (1, None):
+        generators = [None if seed is None else _seeded(seed) for _ in range(2)]
+        pairs = zip(prepared.batches(order, 2, generators[0]), held.batches(order, 2, generators[1]), strict=True)
+        for (x, y), (on_device, labels) in pairs:
+            assert on_device.is_cuda
+            assert labels.is_cuda
+            assert torch.equal(on_device.cpu(), x)
+            assert torch.equal(labels.cpu(), y)
+
+
+def test_coded_images_come_as_numbers() -> None:
+    prepared = coded()
+    assert prepared.nbytes < 4 * 900 + 4 * 256 + 4 * 8 + 1
+    x = torch.cat([x for x, _ in prepared.batches(torch.tensor([3, 0, 1]), 2, None)])
+    assert x.dtype == torch.float32
+    assert torch.equal(x, plain(prepared.inputs)[[3, 0, 1]])
 
 
 IMAGE = torch.zeros(3, 4, 4)

@@ -8,22 +8,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from monai.data import ArrayDataset, CacheDataset, Dataset, NPZDictItemDataset, list_data_collate, pad_list_data_collate
+from monai.data import (
+    ArrayDataset,
+    CacheDataset,
+    Dataset,
+    MetaTensor,
+    NPZDictItemDataset,
+    list_data_collate,
+    pad_list_data_collate,
+)
 from monai.transforms import (
+    BorderPadd,
     Compose,
     Lambdad,
+    NormalizeIntensityd,
+    OneOf,
+    RandAdjustContrastd,
+    RandAffined,
     RandFlipd,
     RandLambdad,
     RandScaleIntensity,
     RandScaleIntensityd,
+    RandSpatialCropd,
     RandSpatialCropSamplesd,
+    ScaleIntensityRanged,
 )
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from medfl import preparing
+from medfl.compact import Coded
 from medfl.errors import InputError
-from medfl.prepared import Prepared, Sampled, Shard, Stacked
-from medfl.preparing import Source, prepare, records, take_apart
+from medfl.prepared import Augmented, Prepared, Sampled, Shard, Stacked
+from medfl.preparing import Samples, Source, prepare, records, take_apart
 
 ENTRIES = [{"image": torch.full((1, 4, 4), float(i)), "label": i % 2} for i in range(6)]
 DOUBLE = Lambdad("image", lambda image: image * 2)
@@ -191,6 +207,138 @@ def test_collate_and_prepare_batch_of_the_bundle() -> None:
 def test_unstackable_sizes_are_batched_one_by_one() -> None:
     entries = [{"image": torch.ones(1, 2 + i, 2), "label": 0} for i in range(2)]
     assert [x.shape[2] for x, _ in Shard.of(made(Dataset(entries)), [0, 1]).batches(1)] == [2, 3]
+
+
+# Compact, and in batches
+
+
+PIXELS = [
+    {"image": torch.randint(256, (3, 24, 24), generator=torch.Generator().manual_seed(i)), "label": i % 2}
+    for i in range(6)
+]
+NORMALISE = [
+    ScaleIntensityRanged("image", 0, 255, 0, 1),
+    NormalizeIntensityd("image", [0.485, 0.456, 0.406], [0.229, 0.224, 0.225], channel_wise=True),
+    BorderPadd("image", 2, mode="reflect"),
+]  # leaves MetaTensors
+
+
+def test_images_of_bytes_are_kept_as_bytes_and_come_with_every_bit() -> None:
+    compose = Compose(NORMALISE)
+    prepared = made(Dataset(PIXELS, compose))
+    assert isinstance(prepared, Stacked)
+    assert isinstance(prepared.inputs, Coded)
+    assert prepared.inputs.codes.nbytes == 6 * 3 * 28 * 28
+    assert prepared.inputs.values.shape[0] == 3
+    ((x, y),) = prepared.batches(torch.arange(6), 6, None)
+    assert torch.equal(x, torch.stack([compose(dict(entry))["image"] for entry in PIXELS]))
+    assert y.tolist() == [0, 1, 0, 1, 0, 1]
+
+
+def test_one_image_of_many_values_keeps_all_as_numbers() -> None:
+    odd = {"image": torch.rand(3, 24, 24, generator=torch.Generator().manual_seed(0)) * 255, "label": 0}
+    prepared = made(Dataset([*PIXELS, odd], Compose(NORMALISE)))
+    assert isinstance(prepared, Stacked)
+    assert isinstance(prepared.inputs, torch.Tensor)
+    assert prepared.inputs.dtype == torch.float32
+
+
+def test_random_transforms_of_kept_bytes_are_those_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = [RandFlipd("image", 0.5, 1), RandSpatialCropd("image", (24, 24), random_size=False), SCALE]
+    prepared = made(Dataset(PIXELS, Compose([*NORMALISE, *random])))
+    monkeypatch.setattr(preparing, "encode", lambda tensor: None)
+    numbers = made(Dataset(PIXELS, Compose([*NORMALISE, *random])))
+    for data, kind in ((prepared, Coded), (numbers, torch.Tensor)):
+        assert isinstance(data, Augmented)
+        assert isinstance(data.kept, Stacked)
+        assert isinstance(data.kept.inputs, kind)
+    order = torch.arange(6)
+    for seed in (1, 2, None):
+        generators = [None if seed is None else torch.Generator().manual_seed(seed) for _ in range(2)]
+        pairs = zip(prepared.batches(order, 4, generators[0]), numbers.batches(order, 4, generators[1]), strict=True)
+        for (x, y), (again, labels) in pairs:
+            assert torch.equal(x, again)
+            assert torch.equal(y, labels)
+
+
+def test_item_by_item_what_is_kept_as_bytes_is_what_the_transforms_get() -> None:
+    seen: list[torch.Tensor] = []
+    look = RandLambdad("image", lambda image: seen.append(image.clone()) or image, prob=1.0)
+    compose = Compose(NORMALISE)
+    prepared = made(Dataset(PIXELS, Compose([*NORMALISE, look])))
+    assert isinstance(prepared, Sampled)
+    images(prepared)
+    expected = [compose(dict(entry))["image"] for entry in PIXELS]
+    for given, image in zip(seen[-6:], expected, strict=True):
+        assert isinstance(given, MetaTensor)
+        assert torch.equal(given, image)
+        assert torch.equal(given.affine, image.affine)
+        assert [step["class"] for step in given.applied_operations] == [
+            step["class"] for step in image.applied_operations
+        ]
+
+
+@pytest.mark.parametrize("collate", [pad_list_data_collate, lambda samples: list_data_collate(samples)])
+def test_what_the_bundle_collates_by_itself_is_done_item_by_item(collate: Any) -> None:
+    assert isinstance(made(Dataset(ENTRIES, Compose([SCALE])), collate=collate), Sampled)
+    assert isinstance(made(Dataset(ENTRIES, Compose([SCALE]))), Augmented)
+
+
+def test_patches_of_volumes_of_different_sizes_are_cut_in_batches() -> None:
+    entries = [
+        {"image": torch.full((1, 5 + i, 6), float(i)), "label": torch.full((1, 5 + i, 6), i, dtype=torch.uint8)}
+        for i in range(4)
+    ]
+    crop = RandSpatialCropd(["image", "label"], (4, 4), random_size=False)
+    prepared = made(Dataset(entries, Compose([crop, SCALE])))
+    assert isinstance(prepared, Augmented)
+    ((x, y),) = prepared.batches(torch.arange(4), 4, torch.Generator().manual_seed(0))
+    assert x.shape == y.shape == (4, 1, 4, 4)
+    assert [mask.unique().tolist() for mask in y] == [[0], [1], [2], [3]]
+    larger = RandSpatialCropd(["image", "label"], (6, 4), random_size=False)  # one item has only 5
+    assert isinstance(made(Dataset(entries, Compose([larger]))), Sampled)
+
+
+CONTRAST = RandAdjustContrastd("image", prob=0.5)
+
+
+@pytest.mark.parametrize(
+    ("transforms", "in_threads"),
+    [
+        ([CONTRAST], True),
+        ([CONTRAST, RandFlipd("image", 0.5)], True),
+        ([CONTRAST, Lambdad("image", lambda image: image + torch.rand(1))], False),
+        ([RandLambdad("image", lambda image: image + torch.rand(1), prob=1.0)], False),
+        ([OneOf([CONTRAST, SCALE])], False),
+    ],
+)
+def test_only_transforms_with_a_state_of_their_own_run_in_threads(transforms: list[Any], in_threads: bool) -> None:
+    prepared = made(Dataset(PIXELS, Compose([*NORMALISE, *transforms])))
+    assert isinstance(prepared, Sampled)
+    assert (prepared.twin is not None) == in_threads
+    drawn = [images(prepared, torch.Generator().manual_seed(seed), size=1) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    prepared.twin = None
+    assert images(prepared, torch.Generator().manual_seed(1), size=1) == drawn[0]
+    assert images(prepared) == images(prepared, size=1)
+
+
+def test_a_seed_reaches_the_parts_of_a_transform_apart() -> None:
+    """With one seed for all parts, the angle of what is rotated with probability 0.5 would always be below 0."""
+    rotate = RandAffined("image", prob=0.5, rotate_range=0.8)
+    samples = Samples([{"id": "a"}], Source([ENTRIES[0]], (Compose([rotate]),)))
+    angles, shared = [], []
+    for seed in range(300):
+        samples.reseed(seed)
+        for found, set_state in ((angles, None), (shared, rotate.set_random_state)):
+            if set_state is not None:
+                set_state(seed)
+            rotate.randomize(None)
+            rotate.rand_affine.randomize()
+            if rotate._do_transform:
+                found.append(rotate.rand_affine.rand_affine_grid.rotate_params[0])
+    assert 0.4 < np.mean(np.array(angles) > 0) < 0.6
+    assert max(shared) < 0
 
 
 # Bad input

@@ -31,6 +31,7 @@ CHANGES = {
     "threads": 2,
     "eval_every": 2,
     "versions": {"medfl": "1"},
+    "messages": "topk:0.01",
 }
 PUBLIC = PublicRecord(
     "pictures", "3" * 64, {"image_size": 32}, DataRecord("real", "/data/p", "4" * 64, "official", {"test": 9}),
@@ -117,6 +118,16 @@ def test_a_run_without_public_data_has_no_such_key() -> None:
     assert RUN.difference(with_public())[0].startswith("public: null was ")
 
 
+def test_a_run_with_lossless_messages_has_no_such_key() -> None:
+    """So its hash is the one of a run recorded before there were others."""
+    assert "messages" not in RUN.to_dict()
+    assert Run.from_dict(RUN.to_dict()).messages == "lossless"
+    small = run_record(messages="int8")
+    assert Run.from_dict(json.loads(json.dumps(small.to_dict()))) == small
+    assert small.difference(RUN) == ['messages: "int8" was "lossless"']
+    assert RUN.difference(small) == ['messages: "lossless" was "int8"']
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -159,7 +170,7 @@ def test_json_round_trip() -> None:
     assert again.run_hash == run.run_hash
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Run) if f.name != "public"])
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Run) if f.name not in ("public", "messages")])
 def test_a_record_without_a_setting_names_it(name: str) -> None:
     document = {key: value for key, value in RUN.to_dict().items() if key != name}
     with pytest.raises(InputError, match=f"run.json without '{name}'"):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from medfl.bundle import Bundle
+from medfl.compression import Compression
 from medfl.errors import InputError, RunError
 from medfl.message import Message, is_finite
 from medfl.methods.base import Method
@@ -54,6 +55,7 @@ class Federation:
         participants: who trains: the sites, or one participant with everybody's data.
         networks: the pool of the bundle's own network, which is the server's.
         public: the run's public data, None for a method that uses none.
+        messages: how messages are made smaller.
         sections: section -> prepared items, shared by all sites.
     """
 
@@ -87,12 +89,8 @@ class Federation:
         self.networks = self._pool(bundle)
         self._bodies = self._dealt(method.site_networks(self.participants))
         self.public = public
-        self.sections: dict[str, Prepared] = dict(prepared or {})
-        for section in SECTIONS if prepared is None else ():
-            shared = section == "test" and not bundle.has_test
-            self.sections[section] = (
-                self.sections["validate"] if shared else bundle.prepared(section, jobs=jobs, progress=progress)
-            )
+        self.messages = self._messages()
+        self.sections = dict(prepared) if prepared else prepared_sections(bundle, jobs=jobs, progress=progress)
         self._shards = {section: self._divide(section) for section in SECTIONS}
         for name in self.participants:
             method.check(self.site(name, 0))
@@ -131,6 +129,22 @@ class Federation:
         leaves = {f"weights/{n}": (t.shape, t.dtype) for n, t in common.items() if n not in personal}
         kept = [n for n in networks.initial if self.method.keeps_network(config) or f"weights/{n}" not in leaves]
         return _Body(bundle, networks, leaves, len(kept))
+
+    def _messages(self) -> Compression:
+        """Return how messages are made smaller; of every network all but matrices and kernels stay exact."""
+        messages, exact = Compression.parse(self.run.messages), set[str]()
+        if messages.lossless:
+            return messages
+        for pool in self._pools:
+            with pool.scope():
+                network = pool.lease(pool.initial)
+                large = {n for n, p in network.named_parameters(remove_duplicate=False) if p.ndim > 1}
+                exact |= network.state_dict().keys() - large
+        return replace(messages, exact=frozenset(exact))
+
+    @cached_property
+    def _pools(self) -> set[Networks]:
+        return {self.networks, *(body.networks for body in self._bodies.values())}
 
     def _divide(self, section: str) -> dict[str, Shard]:
         prepared = self.sections[section]
@@ -193,7 +207,7 @@ class Federation:
     def scope(self) -> Iterator[None]:
         """Take every network that a site leased inside back when the block ends, whichever pool it is from."""
         with ExitStack() as stack:
-            for pool in {self.networks, *(body.networks for body in self._bodies.values())}:
+            for pool in self._pools:
                 stack.enter_context(pool.scope())
             yield
 
@@ -202,10 +216,20 @@ class Federation:
         return Host(derive(self.run.seed, "round", round_, "server"), self.networks, round_, self.task, self.public)
 
     def policy(self) -> str:
-        """Say what of the network leaves a site and what stays."""
+        """Say what of the network leaves a site and what stays, and how much of it in smaller messages."""
         dealt = self._bodies.values()
         leave, stay = _span([len(body.leaves) for body in dealt]), _span([body.stays for body in dealt])
-        return f"{leave} tensors leave each site, {stay} stay"
+        said = f"{leave} tensors leave each site, {stay} stay"
+        if self.messages.lossless:
+            return said
+        smaller = [sum(self._smaller(*leaf) for leaf in body.leaves.items()) for body in dealt]
+        exact = [len(body.leaves) - number for body, number in zip(dealt, smaller, strict=True)]
+        which = "replies" if self.messages.kind == "topk" else "replies and broadcasts"
+        return f"{said}; {which}: {self.messages}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
+
+    def _smaller(self, key: str, form: tuple[torch.Size, torch.dtype]) -> bool:
+        group, _, name = key.partition("/")
+        return self.messages.takes(group, name, form[1], form[0].numel())
 
     def check(self, name: str, reply: Message) -> None:
         """Enforce the policy on a reply: no personal tensor, the server's names, shapes and dtypes, finite values.
@@ -234,6 +258,15 @@ class Federation:
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
         chosen: Sequence[int] = sorted(torch.randperm(len(self.participants), generator=generator)[:count].tolist())
         return [self.participants[i] for i in chosen]
+
+
+def prepared_sections(bundle: Bundle, *, jobs: int = 1, progress: bool = False) -> dict[str, Prepared]:
+    """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
+    sections: dict[str, Prepared] = {}
+    for section in SECTIONS:
+        shared = section == "test" and not bundle.has_test
+        sections[section] = sections["validate"] if shared else bundle.prepared(section, jobs=jobs, progress=progress)
+    return sections
 
 
 def _span(numbers: Sequence[int]) -> str:

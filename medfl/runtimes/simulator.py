@@ -5,16 +5,19 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from medfl import profiling
 from medfl.errors import InputError
 from medfl.evaluation import Masks
 from medfl.folder import RunFolder
-from medfl.message import Message
+from medfl.message import Message, Weights
 from medfl.metrics import Cases, higher_is_better, spread, summarise
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.overlays import chosen
@@ -27,15 +30,17 @@ from medfl.runtimes.step import (
     site_abroad,
     site_judge,
     site_masks,
-    site_step,
     site_weights,
 )
-from medfl.runtimes.workers import Workers
+from medfl.runtimes.stock import Replies, SitesWeights
+from medfl.runtimes.visits import scored, served, train, tried
+from medfl.runtimes.workers import Later, Task, Workers
 from medfl.settings import PublicRecord
-from medfl.storage import State, moved, weights_sha256
+from medfl.storage import State, moved, weights_sha256, write_atomic
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16
+_ABROAD = 100  # sites whose own models are scored on everybody's test items: of more, this many at equal distances
 
 Metrics = dict[str, float]
 Say = Callable[[str], object]
@@ -44,6 +49,9 @@ Say = Callable[[str], object]
 class Simulator:
     """One run in one folder.
 
+    No process holds more than one site's State or broadcast, and the server's no more replies than a budget: what it
+    needs of memory does not grow with the number of sites, but for names and scores.
+
     Args:
         federation: sites and server.
         folder: where the run is written; `run.json` is there already.
@@ -51,6 +59,8 @@ class Simulator:
         progress: show a bar on stderr.
         say: where lines for the user go.
         save_predictions: write the predicted masks of all test items.
+        profile: say where the time of the rounds went, and write profile.json.
+        workers: what runs tasks at the sites: (federation, jobs) -> workers.
     """
 
     def __init__(
@@ -62,16 +72,19 @@ class Simulator:
         progress: bool = False,
         say: Say = str,
         save_predictions: bool = False,
+        profile: bool = False,
+        workers: Callable[[Federation, int], Workers] = Workers,
     ) -> None:
         """Take the parts; nothing runs yet."""
+        self._make_workers = workers
         self.federation, self.folder, self.say, self.progress = federation, folder, say, progress
         # masks that an earlier part of the run wrote are kept up to date
         self.save_predictions = save_predictions or (folder.path / "predictions").is_dir()
         self.method, self.run = federation.method, federation.run
         self.jobs = 1 if self.run.device != "cpu" else jobs
         self.key = federation.bundle.key_metric
+        self.recorder = profiling.Recorder(self.run.device) if profile else None
         self.server: State = {}
-        self.states: dict[str, State] = {}
         self.done = 0
         self.record: dict[str, Any] = {
             "best": None,
@@ -90,51 +103,55 @@ class Simulator:
         """
         manifest = self.folder.manifest() if resume else None
         if manifest:
-            server, states = self.folder.load(manifest)
-            device = self.federation.networks.device
-            self.server, self.states = moved(server, device), {n: moved(s, device) for n, s in states.items()}
+            self.server = moved(self.folder.server(manifest), self.federation.networks.device)
             self.done, self.record = manifest["round"], manifest["record"]
         if self.done > self.run.rounds:
             raise InputError(
                 f"--rounds {self.run.rounds}", f"{self.done} rounds are done already", "ask for at least as many"
             )
         self.folder.rounds(up_to=self.done)
-        with Workers(self.federation, self.jobs) as self.workers:
-            self.say(self.federation.policy())
-            if not manifest:
-                self._start()
-            with _events(self.folder.path / "events", self.done) as events:
-                pictures = Pictures(self.federation, self.folder, events, self.done)
-                if not manifest:
-                    pictures.begin()
-                with self._bar() as bar:
-                    for round_ in range(self.done + 1, self.run.rounds + 1):
-                        entry = self._round(round_, bar)
-                        _log(events, entry)
-                        if self._evaluated(round_):
-                            pictures.after(round_, self.server)
-                        self.folder.commit(round_, self.server, self._changed, self.record)
-                summary, cases = self._finish()
-                masks = self._masks(cases)
-                self.workers.close()
-                summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
-                pictures.finish(self.run.rounds, self.server)
-                pictures.segmented(self.run.rounds, cases, masks)
+        with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
+            summary = self._execute(bool(manifest))
         self.folder.write_summary(summary)
+        if self.recorder is not None:
+            self.say(self.recorder.table())
+            write_atomic(self.folder.path / "profile.json", self.recorder.json())
+        return summary
+
+    def _execute(self, resumed: bool) -> dict[str, Any]:
+        self.say(self.federation.policy())
+        if not resumed:
+            self._start()
+        with _events(self.folder.path / "events", self.done) as events:
+            pictures = Pictures(self.federation, self.folder, events, self.done)
+            if not resumed:
+                pictures.begin()
+            with self._bar() as bar:
+                for round_ in range(self.done + 1, self.run.rounds + 1):
+                    with profiling.in_round(round_):
+                        entry = self._round(round_, bar)
+                        if self._evaluated(round_):
+                            with profiling.during(profiling.EVALUATION):
+                                pictures.after(round_, self.server)
+                        with profiling.during(profiling.CHECKPOINT):
+                            _log(events, entry)
+                            self.folder.commit(round_, self.server, self.record)
+            summary, cases = self._finish()
+            masks = self._masks(cases)
+            self.workers.close()
+            summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
+            pictures.finish(self.run.rounds, self.server)
+            pictures.segmented(self.run.rounds, cases, masks)
         return summary
 
     # Rounds
 
     def _start(self) -> None:
         federation = self.federation
-        introductions = dict(
-            zip(
-                federation.participants,
-                self.workers.all([(introduce, (name,)) for name in federation.participants]),
-                strict=True,
-            )
-        )
-        self.record["bytes_up"] += sum(m.num_bytes for m in introductions.values())
+        introductions = Replies(federation.participants, self.folder.path)
+        for index, message in self.workers.run([(introduce, (name,)) for name in federation.participants]):
+            introductions.add(federation.participants[index], message)
+            self.record["bytes_up"] += message.num_bytes
         with federation.networks.scope():
             self.server = self.method.init_server(federation.host(0), federation.networks.initial, introductions)
 
@@ -161,45 +178,56 @@ class Simulator:
         evaluate = self._evaluated(round_)
         judge = ("validate",) if evaluate and self.method.judged == "global" and not self.method.pools_data else ()
         bar.set_description(f"round {round_}/{self.run.rounds}")
-        down = self._broadcasts(round_, cohort)
+        samples = {name: len(federation.work(name, "train")) for name in cohort}
         results: dict[str, StepResult] = {}
-        tasks = [(site_step, (round_, name, self.states.get(name), down[name], judge)) for name in cohort]
-        for index, result in self.workers.run(tasks):
-            results[cohort[index]] = result
+        replies = Replies(cohort, self.folder.path)
+        renewed: list[str] = []
+
+        def task(name: str) -> Task:
+            fresh = str(self.folder.state_path(round_, name))
+            return train, (round_, name, self._kept(name), fresh, self._broadcast(round_, name), judge)
+
+        # longest site first: it has the most training items, for the local epochs are the same everywhere
+        tasks = [partial(task, name) for name in cohort]
+        for index, (result, saved) in self.workers.run(tasks, [samples[name] for name in cohort]):
+            name = cohort[index]
+            with profiling.during(profiling.MESSAGES):
+                replies.add(name, result.reply)
+            results[name] = replace(result, reply=Message())
+            renewed += [name] * saved
             bar.update()
         trained = time.perf_counter()
-        replies = {name: results[name].reply for name in cohort}
-        with federation.networks.scope():
+        with federation.networks.scope(), profiling.during(profiling.AGGREGATION):
             self.server = self.method.aggregate(
                 federation.host(round_), self.server, replies, len(federation.participants)
             )
-        self._changed = {name: results[name].state for name in cohort if results[name].state}
-        self.states |= self._changed
+        self.folder.renewed(round_, renewed)
         served = time.perf_counter()
-        bytes_up, bytes_down = (sum(m.num_bytes for m in messages.values()) for messages in (replies, down))
+        bytes_up = sum(result.bytes_up for result in results.values())
+        bytes_down = sum(result.bytes_down for result in results.values())
         self.record["bytes_up"] += bytes_up
         self.record["bytes_down"] += bytes_down
-        samples = {name: len(federation.work(name, "train")) for name in cohort}
         loss = sum(results[name].loss * samples[name] for name in cohort) / max(1, sum(samples.values()))
         entry: dict[str, Any] = {"round": round_, "cohort": cohort}
-        scores = (
-            self._evaluate(round_, results)
-            if evaluate
-            else {"val": {}, "val_global": None, "val_personal": None, "sites": {}}
-        )
+        scores: dict[str, Any] = {"val": {}, "val_global": None, "val_personal": None, "sites": {}}
+        if evaluate:
+            with profiling.during(profiling.EVALUATION):
+                scores = self._evaluate(round_, results)
         ended = time.perf_counter()
         entry |= {
             "seconds": ended - started, "seconds_train": trained - started, "seconds_server": served - trained,
             "seconds_eval": ended - served, "bytes_up": bytes_up, "bytes_down": bytes_down, "train_loss": loss,
             "judged": self.method.judged, **scores,
         }  # fmt: skip
-        observed = self.method.observed(self.server, replies)
+        with profiling.during(profiling.AGGREGATION):
+            observed = self.method.observed(self.server, replies)
         entry |= {"observed": dict(observed)} if observed else {}
         for name in cohort:
             entry["sites"].setdefault(name, {}).update(train_loss=results[name].loss, steps=results[name].steps)
         self.record["seconds"] += entry["seconds"]
         self.record["seconds_rounds"] += entry["seconds"]
-        self.folder.append_round(entry)
+        with profiling.during(profiling.CHECKPOINT):
+            self.folder.append_round(entry)
         self._show(bar, entry)
         return entry
 
@@ -212,10 +240,21 @@ class Simulator:
             parts += [f"best {best['value']:.3f} (round {best['round']})"] if best else []
             self.say(f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s")
 
-    def _broadcasts(self, round_: int, names: list[str]) -> dict[str, Message]:
-        with self.federation.networks.scope():
-            host = self.federation.host(round_)
-            return {name: self.method.broadcast(host, self.server, name) for name in names}
+    def _broadcast(self, round_: int, name: str) -> Message:
+        with profiling.during(profiling.MESSAGES), self.federation.networks.scope():
+            return self.method.broadcast(self.federation.host(round_), self.server, name)
+
+    def _kept(self, name: str) -> str | None:
+        path = self.folder.kept(name)
+        return None if path is None else str(path)
+
+    def _scored(self, function: Callable[..., Any], round_: int, names: Sequence[str], *rest: Any) -> list[Later]:
+        """Return tasks that call a function of `step` at these sites; each is made when it is its turn."""
+
+        def task(name: str) -> Task:
+            return scored, (function, round_, name, self._kept(name), self._broadcast(round_, name), *rest)
+
+        return [partial(task, name) for name in names]
 
     # Scores
 
@@ -236,7 +275,8 @@ class Simulator:
                 site["received"] = received[name]
             if name in own:
                 site["personal"] = summarise(own[name])
-            sites[name] = site
+            if site:
+                sites[name] = site
         val = (val_global if self.method.judged == "global" else val_personal) or {}
         self._remember(round_, val)
         return {"val": val, "val_global": val_global, "val_personal": val_personal, "sites": sites}
@@ -259,15 +299,15 @@ class Simulator:
         total = len(self.federation.pooled(section))
         state = self.server if server is None else server
         chunk = _CHUNK if self.federation.task.kind == "classification" else _CHUNK_OF_MAPS
-        tasks = [(global_cases, (round_, state, section, i, i + chunk)) for i in range(0, total, chunk)]
+        tasks = [(served, (global_cases, round_, state, section, i, i + chunk)) for i in range(0, total, chunk)]
         parts = self.workers.all(tasks)
         return Cases.concat(parts) if parts and parts[0] is not None else None
 
     def _personal(self, round_: int, sections: tuple[str, ...]) -> dict[str, dict[str, Cases]]:
         names = self.federation.names
-        down = self._broadcasts(round_, names)
-        tasks = [(site_judge, (round_, name, self.states.get(name), down[name], sections)) for name in names]
-        return dict(zip(names, self.workers.all(tasks), strict=True))
+        sizes = [sum(len(self.federation.shard(name, section)) for section in sections) for name in names]
+        tasks = self._scored(site_judge, round_, names, sections)
+        return dict(zip(names, self.workers.all(tasks, sizes), strict=True))
 
     def _per_site(self, whole: Cases | None, section: str) -> dict[str, Metrics]:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
@@ -277,18 +317,16 @@ class Simulator:
         shards = {name: self.federation.shard(name, section) for name in self.federation.names if whole is not None}
         return {name: whole.select(shard.indices.tolist()) for name, shard in shards.items() if whole and len(shard)}
 
-    def _judged_weights(self, round_: int) -> State:
+    def _judged_weights(self, round_: int) -> Weights:
         """Return the global model's weights; where there is none, every site's own under `<site>/<tensor>`."""
         with self.federation.networks.scope():
             network = self.method.global_predictor(self.federation.host(round_), self.server)
             if network is not None:
                 return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
-        names = self.federation.names
-        down = self._broadcasts(round_, names)
-        parts = self.workers.all([(site_weights, (round_, name, self.states.get(name), down[name])) for name in names])
-        return {
-            f"{name}/{key}": tensor for name, part in zip(names, parts, strict=True) for key, tensor in part.items()
-        }
+        names, weights = self.federation.names, SitesWeights(self.folder.path)
+        for index, part in self.workers.run(self._scored(site_weights, round_, names)):
+            weights.add(names[index], part)
+        return weights
 
     # End
 
@@ -348,8 +386,7 @@ class Simulator:
         if self.method.judged == "global":
             tasks: list[Any] = [(global_masks, (last, self.server, name, *asked[name])) for name in names]
         else:
-            down = self._broadcasts(last, names)
-            tasks = [(site_masks, (last, n, self.states.get(n), down[n], *asked[n])) for n in names]
+            tasks = [task for n in names for task in self._scored(site_masks, last, [n], *asked[n])]
         masks = dict(zip(names, self.workers.all(tasks), strict=True))
         if save:
             written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
@@ -361,23 +398,32 @@ class Simulator:
         """Score the personal models of all sites on test items.
 
         For globally judged methods the personal model is the final global one after one more local training, of which
-        nothing is sent; sites outside the last cohort have one too then.
+        nothing is sent; sites outside the last cohort have one too then, unless evaluations are off (`eval_every` 0):
+        of 10,000 sites it would take as long as 100 rounds with 100 of them.
         """
         if self.method.judged == "personal":
             return self._personal(last, ("test",))
         if self.method.pools_data:
             return {}
-        names = [name for name in self.federation.names if len(self.federation.shard(name, "test"))]
-        down = self._broadcasts(last + 1, names)
-        tasks = [(site_step, (last + 1, name, self.states.get(name), down[name], ("test",))) for name in names]
-        return {name: result.cases for name, result in zip(names, self.workers.all(tasks), strict=True) if result.cases}
+        federation = self.federation
+        among = federation.names if self.run.eval_every else federation.cohort(last)
+        names = [name for name in among if len(federation.shard(name, "test"))]
+
+        def task(name: str) -> Task:
+            return tried, (last + 1, name, self._kept(name), self._broadcast(last + 1, name), ("test",))
+
+        sizes = [len(federation.work(name, "train")) for name in names]
+        found = self.workers.all([partial(task, name) for name in names], sizes)
+        return {name: cases for name, cases in zip(names, found, strict=True) if cases}
 
     def _site_models(self, last: int) -> dict[str, Metrics] | None:
         """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
         names = self.federation.names
-        down = self._broadcasts(last, names)
-        tasks = [(site_abroad, (last, name, self.states.get(name), down[name])) for name in names]
-        scores = [summarise(cases) for cases in self.workers.all(tasks)]
+        count = min(len(names), _ABROAD)
+        names = [names[i * len(names) // count] for i in range(count)]
+        found = self.workers.run(self._scored(site_abroad, last, names))
+        by_index = {index: summarise(cases) for index, cases in found}
+        scores = [by_index[index] for index in range(count)]
         by_metric = {metric: spread({str(i): s.get(metric) for i, s in enumerate(scores)}) for metric in scores[0]}
         return {what: {"round": last, **{m: v[what] for m, v in by_metric.items()}} for what in ("mean", "sd")}
 

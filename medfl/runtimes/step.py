@@ -16,8 +16,12 @@ from medfl.metrics import Cases
 from medfl.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.saving import save
+from medfl.seeding import derive
 from medfl.site import Site
 from medfl.storage import State
+
+UNSENT = "unsent"
+"""Key of a site's State under which its error feedback is kept; no method sees it."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,10 @@ class StepResult:
 
     Attributes:
         state: the site's next State; stays at the site.
-        reply: what leaves.
+        reply: what leaves, as the server receives it.
         loss: mean training loss; stays at the site but is shown to whoever runs the simulation.
         steps: optimiser updates.
+        bytes_up, bytes_down: of the reply and of the broadcast as they crossed.
         cases: section -> outcomes of the locally trained model, for the sections asked for.
     """
 
@@ -37,22 +42,43 @@ class StepResult:
     loss: float
     steps: int
     cases: dict[str, Cases]
+    bytes_up: int
+    bytes_down: int
 
 
 def site_step(
     federation: Federation, round_: int, name: str, state: State | None, down: Message, judge: Sequence[str] = ()
 ) -> StepResult:
-    """Train at one site; for globally judged methods also score the trained model on its own sections `judge`."""
-    method, site = federation.method, federation.site(name, round_)
+    """Train at one site; for globally judged methods also score the trained model on its own sections `judge`.
+
+    Both ends of the wire are here: the broadcast and the reply are made smaller, counted and restored.
+
+    Args:
+        federation: the sites.
+        round_: in which round.
+        name: the site.
+        state: its State, None before its first round.
+        down: what the server says to it.
+        judge: sections.
+    """
+    method, site, messages = federation.method, federation.site(name, round_), federation.messages
+    received, bytes_down = _delivered(federation, round_, name, down)
+    unsent = (state or {}).get(UNSENT, {})
     with federation.scope():
-        state, reply = method.local_update(site, method.init_site(site) if state is None else state, down)
+        state, reply = method.local_update(site, _own(federation, site, state), received)
+        assert UNSENT not in state, f"a method's State has no key {UNSENT!r}"
         federation.check(name, reply)
         cases = {}
         if judge and "weights" in reply:
             trained = site.model(reply["weights"])
             cases = _scores(federation, trained, site, judge)
+        wire, unsent = messages.reply(reply, received, derive(site.seed, "messages"), unsent)
+        arrived = messages.opened_reply(wire, down, f"site {name!r}")
+        if not messages.lossless:
+            federation.check(name, arrived)
     report = site.journal[0]
-    return StepResult(state, reply, report.loss, report.steps, cases)
+    kept = {**state, UNSENT: unsent} if unsent else state
+    return StepResult(kept, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down)
 
 
 def site_judge(
@@ -130,14 +156,27 @@ def introduce(federation: Federation, name: str) -> Message:
         return federation.method.introduce(federation.site(name, 0))
 
 
+def _delivered(federation: Federation, round_: int, name: str, down: Message) -> tuple[Message, int]:
+    """Return a broadcast as a site receives it, and its bytes as it crossed."""
+    wire = federation.messages.broadcast(down, derive(federation.host(round_).seed, "messages", name))
+    return federation.messages.opened_broadcast(wire), wire.num_bytes
+
+
+def _own(federation: Federation, site: Site, state: State | None) -> State:
+    """Return the State that the method knows: without the error feedback; the first one where nothing else is left."""
+    own = {key: value for key, value in (state or {}).items() if key != UNSENT}
+    return own if own or state == {} else federation.method.init_site(site)
+
+
 @contextmanager
 def _judged(
     federation: Federation, round_: int, name: str, state: State | None, down: Message
 ) -> Iterator[tuple[nn.Module, Site]]:
     """Give the network that a site is judged by, and the site."""
-    method, site = federation.method, federation.site(name, round_)
+    site = federation.site(name, round_)
     with federation.scope():
-        yield method.predictor(site, method.init_site(site) if state is None else state, down), site
+        received, _ = _delivered(federation, round_, name, down)
+        yield federation.method.predictor(site, _own(federation, site, state), received), site
 
 
 def _scores(federation: Federation, network: nn.Module, site: Site, sections: Sequence[str]) -> dict[str, Cases]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -13,12 +14,16 @@ from typing import Any, cast
 
 import torch
 
+from medfl import profiling
 from medfl.errors import MedflError, RunError
 from medfl.packing import pack, unpack
 from medfl.runtimes.federation import Federation
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """(function, arguments after the federation)"""
+
+Later = Callable[[], Task]
+"""Makes a task when it is about to be done, so that the messages of thousands of sites need not lie ready."""
 
 
 class Workers:
@@ -40,24 +45,36 @@ class Workers:
             process.start()
             there.close()
             self._links.append((process, here))
+            self._record(here, profiling.Lap([], {}))
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
+    def run(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
         """Run tasks and yield (position, result) as they are ready.
+
+        Args:
+            tasks: what to do.
+            sizes: how long each may take, in any unit: with several workers the longest begin first, so that none of
+                them starts when all others are about to end.
 
         Raises:
             MedflError: what a task raised; RunError if a worker died.
         """
         if not self._links:
-            for index, (function, arguments) in enumerate(tasks):
+            for index, task in enumerate(tasks):
+                function, arguments = _made(task)
                 yield index, function(self._federation, *arguments)
             return
-        pending = list(reversed(list(enumerate(tasks))))
+        pending = list(enumerate(tasks))
+        if sizes is not None:
+            pending.sort(key=lambda entry: -sizes[entry[0]])
+        pending.reverse()
         busy: dict[Any, tuple[Any, int]] = {}
         for process, link in self._links:
             if pending:
                 self._give(process, link, pending, busy)
         while busy:
-            for ready in wait([*busy]):
+            with profiling.during(None):
+                done = wait([*busy])
+            for ready in done:
                 link = cast(Connection, ready)
                 process, index = busy.pop(link)
                 kind, value = self._take(process, link)
@@ -67,29 +84,40 @@ class Workers:
                     self._give(process, link, pending, busy)
                 yield index, value
 
-    def all(self, tasks: Sequence[Task]) -> list[Any]:
+    def all(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> list[Any]:
         """Run tasks and return their results in order."""
-        results = dict(self.run(tasks))
+        results = dict(self.run(tasks, sizes))
         return [results[index] for index in range(len(tasks))]
 
     def _give(
-        self, process: Any, link: Connection, pending: list[tuple[int, Task]], busy: dict[Any, tuple[Any, int]]
+        self, process: Any, link: Connection, pending: list[tuple[int, Task | Later]], busy: dict[Any, tuple[Any, int]]
     ) -> None:
         index, task = pending.pop()
-        with suppress(BrokenPipeError):  # a dead worker is told by the reading end
-            link.send_bytes(pack(task))
+        recorder = profiling.running()
+        with (
+            profiling.during(profiling.MESSAGES),
+            suppress(BrokenPipeError),
+        ):  # a dead worker is told by the reading end
+            link.send_bytes(pack((*_made(task), recorder.round if recorder else 0)))
         busy[link] = (process, index)
 
     def _take(self, process: Any, link: Connection) -> tuple[str, Any]:
         try:
-            kind, value = unpack(link.recv_bytes())
+            with profiling.during(profiling.MESSAGES):
+                kind, value, lap = unpack(link.recv_bytes())
         except (EOFError, OSError) as error:
             process.join(5)
             raise RunError(
                 f"a worker process ended unexpectedly (exit code {process.exitcode}; out of memory?); "
                 "the last round is kept: continue with --resume, perhaps with fewer --jobs"
             ) from error
+        self._record(link, lap)
         return kind, value
+
+    def _record(self, link: Connection, lap: profiling.Lap | None) -> None:
+        recorder = profiling.running()
+        if recorder is not None and lap is not None:
+            recorder.gather(1 + [link for _, link in self._links].index(link), lap)
 
     def close(self) -> None:
         """End the workers."""
@@ -116,21 +144,35 @@ def _serve(federation: Federation, link: Connection, inherited: list[Connection]
     for other in inherited:  # else this process would keep its siblings' pipes, and its own, open
         other.close()
     torch.set_num_threads(federation.run.threads)
+    recorder = profiling.restart()
     while True:
         try:
-            function, arguments = unpack(link.recv_bytes())
+            data = link.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
+        started = time.perf_counter()
+        function, arguments, round_ = unpack(data)
+        if recorder is not None:
+            recorder.round = round_
+            recorder.add(profiling.MESSAGES, started, time.perf_counter())
+        answer: tuple[str, Any]
         try:
             answer = ("ok", function(federation, *arguments))
         except MedflError as error:
             answer = ("error", RunError(str(error)) if error.exit_code == 1 else error)
         except Exception:  # told to the parent with its traceback
             answer = ("error", _Failed(traceback.format_exc()))
+        lap = recorder.lap() if recorder is not None else None
+        with profiling.during(profiling.MESSAGES):  # told with the next answer
+            packed = pack((*answer, lap))
         try:
-            link.send_bytes(pack(answer))
+            link.send_bytes(packed)
         except (BrokenPipeError, OSError):
             os._exit(0)
+
+
+def _made(task: Task | Later) -> Task:
+    return task() if callable(task) else task
 
 
 class _Failed(Exception):

@@ -247,7 +247,7 @@ def test_generated_images_come_to_be_seen_as_their_class() -> None:
         x, y = toy.data["c"]
         assert (teacher(x).argmax(1) == y).double().mean() > 0.9
         seen = teacher((generator.eval()(z) - 0.5) / 0.5).argmax(1)
-    assert (seen == labels).double().mean() > 0.8
+    assert (seen == labels).double().mean() > 0.7
 
 
 # Conditions

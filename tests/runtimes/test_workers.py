@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from medfl.message import Message
 from medfl.methods import load, names
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import introduce, site_step
-from medfl.runtimes.workers import Workers
+from medfl.runtimes.workers import Task, Workers
 from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7)
@@ -38,6 +39,13 @@ def echo(federation: Any, value: Any) -> Any:
 def whoami(federation: Any, wait: float = 0.05) -> int:
     time.sleep(wait)
     return os.getpid()
+
+
+def when(federation: Any, wait: float) -> float:
+    """Tell when it began, and take a while."""
+    started = time.perf_counter()
+    time.sleep(wait)
+    return started
 
 
 def fail(federation: Any, kind: str) -> None:
@@ -77,6 +85,34 @@ def test_results_come_in_the_order_of_the_tasks(jobs: int, tasks: int) -> None:
             given = [(add, (i, 0.02 * (i % 2))) for i in range(tasks)]
             assert workers.all(given) == [7 + i for i in range(tasks)]
             assert dict(workers.run(given)) == {i: 7 + i for i in range(tasks)}
+
+
+def test_the_longest_task_begins_first_where_there_are_several_workers() -> None:
+    """Sizes 1, 4, 2, 3 with two workers: 4 and 3 begin, then 2, then 1; equal ones keep their order."""
+    tasks, sizes = [(when, (0.04 * size,)) for size in (1, 4, 2, 3)], [1, 4, 2, 3]
+    with Workers(STAND_IN, 2) as workers:
+        begun = workers.all(tasks, sizes)
+        assert max(begun[1], begun[3]) < begun[2] < begun[0]
+        assert dict(workers.run([(add, (i,)) for i in range(4)], [1] * 4)) == {i: 7 + i for i in range(4)}
+    with Workers(STAND_IN, 1) as workers:
+        assert [index for index, _ in workers.run(tasks, sizes)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_task_is_made_when_it_is_its_turn(jobs: int) -> None:
+    made: list[int] = []
+    done = 0
+
+    def task(i: int) -> Task:
+        made.append(i)
+        assert len(made) - done <= jobs + 1  # the one whose result is about to be handed over has ended
+        return add, (i, 0.01)
+
+    with Workers(STAND_IN, jobs) as workers:
+        for index, value in workers.run([partial(task, i) for i in range(12)]):
+            done += 1
+            assert value == 7 + index
+    assert sorted(made) == list(range(12))
 
 
 def test_one_job_is_this_process_and_more_are_others() -> None:

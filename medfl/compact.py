@@ -1,0 +1,155 @@
+"""Tensors of few distinct values, as the images made of 8-bit pixels are: a byte a number, and a table of the values.
+
+Whatever point-wise transforms made of the pixels, what is decoded has every bit of what was encoded. A tensor with more
+than 256 values in a channel is not encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_VALUES = 256  # that a byte can tell apart
+_GLANCE = 2048  # numbers looked at first: most tensors that do not fit show it there
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bit patterns, so that -0.0 and NaN stay what they are
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    """A batch of tensors; a single one is a batch of one.
+
+    Attributes:
+        codes: (B, C, ...) uint8, positions in the table.
+        values: the table, (C, K) for all of the batch or (B, C, K) for each.
+    """
+
+    codes: Tensor
+    values: Tensor
+
+    def __len__(self) -> int:
+        """Return the batch size."""
+        return len(self.codes)
+
+    def __getitem__(self, indices: Tensor) -> Coded:
+        """Return some of the batch, (N,) int64."""
+        rows = indices.to(self.codes.device)
+        codes = self.codes.index_select(0, rows)
+        return Coded(codes, self.values if self.values.ndim == 2 else self.values.index_select(0, rows))
+
+    @property
+    def shape(self) -> torch.Size:
+        """What `decode` will have."""
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and table."""
+        return self.codes.nbytes + self.values.nbytes
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Coded:
+        """Return it after `move`, which only takes numbers of (B, C, ...) to other places, within their channel."""
+        return Coded(move(self.codes), self.values)
+
+    def to(self, device: torch.device) -> Coded:
+        """Return it on a device."""
+        return Coded(self.codes.to(device), self.values.to(device))
+
+    def decode(self) -> Tensor:
+        """Return the tensors, (B, C, ...)."""
+        channels, count = self.values.shape[-2:]
+        tables = channels if self.values.ndim == 2 else len(self) * channels
+        starts = torch.arange(tables, dtype=torch.int32, device=self.codes.device) * count
+        starts = starts.view(-1, channels, *[1] * (self.codes.ndim - 2))
+        positions = self.codes.contiguous().to(torch.int32) + starts
+        return self.values.reshape(-1).index_select(0, positions.view(-1)).view(self.shape)
+
+
+Column = Tensor | Coded
+"""(N, ...), one row an item."""
+
+
+def encode(tensor: Tensor) -> Coded | None:
+    """Return a tensor (C, ...) as a batch of one, or None where that is not smaller or it has too many values."""
+    size = tensor.element_size()
+    if type(tensor) is not Tensor or tensor.ndim < 2 or size not in _BITS or not tensor.numel():
+        return None
+    bits = tensor.contiguous().view(_BITS[size]).numpy(force=True).reshape(len(tensor), -1)
+    if len(np.unique(bits[0, :: max(1, bits.shape[1] // _GLANCE)])) > _VALUES:
+        return None
+    codes, tables = np.empty(bits.shape, np.uint8), []
+    for channel, numbers in enumerate(bits):
+        table, inverse = np.unique(numbers, return_inverse=True)
+        if len(table) > _VALUES:
+            return None
+        codes[channel] = inverse
+        tables.append(table)
+    values = _padded(tables)
+    if codes.nbytes + values.nbytes >= bits.nbytes:
+        return None
+    coded = torch.from_numpy(codes).view(1, *tensor.shape)
+    return Coded(coded, torch.from_numpy(values).view(tensor.dtype)[None])
+
+
+def decoded(value: Tensor | Coded) -> Tensor:
+    """Return one item's tensor (C, ...)."""
+    return value.decode()[0] if isinstance(value, Coded) else value
+
+
+def plain(column: Column) -> Tensor:
+    """Return a column's tensor (N, ...)."""
+    return column.decode() if isinstance(column, Coded) else column
+
+
+def shape_of(value: Tensor | Coded) -> torch.Size:
+    """Return the shape (C, ...) of one item."""
+    return value.shape[1:] if isinstance(value, Coded) else value.shape
+
+
+def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
+    """Stack items of one shape; coded ones stay so if all are.
+
+    Args:
+        parts: one an item.
+        share: look for one table for all of them, as images have that went through the same transforms.
+    """
+    coded = [part for part in parts if isinstance(part, Coded)]
+    if len(coded) < len(parts) or len({part.values.dtype for part in coded}) > 1:
+        return torch.stack([decoded(part) for part in parts])
+    kind = coded[0].values.dtype
+    tables = [part.values[0].view(_BITS[kind.itemsize]).numpy(force=True) for part in coded]
+    common = _common(tables) if share else None
+    codes = torch.empty(len(coded), *shape_of(coded[0]), dtype=torch.uint8)
+    for row, table, part in zip(codes, tables, coded, strict=True):
+        row.copy_(part.codes[0])
+        if common is not None:
+            _recode(row, table, common)
+    values = torch.from_numpy(_padded(tables) if common is None else _padded(common)).view(kind)
+    made = Coded(codes, values)
+    return made if made.nbytes < codes.numel() * kind.itemsize else made.decode()
+
+
+def _common(tables: Sequence[NDArray[np.signedinteger]]) -> list[NDArray[np.signedinteger]] | None:
+    """Return each channel's values in any of the tables (C, K), sorted; None where they are too many."""
+    common = [np.unique(np.concatenate([table[c] for table in tables])) for c in range(len(tables[0]))]
+    return common if max(map(len, common)) <= _VALUES else None
+
+
+def _recode(codes: Tensor, table: NDArray[np.signedinteger], common: Sequence[NDArray[np.signedinteger]]) -> None:
+    """Turn positions in a table into positions in the common one, in place."""
+    for row, own, values in zip(codes.numpy(), table, common, strict=True):
+        places = np.searchsorted(values, own).astype(np.uint8)
+        if not np.array_equal(places, np.arange(len(own))):
+            row[...] = places[row]
+
+
+def _padded(tables: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedinteger]:
+    """Stack tables (..., K) of different lengths, the shorter ones filled with their last value."""
+    longest = max(table.shape[-1] for table in tables)
+    return np.stack(
+        [np.concatenate([t, np.repeat(t[..., -1:], longest - t.shape[-1], axis=-1)], axis=-1) for t in tables]
+    )

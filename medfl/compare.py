@@ -1,0 +1,287 @@
+"""A grid of runs, methods x partitions x seeds, in one folder: run what is missing, then compare.
+
+Each run is a process of its own with its own log, several at a time; they share the prepared images, which are read
+before they start. A run that fails is told and does not stop the others.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from medfl import methods, tables
+from medfl.comparison import Comparison, read
+from medfl.errors import InputError, MedflError
+from medfl.folder import safe
+from medfl.launch import Shared, federate
+from medfl.planning import Request, plan
+from medfl.storage import write_atomic
+
+Say = Callable[[str], object]
+GRID = "compare.json"
+_FAILED = "failed.txt"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method of the grid with its options; `label` is what the user typed."""
+
+    label: str
+    method: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def read(cls, text: str) -> Entry:
+        """Read `fedcb classifier=random_frozen`.
+
+        Raises:
+            InputError: no such method, or a word that is no OPTION=VALUE.
+        """
+        try:
+            name, *words = shlex.split(text)
+        except ValueError as error:
+            raise InputError(f"method {text!r} ({error})", "NAME OPTION=VALUE ...", "correct it") from error
+        wrong = [word for word in words if "=" not in word]
+        if wrong:
+            raise InputError(f"{wrong[0]!r} in method {text!r}", "NAME OPTION=VALUE ...", "correct it")
+        methods.method_class(name)
+        return cls(" ".join([name, *words]), name, dict(word.split("=", 1) for word in words))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    entry: Entry
+    partition: str | None
+    seed: int
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        """What the cell is called in messages."""
+        return f"{self.entry.label}{f' on {self.partition}' if self.partition else ''}, seed {self.seed}"
+
+    def done(self, rounds: int | None) -> bool:
+        """Whether the run is finished, with so many rounds where a number is asked for."""
+        path = self.folder / "summary.json"
+        if not path.is_file():
+            return False
+        summary = json.loads(path.read_text())
+        return summary.get("status") == "finished" and (rounds is None or summary["rounds"] >= rounds)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is compared.
+
+    Attributes:
+        bundle: a shipped bundle's name or a folder.
+        entries: the methods.
+        partitions: their specs; None is the bundle's own.
+        seeds: seeds of the runs, which also draw the partitions.
+        options: options that all methods take which have them.
+        config: ids of the bundle's configuration.
+        requested: other settings of all runs (see `planning.Request`).
+    """
+
+    bundle: str
+    entries: tuple[Entry, ...]
+    partitions: tuple[str | None, ...] = (None,)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    requested: Mapping[str, Any] = field(default_factory=dict)
+
+    def cells(self, out: Path) -> list[Cell]:
+        """Return the runs, seed by seed, so that an interrupted grid has whole rows of the first seeds."""
+        return [
+            Cell(entry, partition, seed, out / safe(partition or "protocol") / safe(entry.label) / f"seed-{seed}")
+            for seed in self.seeds for partition in self.partitions for entry in self.entries
+        ]  # fmt: skip
+
+    def settings(self) -> dict[str, Any]:
+        """Return what all runs of a folder share, as plain JSON."""
+        shared = {"bundle": self.bundle, "options": self.options, "config": self.config, "requested": self.requested}
+        document: dict[str, Any] = json.loads(json.dumps(shared, default=str))
+        return document
+
+
+def compare(
+    grid: Grid, out: Path, *, at_once: int | None = None, progress: bool = False, say: Say = str
+) -> tuple[Comparison | None, dict[str, str]]:
+    """Run what is missing of a grid in a folder, and read what is there.
+
+    Args:
+        grid: the runs.
+        out: folder; a new one, or one of a grid with the same settings (methods, partitions and seeds may differ).
+        at_once: runs at the same time, each with one worker; default: the cores.
+        progress: show a bar on stderr.
+        say: where lines for the user go.
+
+    Returns:
+        The comparison of all finished runs of the grid, None where none finished; and title -> error of those that
+        failed.
+
+    Raises:
+        InputError: a folder of other settings, or anything that a run would refuse.
+    """
+    _check_folder(grid, out)
+    cells = grid.cells(out)
+    rounds = grid.requested.get("rounds")
+    missing = [cell for cell in cells if not cell.done(rounds)]
+    shared = Shared()
+    for cell in {cell.entry.label: cell for cell in missing}.values():  # what a run would refuse is refused before any
+        shared.sections(plan(_request(grid, cell)))
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
+    say(f"{len(cells)} runs, {len(cells) - len(missing)} of them there already")
+    failed = _run_all(grid, missing, shared, at_once or os.cpu_count() or 1, progress, say)
+    finished = [cell.folder for cell in cells if cell.done(rounds)]
+    return (read(finished) if finished else None), failed
+
+
+def write_tables(
+    found: Comparison, out: Path, *, against: str | None = None, target: str | None = None
+) -> dict[str, Path]:
+    """Write results.csv, tables.md and tables.tex of a comparison and return their paths.
+
+    Args:
+        found: the runs.
+        out: folder.
+        against: method that the others are tested against; default: the first.
+        target: value, or method whose mean best validation metric is the target; default: `against`.
+
+    Raises:
+        InputError: no such method.
+    """
+    against = against or found.rows[0].method
+    written = {"csv": out / "results.csv"}
+    write_atomic(written["csv"], tables.as_csv(found).encode())
+    for form in tables.FORMATS:
+        mark, parts = {"md": "##", "tex": "%"}[form], []
+        for partition in found.partitions:
+            parts += [f"{mark} Partition {partition}, {found.describe()}", tables.results(found, partition, form)]
+            value = found.target_value(target or against, partition)
+            parts += [
+                f"{mark} To reach {100 * value:.1f} on the validation set ({target or against})",
+                tables.to_target(found, partition, value, form),
+            ]
+        if tests := found.tests(against):
+            parts += [f"{mark} Paired over the seeds: {found.judged_by.title}", tables.tested(tests, form)]
+        if ranks := found.ranks():
+            parts += [f"{mark} Mean ranks over partitions and seeds", tables.ranked(ranks, form)]
+        written[form] = out / f"tables.{form}"
+        write_atomic(written[form], ("\n\n".join(parts) + "\n").encode())
+    return written
+
+
+def _check_folder(grid: Grid, out: Path) -> None:
+    if not out.exists() or not any(out.iterdir()):
+        return
+    try:
+        before = json.loads((out / GRID).read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"--out {out}", "a new folder, or one of an earlier comparison", "choose another") from error
+    now = grid.settings()
+    for name in now:
+        if now[name] != before.get(name):
+            raise InputError(
+                f"--out {out}: {name} {json.dumps(now[name])[:80]}",
+                f"the comparison there has {json.dumps(before.get(name))[:80]}",
+                "repeat its settings (methods, partitions and seeds may differ), or choose another folder",
+            )
+
+
+def _request(grid: Grid, cell: Cell) -> Request:
+    own = {name: value for name, value in grid.options.items() if methods.has_option(cell.entry.method, name)}
+    partition = {"partition": cell.partition} if cell.partition else {}
+    requested = {**grid.requested, **partition, "method": cell.entry.method, "seed": cell.seed}
+    return Request(grid.bundle, options={**own, **cell.entry.options}, config=grid.config, **requested)
+
+
+def _run_all(
+    grid: Grid, cells: Sequence[Cell], shared: Shared, at_once: int, progress: bool, say: Say
+) -> dict[str, str]:
+    """Run the cells, so many at a time; return title -> error of those that failed."""
+    context, left, failed = multiprocessing.get_context("fork"), list(reversed(cells)), {}
+    busy: dict[int, tuple[Any, Cell, float]] = {}
+    with tqdm(total=len(cells), desc="runs", unit="run", disable=not progress) as bar:
+        try:
+            while left or busy:
+                while left and len(busy) < at_once:
+                    cell = left.pop()
+                    process = context.Process(target=_run, args=(grid, cell, shared), daemon=False)
+                    process.start()
+                    busy[process.sentinel] = (process, cell, time.monotonic())
+                bar.set_postfix_str(f"running {', '.join(cell.entry.label for _, cell, _ in busy.values())}"[:60])
+                for sentinel in wait([*busy]):
+                    process, cell, started = busy.pop(int(str(sentinel)))
+                    process.join()
+                    bar.update()
+                    if process.exitcode == 0:
+                        say(f"done: {cell.title} ({time.monotonic() - started:.0f} s)")
+                        continue
+                    path = cell.folder.with_name(f"{cell.folder.name}-{_FAILED}")
+                    text = path.read_text().splitlines()[0] if path.is_file() else f"ended with {process.exitcode}"
+                    failed[cell.title] = text
+                    say(f"FAILED: {cell.title}: {text}")
+        finally:
+            for process, _, _ in busy.values():
+                process.terminate()
+    return failed
+
+
+def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
+    """Run one cell in this process, which was made for it; what it says goes to a file beside its folder."""
+    cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    told = cell.folder.with_name(f"{cell.folder.name}-{_FAILED}")
+    told.unlink(missing_ok=True)
+    request = _request(grid, cell)
+    with _logged(cell.folder.with_name(f"{cell.folder.name}-log.txt")) as say:
+        try:
+            resume = (cell.folder / "run.json").is_file()
+            requested = {name: getattr(request, name) for name in _REQUESTED if getattr(request, name) is not None}
+            federate(
+                grid.bundle,
+                options=request.options,
+                config=request.config,
+                requested=requested,
+                out=cell.folder,
+                resume=resume,
+                jobs=1,
+                shared=shared,
+                command=f"a run of medfl compare {grid.bundle}",
+                say=say,
+            )
+        except MedflError as error:
+            told.write_text(f"{' '.join(str(error).split())}\n")
+            sys.exit(error.exit_code)
+        except Exception:
+            told.write_text(f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}")
+            sys.exit(1)
+
+
+_REQUESTED = (
+    "method", "presets", "data", "sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed",
+    "device", "amp", "threads", "eval_every", "messages",
+)  # fmt: skip
+
+
+@contextmanager
+def _logged(path: Path) -> Iterator[Say]:
+    with path.open("a") as file:
+        yield lambda line: print(line, file=file, flush=True)

@@ -1,0 +1,323 @@
+"""Smaller messages: half precision, 8 bits, or the largest changes alone. Lossless is the default and changes nothing.
+
+A reply's group `weights` travels as the change d = w_k - v of what the site received, v; the server adds d to the w
+that it sent, as w was before rounding. So what a broadcast loses never enters the server's weights, and small steps are
+not lost beside large weights.
+
+float16, bfloat16: round to nearest.
+int8 (QSGD, Alistarh et al., 2017; on changes: FedPAQ, Reisizadeh et al., 2020), in each row of a tensor:
+    s = max |x| / 127,  q = floor(x/s) + [u < x/s - floor(x/s)],  u uniform in [0, 1):  E[s q] = x  (1)
+topk:F (Stich et al., 2018; Seide et al., 2014), replies only, over all numbers of the weights together:
+    a = d + e;  the share F of a with the largest |a| leaves;  e <- a - what left  (2)
+    e, the error feedback, is the site's own and never leaves. Broadcasts are lossless.
+
+What goes as it is: integers; numbers; tensors so small that their names take as much room; of the network all but
+matrices and kernels, for biases and what normalises are few, and a rounded variance is a divisor (a small one becomes
+0); and groups other than those of `_TOLERANT`: of those nothing says that noise does them no harm.
+
+On the wire the group `weights@int8@float32` has what was float32 before; the number of bytes is that of this message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medfl.errors import InputError, RunError
+from medfl.message import Message, Weights, is_finite
+
+_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+KINDS = ("lossless", *_HALVES, "int8", "topk")
+_TOLERANT = ("weights", "control", "header", "prototypes", "scores")
+"""Groups that are averaged, or compared as a whole: noise of mean 0 in each number does them no harm."""
+_LEAST = 64  # numbers: an entry of the header of a message takes 60 to 100 bytes
+_LEVELS = 127
+_EXACT = {"float32": torch.float32, "float64": torch.float64}
+_SCALES, _SPARSE = "scales", ("indices", "values")
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How messages are made smaller and restored; both ends of the wire have the same one.
+
+    Attributes:
+        kind: one of `KINDS`.
+        fraction: of `topk`, the share of the numbers that leaves.
+        exact: tensors of the network that always go as they are.
+    """
+
+    kind: str = "lossless"
+    fraction: float = 0.0
+    exact: frozenset[str] = frozenset()
+
+    @classmethod
+    def parse(cls, text: str) -> Compression:
+        """Read what `--messages` takes.
+
+        Raises:
+            InputError: it is something else.
+        """
+        kind, colon, share = text.partition(":")
+        if kind not in KINDS or (kind == "topk") != bool(colon):
+            raise InputError(
+                f"--messages {text}", f"{', '.join(KINDS[:-1])} or topk:FRACTION", "choose one, for example int8"
+            )
+        if kind != "topk":
+            return cls(kind)
+        try:
+            fraction = float(share)
+        except ValueError:
+            fraction = math.nan
+        if not 0 < fraction <= 0.5:
+            raise InputError(
+                f"--messages {text}",
+                "a fraction above 0 and at most 0.5, since a number that leaves takes its position along",
+                "for example topk:0.01",
+            )
+        return cls(kind, fraction)
+
+    def __str__(self) -> str:
+        """Return what `parse` reads."""
+        return f"topk:{self.fraction!r}" if self.kind == "topk" else self.kind
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing changes."""
+        return self.kind == "lossless"
+
+    def takes(self, group: str, name: str, dtype: torch.dtype, size: int) -> bool:
+        """Tell whether a tensor of so many numbers is made smaller."""
+        groups = ("weights",) if self.kind == "topk" else _TOLERANT
+        fits = group in groups and dtype in _EXACT.values() and size >= _LEAST
+        return not self.lossless and fits and name not in self.exact
+
+    # The sending ends
+
+    def broadcast(self, message: Message, seed: int) -> Message:
+        """Return what crosses in the place of a broadcast.
+
+        Args:
+            message: what the server says.
+            seed: of the rounding.
+        """
+        return message if self.lossless or self.kind == "topk" else self._rounded(message, {}, seed)
+
+    def reply(self, message: Message, received: Message, seed: int, unsent: Weights) -> tuple[Message, Weights]:
+        """Return what crosses in the place of a reply, and the error feedback after it.
+
+        Args:
+            message: what the site says.
+            received: the broadcast as the site received it.
+            seed: of the rounding.
+            unsent: the error feedback so far; empty before the first round.
+        """
+        if self.lossless:
+            return message, unsent
+        base = received.tensors.get("weights", {})
+        if self.kind == "topk":
+            return self._largest(message, base, unsent)
+        return self._rounded(message, base, seed), unsent
+
+    def _rounded(self, message: Message, base: Weights, seed: int) -> Message:
+        """Return the message with each tensor that this takes in fewer bits, of `weights` the changes of `base`."""
+        generator = torch.Generator().manual_seed(seed)
+        groups: dict[str, dict[str, Tensor]] = {}
+        scales: dict[str, list[Tensor]] = {}
+        for group in sorted(message.tensors):  # the order of the draws must not depend on how the message was made
+            groups[group] = {}
+            for name, tensor in sorted(message[group].items()):
+                taken = self.takes(group, name, tensor.dtype, tensor.numel())
+                value = (tensor - base[name] if _changes(group, name, tensor, base) else tensor) if taken else tensor
+                half = _HALVES.get(self.kind)
+                if not taken or (half is not None and _exceeds(value, half)):
+                    groups[group][name] = tensor
+                    continue
+                label = _label(group, self.kind, tensor.dtype)
+                if half is not None:
+                    groups.setdefault(label, {})[name] = value.to(half)
+                else:
+                    groups.setdefault(label, {})[name], scale = _quantised(value, generator)
+                    scales.setdefault(_label(group, _SCALES, tensor.dtype), []).append(scale)
+        together = {label: {_SCALES: torch.cat(parts)} for label, parts in scales.items()}
+        return Message({**groups, **together}, message.scalars)
+
+    def _largest(self, message: Message, base: Weights, unsent: Weights) -> tuple[Message, Weights]:
+        """Return the message with the largest changes of its weights, and the rest (2).
+
+        Weights that lack a tensor of the broadcast go as they are: the server could not tell whose the positions are.
+        """
+        weights = message.tensors.get("weights", {})
+        parts = self._parts(base)
+        names = [name for some in parts.values() for name in some]
+        if not names or any(
+            name not in weights or not _changes("weights", name, weights[name], base) for name in names
+        ):
+            return message, unsent
+        groups = dict(message.tensors)
+        groups["weights"] = {name: tensor for name, tensor in weights.items() if name not in set(names)}
+        rest: dict[str, Tensor] = {}
+        for dtype, some in parts.items():
+            changes = [weights[n] - base[n] + (unsent[n].to(base[n]) if n in unsent else 0) for n in some]  # (2)
+            whole = torch.cat([change.reshape(-1) for change in changes])
+            indices = torch.topk(whole.abs(), self._count(len(whole)), sorted=False).indices.sort().values
+            sent = {"indices": indices.to(_positions(len(whole))), "values": whole[indices]}
+            groups[_label("weights", self.kind, dtype)] = sent
+            whole[indices] = 0
+            rest |= {n: left.clone() for n, left in _cut(whole, some, base)}
+        return Message(groups, message.scalars), rest
+
+    # The receiving ends
+
+    def opened_broadcast(self, wire: Message, sender: str = "the server") -> Message:
+        """Return a broadcast as the site uses it.
+
+        Raises:
+            RunError: it is none that `broadcast` makes; names the sender and the tensor.
+        """
+        return wire if self.lossless or self.kind == "topk" else self._opened(wire, {}, sender)
+
+    def opened_reply(self, wire: Message, sent: Message, sender: str) -> Message:
+        """Return a reply as the server uses it.
+
+        Args:
+            wire: what arrived.
+            sent: the broadcast to this site as it was before `broadcast` made it smaller.
+            sender: who replied, for the error text.
+
+        Raises:
+            RunError: it is none that `reply` makes; names the sender and the tensor.
+        """
+        return wire if self.lossless else self._opened(wire, sent.tensors.get("weights", {}), sender)
+
+    def _opened(self, wire: Message, base: Weights, sender: str) -> Message:
+        groups = {group: dict(named) for group, named in wire.tensors.items() if "@" not in group}
+        known = {group for group in wire.tensors if "@" not in group}
+        for group in _TOLERANT:
+            for dtype in _EXACT.values():
+                label = _label(group, self.kind, dtype)
+                if label not in wire:
+                    continue
+                known |= {label, _label(group, _SCALES, dtype)} if self.kind == "int8" else {label}
+                into = groups.setdefault(group, {})
+                for name, value in self._restored(wire, group, dtype, base, sender):
+                    if name in into:
+                        raise RunError(f"{sender}: '{group}/{name}' comes twice in its message")
+                    changes = _changes(group, name, value, base)
+                    into[name] = base[name] + value.to(base[name].device) if changes else value
+        if wire.tensors.keys() - known:
+            raise RunError(f"{sender}: unexpected group {min(wire.tensors.keys() - known)!r} in its message")
+        return Message(groups, wire.scalars)
+
+    def _restored(
+        self, wire: Message, group: str, dtype: torch.dtype, base: Weights, sender: str
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a group in fewer bits, in their own type."""
+        label = _label(group, self.kind, dtype)
+        if self.kind == "topk":
+            names = self._parts(base).get(dtype, []) if group == "weights" else []
+            yield from _cut(self._dense(wire[label], label, names, base, sender), names, base)
+        elif self.kind == "int8":
+            scales = _scales(wire, label, _label(group, _SCALES, dtype), dtype, sender)
+            for name in sorted(wire[label]):
+                value = wire[label][name]
+                yield name, (_rowed(value).to(dtype) * next(scales)[:, None]).reshape(value.shape)
+        else:
+            for name, value in wire[label].items():
+                _check(value, f"{label}/{name}", _HALVES[self.kind], value.shape, sender)
+                yield name, value.to(dtype)
+
+    def _dense(self, sent: Weights, label: str, names: Sequence[str], base: Weights, sender: str) -> Tensor:
+        """Return the changes of `names`, one after the other, from the positions and values of the largest."""
+        size = sum(base[name].numel() for name in names)
+        if not size or sent.keys() != set(_SPARSE):
+            raise RunError(
+                f"{sender}: {label!r} has {sorted(sent)}; expected {list(_SPARSE) if size else 'no such group'}"
+            )
+        indices, values = (sent[name] for name in _SPARSE)
+        count, first = torch.Size([self._count(size)]), base[names[0]]
+        _check(indices, f"{label}/indices", _positions(size), count, sender)
+        _check(values, f"{label}/values", first.dtype, count, sender)
+        low, high = int(indices[0]), int(indices[-1])
+        if low < 0 or high >= size or not bool((indices[1:] > indices[:-1]).all()):
+            raise RunError(f"{sender}: '{label}/indices' is not ascending in 0 to {size - 1}")
+        return torch.zeros(size, dtype=first.dtype, device=first.device).index_copy_(
+            0, indices.to(first.device, torch.int64), values.to(first.device)
+        )
+
+    def _parts(self, base: Weights) -> dict[torch.dtype, list[str]]:
+        """Return which tensors of a broadcast's weights have their changes sorted together: those of each type."""
+        parts: dict[torch.dtype, list[str]] = {}
+        for name in sorted(base):
+            if self.takes("weights", name, base[name].dtype, base[name].numel()):
+                parts.setdefault(base[name].dtype, []).append(name)
+        return parts
+
+    def _count(self, size: int) -> int:
+        """Return how many of so many numbers leave: at least one."""
+        return max(1, math.floor(self.fraction * size + 1e-9))  # 0.29 * 100 is 28.999…
+
+
+def _label(group: str, kind: str, dtype: torch.dtype) -> str:
+    """Return the name that a group has on the wire."""
+    return f"{group}@{kind}@{str(dtype).removeprefix('torch.')}"
+
+
+def _changes(group: str, name: str, tensor: Tensor, base: Weights) -> bool:
+    """Tell whether a tensor travels as the change of what was received."""
+    held = base.get(name) if group == "weights" else None
+    return held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype)
+
+
+def _exceeds(value: Tensor, dtype: torch.dtype) -> bool:
+    return bool(value.abs().max() > torch.finfo(dtype).max)
+
+
+def _positions(size: int) -> torch.dtype:
+    return torch.int32 if size < 2**31 else torch.int64
+
+
+def _rowed(tensor: Tensor) -> Tensor:
+    """Return a tensor (R, numbers of a row): a row an output channel, or one row if these would be short."""
+    rows = len(tensor) if tensor.ndim > 1 and tensor.numel() >= _LEAST * max(1, len(tensor)) else 1
+    return tensor.reshape(rows, -1)
+
+
+def _quantised(value: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return q, int8 of the same shape, and s of each row (1)."""
+    rows = _rowed(value.detach())
+    scale = rows.abs().amax(1, keepdim=True) / _LEVELS
+    exact = (rows / torch.where(scale > 0, scale, 1)).clamp_(-_LEVELS, _LEVELS)  # the quotient may be 127.00001
+    low = exact.floor()
+    up = torch.rand(exact.shape, generator=generator, dtype=exact.dtype).to(exact.device) < exact - low
+    return (low + up).to(torch.int8).reshape(value.shape), scale[:, 0]
+
+
+def _scales(wire: Message, label: str, scales: str, dtype: torch.dtype, sender: str) -> Iterator[Tensor]:
+    """Return the scales of each tensor of a group in 8 bits, in the order of their names, after a look at both."""
+    for name, value in wire[label].items():
+        _check(value, f"{label}/{name}", torch.int8, value.shape, sender)
+    sizes = [len(_rowed(wire[label][name])) for name in sorted(wire[label])]
+    if scales not in wire or wire[scales].keys() != {_SCALES}:
+        raise RunError(f"{sender}: {scales!r} is not one tensor {_SCALES!r} in its message")
+    found = wire[scales][_SCALES]
+    _check(found, f"{scales}/{_SCALES}", dtype, torch.Size([sum(sizes)]), sender)
+    if bool((found < 0).any()) or not is_finite(found * (_LEVELS + 1)):
+        raise RunError(f"{sender}: '{scales}/{_SCALES}' has a scale below 0, or too large a one")
+    return iter(torch.split(found, sizes))
+
+
+def _check(tensor: Tensor, name: str, dtype: torch.dtype, shape: torch.Size, sender: str) -> None:
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
+        raise RunError(f"{sender}: {name!r} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(shape)} {dtype}")
+    if not is_finite(tensor):
+        raise RunError(f"{sender}: {name!r} has NaN or infinite values")
+
+
+def _cut(whole: Tensor, names: Sequence[str], like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that lie one after the other in `whole`."""
+    parts = torch.split(whole, [like[name].numel() for name in names])
+    return ((name, part.reshape(like[name].shape)) for name, part in zip(names, parts, strict=True))

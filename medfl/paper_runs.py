@@ -1,0 +1,143 @@
+"""Run a published table's grid, whole or in part, and print its figures beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medfl import paper_tables
+from medfl.bundle import Bundle
+from medfl.compare import Grid, Say, compare, write_tables
+from medfl.comparison import Comparison
+from medfl.errors import InputError
+from medfl.methods import load, values_of
+from medfl.paper_tables import PaperTable
+from medfl.protocol import resolved
+from medfl.storage import write_atomic
+from medfl.tables import rendered
+
+_HEADS = ("partition", "method", "metric, %", "ours", "published", "difference")
+
+
+def run(
+    table: PaperTable,
+    out: Path,
+    *,
+    bundle: str | None = None,
+    methods: Sequence[str] = (),
+    seeds: Sequence[int] | None = None,
+    partitions: Sequence[str] | None = None,
+    scale: float = 1.0,
+    options: Mapping[str, Any],
+    config: Mapping[str, Any],
+    requested: Mapping[str, Any],
+    at_once: int | None = None,
+    progress: bool = False,
+    say: Say = str,
+) -> tuple[list[str], int, dict[str, Any]]:
+    """Run what is missing of a published table, a folder a bundle, and compare.
+
+    Args:
+        table: the table.
+        out: folder.
+        bundle: only this one of the table's bundles.
+        methods: only these, by the name of the method (all its variants) or of the table's row.
+        seeds: instead of the table's.
+        partitions: only these of the table's.
+        scale: part of the rounds.
+        options: of all methods that have them, laid over the table's own; what is laid over is said.
+        config: of the bundle, likewise.
+        requested: other settings, likewise.
+        at_once: runs at the same time.
+        progress: show a bar.
+        say: where lines for the user go.
+
+    Returns:
+        lines to print, exit code, document.
+
+    Raises:
+        InputError: nothing of the table is left, or what a run would refuse.
+    """
+    grids = [(number, chosen(table, grid, methods, partitions)) for number, grid in enumerate(table.grids, 1)]
+    grids = [(n, grid) for n, grid in grids if grid.entries and grid.partitions and bundle in (None, grid.bundle)]
+    if not grids:
+        offered = sorted({grid.bundle for grid in table.grids})
+        raise InputError(
+            f"--paper {table.key} with bundle {bundle or 'any'} and methods {', '.join(methods) or 'all'}, "
+            f"partitions {', '.join(partitions or ()) or 'all'}",
+            f"its bundles are {', '.join(offered)}, its rows {', '.join(dict.fromkeys(table.names.values()))}, its "
+            f"partitions {', '.join(dict.fromkeys(_spec(grid, p) for grid in table.grids for p in grid.partitions))}",
+            "choose among them",
+        )
+    lines, code = [f"# {table.paper}: {table.title}", *(f"note: {note}" for note in table.notes)], 0
+    collected: list[tuple[Comparison, dict[str, str]]] = []
+    document: dict[str, Any] = {"paper": table.key, "folder": str(out), "failed": {}, "rows": []}
+    for number, grid in grids:
+        grid, rounds = paper_tables.scaled(grid, scale, Bundle(grid.bundle).protocol)
+        own = [*grid.requested.get("presets", ()), *requested.get("presets", ())]
+        presets = {"presets": own} if own else {}
+        grid = replace(
+            grid,
+            seeds=tuple(seeds) if seeds is not None else grid.seeds,
+            options={**grid.options, **options},
+            config={**grid.config, **config},
+            requested={**grid.requested, **requested, **presets},
+        )
+        changed = [f"{name}={value}" for part in (options, config, requested) for name, value in part.items()]
+        told = f"{grid.bundle}, {rounds}" + (f", changed: {', '.join(changed)}" if changed else "")
+        say(f"{table.key}: {told}")
+        folder = out / (grid.bundle if len(table.grids) == 1 else f"{number}-{grid.bundle}")
+        found, failed = compare(grid, folder, at_once=at_once, progress=progress, say=say)
+        document["failed"] |= failed
+        lines += ["", f"## {told}"]
+        if found is None:
+            lines.append("no run finished")
+        else:
+            write_tables(found, folder)
+            collected.append((found, _labels(grid, found)))
+            rows = paper_tables.beside(table, *collected[-1])
+            document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in rows]
+            lines += [rendered(_HEADS, rows, "md"), f"tables: {folder / 'tables.md'}", found.describe()]
+        lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
+        code = 1 if failed else code
+    if collected and (averaged := paper_tables.averages(table, collected)):
+        lines += ["", "## Averages over the partitions", rendered(_HEADS, averaged, "md")]
+        document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in averaged]
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "published.md", ("\n".join(lines) + "\n").encode())
+    return lines, code, document
+
+
+def chosen(table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None = None) -> Grid:
+    """Return a grid with those of its entries and partitions that are among these; where none are given, all.
+
+    A method is given by its name, for all its variants, or by that of the table's row.
+    """
+    wanted = {name.lower() for name in methods}
+    kept = [e for e in grid.entries if not wanted or {e.method, table.names[e.label].lower()} & wanted]
+    specs = tuple(p for p in grid.partitions if not partitions or _spec(grid, p) in partitions)
+    return replace(grid, entries=tuple(kept), partitions=specs)
+
+
+def _spec(grid: Grid, partition: str | None) -> str:
+    """Return a partition of a grid, or that of its bundle's protocol with the grid's presets."""
+    protocol = resolved(grid.bundle, Bundle(grid.bundle).protocol, grid.requested.get("presets", ()))
+    return partition or str(protocol["partition"])
+
+
+def _labels(grid: Grid, found: Comparison) -> dict[str, str]:
+    """Return the label of each of our rows -> label of the grid's entry that it comes from."""
+    labels = {}
+    for row in found.rows:
+        run = next(iter(row.runs.values())).run
+        for entry in grid.entries:
+            if entry.method != run["method"]:
+                continue
+            own = values_of(load(entry.method, {**entry.options}))
+            if all(run["options"].get(name) == own[name] for name in entry.options):
+                labels[row.method] = entry.label
+                if entry.options:  # an entry with options of its own is more to the point than one without
+                    break
+    return labels

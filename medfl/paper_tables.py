@@ -1,0 +1,296 @@
+"""Published tables as data: the grid of runs that each expands to, and its figures beside ours.
+
+A table is a YAML file `papers/<paper>/<table>.yaml` of this package:
+
+    paper, title: where the figures stand
+    grids: list of {bundle, presets, partitions, seeds, options, config, requested, methods}
+        methods: list of {name: as published, run: "NAME OPTION=VALUE ..."}
+        seeds: of all grids that name none, beside `grids`
+    unit: 100 if the figures are percentages (default), 1 if they are fractions
+    round: of pooled metrics, last (default) or best: the round with the best validation metric
+    spread: what the published sd is over, seeds (default) or sites; ours is shown likewise
+    published: list of {bundle, partition, num_sites, columns: [metric, ...], rows: {name: [value or [mean, sd], ...]}}
+        partition, num_sites: what tells figures of one bundle apart; left out where they hold for all.
+            partition: average stands for the mean over all the bundle's grids and partitions
+        a row of one column may be the value itself
+    notes: what a reader must know
+
+Metrics, beside `accuracy`, `f1_macro`, ... of one model on the pooled test items (of methods without one model: the
+mean over the sites' own models, each on all of them):
+
+    sites, sites_METRIC: mean over the sites of the model that each is judged by; METRIC is else the bundle's key metric
+    site:NAME, site_METRIC:NAME: that of one site
+    rounds_to_fedavg: rounds until FedAvg's best validation metric
+    million_values_down: received by a participant in the last round, encoded bytes / 4
+    thousand_values_up: sent by all participants in the last round, encoded bytes / 4
+
+A metric that is none of these is published only: no run here measures it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from medfl.compare import Entry, Grid
+from medfl.comparison import Comparison, Row, Spread
+from medfl.errors import InputError
+from medfl.protocol import resolved
+from medfl.report import RunFolder
+
+ROOT = Path(__file__).parent / "papers"
+AVERAGE = "average"
+"""The partition of figures that are means over all partitions."""
+COUNTS = frozenset(
+    {
+        "rounds_to_fedavg", "million_values_down", "thousand_values_up", "seconds_small", "seconds_large",
+        "eigenvalue_spread",
+    }
+)  # fmt: skip
+"""Metrics that are no fractions: neither `unit` nor percent apply."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One published figure: mean and, where it is given, standard deviation; fractions, but for `COUNTS`."""
+
+    bundle: str
+    partition: str | None
+    num_sites: int | None
+    name: str
+    metric: str
+    mean: float
+    sd: float | None
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A published table.
+
+    Attributes:
+        key: its name here, as fedbm/table3.
+        paper, title: where it stands.
+        grids: the runs that it takes.
+        names: label of a method in a grid -> its name in the table.
+        figures: what is published.
+        notes: what a reader must know.
+        round: "last" or "best", whose pooled metrics are compared.
+        spread: "seeds" or "sites", what standard deviations are over.
+    """
+
+    key: str
+    paper: str
+    title: str
+    grids: tuple[Grid, ...]
+    names: Mapping[str, str]
+    figures: tuple[Figure, ...]
+    notes: tuple[str, ...] = field(default=())
+    round: str = "last"
+    spread: str = "seeds"
+
+    def published(self, bundle: str, partition: str, name: str, num_sites: int | None = None) -> dict[str, Figure]:
+        """Return metric -> figure of a method on a partition of a bundle, over so many sites."""
+        return {
+            figure.metric: figure
+            for figure in self.figures
+            if figure.bundle == bundle
+            and figure.name == name
+            and figure.partition in (None, partition)
+            and figure.num_sites in (None, num_sites)
+        }
+
+
+def names() -> tuple[str, ...]:
+    """Return the tables that are here."""
+    return tuple(sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.glob("*/*.yaml")))
+
+
+def load(key: str) -> PaperTable:
+    """Return a table by its name.
+
+    Raises:
+        InputError: there is none of this name.
+    """
+    if key not in names():
+        raise InputError(f"--paper {key}", f"tables are {', '.join(names())}", "choose one of them")
+    document = yaml.safe_load((ROOT / f"{key}.yaml").read_text())
+    unit = float(document.get("unit", 100))
+    known: dict[str, str] = {}
+    grids = []
+    for grid in document["grids"]:
+        entries = tuple(Entry.read(method["run"]) for method in grid["methods"])
+        known |= {entry.label: method["name"] for entry, method in zip(entries, grid["methods"], strict=True)}
+        requested = dict(grid.get("requested") or {})
+        if grid.get("presets"):
+            requested["presets"] = list(grid["presets"])
+        grids.append(
+            Grid(
+                grid["bundle"],
+                entries,
+                tuple(grid.get("partitions") or (None,)),
+                tuple(grid.get("seeds") or document.get("seeds") or (0, 1, 2)),
+                grid.get("options") or {},
+                grid.get("config") or {},
+                requested,
+            )
+        )
+    return PaperTable(
+        key,
+        document["paper"],
+        document["title"],
+        tuple(grids),
+        known,
+        tuple(figure for block in document.get("published") or () for figure in _figures(block, unit)),
+        tuple(document.get("notes") or ()),
+        document.get("round", "last"),
+        document.get("spread", "seeds"),
+    )
+
+
+def _figures(block: Mapping[str, Any], unit: float) -> Iterator[Figure]:
+    for name, row in block["rows"].items():
+        values = [row] if len(block["columns"]) == 1 and not isinstance(row, list) else row
+        for metric, value in zip(block["columns"], values, strict=True):
+            if value is None:
+                continue
+            mean, sd = value if isinstance(value, list) else (value, None)
+            scale = 1.0 if metric in COUNTS else unit
+            yield Figure(
+                block["bundle"], block.get("partition"), block.get("num_sites"), name, metric, mean / scale,
+                None if sd is None else sd / scale,
+            )  # fmt: skip
+
+
+def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid, str]:
+    """Return a grid with fewer rounds, and what was reduced, in words.
+
+    Args:
+        grid: the grid.
+        factor: 0 to 1; the number of rounds is multiplied by it and rounded up.
+        protocol: the bundle's, for the number of rounds where the grid gives none.
+
+    Raises:
+        InputError: the factor is outside (0, 1].
+    """
+    if not 0 < factor <= 1:
+        raise InputError(f"--scale {factor:g}", "a factor above 0 and at most 1", "correct it")
+    full = grid.requested.get("rounds")
+    if full is None:
+        full = resolved(grid.bundle, protocol, grid.requested.get("presets", ()))["rounds"]
+    rounds = max(1, math.ceil(factor * int(full) - 1e-9))
+    told = f"{rounds} of {full} rounds" if rounds < int(full) else f"all {full} rounds"
+    requested = {**grid.requested, "rounds": rounds}
+    return Grid(grid.bundle, grid.entries, grid.partitions, grid.seeds, grid.options, grid.config, requested), told
+
+
+def beside(table: PaperTable, found: Comparison, labels: Mapping[str, str]) -> list[list[str]]:
+    """Return rows (partition, method, metric, ours, published, difference) for what is published, in percent.
+
+    Args:
+        table: the table.
+        found: our runs of one bundle.
+        labels: label of a row of `found` -> label of the grid's entry.
+    """
+    rows = []
+    for row in found.rows:
+        run = next(iter(row.runs.values()))
+        name, count = _name(table, labels, row), len(run.run["partition"]["sites"])
+        for figure in table.published(run.run["bundle"], row.partition, name, count).values():
+            rows.append([row.partition, *_told(figure, _spread(table, found, row, figure.metric))])
+    return rows
+
+
+def averages(table: PaperTable, found: Sequence[tuple[Comparison, Mapping[str, str]]]) -> list[list[str]]:
+    """Return rows as `beside` does for what is published as the mean over all grids and partitions of a bundle.
+
+    Ours is given where a seed has all of them; its spread is that of the seeds.
+
+    Args:
+        table: the table.
+        found: our runs, grid by grid, with `labels` as in `beside`.
+    """
+    rows = []
+    for figure in (figure for figure in table.figures if figure.partition == AVERAGE):
+        wanted = sum(
+            len(grid.partitions)
+            for grid in table.grids
+            if grid.bundle == figure.bundle and figure.name in {table.names[entry.label] for entry in grid.entries}
+        )
+        by_seed: dict[int, list[float]] = {}
+        for comparison, labels in found:
+            for row in comparison.rows:
+                for seed, run in row.runs.items():
+                    value = _ours(run, figure.metric, table.round)
+                    same = run.run["bundle"] == figure.bundle and _name(table, labels, row) == figure.name
+                    if same and value is not None:
+                        by_seed.setdefault(seed, []).append(value)
+        means = [statistics.fmean(values) for values in by_seed.values() if len(values) == wanted]
+        rows.append([AVERAGE, *_told(figure, Spread.of(means))])
+    return rows
+
+
+def _name(table: PaperTable, labels: Mapping[str, str], row: Row) -> str:
+    return table.names.get(labels.get(row.method, row.method), row.method)
+
+
+def _told(figure: Figure, ours: Spread | None) -> list[str]:
+    """Return method, metric, ours, published and the difference as text."""
+
+    def text(value: float, form: str = "") -> str:
+        return f"{value:{form}.5g}" if figure.metric in COUNTS else f"{100 * value:{form}.1f}"
+
+    shown = "–" if ours is None else f"{text(ours.mean)} ± {text(ours.sd)}"
+    theirs = text(figure.mean) + (f" ± {text(figure.sd)}" if figure.sd is not None else "")
+    apart = "–" if ours is None else text(ours.mean - figure.mean, "+")
+    return [figure.name, figure.metric, shown, theirs, apart]
+
+
+def _spread(table: PaperTable, found: Comparison, row: Row, metric: str) -> Spread | None:
+    """Return our mean over the seeds, with the sd over the seeds, or the mean of the runs' sds over their sites."""
+    if metric == "rounds_to_fedavg":
+        with suppress(InputError):  # FedAvg is not among the runs
+            return found.to_reach(row, found.target_value("fedavg", row.partition)).rounds
+        return None
+    values = [value for run in row.runs.values() if (value := _ours(run, metric, table.round)) is not None]
+    ours = Spread.of(values)
+    if ours is not None and table.spread == "sites" and metric.startswith("sites"):
+        spreads = [Spread.of([*_at_sites(run, metric).values()]) for run in row.runs.values()]
+        ours = replace(ours, sd=statistics.fmean([spread.sd for spread in spreads if spread is not None]))
+    return ours
+
+
+def _ours(run: RunFolder, metric: str, when: str) -> float | None:
+    """Return our value of a published metric, None where this run has none."""
+    kind, _, site = metric.partition(":")
+    if kind.partition("_")[0] in ("site", "sites"):
+        values = _at_sites(run, kind)
+        return values.get(site) if site else (statistics.fmean(values.values()) if values else None)
+    if metric in ("million_values_down", "thousand_values_up"):
+        return _sent(run, metric)
+    summary = run.summary or {}
+    whole = (summary.get("global") or {}).get(when)
+    if whole is None:
+        whole = (summary.get("site_models") or {}).get("mean") or {}
+    value = whole.get(metric)
+    return None if value is None else float(value)
+
+
+def _at_sites(run: RunFolder, kind: str) -> dict[str, float]:
+    """Return the test metric of `site_METRIC` or `sites_METRIC` of each site's judged model after the last round."""
+    return run.site_values(run.judged, kind.partition("_")[2] or run.key)
+
+
+def _sent(run: RunFolder, metric: str) -> float | None:
+    if not run.rounds:
+        return None
+    last = run.rounds[-1]
+    if metric == "thousand_values_up":
+        return float(last["bytes_up"]) / 4e3
+    return float(last["bytes_down"]) / 4e6 / len(last["cohort"])

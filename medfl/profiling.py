@@ -1,0 +1,324 @@
+"""Where the time of a run's rounds goes: a time line of each process, as a table and as a trace for a viewer.
+
+At any moment one part is going on in a process, so the parts and what is left over (idle) add up to the wall clock.
+While nothing is recorded nothing is hooked in: training runs as if this module did not exist.
+
+The trace is in the Trace Event Format (JSON object format), which Perfetto and chrome://tracing open.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from medfl.evaluation import CaseEvaluator, ClassEvaluator, MaskEvaluator
+from medfl.prepared import Batch, Shard
+
+DATA, PASSES, OPTIMISER, STEP = "data", "forward and backward", "optimiser", "rest of local update"
+AGGREGATION, EVALUATION, MESSAGES, CHECKPOINT, IDLE = "aggregation", "evaluation", "messages", "checkpoint", "idle"
+PARTS = (DATA, PASSES, OPTIMISER, STEP, AGGREGATION, EVALUATION, MESSAGES, CHECKPOINT)
+_LOCAL = (DATA, PASSES, OPTIMISER, STEP)
+_DRAWN = 200_000  # spans in a trace; after these only whole visits to a site are drawn, and times still count
+
+
+class Span(NamedTuple):
+    """Something from `start` to `end`, in seconds of `time.perf_counter`, which all processes of a machine share.
+
+    Attributes:
+        name: the part, or the site that was visited.
+        round: in which round, 0 before the first and after the last.
+        site: at which site, "" for the server.
+    """
+
+    name: str
+    start: float
+    end: float
+    round: int
+    site: str
+
+
+class Lap(NamedTuple):
+    """What a worker has recorded since it was last asked: spans, and (round, site, part) -> seconds."""
+
+    spans: list[Span]
+    seconds: Mapping[tuple[int, str, str], float]
+
+
+class Recorder:
+    """The time line of one process; the server's also gathers those of the workers.
+
+    Args:
+        device: of the networks; a GPU is waited for whenever the part changes, so that its work counts where it was
+            asked for.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        """Begin with nothing going on, in no round."""
+        self.device, self.round = device, 0
+        self.walls: dict[int, float] = {}
+        self._part: str | None = None
+        self._since, self._site = 0.0, ""
+        self._spans: list[Span] = []
+        self._seconds: defaultdict[tuple[int, str, str], float] = defaultdict(float)
+        self._laps: dict[int, list[Lap]] = {}
+        self._room = _DRAWN
+
+    @property
+    def local(self) -> bool:
+        """Whether a site is being trained, so that batches and optimiser steps are parts of their own."""
+        return self._part in _LOCAL
+
+    def switch(self, part: str | None) -> str | None:
+        """Let another part go on from now, None for idling, and return the one that has ended."""
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+        now, before = time.perf_counter(), self._part
+        if before is not None:
+            self.add(before, self._since, now)
+        self._part, self._since = part, now
+        return before
+
+    def add(self, part: str, start: float, end: float) -> None:
+        """Enter a stretch of time in this round and at this site."""
+        self._seconds[self.round, self._site, part] += end - start
+        if self._room > 0:
+            self._room -= 1
+            self._spans.append(Span(part, start, end, self.round, self._site))
+
+    @contextmanager
+    def during(self, part: str | None) -> Iterator[None]:
+        """Let a part go on inside the block, and then the one from before."""
+        before = self.switch(part)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    @contextmanager
+    def visit(self, site: str) -> Iterator[None]:
+        """Enter what happens inside the block as this site's."""
+        before, started = self.switch(None), time.perf_counter()
+        held, self._site = self._site, site
+        try:
+            yield
+        finally:
+            self.switch(None)
+            self._spans.append(Span(site, started, time.perf_counter(), self.round, site))
+            self._site = held
+            self.switch(before)
+
+    @contextmanager
+    def in_round(self, round_: int) -> Iterator[None]:
+        """Enter what happens inside the block in a round, whose wall clock it is."""
+        self.switch(None)
+        started, self.round = time.perf_counter(), round_
+        try:
+            yield
+        finally:
+            self.switch(None)
+            self.walls[round_] = self.walls.get(round_, 0.0) + time.perf_counter() - started
+            self.round = 0
+
+    def lap(self) -> Lap:
+        """Hand over what was recorded so far and forget it."""
+        taken = Lap(self._spans, dict(self._seconds))
+        self._spans, self._seconds = [], defaultdict(float)
+        return taken
+
+    def gather(self, worker: int, lap: Lap) -> None:
+        """Take over what a worker (from 1) has recorded."""
+        kept = lap.spans if self._room > 0 else [span for span in lap.spans if span.name == span.site]
+        self._room -= len(kept)
+        self._laps.setdefault(worker, []).append(Lap(kept, lap.seconds))
+
+    # What is told
+
+    def rows(self) -> dict[str, dict[str, float]]:
+        """Return process -> part -> seconds in the rounds, idle among them; those of a process are the wall clock."""
+        wall, found = sum(self.walls.values()), {}
+        for name, laps in self._processes().items():
+            seconds = dict.fromkeys(PARTS, 0.0)
+            for (round_, _, part), value in _items(laps):
+                if round_:
+                    seconds[part] += value
+            found[name] = {**seconds, IDLE: wall - sum(seconds.values())}
+        return found
+
+    def table(self) -> str:
+        """Return the table that is shown at the end of a run: each column adds up to the rounds' wall clock."""
+        rows, wall, count = self.rows(), sum(self.walls.values()), len(self.walls)
+        server, *workers = rows.values()
+        columns = {"server" if workers else "seconds": server}
+        if workers:
+            title = "worker" if len(workers) == 1 else f"mean of {len(workers)} workers"
+            columns[title] = {part: sum(row[part] for row in workers) / len(workers) for part in server}
+        widths = [max(len(title), 10) for title in columns]
+        head = f"where {count} round{'s' * (count != 1)} spent the time".ljust(34)
+        lines = [head + "".join(f"{t:>{w}}{'':7}" for t, w in zip(columns, widths, strict=True)).rstrip()]
+        rule = "─" * max(len(lines[0]), 34 + sum(w + 7 for w in widths))
+        for part in (*PARTS, IDLE, "wall clock"):
+            values = [wall if part == "wall clock" else column[part] for column in columns.values()]
+            cells = [f"{v:>{w}.3f} {v / wall if wall else 0:>5.0%} " for v, w in zip(values, widths, strict=True)]
+            if any(values) or part not in PARTS:
+                lines.append(f"{part:<34}{''.join(cells)}".rstrip())
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+    def trace(self) -> dict[str, Any]:
+        """Return the document of profile.json: one row a process, seconds by round and by site beside it."""
+        processes = self._processes()
+        begin = min((span.start for laps in processes.values() for lap in laps for span in lap.spans), default=0.0)
+        events: list[dict[str, Any]] = []
+        rounds = {round_: dict.fromkeys(PARTS, 0.0) for round_ in self.walls}
+        sites: dict[str, dict[str, float]] = {}
+        for row, (name, laps) in enumerate(processes.items()):
+            place = {"pid": 1, "tid": row}
+            events.append({"name": "thread_name", "ph": "M", **place, "args": {"name": name}})
+            events.append({"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": row}})
+            events += [_event(span, begin, place) for lap in laps for span in lap.spans]
+            for (round_, site, part), value in _items(laps):
+                if round_:
+                    rounds[round_][part] += value
+                if round_ and site:
+                    own = sites.setdefault(site, {})
+                    own[part] = own.get(part, 0.0) + value
+        told = {
+            "seconds": self.rows(),
+            "rounds": [{"round": r, "seconds": self.walls[r], **parts} for r, parts in rounds.items()],
+            "sites": sites,
+        }
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
+
+    def json(self) -> bytes:
+        """Return `trace` as it is written."""
+        return json.dumps(self.trace()).encode()
+
+    def _processes(self) -> dict[str, list[Lap]]:
+        """Return the server and the workers, each with what it recorded."""
+        workers = {f"worker {worker}": self._laps[worker] for worker in sorted(self._laps)}
+        return {"server": [Lap(self._spans, self._seconds)], **workers}
+
+
+def _items(laps: list[Lap]) -> Iterator[tuple[tuple[int, str, str], float]]:
+    for lap in laps:
+        yield from lap.seconds.items()
+
+
+def _event(span: Span, begin: float, place: Mapping[str, int]) -> dict[str, Any]:
+    """Return a complete event; times are in microseconds."""
+    start, length = round((span.start - begin) * 1e6, 1), round((span.end - span.start) * 1e6, 1)
+    told = {"round": span.round, **({"site": span.site} if span.site else {})}
+    kind = "visit" if span.name == span.site else "part"
+    return {"name": span.name, "cat": kind, "ph": "X", "ts": start, "dur": length, **place, "args": told}
+
+
+# The recorder that is running
+
+_RUNNING: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+def running() -> Recorder | None:
+    """Return the recorder of this process, None where nothing is recorded."""
+    return _RUNNING.get()
+
+
+def during(part: str | None) -> AbstractContextManager[None]:
+    """Let a part go on inside a block, if anything is recorded."""
+    recorder = _RUNNING.get()
+    return nullcontext() if recorder is None else recorder.during(part)
+
+
+def visit(site: str) -> AbstractContextManager[None]:
+    """Enter what happens inside a block as a site's, if anything is recorded."""
+    recorder = _RUNNING.get()
+    return nullcontext() if recorder is None else recorder.visit(site)
+
+
+def in_round(round_: int) -> AbstractContextManager[None]:
+    """Enter what happens inside a block in a round, if anything is recorded."""
+    recorder = _RUNNING.get()
+    return nullcontext() if recorder is None else recorder.in_round(round_)
+
+
+def restart() -> Recorder | None:
+    """Give a forked process, where something is recorded, a time line of its own."""
+    recorder = _RUNNING.get()
+    if recorder is not None:
+        recorder = Recorder(recorder.device)
+        _RUNNING.set(recorder)
+    return recorder
+
+
+@contextmanager
+def recording(recorder: Recorder | None) -> Iterator[None]:
+    """Record inside the block, in processes forked there too; None records nothing and hooks nothing in.
+
+    Batches, optimiser steps and evaluators are watched from outside, so methods and `fit` know nothing of it.
+    """
+    if recorder is None:
+        yield
+        return
+    token = _RUNNING.set(recorder)
+    batches, evaluators = Shard.batches, (ClassEvaluator, MaskEvaluator, CaseEvaluator)
+    calls = [evaluator.__call__ for evaluator in evaluators]
+    before = register_optimizer_step_pre_hook(_before_step)
+    after = register_optimizer_step_post_hook(_after_step)
+    Shard.batches = _watched(batches)  # type: ignore[method-assign]
+    for evaluator, call in zip(evaluators, calls, strict=True):
+        evaluator.__call__ = _evaluating(call)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Shard.batches = batches  # type: ignore[method-assign]
+        for evaluator, call in zip(evaluators, calls, strict=True):
+            evaluator.__call__ = call  # type: ignore[method-assign]
+        before.remove()
+        after.remove()
+        _RUNNING.reset(token)
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    recorder = _RUNNING.get()
+    if recorder is not None and recorder.local:
+        recorder.switch(OPTIMISER)
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    recorder = _RUNNING.get()
+    if recorder is not None and recorder.local:
+        recorder.switch(PASSES)
+
+
+def _watched(batches: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[Batch]]:
+    """Count making a batch as data, and what follows, but for the optimiser, as forward and backward."""
+
+    def watched(shard: Shard, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
+        made = batches(shard, size, generator)
+        while True:
+            recorder = _RUNNING.get()
+            local = recorder is not None and recorder.local
+            if recorder is not None and local:
+                recorder.switch(DATA)
+            batch = next(made, None)
+            if recorder is not None and local:
+                recorder.switch(STEP if batch is None else PASSES)
+            if batch is None:
+                return
+            yield batch
+
+    return watched
+
+
+def _evaluating(call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(*arguments: Any, **settings: Any) -> Any:
+        with during(EVALUATION):
+            return call(*arguments, **settings)
+
+    return timed

@@ -1,0 +1,190 @@
+"""A federation as one site sees it: what it may send, what it checks of what it receives, and a way to stop it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medfl.compression import Compression
+from medfl.errors import RunError
+from medfl.message import Message, Weights, is_finite
+from medfl.prepared import Batch, Shard
+from medfl.runtimes.federation import Federation
+
+Form = tuple[torch.Size, torch.dtype]
+
+_LIKE_PARAMETERS = ("control", "personal", "rho")
+"""Groups whose tensors have the names and forms of the network's."""
+
+
+class Aborted(RunError):
+    """A site was told to stop what it was doing; nothing of it is kept."""
+
+
+class AtSite(Federation):
+    """A view of a federation: its messages are opened already, and its batches end when the site is told to stop.
+
+    Prepared images and networks are those of the given federation. A method sees of it what it sees of any other.
+
+    Attributes:
+        name: the site.
+        wire: how messages are made smaller on their way.
+        leaves: form of each tensor of the network that leaves the site and comes back.
+    """
+
+    def __init__(self, federation: Federation, name: str, stop: threading.Event) -> None:
+        """Share everything; nothing is prepared again.
+
+        Args:
+            federation: with this site's images in it.
+            name: the site.
+            stop: is set to make it stop.
+        """
+        vars(self).update(vars(federation))
+        self.name, self.wire, self.messages = name, federation.messages, Compression()
+        self._stop = stop
+        body = self._bodies[name]
+        self.leaves = {key.removeprefix("weights/"): form for key, form in body.leaves.items()}
+        self._forms = {key: (tensor.shape, tensor.dtype) for key, tensor in body.networks.initial.items()}
+
+    # Stopping
+
+    def shard(self, name: str, section: str) -> Shard:
+        """Return a site's items in a section."""
+        return self._watched(super().shard(name, section))
+
+    def work(self, participant: str, section: str) -> Shard:
+        """Return what a participant trains on."""
+        return self._watched(super().work(participant, section))
+
+    def pooled(self, section: str) -> Shard:
+        """Return all held-out items of a section."""
+        return self._watched(super().pooled(section))
+
+    def go_on(self) -> None:
+        """Raise `Aborted` if the site has been told to stop."""
+        _go_on(self._stop)
+
+    def _watched(self, shard: Shard) -> Shard:
+        return _Watched(shard.prepared, shard.indices, self._stop)
+
+    # What arrives
+
+    def received(self, named: Mapping[Any, Any]) -> Message:
+        """Return a broadcast that arrived as `Message.flat`, opened and on this site's device.
+
+        Its weights are all that leave a site, or none at all.
+
+        Raises:
+            RunError: something in it is not what it should be; names the site and the tensor.
+        """
+        tensors = {self._text(name): self._tensor(name, value) for name, value in named.items()}
+        for key, tensor in tensors.items():
+            group, slash, name = key.partition("/")
+            self.require(bool(group and slash and name), f"{key!r} is not named group/name")
+            if group == "scalars":
+                self.require(tensor.numel() == 1, f"{key!r} is {tuple(tensor.shape)}; expected one number")
+        message = self.wire.opened_broadcast(Message.from_flat(tensors), f"site {self.name!r}: the server")
+        for group, part in message.tensors.items():
+            if group == "weights":
+                self._check_weights(part)
+            elif group in _LIKE_PARAMETERS:
+                self._check_forms(group, part, self._forms)
+            for name, tensor in part.items():
+                self._check_finite(f"{group}/{name}", tensor)
+        for name, number in message.scalars.items():
+            self.require(math.isfinite(number), f"'scalars/{name}' is {number}")
+        return moved_message(message, self.networks.device)
+
+    def averaged(self, named: Mapping[Any, Any]) -> Message:
+        """Return weights that arrived under their own names, from a host that knows of nothing else.
+
+        Such hosts average in a precision of their own, counters too: numbers are brought back to the network's types,
+        the counters rounded.
+
+        Raises:
+            RunError: they are not all that leave a site, or not finite; names the site and the tensor.
+        """
+        weights = {self._text(name): self._tensor(name, value) for name, value in named.items()}
+        for name, tensor in weights.items():
+            self._check_finite(f"weights/{name}", tensor)
+            wanted = self.leaves[name][1] if name in self.leaves else tensor.dtype
+            if tensor.is_floating_point() and wanted != tensor.dtype:
+                weights[name] = (tensor if wanted.is_floating_point else tensor.round()).to(wanted)
+                self._check_finite(f"weights/{name}", weights[name])
+        self._check_weights(weights)
+        return moved_message(Message({"weights": weights}), self.networks.device)
+
+    def require(self, holds: bool, what: str) -> None:
+        """Raise RunError about what was received unless something holds."""
+        if not holds:
+            raise RunError(f"site {self.name!r}: the server's message: {what}")
+
+    def _text(self, name: Any) -> str:
+        self.require(isinstance(name, str), f"the name {str(name)[:40]!r} is no text")
+        return str(name)
+
+    def _tensor(self, name: Any, value: Any) -> Tensor:
+        """Return a received value as a dense tensor of real numbers."""
+        if isinstance(value, np.ndarray | np.number):
+            self.require(value.dtype.kind in "fiub", f"{name!r} has the type {value.dtype}")
+            try:
+                return torch.as_tensor(np.array(value))
+            except TypeError as error:
+                raise RunError(f"site {self.name!r}: the server's message: {name!r}: {error}") from error
+        dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+        self.require(dense, f"{name!r} is a {type(value).__name__}; expected a dense tensor or an array")
+        self.require(not value.is_complex(), f"{name!r} has the type {value.dtype}")
+        tensor: Tensor = value.detach()
+        return tensor
+
+    def _check_weights(self, weights: Weights) -> None:
+        for label, names in (
+            ("unexpected", weights.keys() - self.leaves.keys()),
+            ("missing", self.leaves.keys() - weights.keys()),
+        ):
+            self.require(not names, f"{label} 'weights/{min(names, default='')}' ({len(names)} such)")
+        self._check_forms("weights", weights, self.leaves)
+
+    def _check_forms(self, group: str, part: Weights, forms: Mapping[str, Form]) -> None:
+        for name, tensor in part.items():
+            self.require(name in forms, f"'{group}/{name}' is no tensor of the network")
+            shape, dtype = forms[name]
+            self.require(
+                (tensor.shape, tensor.dtype) == (shape, dtype),
+                f"'{group}/{name}' is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(shape)} {dtype}",
+            )
+
+    def _check_finite(self, key: str, tensor: Tensor) -> None:
+        self.require(is_finite(tensor), f"{key!r} has NaN or infinite values")
+
+
+def moved_message(message: Message, device: torch.device) -> Message:
+    """Return the same message with its tensors on a device."""
+    groups = {group: {name: t.to(device) for name, t in part.items()} for group, part in message.tensors.items()}
+    return Message(groups, message.scalars)
+
+
+@dataclass(frozen=True)
+class _Watched(Shard):
+    """Items of which no more batches come once somebody has said stop."""
+
+    stop: threading.Event
+
+    def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
+        """Yield batches; Aborted in the place of the next one."""
+        for batch in super().batches(size, generator):
+            _go_on(self.stop)
+            yield batch
+
+
+def _go_on(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise Aborted("aborted")

@@ -1,0 +1,168 @@
+"""What many sites have sent, in the memory of a few: tensors past a budget wait in a file and are read one at a time.
+
+Where a tensor lies changes no bit of it, so neither does the budget change a result.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from medfl.errors import RunError
+from medfl.message import Message, Weights
+
+BUDGET = 256 * 2**20
+"""Bytes of one round's replies that stay in memory."""
+
+
+class Stock:
+    """Tensors that stay in memory while they fit, and then in an unnamed file, which is gone when the process is.
+
+    Args:
+        folder: where there is room.
+        budget: bytes that stay in memory.
+    """
+
+    def __init__(self, folder: Path, budget: int | None = None) -> None:
+        """Begin with nothing."""
+        self.held = 0
+        self._folder, self._budget = folder, BUDGET if budget is None else budget
+        self._file: Any = None
+
+    def keep(self, tensors: Weights) -> Weights:
+        """Return the same tensors, to be used instead of the given ones.
+
+        Raises:
+            RunError: the disk is full.
+        """
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self.held + size <= self._budget:
+            self.held += size
+            return tensors
+        return _Filed(self, {name: self._write(tensor) for name, tensor in tensors.items()})
+
+    def read(self, place: _Place) -> Tensor:
+        """Return a tensor of the file in memory of its own."""
+        if not place.size:
+            return torch.empty(place.shape, dtype=place.dtype, device=place.device)
+        data = bytearray(place.size)
+        self._file.seek(place.offset)
+        self._file.readinto(data)
+        return torch.frombuffer(data, dtype=place.dtype).reshape(place.shape).to(place.device)
+
+    def _write(self, tensor: Tensor) -> _Place:
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (open for as long as the stock)
+            offset = self._file.seek(0, 2)
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            raise RunError(
+                f"cannot keep what the sites sent in {self._folder}: {error.strerror}; the last round is intact; "
+                "free some space and continue with --resume"
+            ) from error
+        return _Place(offset, data.nbytes, tensor.shape, tensor.dtype, tensor.device)
+
+    def __del__(self) -> None:
+        """Let go of the file."""
+        if getattr(self, "_file", None) is not None:
+            with suppress(OSError):
+                self._file.close()
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in the file, and its form."""
+
+    offset: int
+    size: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Filed(Mapping[str, Tensor]):
+    """Named tensors of a stock's file; each access reads one anew."""
+
+    def __init__(self, stock: Stock, places: Mapping[str, _Place]) -> None:
+        self._stock, self._places = stock, places
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._stock.read(self._places[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class Replies(Mapping[str, Message]):
+    """One message of each site, as `Method.aggregate` takes them; put in as they arrive, listed in the sites' order."""
+
+    def __init__(self, names: Sequence[str], folder: Path, budget: int | None = None) -> None:
+        """Expect these sites' messages."""
+        self._names, self._stock = names, Stock(folder, budget)
+        self._messages: dict[str, Message] = {}
+
+    def add(self, name: str, message: Message) -> None:
+        """Take a site's message."""
+        kept = {group: self._stock.keep(members) for group, members in message.tensors.items()}
+        self._messages[name] = Message(kept, message.scalars)
+
+    def __getitem__(self, name: str) -> Message:
+        """Return a site's message; KeyError if it has not arrived."""
+        return self._messages[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether a site's message has arrived."""
+        return name in self._messages
+
+    def __iter__(self) -> Iterator[str]:
+        """List the sites whose messages have arrived."""
+        return (name for name in self._names if name in self._messages)
+
+    def __len__(self) -> int:
+        """Return how many have arrived."""
+        return len(self._messages)
+
+
+class SitesWeights(Mapping[str, Tensor]):
+    """The weights of each site's own model under `<site>/<tensor>`."""
+
+    def __init__(self, folder: Path, budget: int | None = None) -> None:
+        """Begin with no site."""
+        self._stock = Stock(folder, budget)
+        self._places: dict[str, tuple[Weights, str]] = {}
+
+    def add(self, name: str, weights: Weights) -> None:
+        """Take a site's weights."""
+        kept = self._stock.keep(weights)
+        self._places |= {f"{name}/{key}": (kept, key) for key in kept}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one tensor."""
+        kept, key = self._places[name]
+        return kept[key]
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether there is this tensor."""
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        """List the tensors' names."""
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._places)

@@ -1,0 +1,88 @@
+"""What the simulator has a worker do at one site: a function of `step`, with the site's State read from its file.
+
+So no process holds the States of all sites, and none of them passes through the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medfl import profiling
+from medfl.message import Message
+from medfl.metrics import Cases
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.step import StepResult, site_step
+from medfl.storage import State, load_state, moved, save_state
+
+
+def train(
+    federation: Federation,
+    round_: int,
+    name: str,
+    kept: str | None,
+    fresh: str,
+    down: Message,
+    judge: tuple[str, ...] = (),
+) -> tuple[StepResult, bool]:
+    """Train at one site.
+
+    Args:
+        federation: the sites.
+        round_: in which round.
+        name: the site.
+        kept: file of its State, None before its first round.
+        fresh: file that its next State is written to, if it has any.
+        down: what the server sends it.
+        judge: sections that the trained model is scored on.
+
+    Returns:
+        What the step gave, but for the State, and whether that was written.
+    """
+    with profiling.visit(name):
+        state = _state(federation, kept)
+        with profiling.during(profiling.STEP):
+            result = site_step(federation, round_, name, state, down, judge)
+        if result.state:
+            with profiling.during(profiling.CHECKPOINT):
+                save_state(Path(fresh), result.state)
+    return replace(result, state={}), bool(result.state)
+
+
+def tried(
+    federation: Federation, round_: int, name: str, kept: str | None, down: Message, judge: tuple[str, ...]
+) -> dict[str, Cases]:
+    """Train at one site only to score what comes out: nothing is sent or saved."""
+    with profiling.visit(name), profiling.during(profiling.STEP):
+        return site_step(federation, round_, name, _state(federation, kept), down, judge).cases
+
+
+def scored(
+    federation: Federation,
+    function: Callable[..., Any],
+    round_: int,
+    name: str,
+    kept: str | None,
+    down: Message,
+    *rest: Any,
+) -> Any:
+    """Call a function of `step` that trains nothing: (federation, round, name, State, message, *rest)."""
+    with profiling.visit(name):
+        state = _state(federation, kept)
+        with profiling.during(profiling.EVALUATION):
+            return function(federation, round_, name, state, down, *rest)
+
+
+def served(federation: Federation, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of `step` that scores the server's model."""
+    with profiling.during(profiling.EVALUATION):
+        return function(federation, *arguments)
+
+
+def _state(federation: Federation, kept: str | None) -> State | None:
+    if kept is None:
+        return None
+    with profiling.during(profiling.CHECKPOINT):
+        return moved(load_state(Path(kept)), federation.networks.device)

@@ -1,0 +1,53 @@
+"""What a run says and leaves where it has more sites than can be listed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from medfl import datasets, launch
+from medfl.launch import federate
+from medfl.settings import PartitionRecord
+
+
+def division(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is said of sites of these sizes, where at most three are listed."""
+    monkeypatch.setattr(launch, "_LISTED", 3)
+    sites = {f"s{i}": {"train": ["x"] * size, "validate": [], "test": []} for i, size in enumerate(sizes)}
+    record = PartitionRecord("iid", 7, ("2 test images belong to no site",), sites)
+    listed = SimpleNamespace(table=lambda *_: "the table")
+    plan = SimpleNamespace(
+        run=SimpleNamespace(partition=record), partition=listed, sections={}, bundle=SimpleNamespace(classes=())
+    )
+    return launch._division(plan)  # type: ignore[arg-type]
+
+
+def test_few_sites_are_a_table_and_many_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert division([1, 2, 3], monkeypatch) == "the table"
+    assert division([5, 1, 2, 9], monkeypatch).splitlines() == [
+        "partition iid, seed 7: 4 sites, 1 to 9 training images each, median 5; all are in run.json",
+        "note: 2 test images belong to no site",
+    ]
+
+
+def test_a_run_with_hundreds_of_sites_ends_with_its_report(tmp_path: Path) -> None:
+    data = datasets.write_phantom("pneumonia", tmp_path / "data", per_class=160, size=28)
+    said: list[str] = []
+    requested = {
+        "data": str(data), "sites": 210, "partition": "iid", "rounds": 2, "cohort": 0.02, "local_epochs": 1,
+        "batch_size": 8, "lr": 0.01, "eval_every": 0,
+    }  # fmt: skip
+    config = {"network": "small_cnn", "image_size": 28}
+    out = tmp_path / "run"
+    federate("pneumonia", config=config, requested=requested, out=out, jobs=1, say=said.append)
+    division = "partition iid, seed 0: 210 sites, 1 to 2 training images each, median 1; all are in run.json"
+    assert any(line.startswith(division) for line in said)
+    assert not (out / "partition.png").exists()
+    assert (out / "report.html").stat().st_size > 0
+    assert len((out / "sites.csv").read_text().splitlines()) == 211
+    first, last = (json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines())
+    assert list(first["sites"]) == first["cohort"]
+    assert len(last["cohort"]) == 4
