@@ -61,7 +61,7 @@ def _method(name: str) -> Document:
         "tasks": list(cls.tasks),
         "judged": cls.judged,
         "travels": travels(cls),
-        "plain_host": not cls.pools_data and cls.broadcast is Method.broadcast and cls.aggregate is Method.aggregate,
+        "plain_host": cls.plain_host(),
         "options": [{**option, "minimum": limits[option["name"]]} for option in registry.options_of(cls)],
         "prototype_options": registry.prototype_options(cls),
     }

@@ -114,6 +114,11 @@ class Method:
     takes_prototypes: ClassVar[bool] = False
     pools_data: ClassVar[bool] = False
 
+    @classmethod
+    def plain_host(cls) -> bool:
+        """Tell whether a host that averages weights by sample counts does all that this method's server half does."""
+        return not cls.pools_data and cls.broadcast is Method.broadcast and cls.aggregate is Method.aggregate
+
     # The network
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:

@@ -3,7 +3,7 @@
 What crosses is an `ExchangeObject`. With medfl's own server its `weights` are a flat message (`Message.flat`: names
 `group/name`, numbers as `scalars/name`), made smaller as the run says, and its `statistics` have the round. With a
 plain averaging host, which knows of nothing but weights, `weights` is part of a state dict under its own names. That is
-right for the methods that keep FedAvg's server half (`plain_host`), and no other is taken.
+right for the methods that keep FedAvg's server half (`Method.plain_host`), and no other is taken.
 
 What MONAI's own `MonaiAlgo` leaves open is settled so:
     What leaves: the tensors that the method agreed to and none that is personal, as copies on the CPU. The number of
@@ -34,7 +34,6 @@ from medfl import profiling
 from medfl.errors import InputError, MedflError, RunError
 from medfl.folder import safe
 from medfl.message import Message, Weights
-from medfl.methods.base import Method
 from medfl.metrics import Cases, summarise
 from medfl.runtimes import visits
 from medfl.runtimes.at_site import Aborted, AtSite, moved_message
@@ -59,12 +58,6 @@ _DOING = {
     FlPhase.GET_WEIGHTS: "introduction",
     FlPhase.GET_DATA_STATS: "statistics",
 }
-
-
-def plain_host(method: Method) -> bool:
-    """Tell whether a host that averages weights by sample counts does all that the method's server half does."""
-    cls = type(method)
-    return not method.pools_data and cls.broadcast is Method.broadcast and cls.aggregate is Method.aggregate
 
 
 class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
@@ -295,7 +288,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 def _refuse_plain(federation: Federation) -> None:
     """Raise an InputError if averaging weights is not all that the run's server does."""
     run = federation.run
-    if not plain_host(federation.method):
+    if not federation.method.plain_host():
         raise InputError(
             f"method {run.method!r} with a plain averaging host",
             "such a host does for methods that keep FedAvg's server half (medfl methods)",

@@ -26,7 +26,7 @@ from medfl.message import Message
 from medfl.methods import load, names
 from medfl.runtimes.at_site import Aborted
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.monai_fl import Exchange, MedflClientAlgo, plain_host
+from medfl.runtimes.monai_fl import Exchange, MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.states import InFolder, InMemory
 from medfl.runtimes.workers import Workers
@@ -230,7 +230,7 @@ def averaging(sites: Mapping[str, MedflClientAlgo], rounds: int, start: Mapping[
     return weights
 
 
-@pytest.mark.parametrize("method", [name for name in names() if plain_host(load(name))])
+@pytest.mark.parametrize("method", [name for name in names() if load(name).plain_host()])
 def test_a_plain_averaging_host_gives_the_simulator_s_weights(tmp_path: Path, method: str) -> None:
     """As the host averages in float64 and the simulator in float32, up to rounding."""
     made = federation(method, rounds=3)
@@ -249,7 +249,7 @@ def test_the_methods_for_a_plain_averaging_host_are_those_of_the_method_table() 
     table = (Path(__file__).parents[2] / "README.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split(" | ")] for line in table if line.startswith("| `")]
     said = {row[0].strip("| `"): row[4] for row in rows if row[0].strip("| `") in names()}
-    assert said == {name: "yes" if plain_host(load(name)) else "no" for name in names()}
+    assert said == {name: "yes" if load(name).plain_host() else "no" for name in names()}
     assert (said["fedavg"], said["fedprox"], said["scaffold"], said["central"]) == ("yes", "yes", "no", "no")
 
 
