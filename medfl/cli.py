@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from medfl import arguments, terminal
+from medfl import arguments, site_cli, terminal
 from medfl.errors import InputError, MedflError
 
 _EXIT_INTERRUPTED = 130
@@ -127,6 +127,7 @@ def _parser() -> _Parser:
     _add_compare(verbs)
     _add_data(verbs)
     _add_concepts(verbs)
+    site_cli.add(verbs, _Parser, _verb, _show)
     report = _verb(verbs, "report", "write report.html of one or several run folders", _report)
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that medfl run wrote")
     report.add_argument(

@@ -1,0 +1,137 @@
+"""A site's policy: which files a bundle consists of, and what it may do beyond what every bundle may.
+
+    bundle: hippocampus          # the folder's name
+    allow: [scripts]             # words, see `WORDS`
+    limits: {config_bytes: 200000}
+    files:                       # sha256 of each; with it, a bundle has these files and no others
+      configs/train.yaml: 3f5a...
+
+Every key may be left out. The site keeps the file, outside of the bundle; nothing of it comes over a wire.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from medfl.errors import InputError
+from medfl.untrusted import Refused, decode, read_plain, shown
+
+WORDS = {
+    "scripts": "the bundle's own Python is imported and runs with your rights",
+    "pickle": "pickled or TorchScript weights may lie in the bundle, and torch.load may be called",
+    "open": "files may be opened for writing",
+    "setattr": "attributes of any object may be set",
+    "sys.path": "the places that Python imports from may be changed",
+    "distributed": "torch.distributed may open connections",
+    "paths": "absolute paths may be named",
+    "logging": "configs/logging.conf may lie in the bundle; medfl does not read it",
+    "files": "files of unknown kinds may lie in the bundle; compiled code never",
+}
+"""What a policy can allow, and what each word means."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_BYTES = 4_000_000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes beyond which a bundle is refused unread."""
+
+    config_bytes: int = 1_000_000
+    """of one configuration file"""
+    nodes: int = 20_000
+    """values in one configuration file"""
+    depth: int = 40
+    """levels in one configuration file"""
+    expression: int = 1_000
+    """characters in one `$` expression"""
+    files: int = 10_000
+    """files in the bundle"""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a site has decided about a bundle; the default allows nothing extra and pins nothing."""
+
+    bundle: str = ""
+    allow: frozenset[str] = frozenset()
+    limits: Limits = field(default_factory=Limits)
+    files: Mapping[str, str] | None = None
+    """path below the bundle's folder -> sha256; None: not pinned"""
+
+    @classmethod
+    def read(cls, path: Path) -> Policy:
+        """Read a policy file.
+
+        Raises:
+            InputError: it cannot be read, or says something that no policy can say.
+        """
+        try:
+            if path.stat().st_size > _BYTES:
+                raise Refused(f"more than {_BYTES} bytes")
+            given = read_plain(decode(path.read_bytes()), is_json=False, nodes=100_000, depth=4)
+        except OSError as error:
+            raise InputError(
+                f"policy {path} cannot be read ({error.strerror or error})", "it is a YAML file", "check the path"
+            ) from error
+        except Refused as error:
+            raise InputError(f"policy {path}: {error}", "a policy is plain YAML", "see docs/deploy.md") from error
+        return cls._from(given, path)
+
+    @classmethod
+    def _from(cls, given: Any, path: Path) -> Policy:
+        given = {} if given is None else given
+        if not isinstance(given, dict):
+            raise InputError(f"policy {path} is a {type(given).__name__}", "keys and values", "see docs/deploy.md")
+        _known(given, ("bundle", "allow", "limits", "files"), f"policy {path}: key")
+        allow, limits, files = given.get("allow") or [], given.get("limits") or {}, given.get("files")
+        if not isinstance(allow, list) or not all(isinstance(word, str) for word in allow):
+            raise InputError(f"policy {path}: allow", "a list of words", f"choose from {', '.join(WORDS)}")
+        _known(allow, WORDS, f"policy {path}: the word")
+        if not isinstance(limits, dict):
+            raise InputError(f"policy {path}: limits", "names with whole numbers", "correct it")
+        _known(limits, [f.name for f in fields(Limits)], f"policy {path}: the limit")
+        for name, value in limits.items():
+            if type(value) is not int or value < 1:
+                raise InputError(f"policy {path}: limit {name}", "whole numbers of at least 1", "correct it")
+        if files is not None and not (
+            isinstance(files, dict)
+            and all(isinstance(p, str) and isinstance(h, str) and _SHA256.fullmatch(h) for p, h in files.items())
+        ):
+            raise InputError(
+                f"policy {path}: files",
+                "paths below the bundle's folder with 64 hexadecimal digits each",
+                "let medfl site inspect --write-policy write it",
+            )
+        bundle = given.get("bundle", "")
+        if not isinstance(bundle, str):
+            raise InputError(f"policy {path}: bundle", "the name of the bundle's folder", "correct it")
+        return cls(bundle, frozenset(allow), Limits(**limits), files)
+
+    def text(self) -> str:
+        """Return the policy as the file's content."""
+        limits = {name: value for name, value in asdict(self.limits).items() if value != getattr(Limits(), name)}
+        parts: dict[str, Any] = {"bundle": self.bundle, "allow": sorted(self.allow)}
+        parts |= {"limits": limits} if limits else {}
+        parts |= {} if self.files is None else {"files": dict(sorted(self.files.items()))}
+        comments = "".join(f"# {word}: {WORDS[word]}\n" for word in sorted(self.allow))
+        head = "# What this site has inspected and allows; see docs/deploy.md.\n"
+        return head + comments + yaml.safe_dump(parts, sort_keys=False, width=1000, allow_unicode=False)
+
+
+def _known(given: Any, known: Any, what: str) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), list(known), 1)
+            raise InputError(
+                f"{what} {shown(name)!r}",
+                f"known are {', '.join(known)}",
+                f"did you mean {near[0]}?" if near else "take it out",
+            )

@@ -1,0 +1,149 @@
+"""JSON and YAML that somebody else wrote, as plain values: no tags, no duplicate keys, nothing invisible, no bombs."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+Plain = Any
+"""None, bool, int, float, str, date, and lists and dicts of them."""
+
+
+class Refused(Exception):
+    """What is read is refused; says why in a few words."""
+
+
+def shown(text: object, length: int = 100) -> str:
+    """Return a text from a file that is not trusted for a line of output: printable ASCII, of limited length."""
+    plain = ascii(str(text))[1:-1]
+    return plain if len(plain) <= length else plain[: length - 3] + "..."
+
+
+def visible(text: str) -> None:
+    """Check that a text shows all that it holds.
+
+    Raises:
+        Refused: it has control, format (zero width, right-to-left), line-separating, private or unassigned characters.
+    """
+    for character in text:
+        if character not in "\t\n\r" and unicodedata.category(character) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"):
+            raise Refused(f"the invisible character U+{ord(character):04X}")
+
+
+def decode(data: bytes) -> str:
+    """Return bytes as text.
+
+    Raises:
+        Refused: they are not UTF-8, or hold what does not show.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused("bytes that are not UTF-8 text") from error
+    visible(text)
+    return text
+
+
+def read_plain(text: str, *, is_json: bool, nodes: int, depth: int) -> Plain:
+    """Return the values of a JSON or YAML text.
+
+    Args:
+        text: one document.
+        is_json: else YAML, safely loaded.
+        nodes: at most so many values, each alias counted with all that it stands for.
+        depth: at most so many levels.
+
+    Raises:
+        Refused: it is not valid, or holds what a plain configuration has no use for.
+    """
+    try:
+        if is_json:
+            value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        else:
+            value = _read_yaml(text, nodes, depth)
+    except RecursionError as error:
+        raise Refused(f"more than {depth} levels") from error
+    except (ValueError, TypeError, OverflowError, yaml.YAMLError) as error:
+        line = " ".join(str(error).split())
+        raise Refused(f"not valid {'JSON' if is_json else 'YAML'} ({shown(line, 160)})") from error
+    _measure(value, nodes, depth)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise Refused(f"key {shown(key)!r} twice")
+        seen[key] = value
+    return seen
+
+
+def _no_constant(name: str) -> float:
+    raise Refused(f"{name}, which is not JSON")
+
+
+def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
+    level = 0
+    for count, event in enumerate(yaml.parse(text, yaml.SafeLoader)):  # before anything is built
+        if isinstance(event, yaml.CollectionStartEvent):
+            level += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            level -= 1
+        if level > depth:
+            raise Refused(f"more than {depth} levels")
+        if count > 4 * nodes:
+            raise Refused(f"more than {nodes} values")
+        if isinstance(event, yaml.DocumentStartEvent) and (event.tags or event.version):
+            raise Refused("a YAML directive")
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
+            raise Refused(f"the YAML tag {shown(event.tag)!r}")
+    root: yaml.Node | None = yaml.compose(text, yaml.SafeLoader)
+    if root is None:
+        return None
+    left = [nodes]
+    _check_node(root, left, depth)
+    return yaml.safe_load(text)
+
+
+def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
+    left[0] -= 1
+    if left[0] < 0:
+        raise Refused("aliases that stand for too many values")
+    if depth < 0:
+        raise Refused("too many levels, or an alias of itself")
+    if isinstance(node, yaml.MappingNode):
+        seen: set[tuple[str, str]] = set()
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise Refused("a key that is no text")
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise Refused("the YAML merge key '<<'")
+            if (key.tag, key.value) in seen:
+                raise Refused(f"key {shown(key.value)!r} twice")
+            seen.add((key.tag, key.value))
+            _check_node(value, left, depth - 1)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _check_node(value, left, depth - 1)
+
+
+def _measure(value: Plain, nodes: int, depth: int) -> None:
+    for count, (_, level) in enumerate(_levels(value)):
+        if count >= nodes:
+            raise Refused(f"more than {nodes} values")
+        if level > depth:
+            raise Refused(f"more than {depth} levels")
+
+
+def _levels(value: Plain) -> Iterator[tuple[Plain, int]]:
+    todo = [(value, 0)]
+    while todo:
+        node, level = todo.pop()
+        yield node, level
+        children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        todo += [(child, level + 1) for child in children]

@@ -1,0 +1,304 @@
+"""Malicious bundles: each is the harmless one of `base` with one thing changed, and what the refusal has to say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.hostile.base import METADATA
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A change, and a part of the line that refuses it.
+
+    Attributes:
+        says: part of the line.
+        train: further ids of configs/train.json.
+        files: further files.
+        word: a word of the policy that would allow it; "" where nothing can.
+    """
+
+    says: str
+    train: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    word: str = ""
+
+
+def _target(target: Any, **arguments: Any) -> Hostile:
+    return Hostile("_target_", {"x": {"_target_": target, **arguments}})
+
+
+def _runs(expression: str, says: str, word: str = "") -> Hostile:
+    return Hostile(says, {"x": f"${expression}"}, word=word)
+
+
+def _imports(statement: str, says: str = "not on the list", word: str = "") -> Hostile:
+    return Hostile(says, {"imports": ["$import glob", "$import os", f"${statement}"]}, word=word)
+
+
+def _yaml(text: str, says: str) -> Hostile:
+    return Hostile(says, files={"configs/evaluate.yaml": text})
+
+
+def _metadata(says: str, **more: Any) -> Hostile:
+    return Hostile(says, files={"configs/metadata.json": json.dumps({**METADATA, **more})})
+
+
+_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
+_MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
+_BIDI = "\u202e"
+
+HOSTILE: dict[str, Hostile] = {
+    # components
+    "os_system": _target("os.system", command="id"),
+    "eval_without_a_module": _target("eval", source="1"),
+    "builtins_exec": _target("builtins.exec", object="1"),
+    "subprocess": _target("subprocess.Popen", args=["id"]),
+    "importlib": _target("importlib.import_module", name="antigravity"),
+    "pickle_loads": _target("pickle.loads", data="x"),
+    "torch_load": _target("torch.load", f="x.pt", weights_only=False),
+    "torch_jit_load": _target("torch.jit.load", f="x.ts"),
+    "torch_hub_load": _target("torch.hub.load", repo_or_dir="a/b", model="c"),
+    "torch_extension": _target("torch.utils.cpp_extension.load", name="a", sources=["a.cpp"]),
+    "through_torch_to_os": _target("torch.os.system", command="id"),
+    "through_torch_nn_to_os": _target("torch.nn.modules.module.os.system", command="id"),
+    "bundle_run": _target("monai.bundle.run", config_file="x.json"),
+    "bundle_run_by_its_short_name": _target("run_workflow", config_file="x.json"),
+    "bundle_load": _target("monai.bundle.load", name="x"),
+    "init_bundle": _target("monai.bundle.init_bundle", bundle_dir="x"),
+    "config_parser": _target("ConfigParser", config={}),
+    "download_url": _target("monai.apps.download_url", url="x", filepath="y"),
+    "download_and_extract_by_its_short_name": _target("download_and_extract", url="x"),
+    "run_cmd": _target("monai.utils.run_cmd", cmd_list=["id"]),
+    "monai_instantiate": _target("monai.utils.instantiate", _mode="default"),
+    "monai_optional_import": _target("optional_import", module="os"),
+    "monai_extension_loader": _target("monai._extensions.load_module", module_name="x"),
+    "nnunet_runner": _target("monai.apps.nnunet.nnUNetV2Runner", input_config={}),
+    "perceptual_loss_runs_hub_code": _target("PerceptualLoss", spatial_dims=2),
+    "mlflow_talks_to_a_server": _target("MLFlowHandler", tracking_uri="x"),
+    "torchvision_fetches_weights": _target("TorchVisionFCModel", model_name="resnet18", weights="DEFAULT"),
+    "csv_dataset_reads_urls": _target("CSVDataset", src="x"),
+    "fire": _target("fire.Fire", component="x"),
+    "functools_partial": _target("functools.partial", func="x"),
+    "medfl_itself": _target("medfl.cli.main", arguments=["data"]),
+    "scripts_that_are_not_there": _target("scripts.net.Net"),
+    "target_by_expression": _target("$@network_def.forward"),
+    "target_by_reference": _target("@network_name"),
+    "target_by_macro": Hostile("_target_", {"name": "os.system", "x": {"_target_": "%name"}}),
+    "target_joined": _target("os." + "system ", command="id"),
+    "target_of_another_type": _target(["os.system"]),
+    "target_in_fullwidth_letters": _target("\uff4f\uff53.system", command="id"),
+    "target_with_a_cyrillic_letter": _target("\u041eneOf", transforms=[]),
+    "target_by_an_override_from_another_key": Hostile("_target_", {"network_def#_target_": "os.system"}),
+    "target_by_an_override_with_colons": Hostile("_target_", {"network_def::_target_": "os.system"}),
+    "target_in_evaluate_only": _yaml("network_def#_target_: os.system\n", "_target_"),
+    "target_in_federated_settings": Hostile(
+        "_target_",
+        files={"configs/federated.yaml": "presets: {p: {config: {optimizer: {_target_: os.system, command: id}}}}\n"},
+    ),
+    "target_in_the_description": _metadata("in a description", network={"_target_": "os.system", "command": "id"}),
+    "disabled_today": _target("os.system", command="id", _disabled_=True),
+    "mode_debug": Hostile("_mode_", {"x": {"_target_": "UNet", "_mode_": "debug"}}),
+    "mode_callable": Hostile("_mode_", {"x": {"_target_": "UNet", "_mode_": "callable"}}),
+    "mode_by_reference": Hostile("_mode_", {"x": {"_target_": "UNet", "_mode_": "@mode"}}),
+    "debug_argument": Hostile("'_debug_'", {"x": {"_target_": "UNet", "_debug_": True}}),
+    "required_first": Hostile(
+        "two underscores", {"x": {"_target_": "UNet", "_requires_": ["$__import__('os').system('id')"]}}
+    ),
+    "disabled_by_running": Hostile("the name exec", {"x": {"_target_": "UNet", "_disabled_": "$exec('1')"}}),
+    "described_by_running": Hostile("the name eval", {"x": {"_target_": "UNet", "_desc_": "$eval('1')"}}),
+    # arguments that MONAI imports, or that fetch
+    "reader_that_is_a_program": Hostile(
+        "'reader'", {"x": {"_target_": "LoadImage", "reader": "subprocess.Popen", "args": ["id"]}}
+    ),
+    "reader_in_a_list": Hostile("'reader'", {"x": {"_target_": "LoadImaged", "keys": "a", "reader": ["exec"]}}),
+    "reader_by_reference": Hostile("'reader'", {"r": "os.mkdir", "x": {"_target_": "LoadImage", "reader": "@r"}}),
+    "reader_by_an_override": Hostile("'reader'", {"x": {"_target_": "LoadImage"}, "x#reader": "os.mkdir"}),
+    "reader_by_an_override_of_an_item": Hostile(
+        "'reader'", {"x": {"_target_": "LoadImage", "reader": ["ITKReader"]}, "x#reader#0": "os.mkdir"}
+    ),
+    "writer_that_is_a_program": Hostile("'writer'", {"x": {"_target_": "SaveImage", "writer": "os.mkdir"}}),
+    "merger_that_is_a_program": Hostile("'merger_cls'", {"x": {"_target_": "PatchInferer", "merger_cls": "os.mkdir"}}),
+    "pickled_arrays": Hostile("'allow_pickle'", {"x": {"_target_": "LoadImage", "allow_pickle": True}}),
+    "cache_of_pickles": Hostile("'weights_only'", {"x": {"_target_": "PersistentDataset", "weights_only": False}}),
+    "download_of_data": Hostile("'download'", {"x": {"_target_": "DecathlonDataset", "download": True}}),
+    "download_of_weights": Hostile("'pretrained'", {"x": {"_target_": "DenseNet121", "pretrained": True}}),
+    "download_of_weights_by_default": Hostile("would fetch", {"x": {"_target_": "EfficientNetBN", "model_name": "b0"}}),
+    "download_of_weights_by_a_full_name": Hostile(
+        "would fetch", {"x": {"_target_": "monai.networks.nets.resnet.ResNetFeatures", "model_name": "resnet18"}}
+    ),
+    "download_of_weights_by_an_override": Hostile("would fetch", {"network_def#_target_": "EfficientNetBN"}),
+    "url": Hostile("a URL", {"x": {"_target_": "Dataset", "data": "http://example.org/a.json"}}),
+    "url_in_an_expression": _runs("@dataset_dir + 'ftp://example.org'", "a URL"),
+    # expressions
+    "import_function": _runs("__import__('os').system('id')", "two underscores"),
+    "eval": _runs("eval('1')", "the name eval"),
+    "exec": _runs("exec('import os')", "the name exec"),
+    "compile": _runs("compile('1', '', 'eval')", "the name compile"),
+    "getattr": _runs("getattr(os, 'system')('id')", "the name getattr"),
+    "vars": _runs("vars(os)", "the name vars"),
+    "globals": _runs("globals()", "the name globals"),
+    "breakpoint": _runs("breakpoint()", "the name breakpoint"),
+    "input": _runs("input()", "the name input"),
+    "member_of_an_allowed_module": _runs("os.system('id')", "os.system"),
+    "environment": _runs("dict(os.environ)", "os.environ"),
+    "deleted_files": _runs("os.remove('a')", "os.remove"),
+    "moved_files": _runs("os.replace('a', 'b')", "os.replace"),
+    "moved_by_a_path": _runs("@bundle_root.replace('b')", "would move a file"),
+    "moved_by_a_method_handed_on": _runs("list(map(@bundle_root.replace, ['b']))", "handed on"),
+    "written_by_a_path": _runs("@bundle_root.write_text('a')", ".write_text"),
+    "folder_made_where_it_is_evaluated": _runs("@bundle_root.mkdir()", ".mkdir"),
+    "class_of": _runs("@images.__class__", "two underscores"),
+    "subclasses": _runs("().__class__.__base__.__subclasses__()", "two underscores"),
+    "globals_of_a_function": _runs("@images.func_globals", ".func_globals"),
+    "frame_of_a_generator": _runs("(i for i in @images).gi_frame.f_back", ".f_back"),
+    "private_attribute": _runs("@images._modules", "._modules"),
+    "dunder_in_a_text": _runs("'{0.__class__}'", "two underscores"),
+    "format": _runs("'{0.name}'.format(@images)", ".format"),
+    "format_of_its_own": _runs("f'{@images:>10}'", "a format of its own"),
+    "conversion": _runs("f'{@images!r}'", "a format of its own"),
+    "walrus": _runs("(y := @images)", "NamedExpr"),
+    "await": _runs("(lambda: (yield 1))", "Yield"),
+    "lambda_with_defaults": _runs("lambda x=os.getcwd(): x", "more than plain arguments"),
+    "lambda_that_takes_a_module_s_name": _runs("(lambda os: os.getcwd)", "takes the name os"),
+    "comprehension_that_takes_a_module_s_name": _runs("[torch for torch in @images]", "takes the name torch"),
+    "comprehension_that_assigns": _runs("[0 for @images[0] in [1]]", "more than names"),
+    "module_as_a_value": _runs("os", "os, which is not on the list"),
+    "module_in_a_list": _runs("[os][0].getcwd()", "not on the list"),
+    "monai_bundle_as_a_value": _runs("monai.bundle", "monai.bundle"),
+    "monai_download": _runs("monai.apps.download_url('a', 'b')", "monai.apps.download_url"),
+    "monai_config_parser": _runs("monai.bundle.ConfigParser({})", "monai.bundle.ConfigParser"),
+    "monai_transform_made_by_hand": _runs("monai.transforms.LoadImage('subprocess.Popen')", "LoadImage"),
+    "torch_hub": _runs("torch.hub.load('a/b', 'c')", "torch.hub.load"),
+    "torch_load_by_name": _runs("torch.load(@bundle_root + '/a.pt')", "'pickle'", word="pickle"),
+    "torch_save": _runs("torch.save(1, 'a')", "torch.save"),
+    "numpy_load": _runs("np.load('a.npy', allow_pickle=True)", "numpy.load"),
+    "pickles_in_a_call": _runs("np.array(@images, allow_pickle=True)", "'allow_pickle'"),
+    "numpy_ctypes": _runs("np.ctypeslib.load_library('a', 'b')", "numpy.ctypeslib"),
+    "reader_in_a_call": _runs("@images(reader='os.mkdir')", "'reader'"),
+    "arguments_with_two_stars": _runs("@images(**@settings)", "two stars"),
+    "arguments_with_a_star": _runs("@images(*@settings)", "with a star"),
+    "open_to_write": _runs("open(@bundle_root + '/a', 'w')", "'open'", word="open"),
+    "open_in_a_mode_that_is_computed": _runs("open(@images, @mode)", "'open'", word="open"),
+    "open_handed_on": _runs("list(map(open, @images))", "the name open"),
+    "open_with_an_opener": _runs("open('a', opener=@images)", "'open'", word="open"),
+    "setattr": _runs("setattr(@images, 'a', 1)", "'setattr'", word="setattr"),
+    "power": _runs("9 ** 9 ** 9", "Pow"),
+    "large_number": _runs("[0] * 99999999999", "thousand million"),
+    "bytes": _runs("b'x'", "bytes"),
+    "two_expressions": _runs("1; 2", "exactly one"),
+    "second_line": _runs("1\n2", "exactly one"),
+    "statement": _runs("del os", "a statement"),
+    "import_where_it_is_evaluated": _runs("import os", "a statement"),
+    "not_python": _runs("(", "valid Python"),
+    "long_expression": _runs("1" + " + 1" * 300, "more than 1000 characters"),
+    "deep_expression": _runs("(" * 300 + "1" + ")" * 300, "valid Python"),
+    "expression_with_an_escape": Hostile(
+        "the name eval", files={"configs/evaluate.json": '{"x": "\\u0024ev\\u0061l(1)"}'}
+    ),
+    "identifier_in_fullwidth_letters": _runs("\uff45\uff56\uff41\uff4c('1')", "outside of ASCII"),
+    "identifier_in_mathematical_letters": _runs("@images.\U0001d41a", "outside of ASCII"),
+    "right_to_left": Hostile("U+202E", {"x": f"a{_BIDI}b"}),
+    "right_to_left_in_the_file": _yaml(f"# {_BIDI} }}\nx: 1\n", "U+202E"),
+    "right_to_left_by_an_escape": _yaml('x: "\\u202e"\n', "U+202E"),
+    "zero_width_in_a_key": Hostile("U+200B", {"a\u200bb": 1}),
+    "terminal_escape_in_a_key": Hostile("U+001B", {"a\u001b[2Jb": 1}),
+    "statement_list_that_is_referred_to": Hostile(".mkdir", {"run": ["$@bundle_root.mkdir()"], "x": "$[1, @run]"}),
+    "statement_list_with_a_danger": Hostile("os.system", {"initialize": ["$os.system('id')"]}),
+    # references and macros
+    "reference_to_everything": _runs("[@]", "whole configuration"),
+    "reference_to_an_import": _runs("@imports#1.getcwd()", "an import"),
+    "reference_from_an_import": Hostile("valid Python", {"imports": ["$import os", "$@#0.remove('a')"]}),
+    "reference_to_an_import_by_steps": Hostile("an import", {"a": {"b": "$@###imports#0"}}),
+    "reference_inside_a_text": _runs("'@images'", "inside a text"),
+    "reference_that_runs_into_a_name": _runs("x@images", "the name x_reference_0"),
+    "reference_as_an_argument_s_name": _runs("dict(@images=1)", "name of an argument"),
+    "reference_with_something_behind_it": Hostile("is none", {"x": "@images; rm"}),
+    "local_references": _runs("__local_refs['images']", "two underscores"),
+    "code_in_a_key_for_a_relative_reference": Hostile(
+        "no plain name", {"0 or os.mkdir('canary') or @images": {"a": 1, "b": "$@#a"}}
+    ),
+    "key_with_an_underscore_word": Hostile("'_meta_'", {"_meta_": {"a": 1}}),
+    "import_by_an_override": Hostile("outside of the list", {"imports#2": "$import subprocess"}),
+    "imports_that_are_no_list": Hostile("not a list", {"imports": {"a": "$import subprocess"}}),
+    "imports_that_are_a_text": Hostile("not an import", {"imports": ["%network_def"]}),
+    "macro_of_another_file": Hostile("the macro", {"x": "%/tmp/other.json#net"}),
+    "macro_of_a_file_beside_it": Hostile("the macro", {"x": "%other.json"}),
+    "macro_of_a_file_in_capitals": Hostile("the macro", {"x": "%other.YAML::net"}),
+    "macro_of_everything": Hostile("the macro", {"x": "%"}),
+    "macro_of_an_import": Hostile("an import", {"x": "%imports#1"}),
+    "macro_of_macros": Hostile("a macro of a macro", {"a": [1, 2], "b": ["%a", "%a"], "c": ["%b", "%b"]}),
+    "macro_of_itself": Hostile("a macro of a macro", {"a": {"b": "%a"}}),
+    "macro_that_is_relative": Hostile("the macro", {"a": {"b": 1, "c": "%#b"}}),
+    "macro_in_an_expression": _runs("@images %#b", "a macro inside"),
+    "expression_in_the_description": _metadata("would be evaluated", description="$exec('1')"),
+    "macro_in_the_description": _metadata("would be evaluated", description="%/etc/x.json"),
+    # imports
+    "import_subprocess": _imports("import subprocess"),
+    "import_importlib": _imports("import importlib"),
+    "import_socket": _imports("import socket"),
+    "import_urllib": _imports("import urllib"),
+    "import_pickle": _imports("import pickle"),
+    "import_monai_bundle": _imports("from monai import bundle"),
+    "import_sys": _imports("import sys", "'sys.path'", word="sys.path"),
+    "import_distributed": _imports("import torch.distributed as dist", "'distributed'", word="distributed"),
+    "import_of_a_function": _imports("from os import system"),
+    "import_of_load": _imports("from torch import load", "'pickle'", word="pickle"),
+    "import_of_everything": _imports("from os import *", "of everything"),
+    "import_that_is_relative": _imports("from . import x", "relative import"),
+    "import_of_two": _imports("import glob, subprocess", "several imports"),
+    "import_and_more": _imports("import glob; import subprocess", "exactly one"),
+    "import_under_another_module_s_name": _imports("import os as torch", "takes the name torch"),
+    "import_under_a_builtin_s_name": _imports("import os as len", "takes the name len"),
+    "import_under_two_names": _imports("import json as os", "takes the name os"),
+    "import_of_own_code_that_is_not_there": _imports("import scripts"),
+    # paths
+    "path_upwards": Hostile("leads upwards", {"x": "../../other/data"}),
+    "path_upwards_in_an_expression": _runs("os.path.join(@bundle_root, '..', 'other')", "leads upwards"),
+    "path_of_the_system": Hostile("folder of the system", {"x": "/etc/passwd"}),
+    "path_of_the_system_as_data": Hostile("folder of the system", {"dataset_dir": "/etc"}),
+    "path_of_the_system_behind_a_reference": _runs("@bundle_root + '/etc/passwd'", "folder of the system"),
+    "path_that_is_absolute": Hostile("'paths'", {"x": "/data/other"}, word="paths"),
+    "path_by_join": _runs("os.path.join(@bundle_root, '/data')", "an absolute path"),
+    "path_in_a_listing": _runs("os.listdir('/')", "an absolute path"),
+    "path_of_a_home": Hostile("outside of bundle", {"x": "~/.ssh/id_rsa"}),
+    "path_of_windows": Hostile("outside of bundle", {"x": "C:\\Windows"}),
+    # files
+    "yaml_tag": _yaml("x: !!python/object/apply:os.system [id]\n", "the YAML tag"),
+    "yaml_directive": _yaml("%TAG ! tag:yaml.org,2002:python/\n---\nx: 1\n", "directive"),
+    "yaml_binary": _yaml("x: !!binary aWQ=\n", "the YAML tag"),
+    "yaml_bomb": _yaml(_BOMB, "too many values"),
+    "yaml_bomb_of_merges": _yaml(_MERGES, "merge key"),
+    "yaml_alias_of_itself": _yaml("x: &x [*x]\n", "alias of itself"),
+    "yaml_key_twice": _yaml("x: 1\nx: $eval('1')\n", "twice"),
+    "yaml_key_that_is_a_list": _yaml("? [a, b]\n: 1\n", "no text"),
+    "yaml_documents": _yaml("x: 1\n---\nx: $eval('1')\n", "not valid YAML"),
+    "yaml_levels": _yaml("[" * 500 + "]" * 500, "levels"),
+    "json_key_twice": Hostile("twice", files={"configs/evaluate.json": '{"x": 1, "x": "$eval(1)"}'}),
+    "json_levels": Hostile("levels", files={"configs/evaluate.json": "[" * 100_000}),
+    "json_that_is_a_list": Hostile("keys and values", files={"configs/evaluate.json": "[1]"}),
+    "json_not_a_number": Hostile("NaN", files={"configs/evaluate.json": '{"x": NaN}'}),
+    "json_with_an_ending_in_capitals": Hostile("in capitals", files={"configs/evaluate.JSON": "{}"}),
+    "half_a_surrogate": Hostile("U+D800", files={"configs/evaluate.json": '{"x": "\\ud800"}'}),
+    "not_text": Hostile("not UTF-8", files={"configs/evaluate.json": b"\xff\xfe{}"}),
+    "many_values": Hostile("more than", {"x": [0] * 30_000}),
+    "huge_configuration": Hostile("at most", files={"configs/evaluate.json": '{"x": "' + "a" * 1_100_000 + '"}'}),
+    "logging_configuration": Hostile(
+        "'logging'", files={"configs/logging.conf": "[handler_h]\nclass=os.system\nargs=('id',)\n"}, word="logging"
+    ),
+    "configuration_that_is_none": Hostile("unknown kind", files={"configs/train.ini": "[a]\n"}, word="files"),
+    "own_python": Hostile("'scripts'", files={"scripts/__init__.py": "print('here')\n"}, word="scripts"),
+    "own_python_with_a_module_s_name": Hostile("name of another module", files={"glob.py": "print('here')\n"}),
+    "compiled_python": Hostile("compiled", files={"scripts/__pycache__/net.cpython-311.pyc": b"x"}),
+    "shared_library": Hostile("compiled", files={"libx.so": b"\x7fELF"}),
+    "shell_script": Hostile("compiled or packed", files={"run.sh": "id\n"}),
+    "pickled_weights": Hostile("'pickle'", files={"models/model.pt": b"PK"}, word="pickle"),
+    "torchscript": Hostile("'pickle'", files={"models/model.ts": b"PK"}, word="pickle"),
+    "file_of_an_unknown_kind": Hostile("'files'", files={"data/x.desktop": "x"}, word="files"),
+    "file_name_with_right_to_left": Hostile("U+202E", files={f"docs/a{_BIDI}txt.md": "x"}),
+}

@@ -1,0 +1,313 @@
+"""Inspection: everything malicious is refused before anything runs; ours and bundles of the zoo's kind are accepted."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import inspect as introspection
+import json
+import os
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from monai.bundle import ConfigParser
+
+from medfl import allowed, cli
+from medfl.configuration import shipped_root
+from medfl.errors import InputError
+from medfl.expressions import DEFAULT_NAMES, Found, check_expression
+from medfl.inspection import Inspection, inspect
+from medfl.policy import WORDS, Policy
+from medfl.untrusted import Refused
+from tests.hostile.base import write
+from tests.hostile.friendly import FRIENDLY
+from tests.hostile.table import HOSTILE
+from tests.zoo.build import ZOO
+
+EVERYTHING = Policy(allow=frozenset(WORDS))
+BUNDLES = sorted(path.parent for path in (shipped_root() or Path()).glob("**/configs"))
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail the test where anything that evaluates, imports by name or starts a program is called."""
+
+    def alarm(*arguments: Any, **named: Any) -> None:
+        raise AssertionError(f"called with {arguments} {named}")
+
+    for owner, name in (
+        (builtins, "eval"), (builtins, "exec"), (importlib, "import_module"), (pydoc, "locate"), (os, "system"),
+        (subprocess, "Popen"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, alarm)
+
+
+def reasons(found: Inspection) -> str:
+    return "\n".join(map(str, found.refusals))
+
+
+def test_the_harmless_bundle_that_the_hostile_ones_change_is_accepted(tmp_path: Path) -> None:
+    found = inspect(write(tmp_path / "good"))
+    assert found.accepted, reasons(found)
+    assert found.statements == ["configs/train.json: run#0: $@train#trainer.run()"]
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("name", HOSTILE)
+def test_every_hostile_bundle_is_refused_for_its_own_reason(name: str, tmp_path: Path) -> None:
+    case = HOSTILE[name]
+    modules = set(sys.modules)
+    found = inspect(write(tmp_path / "bad", case.train, case.files))
+    assert case.says in reasons(found)
+    assert set(sys.modules) == modules
+    with pytest.raises(InputError, match="is refused"):
+        found.require()
+
+
+@pytest.mark.parametrize("name", [name for name, case in HOSTILE.items() if not case.word])
+def test_no_word_of_a_policy_allows_what_is_hostile(name: str, tmp_path: Path) -> None:
+    case = HOSTILE[name]
+    assert not inspect(write(tmp_path / "bad", case.train, case.files), EVERYTHING).accepted
+
+
+@pytest.mark.parametrize("name", [name for name, case in HOSTILE.items() if case.word])
+def test_what_a_word_allows_is_shown_under_that_word(name: str, tmp_path: Path) -> None:
+    """Only the word that the refusal names helps."""
+    case = HOSTILE[name]
+    root = write(tmp_path / "bad", case.train, case.files)
+    others = frozenset(WORDS) - {case.word}
+    assert not inspect(root, Policy(allow=others)).accepted
+    found = inspect(root, Policy(allow=frozenset({case.word})))
+    assert found.accepted, reasons(found)
+    assert case.word in {word for word, _ in found.allowed}
+
+
+def test_forty_hostile_bundles_are_many_more() -> None:
+    assert len(HOSTILE) >= 40
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("root", BUNDLES, ids=lambda path: path.name)
+def test_every_shipped_bundle_is_accepted_without_a_policy(root: Path) -> None:
+    found = inspect(root)
+    assert found.accepted, reasons(found)
+    assert found.targets
+    assert not found.allowed
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_bundles_of_the_zoo_s_kind_are_accepted(name: str, tmp_path: Path) -> None:
+    """With their data inside or beside them; the one with Python of its own needs the word `scripts`."""
+    root = ZOO[name](tmp_path).path
+    found = inspect(root)
+    if name == "seg2d_own_scripts_yaml":
+        assert "'scripts'" in reasons(found)
+        found = inspect(root, Policy(allow=frozenset({"scripts"})))
+        assert {word for word, _ in found.allowed} == {"scripts"}
+    assert found.accepted, reasons(found)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("name", FRIENDLY)
+def test_further_styles_of_the_zoo_are_accepted_with_the_words_that_they_need(name: str, tmp_path: Path) -> None:
+    words, train = FRIENDLY[name]
+    root = write(tmp_path / "good", train)
+    found = inspect(root, Policy(allow=frozenset(words)))
+    assert found.accepted, reasons(found)
+    assert inspect(root).accepted == (not words)
+
+
+def test_a_link_out_of_the_bundle_is_refused_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "train.json").write_text('{"x": "$exec(1)"}')
+    root = write(tmp_path / "bad")
+    (root / "configs" / "evaluate.json").symlink_to(tmp_path / "secret" / "train.json")
+    (root / "more").symlink_to(tmp_path / "secret")
+    lines = reasons(inspect(root, EVERYTHING)).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["configs/evaluate.json", "more"]
+    assert all("a link" in line for line in lines)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    root = write(tmp_path / "bad")
+    os.mkfifo(root / "configs" / "evaluate.json")
+    assert "neither a file nor a folder" in reasons(inspect(root, EVERYTHING))
+
+
+def test_a_folder_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the folder of a MONAI bundle"):
+        inspect(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "no configuration" in reasons(inspect(tmp_path / "empty"))
+
+
+def test_refusals_show_nothing_that_could_steer_a_terminal(tmp_path: Path) -> None:
+    hostile = "\x1b]0;pwned\x07\u202e"
+    root = write(
+        tmp_path / "bad", {"x": {"_target_": hostile}, hostile: 1, "y": f"${hostile}"}, {f"a{hostile}.md": "x"}
+    )
+    text = reasons(inspect(root))
+    assert "pwned" in text
+    assert text.replace("\n", "").isascii()
+    assert text.replace("\n", "").isprintable()
+
+
+def test_own_python_is_named_file_by_file(tmp_path: Path) -> None:
+    files = {"scripts/__init__.py": "", "scripts/net.py": "class Net: ..."}
+    root = write(tmp_path / "own", {"n": {"_target_": "scripts.net.Net"}, "m": "$scripts.net.Net"}, files)
+    found = inspect(root)
+    assert [str(r).split(":")[0] for r in found.refusals[:2]] == ["scripts/__init__.py", "scripts/net.py"]
+    train = {"imports": ["$import glob", "$import os", "$import scripts.net", "$from scripts.net import Net"]}
+    used = {**train, "n": {"_target_": "scripts.net.Net"}, "m": "$Net()"}
+    assert inspect(write(root, used), Policy(allow=frozenset({"scripts"}))).accepted
+
+
+def test_large_files_are_listed_and_never_fetched(tmp_path: Path) -> None:
+    root = write(tmp_path / "good", files={"large_files.yml": "large_files:\n- url: https://example.org/model.pt\n"})
+    kinds = {file.path: file.kind for file in inspect(root).files}
+    assert kinds["large_files.yml"] == "large files, never fetched"
+
+
+# The attacks are real: MONAI carries them out
+
+
+def test_monai_calls_whatever_a_reader_names(tmp_path: Path) -> None:
+    """Why `reader` may only name MONAI's readers: os.mkdir(path=...) is called."""
+    canary = tmp_path / "canary"
+    parser = ConfigParser({"x": {"_target_": "LoadImage", "reader": "os.mkdir", "path": str(canary)}})
+    with pytest.warns(UserWarning, match="should inherit ImageReader"):
+        parser.get_parsed_content("x")
+    assert canary.is_dir()
+
+
+def test_monai_puts_keys_into_expressions_with_relative_references(tmp_path: Path) -> None:
+    """Why keys are plain names: `$@#b` becomes `$@` + the parent's key + `::b`, and the key is Python."""
+    canary = tmp_path / "canary"
+    key = f"z or torch.os.mkdir({str(canary)!r}) or @c"
+    parser = ConfigParser({"z": 0, "c": {"b": 1}, key: {"b": 2, "x": "$@#b"}})
+    assert parser.get_parsed_content(f"{key}::x") == 1
+    assert canary.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("@a + @b::c[0]", 3), ("[@a, @ab, @b::c]", [1, 5, [2]]), ("(@b#c)[@a:]", []), ('f"{@a}"', "1"), ("-@a", -1)],
+)
+def test_references_are_replaced_as_monai_replaces_them(text: str, value: Any) -> None:
+    """Accepted here, and by MONAI read as the same expression: it has the value that its references give."""
+    check_expression(text, DEFAULT_NAMES, (), (), Found())
+    assert ConfigParser({"a": 1, "ab": 5, "b": {"c": [2]}, "x": f"${text}"}).get_parsed_content("x") == value
+
+
+@pytest.mark.parametrize("text", ["'@a'", '"""@a"""', "f'{{@a}}'", "'@f'", "l['@f']", "x@a", "@a@b", "1@a", "@a'b'"])
+def test_references_where_monai_s_replacement_changes_the_text_are_refused(text: str) -> None:
+    """MONAI replaces inside of texts too, quotes and all: `'@f'` becomes `'...[' f']'`."""
+    with pytest.raises(Refused):
+        check_expression(text, {**DEFAULT_NAMES, "l": "math.pi"}, (), (), Found())
+
+
+# The lists
+
+
+def test_every_component_on_the_list_is_a_class_of_monai() -> None:
+    """A name that MONAI lacks would be looked up among the builtins and whatever else can be imported.
+
+    Those that fetch weights by default are known to.
+    """
+    locator, fetching = ConfigParser({}).locator, set()
+    for name in allowed.monai_names():
+        homes = [(name + end, locator.get_component_module_name(name + end)) for end in ("", "d")]
+        found = [pydoc.locate(f"{home if isinstance(home, str) else home[0]}.{full}") for full, home in homes if home]
+        assert found, name
+        pretrained = introspection.signature(found[0]).parameters.get("pretrained")
+        fetching |= {name} if pretrained is not None and pretrained.default is not False else set()
+    assert fetching == allowed.WEIGHTS_OF_THEIR_OWN
+
+
+@pytest.mark.parametrize(
+    ("module", "base"),
+    [
+        (torch.nn, object),
+        (torch.optim, torch.optim.Optimizer),
+        (torch.optim.lr_scheduler, object),
+    ],
+    ids=str,
+)
+def test_capitals_in_torch_s_modules_are_classes_of_torch(module: Any, base: type) -> None:
+    """Whole modules are on the list by their spelling, so no other kind of object may be spelt so."""
+    public = [getattr(module, name) for name in dir(module) if allowed.target_allowed(f"{module.__name__}.{name}")]
+    assert len(public) > 10
+    classes = [thing for thing in public if introspection.isclass(thing) and thing.__module__.startswith("torch.")]
+    assert [thing for thing in public if thing not in classes and not _is_typing(thing)] == []
+    assert all(issubclass(thing, base) for thing in classes)
+
+
+def _is_typing(thing: Any) -> bool:
+    return getattr(thing, "__module__", "") in (
+        "typing",
+        "collections",
+        "collections.abc",
+        "functools",
+        "types",
+        "enum",
+    )
+
+
+def test_every_member_on_the_list_exists() -> None:
+    missing = [path for path in sorted(allowed.MEMBERS | allowed.WORDED.keys()) if pydoc.locate(path) is None]
+    assert missing == []
+
+
+# The command
+
+
+def test_inspect_shows_everything_and_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write(tmp_path / "good")
+    assert cli.main(["site", "inspect", str(root)]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        inspect(root).files[0].sha256, "UNet 1", "glob.glob 1", "import os 1", "run#0: $@train#trainer.run()",
+        "dataset_dir is /workspace/data/none", "What would leave", "ACCEPTED",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_inspect_exits_with_2_and_names_file_and_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write(tmp_path / "bad", {"x": {"_target_": "os.system", "command": "id"}})
+    assert cli.main(["site", "inspect", str(root)]) == 2
+    told = capsys.readouterr()
+    line = "configs/train.json: x#_target_: _target_ 'os.system', which is not on the list"
+    assert line in told.out
+    assert told.err.startswith("error: bundle 'bad' is refused: " + line)
+    assert told.err.count("\n") == 1
+
+
+def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write(tmp_path / "bad", {"x": "$open('a', 'w')"})
+    assert cli.main(["site", "inspect", str(root), "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["accepted"] is False
+    assert [refusal["id"] for refusal in document["refused"]] == ["x"]
+    assert document["targets"] == {"Dataset": 1, "UNet": 1}
+    assert {file["path"] for file in document["files"]} == {"LICENSE", "configs/metadata.json", "configs/train.json"}
+
+
+def test_a_policy_is_written_for_what_is_accepted_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, policy = write(tmp_path / "b"), tmp_path / "policy.yaml"
+    bad = write(tmp_path / "bad", {"x": "$exec('1')"})
+    assert cli.main(["site", "inspect", str(bad), "--write-policy", str(policy)]) == 2
+    assert not policy.exists()
+    assert cli.main(["site", "inspect", str(root), "--write-policy", str(policy)]) == 0
+    assert cli.main(["site", "inspect", str(root), "--policy", str(policy)]) == 0
+    assert cli.main(["site", "inspect", str(root), "--write-policy", str(policy)]) == 2  # never overwritten
+    assert cli.main(["site", "inspect", str(root), "--write-policy", str(root / "p.yaml")]) == 2
+    assert cli.main(["site", "inspect", str(root), "--write-policy", str(tmp_path / "no" / "p.yaml")]) == 2
+    (root / "LICENSE").write_text("another\n")
+    capsys.readouterr()
+    assert cli.main(["site", "inspect", str(root), "--policy", str(policy)]) == 2
+    assert "LICENSE: its sha256 is" in capsys.readouterr().err

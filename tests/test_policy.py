@@ -1,0 +1,93 @@
+"""A site's policy: read strictly, written whole, and the pins hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medfl.errors import InputError
+from medfl.inspection import inspect
+from medfl.policy import WORDS, Limits, Policy
+from tests.hostile.base import write
+
+
+def read(tmp_path: Path, text: str) -> Policy:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    return Policy.read(path)
+
+
+def test_an_empty_policy_allows_nothing_and_pins_nothing(tmp_path: Path) -> None:
+    assert read(tmp_path, "") == Policy() == Policy("", frozenset(), Limits(), None)
+
+
+def test_a_policy_that_is_written_is_read_back(tmp_path: Path) -> None:
+    policy = Policy("b", frozenset({"scripts", "pickle"}), Limits(depth=7), {"configs/train.json": "0" * 64})
+    text = policy.text()
+    assert read(tmp_path, text) == policy
+    assert f"# scripts: {WORDS['scripts']}" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("alow: [scripts]", "did you mean allow"),
+        ("allow: [script]", "did you mean scripts"),
+        ("allow: [everything]", "known are scripts"),
+        ("allow: scripts", "a list of words"),
+        ("allow: [scripts]\nallow: []", "twice"),
+        ("allow: !!python/name:os.system []", "the YAML tag"),
+        ("limits: {nodes: -1}", "at least 1"),
+        ("limits: {nodes: true}", "whole numbers"),
+        ("limits: {bytes: 1}", "known are config_bytes"),
+        ("files: {a: abc}", "64 hexadecimal digits"),
+        ("files: [a]", "64 hexadecimal digits"),
+        ("bundle: [a]", "name of the bundle"),
+        ("- a", "keys and values"),
+        ("allow: [scripts", "not valid YAML"),
+        ("# \u202e\n", "U+202E"),
+    ],
+)
+def test_a_policy_with_a_mistake_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        read(tmp_path, text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_policy_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        Policy.read(tmp_path / "none.yaml")
+
+
+def test_pinned_files_have_to_be_these_and_no_others(tmp_path: Path) -> None:
+    root = write(tmp_path / "b")
+    policy = inspect(root).policy(Policy())
+    assert inspect(root, policy).accepted
+    (root / "docs").mkdir()
+    (root / "docs" / "README.md").write_text("new\n")
+    (root / "LICENSE").unlink()
+    (root / "configs" / "metadata.json").write_text("{}")
+    found = {refusal.file: refusal.why for refusal in inspect(root, policy).refusals}
+    assert found.keys() == {"docs/README.md", "LICENSE", "configs/metadata.json"}
+    assert found["docs/README.md"] == "a file that the policy does not have"
+    assert found["LICENSE"] == "it is in the policy but not here"
+    assert "its sha256 is" in found["configs/metadata.json"]
+
+
+def test_a_policy_is_for_one_bundle(tmp_path: Path) -> None:
+    found = inspect(write(tmp_path / "b"), Policy("another"))
+    assert [refusal.why for refusal in found.refusals] == ["the policy is for the bundle 'another'"]
+
+
+def test_limits_of_the_policy_are_kept(tmp_path: Path) -> None:
+    root = write(tmp_path / "b")
+    for limits, says in (
+        (Limits(config_bytes=100), "at most 100"),
+        (Limits(nodes=5), "more than 5 values"),
+        (Limits(depth=1), "more than 1 levels"),
+        (Limits(expression=10), "more than 10 characters"),
+        (Limits(files=2), "more than 2 files"),
+    ):
+        assert says in "\n".join(map(str, inspect(root, Policy(limits=limits)).refusals))
