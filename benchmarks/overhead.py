@@ -8,17 +8,19 @@ takes for one round more, so it includes everything that happens every round: pa
 counts, logs, saved state.
 
     python benchmarks/overhead.py [--json] [--rounds 6] [--repeats 5] [--networks small_cnn,resnet18,unet8]
+                                  [--sites 10] [--images 60] [--size 28]   (of the classifiers)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +101,19 @@ VOLUMES = Job(
 )
 
 
-def job_of(network: str) -> Job:
+def job_of(network: str, options: argparse.Namespace) -> Job:
     """Return what a network is timed on."""
-    return VOLUMES if network in networks.SEGMENTERS else PLANAR
+    if network in networks.SEGMENTERS:
+        return VOLUMES
+    size, wanted = options.size, options.sites * options.images
+    return replace(
+        PLANAR,
+        sites=options.sites,
+        images=options.images,
+        shape=(3, size, size),
+        phantom={"per_class": math.ceil(1.2 * wanted / (8 * 0.7)), "size": size},
+        config={"image_size": size},
+    )
 
 
 def bare_rounds(network: str, job: Job, sites: list[list[Batch]], rounds: int) -> float:
@@ -144,9 +156,9 @@ def medfl_seconds(network: str, job: Job, data: Path, partition: Path, rounds: i
         return time.perf_counter() - started
 
 
-def compare(network: str, folder: Path, rounds: int, repeats: int) -> dict[str, object]:
+def compare(network: str, folder: Path, options: argparse.Namespace) -> dict[str, object]:
     """Time both in turn and return the median of the pairs' ratios."""
-    job = job_of(network)
+    job, rounds, repeats = job_of(network, options), options.rounds, options.repeats
     data, partition = cohort(job, folder)
     sites = job.batches()
     bare_rounds(network, job, sites, 1)
@@ -161,7 +173,7 @@ def compare(network: str, folder: Path, rounds: int, repeats: int) -> dict[str, 
         start.append(short - ours[-1])
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
     return {
-        "name": f"overhead/{network}{'-3d' if job is VOLUMES else ''}",
+        "name": f"overhead/{network}{'-3d' if job is VOLUMES else f'-{job.shape[1]}'}-{job.sites}-sites",
         "ratio": statistics.median(ratios),
         "relative_to": "bare PyTorch loop, same arithmetic, batches in memory",
         "ratio_min": min(ratios),
@@ -192,11 +204,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--networks", default="small_cnn,resnet18,unet8")
+    parser.add_argument("--sites", type=int, default=10)
+    parser.add_argument("--images", type=int, default=60, help="of each site")
+    parser.add_argument("--size", type=int, default=28, help="pixels a side")
     options = parser.parse_args()
     torch.set_num_threads(1)
     Pictures.finish = lambda *_: None  # type: ignore[method-assign]  # they are drawn once a run, and are no round
     with tempfile.TemporaryDirectory() as folder:
-        table = [compare(name, Path(folder), options.rounds, options.repeats) for name in options.networks.split(",")]
+        table = [compare(name, Path(folder), options) for name in options.networks.split(",")]
     if options.json:
         print(json.dumps(table))
         return

@@ -222,6 +222,8 @@ def test_a_missing_package_is_told(bundle: Bundle, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_model_is_one_line_whatever_its_reader_logs(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("huggingface_hub")
+
     def failing() -> None:
         logging.error("cannot download")  # noqa: LOG015 (as open_clip does)
         raise RuntimeError("no network")
