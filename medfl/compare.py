@@ -144,7 +144,7 @@ def compare(
     rounds = grid.requested.get("rounds")
     missing = [cell for cell in cells if not cell.done(rounds)]
     shared = Shared()
-    for cell in {cell.entry.label: cell for cell in missing}.values():  # what a run would refuse is refused before any
+    for cell in {(cell.entry.label, cell.partition): cell for cell in missing}.values():  # refuse before any run
         shared.sections(plan(_request(grid, cell)))
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
@@ -270,7 +270,7 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
         except MedflError as error:
             told.write_text(f"{' '.join(str(error).split())}\n")
             sys.exit(error.exit_code)
-        except Exception:
+        except Exception:  # whatever it is, the other runs go on; the parent reads it here and tells it
             told.write_text(f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}")
             sys.exit(1)
 
