@@ -131,7 +131,7 @@ def _parser() -> _Parser:
     report = _verb(verbs, "report", "write report.html of one or several run folders", _report)
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that medfl run wrote")
     report.add_argument(
-        "--curves", type=Path, metavar="FILE.png", help="draw the metric of all of them against the bytes sent"
+        "--curves", type=Path, metavar="FILE.png", help="draw the metric of all of them against bytes and seconds"
     )
     report.add_argument(
         "--gains", type=Path, metavar="FILE.png", help="who gains: draw and list each site against its Local and FedAvg"
@@ -268,7 +268,7 @@ def _compare(options: Any) -> int:
         return 1
     written = write_tables(found, options.out, against=options.against, target=options.target)
     document |= {"tables": {form: str(path) for form, path in written.items()}, "ranks": found.ranks()}
-    lines = [written["md"].read_text(), *(f"table: {path}" for path in written.values())]
+    lines = [written["md"].read_text(), *(f"written: {path}" for path in written.values())]
     lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
     _show(options, document, lambda: "\n".join([*lines, found.describe()]))
     return 1 if failed else 0

@@ -1,12 +1,15 @@
 """A grid of runs, methods x partitions x seeds, in one folder: run what is missing, then compare.
 
 Each run is a process of its own with its own log, several at a time; they share the prepared images, which are read
-before they start. A run that fails is told and does not stop the others.
+before they start. Seeds come one after the other, so that an interrupted grid has whole tables of the first; within a
+seed the longest run begins first, as far as runs of the same method have told. A run that fails is told and does not
+stop the others.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -22,7 +25,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from medfl import methods, tables
+from medfl import curves, methods, tables
 from medfl.comparison import Comparison, read
 from medfl.errors import InputError, MedflError
 from medfl.folder import safe
@@ -74,6 +77,16 @@ class Cell:
     def title(self) -> str:
         """What the cell is called in messages."""
         return f"{self.entry.label}{f' on {self.partition}' if self.partition else ''}, seed {self.seed}"
+
+    @property
+    def kind(self) -> tuple[str, str | None]:
+        """What takes the same time with any seed."""
+        return self.entry.label, self.partition
+
+    def seconds(self) -> float | None:
+        """Return what the run took, None if it is not over."""
+        path = self.folder / "summary.json"
+        return float(json.loads(path.read_text())["seconds"]) if path.is_file() else None
 
     def done(self, rounds: int | None) -> bool:
         """Whether the run is finished, with so many rounds where a number is asked for."""
@@ -149,7 +162,8 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     say(f"{len(cells)} runs, {len(cells) - len(missing)} of them there already")
-    failed = _run_all(grid, missing, shared, at_once or os.cpu_count() or 1, progress, say)
+    known = [cell for cell in cells if cell not in missing]
+    failed = _run_all(grid, missing, known, shared, at_once or os.cpu_count() or 1, progress, say)
     finished = [cell.folder for cell in cells if cell.done(rounds)]
     return (read(finished) if finished else None), failed
 
@@ -157,7 +171,7 @@ def compare(
 def write_tables(
     found: Comparison, out: Path, *, against: str | None = None, target: str | None = None
 ) -> dict[str, Path]:
-    """Write results.csv, tables.md and tables.tex of a comparison and return their paths.
+    """Write results.csv, tables.md, tables.tex and the curves of a comparison and return their paths.
 
     Args:
         found: the runs.
@@ -171,6 +185,12 @@ def write_tables(
     against = against or found.rows[0].method
     written = {"csv": out / "results.csv"}
     write_atomic(written["csv"], tables.as_csv(found).encode())
+    for partition in found.partitions:
+        runs = [run for row in found.on(partition) for run in row.runs.values()]
+        if any(curves.progress(run) for run in runs):
+            name = "curves" if len(found.partitions) == 1 else f"curves-{safe(partition)}"
+            written[name] = out / f"{name}.png"
+            write_atomic(written[name], curves.curves(runs).png)
     for form in tables.FORMATS:
         mark, parts = {"md": "##", "tex": "%"}[form], []
         for partition in found.partitions:
@@ -214,25 +234,40 @@ def _request(grid: Grid, cell: Cell) -> Request:
 
 
 def _run_all(
-    grid: Grid, cells: Sequence[Cell], shared: Shared, at_once: int, progress: bool, say: Say
+    grid: Grid, cells: Sequence[Cell], known: Sequence[Cell], shared: Shared, at_once: int, progress: bool, say: Say
 ) -> dict[str, str]:
-    """Run the cells, so many at a time; return title -> error of those that failed."""
-    context, left, failed = multiprocessing.get_context("fork"), list(reversed(cells)), {}
+    """Run the cells, so many at a time; return title -> error of failed ones. Of `known` ones the time is read."""
+    context, left, failed = multiprocessing.get_context("fork"), list(cells), {}
     busy: dict[int, tuple[Any, Cell, float]] = {}
-    with tqdm(total=len(cells), desc="runs", unit="run", disable=not progress) as bar:
+    took = {cell.kind: seconds for cell in known if (seconds := cell.seconds()) is not None}
+    with tqdm(
+        total=len(cells),
+        desc="runs",
+        unit="run",
+        disable=not progress,
+        bar_format="{desc} {n}/{total} {bar:8}{postfix}",
+    ) as bar:
         try:
             while left or busy:
                 while left and len(busy) < at_once:
-                    cell = left.pop()
+                    cell = _next(left, took)
+                    left.remove(cell)
                     process = context.Process(target=_run, args=(grid, cell, shared), daemon=False)
                     process.start()
                     busy[process.sentinel] = (process, cell, time.monotonic())
-                bar.set_postfix_str(f"running {', '.join(cell.entry.label for _, cell, _ in busy.values())}"[:60])
-                for sentinel in wait([*busy]):
+                running = [(cell, time.monotonic() - started) for _, cell, started in busy.values()]
+                about = remaining(left, running, took, at_once)
+                time_left = "" if about is None else f", about {max(1, round(about / 60))} min"
+                bar.set_postfix_str(
+                    f"running {', '.join(cell.entry.label for cell, _ in running)}"[:40]
+                    + f"; {len(left)} left{time_left}"
+                )
+                for sentinel in wait([*busy], timeout=5 if progress else None):
                     process, cell, started = busy.pop(int(str(sentinel)))
                     process.join()
                     bar.update()
                     if process.exitcode == 0:
+                        took[cell.kind] = time.monotonic() - started
                         say(f"done: {cell.title} ({time.monotonic() - started:.0f} s)")
                         continue
                     path = cell.folder.with_name(f"{cell.folder.name}-{_FAILED}")
@@ -243,6 +278,34 @@ def _run_all(
             for process, _, _ in busy.values():
                 process.terminate()
     return failed
+
+
+def _next(left: Sequence[Cell], took: Mapping[tuple[str, str | None], float]) -> Cell:
+    """Return the longest run of the first seed; one of which nothing is known comes first, and tells."""
+    seed = left[0].seed
+    return max((cell for cell in left if cell.seed == seed), key=lambda cell: took.get(cell.kind, math.inf))
+
+
+def remaining(
+    left: Sequence[Cell],
+    running: Sequence[tuple[Cell, float]],
+    took: Mapping[tuple[str, str | None], float],
+    at_once: int,
+) -> float | None:
+    """Return about how many seconds a grid will still take, None while nothing is known.
+
+    Args:
+        left: runs that have not begun.
+        running: those that have, with the seconds since.
+        took: kind of run -> seconds of one that is over; of other kinds their mean is taken.
+        at_once: runs at the same time.
+    """
+    if not took:
+        return None
+    mean = sum(took.values()) / len(took)
+    rest = [max(0.0, took.get(cell.kind, mean) - since) for cell, since in running]
+    whole = [took.get(cell.kind, mean) for cell in left]
+    return max([sum(rest + whole) / at_once, *rest])
 
 
 def _run(grid: Grid, cell: Cell, shared: Shared) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from scipy import stats
 
 from medfl import metrics
-from medfl.curves import labels
+from medfl.curves import labels, progress
 from medfl.errors import InputError
 from medfl.report import RunFolder
 
@@ -270,18 +270,6 @@ def paired(row: Row, against: Row, column: Column) -> Test | None:
         return Test(row, against, len(seeds), mean, mean, mean, p, effect)
     p = float(stats.ttest_rel([ours[s] for s in seeds], [theirs[s] for s in seeds]).pvalue)
     return Test(row, against, len(seeds), mean, mean - half, mean + half, p, mean / sd)
-
-
-def progress(run: RunFolder) -> list[tuple[int, float, float, float]]:
-    """Return (round, bytes so far, seconds so far, metric) of the rounds whose validation metric is known."""
-    found, sent, took = [], 0.0, 0.0
-    for entry in run.rounds:
-        sent += entry.get("bytes_up", 0) + entry.get("bytes_down", 0)
-        took += entry.get("seconds", 0)
-        value = (entry.get("val") or {}).get(run.key)
-        if value is not None:
-            found.append((int(entry["round"]), sent, took, float(value)))
-    return found
 
 
 def read(folders: Sequence[Path]) -> Comparison:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from medfl.cli import main
-from medfl.curves import _points, against_bytes, labels
+from medfl.curves import curves, labels, progress
 from medfl.errors import InputError
 from medfl.pictures import Picture
 from medfl.report import RunFolder
@@ -25,7 +25,7 @@ def folder(root: Path, name: str, method: str = "fedavg", rounds: int = 3, sent:
     }  # fmt: skip
     (path / "run.json").write_text(json.dumps(run))
     entries = [
-        {"round": r, "bytes_up": sent, "bytes_down": sent, "val": {"accuracy": r / 10} if r % 2 else {}}
+        {"round": r, "bytes_up": sent, "bytes_down": sent, "seconds": 2.0, "val": {"accuracy": r / 10} if r % 2 else {}}
         for r in range(1, rounds + 1)
     ]
     (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
@@ -34,7 +34,7 @@ def folder(root: Path, name: str, method: str = "fedavg", rounds: int = 3, sent:
 
 def test_points_are_the_scored_rounds_over_all_bytes_until_then(tmp_path: Path) -> None:
     run = RunFolder.read(folder(tmp_path, "a"))
-    assert _points(run) == [(2.0, 0.1), (6.0, pytest.approx(0.3))]
+    assert progress(run) == [(1, 2e6, 2.0, 0.1), (3, 6e6, 6.0, pytest.approx(0.3))]
 
 
 def test_runs_are_named_by_method_and_the_options_in_which_they_differ(tmp_path: Path) -> None:
@@ -49,26 +49,27 @@ def test_runs_are_named_by_method_and_the_options_in_which_they_differ(tmp_path:
 
 def test_silent_runs_are_named_not_drawn(tmp_path: Path) -> None:
     runs = [RunFolder.read(folder(tmp_path, "a")), RunFolder.read(folder(tmp_path, "b", "local", sent=0))]
-    picture = against_bytes(runs)
+    picture = curves(runs)
     assert "Dashed" not in picture.caption
-    assert picture.title == "Accuracy against what was sent"
-    assert picture.caption.endswith("Not drawn, as they send nothing or were not scored: local.")
-    with pytest.raises(InputError, match="1 runs without rounds that were scored and sent bytes"):
-        against_bytes(runs[1:])
+    assert picture.title == "Accuracy against what was sent and how long it took"
+    assert picture.caption.endswith("Not drawn on the left, as they send nothing or were not scored: local.")
+    unscored = RunFolder.read(folder(tmp_path, "c", rounds=0))
+    with pytest.raises(InputError, match="1 runs without scored rounds"):
+        curves([unscored])
 
 
 def test_each_sites_own_models_are_told_from_a_common_one(tmp_path: Path) -> None:
     path = folder(tmp_path, "a", "fedproto")
     entries = [{**json.loads(line), "judged": "personal"} for line in (path / "rounds.jsonl").read_text().splitlines()]
     (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    caption = against_bytes([RunFolder.read(path), RunFolder.read(folder(tmp_path, "b"))]).caption
+    caption = curves([RunFolder.read(path), RunFolder.read(folder(tmp_path, "b"))]).caption
     assert "Dashed: each site's own model on the site's own images" in caption
 
 
 def test_runs_with_different_metrics_are_not_compared(tmp_path: Path) -> None:
     runs = [folder(tmp_path, "a"), folder(tmp_path, "b", key_metric="dice")]
     with pytest.raises(InputError, match="runs judged by accuracy, dice; one picture shows one metric"):
-        against_bytes([RunFolder.read(run) for run in runs])
+        curves([RunFolder.read(run) for run in runs])
 
 
 def test_the_command_writes_the_picture(
@@ -79,6 +80,6 @@ def test_the_command_writes_the_picture(
     file = tmp_path / "new" / "curves.png"
     assert main(["report", *runs, "--curves", str(file)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(file)
-    assert Picture.read(file).title == "Accuracy against what was sent"
+    assert Picture.read(file).title == "Accuracy against what was sent and how long it took"
     assert main(["report", *runs, "--curves", str(tmp_path / "curves.txt")]) == 2
     assert "the curves are a PNG file" in capsys.readouterr().err
