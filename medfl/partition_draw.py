@@ -227,7 +227,11 @@ def divide(
 
     Groups placed before stay where they are and count towards their site's part. Returns the groups of each owner.
     """
-    result = [[group for group in groups if placed.get(group.key) == owner] for owner in share.owners]
+    before: dict[int, list[Group]] = {owner: [] for owner in share.owners}
+    for group in groups:
+        if placed.get(group.key) in before:
+            before[placed[group.key]].append(group)
+    result = [before[owner] for owner in share.owners]
     free = [group for group in groups if group.key not in placed]
     wanted = share.sizes(images_in(groups))
     if len(free) < len(groups) and free:
@@ -235,7 +239,10 @@ def divide(
         wanted = Share(share.owners, missing / missing.sum()).sizes(images_in(free))
     free = [free[i] for i in rng.permutation(len(free))]
     ends = np.cumsum([0, *(len(group.members) for group in free)])
-    cuts = [int(np.abs(ends - cut).argmin()) for cut in np.cumsum(wanted)[:-1]]
+    bounds = np.cumsum(wanted)[:-1]
+    above = np.searchsorted(ends, bounds).clip(1, len(ends) - 1) if free else np.ones(0, int)
+    below = above - 1
+    cuts = np.where(bounds - ends[below] <= ends[above] - bounds, below, above).tolist() if free else [0] * len(bounds)
     for part, owner, start, stop in zip(result, share.owners, [0, *cuts], [*cuts, len(free)], strict=True):
         part.extend(free[start:stop])
         placed.update((group.key, owner) for group in free[start:stop])

@@ -16,10 +16,13 @@ from medfl.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.strips import dice_strips
 
+SITES = 60
+"""Sites that are drawn: of more, these many at equal distances in the order of their median Dice."""
+
 
 def chosen(cases: Mapping[str, Cases]) -> dict[str, dict[str, str]]:
-    """Return the ids of each site's cases to be shown, and why; none where the cases have no Dice."""
-    return {site: overlays.ranked(dice) for site, dice in _dice(cases).items()}
+    """Return the ids of each drawn site's cases to be shown, and why; none where the cases have no Dice."""
+    return {site: overlays.ranked(dice) for site, dice in _drawn_sites(_dice(cases)).items()}
 
 
 def drawn(
@@ -27,12 +30,14 @@ def drawn(
 ) -> Iterator[Picture]:
     """Draw the Dice of each site's test cases, and of each site the best, the median and the worst of them.
 
+    Of more than `SITES` sites these many are drawn, the best and the worst among them.
+
     Args:
         federation: the sites.
         cases: site -> outcomes of its test items.
         masks: site -> id -> masks of the cases that are shown.
     """
-    dice = _dice(cases)
+    dice = _drawn_sites(_dice(cases))
     if dice:
         yield from dice_strips({site: list(values.values()) for site, values in dice.items()})
     for site, ranks in chosen(cases).items():
@@ -58,6 +63,14 @@ def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:
         if "dice" in c.values
     }
     return {site: dice for site, dice in known.items() if any(value == value for value in dice.values())}
+
+
+def _drawn_sites(dice: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    if len(dice) <= SITES:
+        return dict(dice)
+    by_median = sorted(dice, key=lambda site: float(np.nanmedian(list(dice[site].values()))))
+    kept = {by_median[i] for i in np.linspace(0, len(dice) - 1, SITES).round().astype(int)}
+    return {site: values for site, values in dice.items() if site in kept}
 
 
 def _example(federation: Federation, site: str, ident: str, rank: str, cases: Cases, masks: Masks) -> Example:
