@@ -233,6 +233,9 @@ def _add_compare(verbs: Any) -> None:
         "--target", metavar="VALUE|METHOD",
         help="rounds, bytes and seconds to this validation metric, or to a method's best; default: that of --against",
     )  # fmt: skip
+    output.add_argument(
+        "--published", action="store_true", help="also print what the papers' tables say of these methods"
+    )
     output.add_argument("--quiet", action="store_true", help="say nothing but errors while running")
 
 
@@ -269,6 +272,11 @@ def _compare(options: Any) -> int:
     written = write_tables(found, options.out, against=options.against, target=options.target)
     document |= {"tables": {form: str(path) for form, path in written.items()}, "ranks": found.ranks()}
     lines = [written["md"].read_text(), *(f"written: {path}" for path in written.values())]
+    if options.published:
+        from medfl.paper_runs import published
+
+        document["published"] = published(found)
+        lines += ["", "## Beside the papers' figures", *document["published"]]
     lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
     _show(options, document, lambda: "\n".join([*lines, found.describe()]))
     return 1 if failed else 0

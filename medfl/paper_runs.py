@@ -110,6 +110,28 @@ def run(
     return lines, code, document
 
 
+def published(found: Comparison) -> list[str]:
+    """Return lines that put beside our runs whatever the papers' tables say of these methods, partitions and sites.
+
+    The runs may have other settings than the papers'; only `--paper` runs a table's own protocol.
+    """
+    bundle, rows, notes = next(iter(found.rows[0].runs.values())).run["bundle"], list[list[str]](), list[str]()
+    for key in paper_tables.names():
+        table = paper_tables.load(key)
+        for grid in (grid for grid in table.grids if grid.bundle == bundle):
+            told = [[key, *row] for row in paper_tables.beside(table, found, _labels(grid, found))]
+            rows += [row for row in told if row not in rows]
+        if any(row[0] == key for row in rows):
+            notes += [f"{key}: {table.paper}, {table.title}; its own protocol: medfl compare {bundle} --paper {key}"]
+    if not rows:
+        offered = sorted({g.bundle for key in paper_tables.names() for g in paper_tables.load(key).grids})
+        return [
+            f"no published figures for {bundle} with these methods, partitions and numbers of sites; tables have "
+            f"{', '.join(offered)}"
+        ]
+    return [rendered(("table", *_HEADS), rows, "md"), *notes, "ours may have other settings than the papers'"]
+
+
 def chosen(table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None = None) -> Grid:
     """Return a grid with those of its entries and partitions that are among these; where none are given, all.
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from medfl import cli, datasets
+from medfl.comparison import read
+from medfl.paper_runs import published
 
 PART = (
     "--methods", "fedavg,fedetf", "--partition", "dirichlet:0.1", "--seeds", "0", "--scale", "0.01",
@@ -42,6 +45,17 @@ def test_a_part_of_a_table_runs_and_stands_beside_the_published_figures(
     assert "2 runs, 2 of them there already" in captured.err
     document = json.loads(captured.out)
     assert {row["method"] for row in document["rows"]} == {"FedAvg", "FedETF"}
+
+    # the same runs, taken as any comparison: every table that has their methods and partition is put beside them
+    found = read([path.parent for path in (tmp_path / "out").rglob("summary.json")])
+    rows, *notes, warning = published(found)
+    same = [[part.strip() for part in line.split("|")[1:4]] for line in rows.splitlines() if "67.0 ± 1.7" in line]
+    assert ["fedbm/table2", "dirichlet:0.1", "FedAvg"] in same
+    assert any(note.startswith("fedbm/table2: FedBM") for note in notes)
+    assert warning == "ours may have other settings than the papers'"
+    elsewhere = replace(found.rows[0], partition="iid")
+    found.rows[:] = [elsewhere]
+    assert published(found)[0].startswith("no published figures for kvasir_v2 with these methods")
 
 
 @pytest.mark.parametrize(
