@@ -82,7 +82,8 @@ def curves(runs: Sequence[RunFolder]) -> Picture:
         for label in names:
             style = "--" if label in dashed else "-"
             panels[0].plot([], [], color=tone[label], linestyle=style, label=shorten(label, _ENTRY))
-        figure.legend(loc="outside lower center", ncols=3 if max(map(len, names)) > 16 else 4, frameon=False, fontsize=9, labelcolor=INK)
+        columns = 3 if max(map(len, names)) > 16 else 4
+        figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
 
     caption = (
         f"{metrics.title(keys[0])} on the pooled validation set after a round, over the megabytes of the encoded "
