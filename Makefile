@@ -45,9 +45,10 @@ bench: $(TEST)/.installed
 	$(TEST)/bin/python benchmarks/overhead.py
 	$(TEST)/bin/python benchmarks/method_cost.py
 
-# The tables of the README are made from the code.
+# The tables of the README are made from the code, those of docs/results.md from the summaries of runs.
 docs: $(TEST)/.installed
 	$(TEST)/bin/python -m medfl.catalogue README.md
+	$(TEST)/bin/python docs/results/make.py
 
 clean:
 	rm -rf $(DEMO) $(TEST) build *.egg-info
