@@ -1,4 +1,4 @@
-"""Line and bar charts over the rounds of a run, as inline SVG in the colours and fonts of the page around them."""
+"""Charts of a report, as inline SVG in the colours and fonts of the page around them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from markupsafe import Markup, escape
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # matplotlib draws with these stand-ins; `_svg` writes the page's CSS variable of that name in their place
-_VARIABLES = {f"#0a0b{i:02d}": name for i, name in enumerate(("muted", "rule", "received", "personal", "local"))}
+_NAMES = ("muted", "rule", "received", "personal", "local", "ink", *(f"tone-{i}" for i in range(10)))
+_VARIABLES = {f"#0a0b{i:02d}": name for i, name in enumerate(_NAMES)}
 _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
 
+_SQUARE = (4.7, 3.7)  # inches
 Values = Sequence[float | None]
+Floats = NDArray[np.float64]
+
+TONES = 10
+"""Colours `tone-0` to `tone-9` that can be told apart."""
 
 
 def lines(
@@ -36,7 +43,7 @@ def lines(
     Args:
         label: what a screen reader says.
         rounds: (R,) round numbers.
-        curves: colour name (received, personal, local) -> (R,) values, None where there is none.
+        curves: colour name (received, personal, local, tone-0 to tone-9) -> (R,) values, None where there is none.
         sites: (R,) lists of the sites' values, of any length.
         band_of: colour name of the band.
         bounded: the values lie in 0 to 1, and so does the axis.
@@ -65,16 +72,6 @@ def lines(
             axes.set_ylim(0, 1)
         if chance is not None:
             axes.axhline(chance, color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
-            axes.text(
-                0.995,
-                chance,
-                "chance",
-                transform=axes.get_yaxis_transform(),
-                ha="right",
-                va="bottom",
-                color=_COLOUR["muted"],
-                fontsize=8,
-            )
 
     return _svg(draw, label)
 
@@ -96,18 +93,74 @@ def stacked(label: str, rounds: Sequence[int], parts: Mapping[str, Values], unit
     return _svg(draw, label)
 
 
+def roc(
+    label: str,
+    curves: Mapping[str, tuple[Floats, Floats]],
+    others: Sequence[tuple[Floats, Floats]] = (),
+    mean: tuple[Floats, Floats] | None = None,
+) -> Markup:
+    """Draw curves of true over false positive rates.
+
+    Args:
+        label: what a screen reader says.
+        curves: colour name -> rates of false and of true positives.
+        others: curves that are too many for a colour each, thin and grey.
+        mean: one more, on top and wider.
+    """
+
+    def draw(axes: Axes) -> None:
+        axes.plot([0, 1], [0, 1], color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
+        for false, true in others:
+            axes.plot(false, true, color=_COLOUR["local"], linewidth=0.8, alpha=0.5)
+        for name, (false, true) in curves.items():
+            axes.plot(false, true, color=_COLOUR[name], linewidth=1.5, alpha=0.9)
+        if mean is not None:
+            axes.plot(*mean, color=_COLOUR["ink"], linewidth=2.4)
+        axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.02))
+
+    return _svg(draw, label, ("false positive rate", "true positive rate"), _SQUARE)
+
+
+def reliability(label: str, confidence: Floats, accuracy: Floats, count: Sequence[int], ends: Floats) -> Markup:
+    """Draw accuracy over confidence with an interval in each bin, and below how many cases each bin has.
+
+    Args:
+        label: what a screen reader says.
+        confidence: (B,) mean of each bin.
+        accuracy: (B,).
+        count: (B,) cases.
+        ends: (2, B) ends of the accuracy's interval.
+    """
+
+    def draw(axes: Axes) -> None:
+        axes.plot([0, 1], [0, 1], color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
+        shares = np.asarray(count) / max(1, sum(count))
+        axes.bar(confidence, 0.22 * shares / shares.max(), width=0.022, color=_COLOUR["local"], alpha=0.35, zorder=1)
+        axes.vlines(confidence, *ends, color=_COLOUR["received"], alpha=0.45, linewidth=3, zorder=2)
+        axes.plot(confidence, accuracy, "o-", color=_COLOUR["received"], linewidth=1.4, markersize=4, zorder=3)
+        axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.02))
+
+    return _svg(draw, label, ("confidence", "share of right predictions"), _SQUARE)
+
+
 def _finite(rounds: Sequence[int], values: Values) -> list[tuple[int, float]]:
     pairs = zip(rounds, values, strict=True)
     return [(number, value) for number, value in pairs if value is not None and math.isfinite(value)]
 
 
-def _svg(draw: Callable[[Axes], None], label: str) -> Markup:
+def _svg(
+    draw: Callable[[Axes], None],
+    label: str,
+    axes_are: tuple[str, str] = ("round", ""),
+    size: tuple[float, float] = (4.7, 2.6),
+) -> Markup:
+    """Let `draw` fill axes of this name, in a figure of this size in inches."""
     import matplotlib as mpl  # here: importing it takes longer than most verbs of the command line
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.size": 10}):
-        figure = Figure(figsize=(4.7, 2.6), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         draw(axes)
         axes.spines[["top", "right", "left"]].set_visible(False)
@@ -115,8 +168,10 @@ def _svg(draw: Callable[[Axes], None], label: str) -> Markup:
         axes.tick_params(length=0, labelcolor=_COLOUR["muted"])
         axes.grid(axis="y", color=_COLOUR["rule"], linewidth=0.6)
         axes.set_axisbelow(True)
-        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-        axes.set_xlabel("round", color=_COLOUR["muted"])
+        if axes_are[0] == "round":
+            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+        axes.set_xlabel(axes_are[0], color=_COLOUR["muted"])
+        axes.set_ylabel(axes_are[1], color=_COLOUR["muted"])
         file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from medfl.partition_plot import INK, SOFT, shorten
 
@@ -26,6 +27,10 @@ Labels = np.ndarray[Any, np.dtype[np.int64]]
 
 TOP = 50
 """Eigenvalues that FedMR's Table 7 counts."""
+WORST = 12
+"""Test images that a run keeps of those that its judged model gets most wrong."""
+_WORST = re.compile(r"worst-\d+")
+_SIDE = 256  # pixels of the longer side of such an image, at most
 _BEFORE, _BEHIND = ("text-embeddings",), ("features-pca", "features-tsne", "spectrum")
 _GRID = re.compile(r"generated-\d+")
 _GRIDS = 4  # grids of generated images that a report shows
@@ -103,6 +108,38 @@ def shown(folder: Path) -> tuple[list[Picture], int]:
     before, behind = ([folder / "pictures" / f"{name}.png" for name in names] for names in (_BEFORE, _BEHIND))
     paths = [*before, *few, *behind]
     return [Picture.read(path) for path in paths if path.is_file()], len(made) - len(few)
+
+
+def worst(folder: Path) -> list[Picture]:
+    """Read the images of the worst classified test cases of a run folder, the worst first.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    paths = sorted(path for path in (folder / "pictures").glob("worst-*.png") if _WORST.fullmatch(path.stem))
+    return [Picture.read(path) for path in paths]
+
+
+# Single images
+
+
+def single(name: str, image: Floats, title: str, caption: str, mark: str = "") -> Picture:
+    """Keep one image as it is, with its words; a large one is made smaller.
+
+    Args:
+        name: file name without its ending.
+        image: (H, W) or (H, W, 3) in 0 to 1.
+        title: what it shows.
+        caption: more of it.
+        mark: kept with the picture.
+    """
+    words, file = PngInfo(), io.BytesIO()
+    for key, text in (("Title", title), ("Description", caption), ("Mark", mark)):
+        words.add_itxt(key, text)
+    shown = Image.fromarray((255 * np.nan_to_num(image).clip(0, 1)).round().astype(np.uint8))
+    shown.thumbnail((_SIDE, _SIDE))
+    shown.save(file, format="png", pnginfo=words)
+    return Picture(name, file.getvalue(), title, caption, mark)
 
 
 # Generated images

@@ -6,7 +6,7 @@ All draws are on streams of their own, and pictures are no part of the state: a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from medfl.networks.heads import entering_head, head
 from medfl.pictures import Floats, Labels, Picture
 from medfl.prepared import Shard, Stacked
 from medfl.prototypes import features
-from medfl.runtimes import overlays
+from medfl.runtimes import overlays, worst
 from medfl.runtimes.federation import Federation
 from medfl.seeding import derive, stream
 from medfl.site import evaluating
@@ -95,11 +95,19 @@ class Pictures:
         if spectrum is not None:
             self._keep(spectrum, round_)
 
-    def segmented(self, round_: int, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]) -> None:
-        """Draw the Dice of all test cases of a segmentation, and each site's best, median and worst one."""
+    def judged(self, round_: int, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]) -> None:
+        """Show test cases as the judged models see them.
+
+        Of a segmentation the Dice of all of them, and each site's best, median and worst one; of a classification
+        the images with the highest loss.
+        """
+        found: Iterable[Picture] = ()
         if self.federation.task.kind == "segmentation":
-            for picture in overlays.drawn(self.federation, cases, masks):
-                self._keep(picture, round_)
+            found = overlays.drawn(self.federation, cases, masks)
+        elif self.federation.task.kind == "classification":
+            found = worst.drawn(self.federation, cases)
+        for picture in found:
+            self._keep(picture, round_)
 
     def _synthetic(self, round_: int, server: State, labels: Tensor, purpose: str) -> Synthetic | None:
         federation = self.federation

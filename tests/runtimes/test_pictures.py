@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from tests.helpers import SECTIONS, ToyBundle, bits, run_record
 
 QUICK = {"g_every": 2, "g_start": 1, "g_iterations": 1, "g_batch": 6, "synthetic_batch": 3, "normalise": "half"}
 FEATURES = ["features-pca", "features-tsne", "spectrum"]
+WORST = [f"worst-{rank:02d}" for rank in range(1, 13)]
+STEPS = ("begin", "after", "finish", "judged")  # what the simulator calls
 
 
 def network() -> nn.Module:
@@ -81,7 +86,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_fedbm_leaves_all_pictures_and_a_grid_only_where_the_images_changed(whole: Path) -> None:
     names = sorted(path.stem for path in (whole / "pictures").iterdir())
-    assert names == [*FEATURES[:2], "generated-0001", "generated-0003", "spectrum", "text-embeddings"]
+    assert names == [*FEATURES[:2], "generated-0001", "generated-0003", "spectrum", "text-embeddings", *WORST]
     captions = {name: Picture.read(whole / "pictures" / f"{name}.png").caption for name in names}
     assert "48 test items (dots) and 99 generated images" in captions["features-tsne"]
 
@@ -91,13 +96,13 @@ def test_tensorboard_has_them_too(whole: Path) -> None:
 
     events = EventAccumulator(str(whole / "events")).Reload()
     steps = {tag: [image.step for image in events.Images(tag)] for tag in events.Tags()["images"]}
-    expected = {f"pictures/{name}": [3] for name in FEATURES}
+    expected = {f"pictures/{name}": [3] for name in (*FEATURES, *WORST)}
     assert steps == {**expected, "pictures/generated": [1, 3], "pictures/text-embeddings": [0]}
     assert (events.Images("pictures/spectrum")[0].width, events.Images("pictures/spectrum")[0].height) == (960, 960)
 
 
 def test_nothing_of_a_run_changes_with_them(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("begin", "after", "finish"):
+    for name in STEPS:
         monkeypatch.setattr(pictures.Pictures, name, lambda *_: None)
     assert simulate(tmp_path / "bare") == []
     for name in ("weights", "best"):
@@ -118,7 +123,7 @@ def test_nothing_global_is_drawn_from(tmp_path: Path, monkeypatch: pytest.Monkey
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.dropout(x, 0.5, training=True)
 
-    for name in ("begin", "after", "finish"):
+    for name in STEPS:
         original = getattr(pictures.Pictures, name)
 
         def watched(self: pictures.Pictures, *arguments: Any, original: Any = original) -> None:
@@ -128,8 +133,8 @@ def test_nothing_global_is_drawn_from(tmp_path: Path, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(pictures.Pictures, name, watched)
     noisy = Images(lambda: nn.Sequential(*list(network())[:-1], Noisy(), nn.Linear(4, 3)))
-    assert len(simulate(tmp_path / "out", bundle=noisy, rounds=1)) == 3
-    assert kept == [True] * 3
+    assert len(simulate(tmp_path / "out", bundle=noisy, rounds=1)) == 3 + len(WORST)
+    assert kept == [True] * 4
 
 
 @pytest.mark.usefixtures("unmapped")
@@ -180,7 +185,7 @@ def test_rounds_without_evaluation_make_no_images(tmp_path: Path, monkeypatch: p
 
 
 def test_a_method_without_generator_has_features_only(tmp_path: Path) -> None:
-    assert simulate(tmp_path / "out", load("fedavg"), rounds=1) == FEATURES
+    assert simulate(tmp_path / "out", load("fedavg"), rounds=1) == [*FEATURES, *WORST]
     assert "generated" not in Picture.read(tmp_path / "out" / "pictures" / "features-pca.png").caption
 
 
@@ -194,7 +199,7 @@ def test_prototypes_leave_curves_of_their_distances(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unmapped")
 def test_a_text_head_has_its_geometry(tmp_path: Path) -> None:
-    assert simulate(tmp_path / "out", load("fedcb"), rounds=1) == ["spectrum", "text-embeddings"]
+    assert simulate(tmp_path / "out", load("fedcb"), rounds=1) == ["spectrum", "text-embeddings", *WORST]
 
 
 class Spare(nn.Module):
@@ -229,10 +234,33 @@ def tokens() -> nn.Module:
     ],
     ids=["no classes", "a convolution for head", "head not called", "no vectors", "few items", "no global network"],
 )
-def test_without_classes_vectors_or_a_global_network_there_are_none(
+def test_without_classes_vectors_or_a_global_network_there_are_no_features(
     tmp_path: Path, method: str, bundle: ToyBundle
 ) -> None:
-    assert simulate(tmp_path / "out", load(method), bundle, rounds=1) == []
+    names = simulate(tmp_path / "out", load(method), bundle, rounds=1)
+    assert [name for name in names if name not in WORST] == []
+
+
+def test_the_images_with_the_highest_loss_are_kept_with_their_words(whole: Path) -> None:
+    """Grey squares, brighter the higher their class; the losses are those of predictions.csv, which has 48 cases."""
+    with (whole / "predictions.csv").open(newline="") as file:
+        rows = {row["id"]: row for row in csv.DictReader(file) if row["site"]}
+    found = [Picture.read(whole / "pictures" / f"{name}.png") for name in WORST]
+    losses = [float(re.search(r"loss ([\d.]+);", picture.caption)[1]) for picture in found]  # type: ignore[index]
+    assert losses == sorted(losses, reverse=True)
+    for picture, loss in zip(found, losses, strict=True):
+        ident, site = re.search(r"; (\S+), (\S+)$", picture.caption).groups()  # type: ignore[union-attr]
+        row = rows.pop(ident)
+        assert (row["site"], "pqr"[int(row["label"])]) == (site, picture.title[0])
+        assert -math.log(float(row[f"p_{picture.title[0]}"])) == pytest.approx(loss, abs=0.006)
+        taken = "pqr"[int(row["predicted"])]
+        wrong = row["label"] != row["predicted"]
+        assert picture.title[1:] == (f", taken for {taken}" if wrong else ", rightly")
+        assert picture.pixels.shape == (16, 16, 3)
+
+
+def test_items_that_are_no_images_leave_none(tmp_path: Path) -> None:
+    assert simulate(tmp_path / "out", load("fedavg"), ToyBundle(), rounds=1) == []
     assert not (tmp_path / "out" / "pictures").exists()
 
 

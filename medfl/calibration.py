@@ -1,0 +1,80 @@
+"""Are a classifier's probabilities what they say? Reliability curve and expected calibration error.
+
+Top-label calibration: of all cases whose most probable class has a probability near 0.8, is that class right in 80 %?
+With cases in M bins of equal width by that probability, the confidence,
+
+    ECE = sum_m |B_m| / N · |acc(B_m) - conf(B_m)|
+
+(M. Naeini, G. Cooper, M. Hauskrecht: Obtaining well calibrated probabilities using Bayesian binning, AAAI 2015;
+C. Guo et al.: On calibration of modern neural networks, ICML 2017, who take M = 15). A bin ends at its upper edge,
+which belongs to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BINS = 15
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Reliability:
+    """The bins that hold a case, B of them.
+
+    Attributes:
+        confidence: (B,) mean confidence.
+        accuracy: (B,) share of right predictions.
+        count: (B,) cases.
+        member: (N,) which of the B bins each case is in.
+        ece: expected calibration error, 0 to 1.
+        bins: how many bins there were, the empty ones too.
+    """
+
+    confidence: Floats
+    accuracy: Floats
+    count: NDArray[np.int64]
+    member: NDArray[np.int64]
+    ece: float
+    bins: int
+
+
+def reliability(confidence: Floats, correct: NDArray[Any], bins: int = BINS) -> Reliability:
+    """Return the reliability curve of N > 0 cases.
+
+    Args:
+        confidence: (N,) probability of the predicted class.
+        correct: (N,) whether that class is the reference class.
+        bins: of equal width between 0 and 1.
+    """
+    from sklearn.calibration import calibration_curve  # here: it imports for a second
+
+    right = np.asarray(correct).astype(bool)
+    edges = np.linspace(0, 1, bins + 1)
+    _, member = np.unique(np.searchsorted(edges[1:-1], confidence), return_inverse=True)
+    accuracy, mean = calibration_curve(right, confidence, n_bins=bins, strategy="uniform")
+    count = np.bincount(member)
+    ece = float((count * np.abs(accuracy - mean)).sum() / len(confidence))
+    return Reliability(mean, accuracy, count, member, ece, bins)
+
+
+def redrawn(
+    found: Reliability, confidence: Floats, correct: NDArray[Any], times: NDArray[Any]
+) -> tuple[Floats, Floats]:
+    """Return the ECE (draws,) and each bin's accuracy (draws, B), NaN where a draw has none of its cases.
+
+    Args:
+        found: the reliability of all cases.
+        confidence: (N,) as for `reliability`.
+        correct: (N,) as for `reliability`.
+        times: (draws, N) how often each draw of `medfl.intervals` takes each case.
+    """
+    bins = np.equal.outer(found.member, np.arange(len(found.count))).astype(np.float64)
+    right = np.asarray(correct).astype(np.float64)[:, None]
+    gaps, hits, cases = (times @ column for column in (bins * (right - confidence[:, None]), bins * right, bins))
+    with np.errstate(invalid="ignore"):
+        return np.abs(gaps).sum(1) / cases.sum(1), hits / cases

@@ -1,0 +1,54 @@
+"""Numbers and names as a report and its table write them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+def number(value: float | None) -> str:
+    """Return a metric with three decimals, a dash where there is none."""
+    return "–" if value is None or math.isnan(value) else f"{value:.3f}"
+
+
+def signed(value: float) -> str:
+    """Return a difference with its sign."""
+    return f"{value:+.3f}".replace("-", "−")
+
+
+def interval(ends: tuple[float, float] | None) -> str:
+    """Return the ends of an interval, nothing where there is none."""
+    return "" if ends is None else f"{number(ends[0])} to {number(ends[1])}"
+
+
+def count(value: float) -> str:
+    """Return a whole number with its thousands apart."""
+    return f"{int(value):,}".replace(",", "\u202f")
+
+
+def size(value: float) -> str:
+    """Return a number of bytes."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{int(value)} B"
+
+
+def duration(value: float) -> str:
+    """Return a number of seconds, as minutes or hours where it is many."""
+    if value < 120:
+        return f"{value:.3g} s"
+    minutes = round(value / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def plain(text: str, width: int = 24) -> str:
+    """Make a user's name safe for a terminal and cut it to a width."""
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def setting(value: Any) -> str:
+    """Return a setting's value as text."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,61 @@
+"""The verb `medfl report`: pages and pictures of run folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_EXAMPLES = """\
+examples
+  medfl report runs/ham10000-fedavg-0
+      write its report.html again
+  medfl report runs/ham10000-* --out ham10000.html
+      one page of several runs, side by side"""
+
+
+def add(verbs: Any, parser_class: Any, verb: Callable[..., Any], show: Callable[..., int]) -> None:
+    """Add the verb to the parser of `medfl`.
+
+    Args:
+        verbs: the subparsers of `medfl`.
+        parser_class: of a parser with actions of its own, which this verb has not.
+        verb: adds a verb: (verbs, name, text, function, examples).
+        show: prints a result: (options, document, text).
+    """
+    text = "write report.html of one or several run folders"
+    report = verb(verbs, "report", text, lambda options: _report(options, show), _EXAMPLES)
+    report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that medfl run wrote")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE.html",
+        help="one page of all of them side by side, and nothing in their folders; of runs of one bundle",
+    )  # fmt: skip
+    report.add_argument(
+        "--curves", type=Path, metavar="FILE.png", help="draw the metric of all of them against bytes and seconds"
+    )
+    report.add_argument(
+        "--gains", type=Path, metavar="FILE.png", help="who gains: draw and list each site against its Local and FedAvg"
+    )
+
+
+def _report(options: Any, show: Callable[..., int]) -> int:
+    if options.out is not None:
+        from medfl.side_by_side import write_page
+
+        written = [str(write_page(options.folders, options.out))]
+    else:
+        from medfl.report import write_report
+
+        written = [str(write_report(folder)) for folder in options.folders]
+    if options.curves is not None:
+        from medfl.curves import write_curves
+
+        written.append(str(write_curves(options.folders, options.curves)))
+    if options.gains is None:
+        return show(options, {"reports": written}, lambda: "\n".join(written))
+    from medfl.gains import write_gains
+
+    found, file = write_gains(options.folders, options.gains)
+    written.append(str(file))
+    document = {"reports": written, "gains": found.gains, "values": found.values, "small": sorted(found.small)}
+    return show(options, document, lambda: "\n".join([found.table(), "", *found.summary(), *written]))

@@ -1,0 +1,63 @@
+"""Receiver operating characteristic curves of a classifier: one a class, against the others, and their mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+_POINTS = 201  # of a curve, at most: more than a picture can show
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """The curve of one class against the others.
+
+    Attributes:
+        index: of the class.
+        false, true: (P,) rates of false and true positives, rising.
+        area: under the whole curve.
+        positives: cases of the class.
+    """
+
+    index: int
+    false: Floats
+    true: Floats
+    area: float
+    positives: int
+
+
+def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
+    """Return the curve of each class that has a case and is not that of all cases; of two classes the second's only.
+
+    Args:
+        label: (N,) class indices.
+        probabilities: (N, K).
+    """
+    from sklearn.metrics import roc_auc_score, roc_curve  # here: it imports for a second
+
+    found, classes = [], probabilities.shape[1]
+    for c in [1] if classes == 2 else range(classes):
+        positive = label == c
+        if not positive.any() or positive.all():
+            continue
+        score = probabilities[:, c]
+        false, true, _ = roc_curve(positive, score)
+        if len(false) > _POINTS + 1:
+            false, true = _at_grid(false, true)
+        found.append(Curve(c, false, true, float(roc_auc_score(positive, score)), int(positive.sum())))
+    return found
+
+
+def macro(found: list[Curve]) -> tuple[Floats, Floats]:
+    """Return the mean of the curves at equal rates of false positives, (P,) each; it begins at (0, 0)."""
+    rates = [_at_grid(curve.false, curve.true) for curve in found]
+    return rates[0][0], np.mean([true for _, true in rates], axis=0)
+
+
+def _at_grid(false: Floats, true: Floats) -> tuple[Floats, Floats]:
+    """Return a curve at equal steps, from (0, 0): where it rises straight up, its upper end counts."""
+    grid = np.linspace(0, 1, _POINTS)
+    return np.concatenate([[0.0], grid]), np.concatenate([[0.0], np.interp(grid, false, true)])

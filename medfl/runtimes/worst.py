@@ -1,0 +1,72 @@
+"""The test images that a run's judged models classify worst."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from torch import Tensor
+
+from medfl.metrics import Cases
+from medfl.pictures import WORST, Picture, single
+from medfl.planes import planes
+from medfl.prepared import Geometry, Shard
+from medfl.runtimes.federation import Federation
+
+
+def drawn(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Picture]:
+    """Yield the images with the highest loss, the highest first, as the network is given them; volumes in a slice.
+
+    None where items are no images. A case that several sites own is shown once, as the first of them has it.
+
+    Args:
+        federation: the sites.
+        cases: site -> outcomes of its test items by the judged model, with loss, label and probabilities.
+    """
+    found: dict[str, tuple[float, str, int]] = {}
+    for site, outcomes in cases.items():
+        if not outcomes.is_classification:
+            continue
+        for row, (ident, loss) in enumerate(zip(outcomes.ids, outcomes.values["loss"].tolist(), strict=True)):
+            found.setdefault(ident, (loss, site, row))
+    rows_first = _reads_rows(federation)
+    order = sorted(found, key=lambda ident: (-found[ident][0], ident))[:WORST]
+    for rank, ident in enumerate(order, 1):
+        loss, site, row = found[ident]
+        shard = federation.shard(site, "test")
+        index = int(shard.indices[shard.ids.index(ident)])
+        image, _ = next(Shard.of(shard.prepared, [index]).batches(1))
+        if not isinstance(image, Tensor) or image.ndim not in (4, 5):
+            return
+        known = shard.prepared.geometry
+        geometry = known[index] if known else _upright(tuple(image.shape[2:])) if rows_first else None
+        nothing = np.zeros(image.shape[2:], np.int64)
+        plane = planes(image[0].float().numpy(force=True), nothing, nothing, geometry)[0]
+        label, chances = int(cases[site].values["label"][row]), cases[site].values["probabilities"][row]
+        predicted = int(chances.argmax())
+        wrong = label != predicted
+        true, taken = (_name(federation, c, len(chances)) for c in (label, predicted))
+        yield single(
+            f"worst-{rank:02d}",
+            plane.image,
+            f"{true}, taken for {taken}" if wrong else f"{true}, rightly",
+            f"confidence {float(chances[predicted]):.3f}{f' ({true}: {float(chances[label]):.2g})' * wrong}; "
+            f"loss {loss:.2f}; {ident}, {site}",
+        )
+
+
+def _reads_rows(federation: Federation) -> bool:
+    """Tell whether pictures are (H, W): those of our own readers are, MONAI's are (W, H)."""
+    root = getattr(federation.bundle, "root", None)
+    files = [] if root is None else sorted((root / "configs").glob("train.*"))
+    return not files or any("medfl.datasets.Read" in file.read_text(errors="replace") for file in files)
+
+
+def _upright(shape: tuple[int, ...]) -> Geometry | None:
+    """Return a geometry that says no more than that rows come first; None of a volume."""
+    return Geometry(np.eye(4), np.eye(4), shape, "") if len(shape) == 2 else None
+
+
+def _name(federation: Federation, label: int, classes: int) -> str:
+    names = federation.task.classes
+    return names[label] if len(names) == classes else f"class {label}"

@@ -1,0 +1,96 @@
+"""Bootstrap intervals against scipy.stats.bootstrap and scikit-learn, on fixed arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import bootstrap
+from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
+
+from medfl import intervals
+
+
+def cases(count: int = 90, classes: int = 3, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Labels, predicted classes and probabilities with ties among them."""
+    draw = np.random.default_rng(seed)
+    label = np.arange(count) % classes
+    scores = np.round(draw.dirichlet(np.ones(classes), count) + 0.5 * np.eye(classes)[label], 2)
+    probabilities = scores / scores.sum(1, keepdims=True)
+    return label, probabilities.argmax(1), probabilities
+
+
+def test_a_draw_takes_as_many_of_each_stratum_as_there_are() -> None:
+    strata = np.array([0, 1, 1, 2, 2, 2, 1])
+    times = intervals.draw(strata, 3, 50)
+    assert times.shape == (50, 7)
+    for stratum, size in ((0, 1), (1, 3), (2, 3)):
+        assert (times[:, strata == stratum].sum(1) == size).all()
+    assert (times == intervals.draw(strata, 3, 50)).all()
+    assert (times != intervals.draw(strata, 4, 50)).any()
+
+
+def test_blocks_of_draws_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    label, _, probabilities = cases()
+    whole = intervals.draw(label, 0, 40)
+    areas = intervals.areas(label, probabilities, whole)
+    monkeypatch.setattr(intervals, "_AT_ONCE", 7 * 30)
+    monkeypatch.setattr(intervals, "_BLOCK", 7)
+    assert (intervals.draw(label, 0, 40) == whole).all()
+    assert intervals.areas(label, probabilities, whole) == pytest.approx(areas, abs=1e-12)
+
+
+def test_mean_as_scipy() -> None:
+    values = np.random.default_rng(1).beta(5, 2, 37)
+    theirs = bootstrap((values,), np.mean, n_resamples=1000, method="percentile", rng=np.random.default_rng(11))
+    ours = intervals.means({"dice": values}, intervals.draw(np.zeros(37, int), 11))["dice"]
+    assert ours == pytest.approx(tuple(theirs.confidence_interval), abs=1e-6)
+
+
+def test_stratified_balanced_accuracy_as_scipy() -> None:
+    label, predicted, _ = cases(80)
+    hits = [(predicted == label)[label == c].astype(float) for c in range(3)]
+
+    def statistic(*parts: np.ndarray, axis: int) -> np.ndarray:
+        return np.mean([part.mean(axis=axis) for part in parts], axis=0)
+
+    theirs = bootstrap(hits, statistic, n_resamples=1000, method="percentile", rng=np.random.default_rng(5))
+    ours = intervals.classification(label, predicted, None, 3, intervals.draw(label, 5))
+    assert ours["balanced_accuracy"] == pytest.approx(tuple(theirs.confidence_interval), abs=1e-6)
+    assert "auroc" not in ours
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_every_draw_as_scikit_learn_on_the_cases_drawn(classes: int) -> None:
+    """A draw that takes a case twice is the data set with that case twice."""
+    label, predicted, probabilities = cases(60, classes)
+    times = intervals.draw(label, 2, 25)
+    expected: dict[str, list[float]] = {"balanced_accuracy": [], "f1_macro": [], "auroc": [], "accuracy": []}
+    for row in times:
+        taken = np.repeat(np.arange(60), row)
+        y, p = label[taken], probabilities[taken]
+        expected["accuracy"].append(float((y == predicted[taken]).mean()))
+        expected["balanced_accuracy"].append(balanced_accuracy_score(y, predicted[taken]))
+        expected["f1_macro"].append(f1_score(y, predicted[taken], average="macro"))
+        columns = [1] if classes == 2 else range(classes)
+        expected["auroc"].append(float(np.mean([roc_auc_score(y == c, p[:, c]) for c in columns])))
+    found = intervals.classification(label, predicted, probabilities, classes, times)
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(tuple(np.percentile(values, [2.5, 97.5])), abs=1e-6), name
+
+
+def test_a_class_without_cases_has_no_area() -> None:
+    label, _, probabilities = cases(60)
+    label[label == 2] = 1
+    areas = intervals.areas(label, probabilities, intervals.draw(label, 0, 10))
+    assert np.isnan(areas[:, 2]).all()
+    assert not np.isnan(areas[:, :2]).any()
+    times = intervals.draw(np.zeros(60, int), 0, 10)
+    only = intervals.classification(np.zeros(60, int), np.zeros(60, int), probabilities, 3, times)
+    assert only == {"accuracy": (1.0, 1.0), "balanced_accuracy": (1.0, 1.0), "f1_macro": (1.0, 1.0)}
+
+
+def test_cases_without_a_metric_do_not_enter_its_mean() -> None:
+    values = {"hd95": np.array([1.0, np.nan, 3.0]), "surface_dice": np.full(3, np.nan)}
+    found = intervals.means(values, intervals.draw(np.zeros(3, int), 0))
+    assert found == {"hd95": (1.0, 3.0)}
