@@ -111,6 +111,7 @@ _TARGETS = re.compile(
         | TerminateOnNan)
     | medfl\.datasets\.(CheckPatchd | ReadPaird | ReadPixelsd | ReadVolumed | WriteMaskd)
     | medfl\.networks\.build
+    | medfl\.exported\.network
     | medfl\.medsam\.(BoxOfMaskd | load)
     """,
     re.VERBOSE | re.ASCII,

@@ -41,7 +41,7 @@ from medfl.metrics import KEY_METRICS, higher_is_better
 from medfl.prepared import Item, Prepared
 from medfl.preparing import prepare
 from medfl.prompts import Text, read_text
-from medfl.sections import SECTIONS, Sections
+from medfl.sections import SECTIONS, Section, Sections
 from medfl.seeding import stream
 from medfl.storage import cache_folder
 
@@ -220,6 +220,10 @@ class Bundle:
     def has_test(self) -> bool:
         """Tell whether evaluate.* names data of its own; else the validation items serve as test items."""
         return self._sections.has_test
+
+    def section(self, name: str) -> Section:
+        """Return a section as the bundle's configuration gives it: items, transforms and what reads them."""
+        return self._sections[name]
 
     def data(self, section: str) -> Sequence[Any]:
         """Return the section's data list as the bundle gives it, or its data set where only that can read it."""

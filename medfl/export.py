@@ -1,0 +1,369 @@
+"""`medfl export`: a run's result as a MONAI bundle that stands on its own.
+
+The source bundle with the settings of the run, the weights in four formats, the measured agreement of these, and a
+description. It is written beside its place, read back, checked (`medfl.export_checks`) and only then put there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.inferers import SimpleInferer
+from torch import Tensor, nn
+
+from medfl import exported, methods
+from medfl.configuration import Configuration, config_file, own_modules, read
+from medfl.errors import InputError, RunError
+from medfl.export_checks import LARGE, problems
+from medfl.export_configs import Rewritten, adapted, starting, without_start
+from medfl.export_formats import FILES, LIMITS, Agreement, Seen, agreement, quiet, tiny, write
+from medfl.export_images import Images, plain, same_predictions, test_images
+from medfl.export_models import CPU, WHICH, Model, RunResult
+from medfl.export_texts import as_json, describe, every_option, large_files, listed, readme, record
+from medfl.folder import safe
+from medfl.opening import Say
+from medfl.seeding import stream
+from medfl.storage import save_weights, write_atomic
+from medfl.task import Task
+
+_SCRIPTED = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
+_START = "$@bundle_root + '/models/model.safetensors'"
+_EXACT = 1e-6
+_SAME = {True: 2e-4, False: 1e-2}  # a GPU's convolutions are less exact than the CPU's
+
+
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    which: str = "last",
+    site: str | None = None,
+    formats: Sequence[str] = tuple(LIMITS),
+    data: str | None = None,
+    say: Say = str,
+) -> dict[str, Any]:
+    """Write a run's model as a MONAI bundle; several sites' models as one bundle each, below `out`.
+
+    Args:
+        run: folder of the run; it may have been interrupted, which the bundle says.
+        out: new or empty folder.
+        which: "last" or "best" (by validation).
+        site: whose model, of a method that makes one for each site; "all" for everybody's; None for the global model.
+        formats: of "torchscript" and "onnx"; a state dict and safetensors are always written.
+        data: folder of the run's images, where it has moved.
+        say: where lines for the user go.
+
+    Returns:
+        What was written and measured, for JSON.
+
+    Raises:
+        InputError: no such run, model or site, or `out` is in use; nothing was written.
+        RunError: a format differs from the network by more than its limit, or a check fails; nothing is left.
+    """
+    run, out = Path(run), Path(out)
+    if which not in WHICH:
+        raise InputError(f"--which {which}", "last or best", "choose one")
+    _refuse_used(out)
+    result = RunResult(run, which)
+    if not result.finished:
+        say(f"note: the run in {run} was interrupted: this is round {result.round} of {result.run.rounds}")
+    models = result.models(site, data, say)
+    several = site == "all" and "all" not in result.sites
+    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+        made = [
+            _Export(result, model, temporary / safe(model.site) if several else temporary, formats, data, say).write()
+            for model in models
+        ]
+        if out.is_dir():
+            out.rmdir()
+        temporary.rename(out)
+    except OSError as error:
+        raise RunError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for one, model in zip(made, models, strict=True):
+        one["folder"] = str(out / safe(model.site) if several else out)
+    return {"run": str(run), "run_hash": result.run_hash, "data_source": result.run.data.source, "bundles": made}
+
+
+def _refuse_used(out: Path) -> None:
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise InputError(f"--out {out} exists and is not empty", "a new or empty folder", "choose another")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise InputError(f"--out {out} cannot be made in {above}", "a folder that can be written to", "choose another")
+
+
+@dataclass(frozen=True)
+class _Named:
+    """How a configuration names the network: "configuration", "medfl" with arguments, or "torchscript"."""
+
+    kind: str
+    arguments: Mapping[str, Any]
+
+
+class _Export:
+    """One bundle in the making."""
+
+    def __init__(
+        self, result: RunResult, model: Model, folder: Path, formats: Sequence[str], data: str | None, say: Say
+    ) -> None:
+        self.result, self.model, self.folder, self.formats, self.say = result, model, folder, formats, say
+        self.images: Images = test_images(result, model, data, say)
+        self.bundle = self.images.bundle
+        self.root = self.bundle.root
+        self.inferer = getattr(self.bundle.evaluator, "inferer", None) or SimpleInferer()
+        self.activation = partial(
+            _probabilities, self.task.kind, getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
+        )
+        self.place = str(self.bundle.get("dataset_dir")) if self._has_place() else None
+        self.notes: list[str] = []
+
+    def _has_place(self) -> bool:
+        """Tell whether the bundle says where its images are."""
+        file = config_file(self.root, "train")
+        return file is not None and "dataset_dir" in read(file)
+
+    @property
+    def task(self) -> Task:
+        return self.result.task
+
+    def write(self) -> dict[str, Any]:
+        """Write everything and check it."""
+        network = self.model.network.eval()
+        seen = Seen(network)
+        with torch.no_grad():
+            for x in self.images.inputs:
+                self.inferer(x, seen)
+        same = self._recorded(network)
+        named = self._named(network)
+        for folder in ("configs", "models", "docs"):
+            (self.folder / folder).mkdir(parents=True, exist_ok=True)
+        agreements = self._formats(network, seen, named)
+        self._weights(network, named)
+        files = listed(self.folder)
+        self._configurations(named, files["models/model.safetensors"]["sha256"])
+        self._others()
+        meta = describe(self.bundle.metadata, self.result, self.model, seen, agreements, named.kind)
+        meta["medfl"]["files"] = files
+        meta["medfl"]["measured_on"] = "test images of the run" if self.images.own else "drawn images"
+        self._write("configs/metadata.json", as_json(meta))
+        self._read_back(network)
+        self._describe(meta)
+        found = problems(self.folder, self.place)
+        if found:
+            raise RunError(f"the export does not pass its checks: {', '.join(found[:3])}; nothing was kept")
+        return {
+            "site": self.model.site, "round": self.model.round, "which": self.result.which,
+            "finished": self.result.finished, "network": named.kind, "measured_on": meta["medfl"]["measured_on"],
+            "agreement": meta["medfl"]["agreement"], "predictions": same, "eval_metrics": meta["eval_metrics"],
+            "version": meta["version"], "files": files, "notes": self.notes,
+        }  # fmt: skip
+
+    def _recorded(self, network: nn.Module) -> dict[str, Any] | None:
+        """Compare the network with what the run predicted; another one is never exported in its place."""
+        same = same_predictions(network, self.result, self.model, self.images)
+        limit = _SAME[self.result.computed_on_cpu]
+        if same and not same["largest_difference"] <= limit:
+            raise RunError(
+                f"the model differs from the run's predictions.csv by {same['largest_difference']:.1e} on "
+                f"{same['items']} images, more than {limit:.0e}: weights or images have changed since the run"
+            )
+        return same
+
+    # How the network is named
+
+    def _named(self, network: nn.Module) -> _Named:
+        try:
+            with stream(0, "export"):  # what is drawn is replaced, but the caller's generator is left as it was
+                plain_one = self.bundle.network().to(CPU)
+            plain_one.load_state_dict(network.state_dict())
+            if self._equal(network, plain_one):
+                return _Named("configuration", {})
+        except RuntimeError:  # other tensors: the method changed it
+            pass
+        run = self.result.run
+        if run.method in methods.names():
+            arguments = self._arguments()
+            try:
+                with stream(0, "export"):
+                    like = exported.network(self.bundle.network().to(CPU), **arguments)
+                like.load_state_dict(exported.complete(network).state_dict())
+                if self._equal(network, like):
+                    return _Named("medfl", arguments)
+            except RuntimeError:
+                pass
+        if "torchscript" not in self.formats:
+            raise InputError(
+                f"--formats {','.join(self.formats) or 'none'} with method {run.method!r}",
+                "its network can only be named as TorchScript",
+                "add torchscript",
+            )
+        return _Named("torchscript", {})
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of `medfl.exported.network`; all options, so that no later default takes their place."""
+        run, asked = self.result.run, list[list[int]]()
+
+        def embeddings(plm: str) -> Tensor:
+            found = self.task.embeddings(plm)
+            asked.append(list(found.shape))
+            return found
+
+        task = Task(self.task.kind, self.task.classes, embeddings)
+        with stream(0, "export"):
+            self.result.method.adapt(self.bundle.network(), task)
+        found = {"method": run.method, "options": every_option(run), "task": task.kind, "classes": list(task.classes)}
+        return {**found, **({"embeddings": asked[0]} if asked else {})}
+
+    @torch.no_grad()
+    def _equal(self, network: nn.Module, other: nn.Module) -> bool:
+        other.eval()
+        found = agreement(network, other, self.images.inputs, self.inferer, self.activation, _EXACT, "")
+        return found.outputs <= _EXACT
+
+    # Files
+
+    def _formats(self, network: nn.Module, seen: Seen, named: _Named) -> dict[str, Agreement]:
+        found = {}
+        for kind in self.formats:
+            found[kind] = write(
+                kind, network, seen, self.folder / FILES[kind],
+                images=self.images.inputs, inferer=self.inferer, activation=self.activation,
+            )  # fmt: skip
+            one = found[kind]
+            self.say(
+                f"{kind} ({one.how}): differs by {tiny(one.probabilities)} (outputs {tiny(one.outputs)}) on "
+                f"{one.images} images"
+            )
+        return found
+
+    def _weights(self, network: nn.Module, named: _Named) -> None:
+        state = network.state_dict()
+        if named.kind == "torchscript":
+            with quiet():
+                loaded: Any = torch.jit.load(str(self.folder / FILES["torchscript"]))  # type: ignore[no-untyped-call]
+            state = loaded.state_dict()
+        state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+        torch.save(state, self.folder / "models" / "model.pt")
+        save_weights(self.folder / "models" / "model.safetensors", state)
+
+    def _configurations(self, named: _Named, sha256: str) -> None:
+        run, known = self.result.run, self.bundle.is_shipped
+        changes = {**run.config, **self.model.config, **({"split": run.data.split} if known else {})}
+        for stem in ("train", "evaluate", "inference", "federated"):
+            source = config_file(self.root, stem)
+            if source is None:
+                continue
+            file = Rewritten(source)
+            if stem != "federated":
+                for key, value in changes.items():
+                    if key != "dataset_dir":
+                        file.set(key, value)
+                self._local_data(file)
+                self._network_def(file, stem, named, sha256)
+            self._write(f"configs/{source.name}", file.text())
+        if config_file(self.root, "inference") is None:
+            self.notes.append("The source bundle has no inference configuration, so this one has none either.")
+
+    def _local_data(self, file: Rewritten) -> None:
+        """Forget where the images lie on this machine."""
+        place = file.get("dataset_dir")
+        if isinstance(place, str) and place[:1] in "/~" and not place.startswith("/workspace/"):
+            file.set("dataset_dir", "$@bundle_root + '/data'" if "bundle_root" in file else "data")
+
+    def _network_def(self, file: Rewritten, stem: str, named: _Named, sha256: str) -> None:
+        node = file.get("network_def")
+        if node is None:
+            if named.kind != "configuration" and stem == "train":
+                raise InputError(
+                    f"bundle {self.bundle.name!r} has no id 'network_def', and method {self.result.run.method!r} "
+                    "changed its network",
+                    "this id is where an export names it",
+                    "call the network of the bundle network_def",
+                )
+            return
+        trained = stem == "train"
+        if named.kind == "torchscript":
+            if not trained:
+                file.set("network_def", _SCRIPTED)
+            return
+        node = adapted(node, named.arguments) if named.kind == "medfl" else without_start(node)
+        if trained and "bundle_root" in file:
+            node = starting(node, sha256)
+            if "initial_weights" not in file:
+                file.insert("initial_weights", _START, before="network_def")
+        file.set("network_def", node)
+
+    def _others(self) -> None:
+        """Copy licence, embeddings and the bundle's own Python."""
+        for name in ("LICENSE", "docs/data_license.txt"):
+            if (self.root / name).is_file():
+                shutil.copyfile(self.root / name, self.folder / name)
+        if not (self.folder / "LICENSE").is_file():
+            self._write("LICENSE", "The source bundle states no licence: ask its authors.\n")
+        if not (self.folder / "docs" / "data_license.txt").is_file():
+            self._write(
+                "docs/data_license.txt", "The source bundle states no licence of its images: ask its authors.\n"
+            )
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+        for name in ["embeddings", *own_modules(self.root)]:
+            if (self.root / name).is_dir():
+                shutil.copytree(self.root / name, self.folder / name, ignore=ignored)
+            elif (self.root / f"{name}.py").is_file():
+                shutil.copyfile(self.root / f"{name}.py", self.folder / f"{name}.py")
+
+    def _describe(self, meta: Mapping[str, Any]) -> None:
+        inference = config_file(self.folder, "inference")
+        content = read(inference) if inference else {}
+        name = inference.name if inference else ""
+        self._write("docs/README.md", readme(meta, self.result, self.model, name, content, self.notes))
+        self._write("docs/medfl.json", as_json(record(self.result)))
+        if text := large_files(self.folder, LARGE):
+            self._write("large_files.yml", text)
+
+    def _write(self, name: str, text: str) -> None:
+        write_atomic(self.folder / name, text.encode())
+
+    # Reading it back
+
+    def _read_back(self, network: nn.Module) -> None:
+        """See that the written configuration and weights are the network, and read images as validation did."""
+        file = config_file(self.folder, "inference")
+        if file is None:
+            return
+        place = {"dataset_dir": self.place} if self.place and "dataset_dir" in read(file) else {}
+        config = Configuration(self.folder, [file], place, read(self.folder / "configs" / "metadata.json"), CPU)
+        if "network_def" in config:
+            with quiet():
+                written = config.content("network_def")
+            written.load_state_dict(torch.load(self.folder / "models" / "model.pt", weights_only=True))
+            if not self._equal(network, written):
+                raise RunError(f"configs/{file.name} with models/model.pt is not the network of the run")
+        if "preprocessing" in config and self.images.entries:
+            reads = config.content("preprocessing")
+            alike = [
+                torch.equal(plain(reads(entry)["image"])[None].float(), x.float())
+                for entry, x in zip(self.images.entries, self.images.inputs, strict=True)
+            ]
+            if not all(alike):
+                self.notes.append(
+                    f"configs/{file.name} reads images in another way than validation did in the run: its predictions "
+                    "may differ from those that were scored."
+                )
+
+
+def _probabilities(task: str, ends_in_sigmoid: bool, outputs: Tensor) -> Tensor:
+    """Return probabilities of outputs (B, K[, ...]); of tasks without classes the outputs."""
+    if task == "other" or ends_in_sigmoid:
+        return outputs
+    return outputs.sigmoid() if outputs.shape[1] == 1 else outputs.softmax(1)

@@ -1,0 +1,91 @@
+"""The verb `medfl export`: the result of a run as a MONAI bundle."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+_EXAMPLES = """\
+examples
+  medfl export runs/ham10000-fedbm-0 --out ham10000_fedbm
+      the global model after the last round, with TorchScript and ONNX
+  medfl export runs/ham10000-fedavg-0 --which best --formats onnx --out best
+      that of the best round by validation
+  medfl export runs/mednist-fedrep-0 --site site-2 --out site_2
+      the model of one site, of a method that makes one for each; --site all: everybody's
+
+In the bundle's folder MONAI reads it back:
+  python -m monai.bundle run --config_file configs/inference.yaml --dataset_dir DIR"""
+
+
+def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable[..., int]) -> None:
+    """Add the verb to the command line.
+
+    Args:
+        verbs: where to.
+        parser_class: of actions; this verb has none.
+        verb: adds one verb with the flags that all have.
+        show: prints a result, as JSON or as text.
+    """
+
+    def run(options: Any) -> int:
+        return _export(options, show)
+
+    made = verb(verbs, "export", "write the result of a run as a MONAI bundle", run, _EXAMPLES)
+    made.add_argument("run", type=Path, metavar="RUN", help="a folder that medfl run wrote")
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder of the bundle")
+    made.add_argument(
+        "--which",
+        default="last",
+        metavar="last|best",
+        help="the last round's model, or the best by validation; default last",
+    )
+    made.add_argument("--site", metavar="NAME", help="a site's own model, of a method that makes one for each; or all")
+    made.add_argument(
+        "--formats", default="torchscript,onnx", metavar="A,B",
+        help="torchscript, onnx, both (default) or none, beside model.pt and model.safetensors",
+    )  # fmt: skip
+    made.add_argument("--data", metavar="DIR", help="the run's images, where they have moved")
+
+
+def _export(options: Any, show: Callable[..., int]) -> int:
+    from medfl.export_formats import chosen
+
+    formats = chosen(options.formats)
+    from medfl.export import export
+
+    document = export(
+        options.run, options.out, which=options.which, site=options.site, formats=formats, data=options.data, say=_say
+    )
+    return show(options, document, lambda: "\n".join(_lines(document)))
+
+
+def _lines(document: Mapping[str, Any]) -> list[str]:
+    from medfl.export_formats import tiny
+
+    lines = []
+    for one in document["bundles"]:
+        whose = f"site {one['site']}" if one["site"] else "global model"
+        lines += [f"bundle: {one['folder']} (version {one['version']})", f"  {whose}, round {one['round']}"]
+        for name, found in one["agreement"].items():
+            lines.append(
+                f"  {name}: differs by {tiny(found['probabilities'])} at most (allowed {found['limit']:.0e}), "
+                f"on {found['images']} {one['measured_on']}"
+            )
+        same = one["predictions"]
+        if same:
+            lines.append(
+                f"  predictions.csv of the run: differs by {tiny(same['largest_difference'])} at most, "
+                f"on {same['items']} items"
+            )
+        for name, file in one["files"].items():
+            lines.append(f"  {name}: {file['bytes']} bytes, sha256 {file['sha256'][:16]}...")
+        lines += [f"  note: {note}" for note in one["notes"]]
+    phantom = "PHANTOM data: images drawn by a program; this model says nothing about patients"
+    return [*lines, phantom if document["data_source"] == "phantom" else "real data"]
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")

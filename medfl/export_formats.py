@@ -1,0 +1,268 @@
+"""TorchScript and ONNX of a network, each measured against it on images before it counts.
+
+Both files are written without the paths of the machine that wrote them: TorchScript keeps them in debugging records,
+ONNX in the nodes' stack traces.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import logging
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medfl.errors import InputError, RunError
+from medfl.storage import write_atomic
+
+LIMITS = {"torchscript": 1e-5, "onnx": 1e-4}
+"""Format -> the most by which a probability (in other tasks: an output) may differ."""
+FILES = {"torchscript": "models/model.ts", "onnx": "models/model.onnx"}
+_NEEDED = ("onnx", "onnxruntime", "onnxscript")
+_EXTRA = 'pip install "medfl[export]"'
+
+Inferer = Callable[..., Any]
+Activation = Callable[[Tensor], Tensor]
+
+
+def chosen(text: str) -> tuple[str, ...]:
+    """Read a list of formats.
+
+    Raises:
+        InputError: no such format, or what it needs is not installed.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = () if names == ("none",) else names
+    for name in names:
+        if name not in LIMITS:
+            raise InputError(f"--formats {text}", f"a list of {', '.join(LIMITS)}, or none", "correct it")
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None] if "onnx" in names else []
+    if missing:
+        others = ",".join(name for name in names if name != "onnx") or "none"
+        raise InputError(
+            f"--formats onnx without {', '.join(missing)}", _EXTRA, f"install it, or use --formats {others}"
+        )
+    return names
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a file's outputs are from the network's, at most.
+
+    Attributes:
+        images: on how many.
+        outputs: difference of the outputs (logits).
+        probabilities: difference of the probabilities; of the outputs where they stand for none.
+        limit: what `probabilities` may be.
+        how: how the file was made.
+    """
+
+    images: int
+    outputs: float
+    probabilities: float
+    limit: float
+    how: str
+
+
+class Seen(nn.Module):
+    """A network that remembers what it is given: the first input, and the shapes of all.
+
+    Args:
+        network: what computes.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        """Remember nothing yet."""
+        super().__init__()
+        self.network = network
+        self.first: Tensor | None = None
+        self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        """Pass an input on."""
+        output = self.network(x, *others, **named)
+        if not isinstance(output, Tensor):
+            raise RunError(
+                f"the network gives a {type(output).__name__}; only networks that give one tensor are exported"
+            )
+        if self.first is None:
+            self.first = x.detach().clone()
+        self.shapes.append((tuple(x.shape), tuple(output.shape)))
+        return output
+
+    def spatial(self, which: int) -> list[int | str]:
+        """Return the spatial shape of inputs (0) or outputs (1), "*" along axes on which they differ."""
+        sizes = zip(*(shape[which][2:] for shape in self.shapes), strict=True)
+        return [along[0] if len(set(along)) == 1 else "*" for along in sizes]
+
+
+def write(
+    kind: str,
+    network: nn.Module,
+    seen: Seen,
+    path: Path,
+    *,
+    images: Sequence[Tensor],
+    inferer: Inferer,
+    activation: Activation,
+) -> Agreement:
+    """Write a network in a format and measure it.
+
+    Args:
+        kind: "torchscript" or "onnx".
+        network: on the CPU, in evaluation mode.
+        seen: what inference gives the network, as example and for the axes that vary.
+        path: where to.
+        images: batches (B, C, H, W[, D]) on which it is measured.
+        inferer: (images, network) -> outputs of whole images.
+        activation: outputs -> probabilities.
+
+    Raises:
+        RunError: it cannot be written, or differs by more than the limit.
+    """
+    try:
+        with quiet(), torch.no_grad():
+            how, other = _WRITERS[kind](network, seen, path)
+    except MemoryError:
+        raise
+    except Exception as error:  # torch raises dozens of types
+        said = " ".join(str(error).split())[:200]
+        raise RunError(
+            f"the network cannot be written as {kind} ({type(error).__name__}: {said}); leave it out with --formats"
+        ) from error
+    found = agreement(network, other, images, inferer, activation, LIMITS[kind], how)
+    if not found.probabilities <= found.limit:
+        raise RunError(
+            f"{path.name} differs from the network by {found.probabilities:.1e}, more than {found.limit:.0e}, on "
+            f"{found.images} images; leave it out with --formats"
+        )
+    return found
+
+
+@torch.no_grad()
+def agreement(
+    network: nn.Module,
+    other: Callable[[Tensor], Tensor],
+    images: Sequence[Tensor],
+    inferer: Inferer,
+    activation: Activation,
+    limit: float,
+    how: str,
+) -> Agreement:
+    """Compare two networks on images, one by one and, of one size, together: the batch axis is free."""
+    batches = [one for x in images for one in torch.split(x, 1)]
+    count, alike = len(batches), len({one.shape for one in batches}) == 1
+    batches += [torch.cat(batches)] if alike and count > 1 else []
+    outputs = probabilities = 0.0
+    for x in batches:
+        wanted, given = inferer(x, network).float(), inferer(x, other).float()
+        outputs = _larger(outputs, wanted - given)
+        probabilities = _larger(probabilities, activation(wanted) - activation(given))
+    return Agreement(count, outputs, probabilities, limit, how)
+
+
+def _larger(so_far: float, differences: Tensor) -> float:
+    largest = float(differences.abs().max())
+    return largest if not largest <= so_far else so_far  # NaN stays
+
+
+# TorchScript
+
+
+def _torchscript(network: nn.Module, seen: Seen, path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
+    assert seen.first is not None
+    try:
+        made, how = torch.jit.script(network), "scripted"
+    except Exception:  # what TorchScript cannot read is recorded on an example
+        made, how = torch.jit.trace(network, seen.first), "traced"  # type: ignore[no-untyped-call]
+    file = io.BytesIO()
+    torch.jit.save(made, file)  # type: ignore[no-untyped-call]
+    write_atomic(path, _without_debugging(file.getvalue()))
+    loaded: Any = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
+    loaded.eval()
+    return how, loaded
+
+
+def _without_debugging(archive: bytes) -> bytes:
+    """Drop the records that say in which files of this machine the code stood."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as new:
+        for item in old.infolist():
+            if not item.filename.endswith(".debug_pkl"):
+                new.writestr(zipfile.ZipInfo(item.filename), old.read(item))
+    return file.getvalue()
+
+
+# ONNX
+
+
+def _onnx(network: nn.Module, seen: Seen, path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
+    import onnx
+
+    assert seen.first is not None
+    example = seen.first.repeat(2, *[1] * (seen.first.ndim - 1))[:2]  # a batch of one would be taken for a constant
+    axes: dict[int, Any] = {0: "batch"}
+    axes |= {2 + i: torch.export.Dim.DYNAMIC for i, size in enumerate(seen.spatial(0)) if size == "*"}
+    program = torch.onnx.export(
+        network, (example,), input_names=["image"], output_names=["pred"], dynamic_shapes=(axes,), dynamo=True,
+        external_data=False, verbose=False,
+    )  # fmt: skip
+    assert program is not None
+    made = program.model_proto
+    for part in [made.graph, *made.functions]:
+        for node in [*part.node, *part.value_info]:
+            del node.metadata_props[:]
+            node.doc_string = ""
+    onnx.checker.check_model(made)
+    write_atomic(path, made.SerializeToString(deterministic=True))
+    opset = next(one.version for one in made.opset_import if one.domain in ("", "ai.onnx"))
+    return f"opset {opset}", Session(path)
+
+
+class Session:
+    """An ONNX file that is called as a network is."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it with ONNX Runtime on one thread of the CPU."""
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level, options.intra_op_num_threads = 3, 1
+        self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the output for a batch."""
+        (output,) = self._session.run(None, {"image": x.contiguous().numpy()})
+        return torch.from_numpy(output)
+
+
+_WRITERS: Mapping[str, Callable[[nn.Module, Seen, Path], tuple[str, Callable[[Tensor], Tensor]]]] = {
+    "torchscript": _torchscript,
+    "onnx": _onnx,
+}
+
+
+def tiny(value: float) -> str:
+    """Return a difference as text."""
+    return f"{value:.1e}" if value else "0"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what torch and MONAI tell of their progress, advice and deprecations off the screen."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

@@ -1,0 +1,133 @@
+"""Images on which an export is measured: a few test items of the run, else of its phantom."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.data import MetaTensor
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from medfl.bundle import Bundle, shipped
+from medfl.export_models import CPU, Model, RunResult
+from medfl.metrics import Cases
+from medfl.opening import PHANTOM, Say, bundle_of, with_data
+from medfl.prepared import Prepared, Shard
+from medfl.preparing import Source, prepare
+
+_COUNT = {"classification": 8}
+_FEW = 3  # of masks, which take longer
+
+
+@dataclass(frozen=True)
+class Images:
+    """A few images, as validation prepares them.
+
+    Attributes:
+        bundle: the run's, open on them, with the network of the model's site.
+        own: they are test items of the run.
+        inputs: (1, C, H, W[, D]) each.
+        entries: what the data list says of each; () where only its own class can read it.
+        prepared: the same with their targets.
+    """
+
+    bundle: Bundle
+    own: bool
+    inputs: tuple[Tensor, ...]
+    entries: tuple[Any, ...]
+    prepared: Prepared
+
+
+def test_images(result: RunResult, model: Model, data: str | None, say: Say) -> Images:
+    """Return a few test images: of the model's site where it has one.
+
+    Args:
+        result: the run.
+        model: what is measured.
+        data: folder of the images, where it is another than the run's.
+        say: told where the run's own images are not here.
+
+    Raises:
+        InputError: the folder given does not hold them.
+    """
+    run = result.run
+    known = bundle_of(run) in shipped()
+    folder = data or (run.data.folder if run.data.folder and Path(run.data.folder).is_dir() else None)
+    if known and run.data.source == PHANTOM and data is None:
+        folder = folder or PHANTOM
+    own = run.partition.sites[model.site]["test"] if model.site else None
+    if folder is not None or not known:
+        return _opened(result, model, folder, own)
+    say(f"note: the run's images are not in {run.data.folder}: measured on PHANTOM images (or give --data DIR)")
+    return _opened(result, model, None, None)
+
+
+def _opened(result: RunResult, model: Model, folder: str | None, ids: Sequence[str] | None) -> Images:
+    """Open the bundle on a folder; None: on the phantom where it has one."""
+    run, name = result.run, bundle_of(result.run)
+    own = folder is not None or name not in shipped()
+    split = {"split": run.data.split} if name in shipped() and own else {}
+    bundle = with_data(name, folder if own else PHANTOM, {**run.config, **model.config, **split}, "cpu").bundle
+    section = bundle.section("test")
+    count = _COUNT.get(bundle.task, _FEW)
+    wanted = None if ids is None else set(ids)
+    positions = [i for i, item in enumerate(section.items) if wanted is None or item["id"] in wanted]
+    positions = positions[:: max(1, len(positions) // count)][:count] or [0]
+    source, whole = section.source, section.source.entries
+    entries: Any = [whole[i] for i in positions] if source.is_list else Subset(whole, positions)
+    items = [section.items[i] for i in positions]
+    prepared = prepare(
+        items,
+        Source(entries, source.transforms, source.fixed),
+        section.collate,
+        section.prepare_batch,
+        label="preparing",
+    )
+    batches = prepared.batches(torch.arange(len(items)), 1, None)
+    inputs = tuple(plain(x) for x, _ in batches)
+    return Images(bundle, own, inputs, tuple(entries) if source.is_list else (), prepared)
+
+
+def plain(x: Any) -> Tensor:
+    """Return an image without its metadata, on the CPU."""
+    tensor: Tensor = x.as_tensor() if isinstance(x, MetaTensor) else x
+    return tensor.to(CPU)
+
+
+# The run's own predictions
+
+
+def same_predictions(network: nn.Module, result: RunResult, model: Model, images: Images) -> dict[str, Any] | None:
+    """Compare a network with predictions.csv on these images.
+
+    Returns:
+        How many of them are in it, and the largest difference; None where the file is of another model or images.
+    """
+    file = result.path / "predictions.csv"
+    ours = result.which == "last" and result.finished and (model.site != "") == (result.method.judged == "personal")
+    if not ours or not images.own or not file.is_file():
+        return None
+    shard = Shard.of(images.prepared, range(len(images.inputs)))
+    cases = images.bundle.evaluator(network, shard, CPU)
+    with file.open() as stream:
+        rows = {row["id"]: row for row in csv.DictReader(stream)}
+    compared, largest = 0, 0.0
+    for index, ident in enumerate(cases.ids):
+        if ident in rows:
+            compared += 1
+            largest = max([largest, *_differences(cases, index, rows[ident])])
+    return {"items": compared, "largest_difference": largest} if compared else None
+
+
+def _differences(cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:
+    if cases.is_classification:
+        recorded = [float(value) for key, value in row.items() if key.startswith("p_")]
+        given = cases.values["probabilities"][index].tolist()
+        return [abs(a - b) for a, b in zip(recorded, given, strict=True)]
+    both = {key: float(values[index]) for key, values in cases.values.items() if row.get(key)}
+    return [abs(float(row[key]) - value) for key, value in both.items() if value == value]

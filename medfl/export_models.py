@@ -1,0 +1,254 @@
+"""Which network a run's folder holds: the global model, or the one that a site is judged by, as they predict.
+
+A global model is the run's network with the weights of its file; it needs no images. What is more than that (a site's
+own model, a network that a method puts together, the newest round of a run that was interrupted) is made by the method
+from the saved States, as the run made it for its scores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medfl import methods
+from medfl.bundle import Bundle
+from medfl.errors import InputError
+from medfl.folder import RunFolder, read_run
+from medfl.methods.base import Method
+from medfl.opening import Say
+from medfl.planning import repeat
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.step import _judged
+from medfl.settings import Run
+from medfl.site import Networks
+from medfl.storage import State, load_state, load_weights
+from medfl.task import Task
+from medfl.trained import _bundle_of
+
+CPU = torch.device("cpu")
+WHICH = {"last": "weights", "best": "best"}
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A trained network.
+
+    Attributes:
+        network: on the CPU, in evaluation mode; belongs to the caller.
+        site: whose it is, "" for the global model.
+        round: after which it was.
+        config: ids of the bundle's configuration that this site's network is built with.
+    """
+
+    network: nn.Module
+    site: str
+    round: int
+    config: Mapping[str, Any]
+
+
+class RunResult:
+    """What a run's folder holds.
+
+    Args:
+        path: the folder.
+        which: "last" or "best" (by the validation metric).
+
+    Raises:
+        InputError: no run is there, or its bundle has changed.
+    """
+
+    def __init__(self, path: Path, which: str = "last") -> None:
+        """Read the records."""
+        if not (path / "run.json").is_file():
+            raise InputError(
+                f"{path} holds no run (no run.json)", "a folder that medfl run wrote", "name one, as runs/NAME"
+            )
+        run, self.document = read_run(path / "run.json")
+        self.path, self.which, self.run_hash = path, which, run.run_hash
+        self.run: Run = replace(run, device="cpu")
+        self.computed_on_cpu = run.device == "cpu"
+        self.folder = RunFolder(path)
+        self.manifest = self.folder.manifest()
+        self.bundle: Bundle = _bundle_of(self.run, path, CPU)
+        self.method: Method = methods.load(self.run.method, self.run.options)
+        self.sites = list(self.run.partition.sites)
+
+    @cached_property
+    def summary(self) -> dict[str, Any] | None:
+        """The run's summary, None where it was interrupted, or is being continued."""
+        file = self.path / "summary.json"
+        if not file.is_file():
+            return None
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found if self.manifest is None or self.manifest["round"] == found["rounds"] else None
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether the run has come to its end."""
+        return self.summary is not None
+
+    @cached_property
+    def round(self) -> int:
+        """The round whose model is taken.
+
+        Raises:
+            InputError: there is none yet.
+        """
+        if self.which == "best":
+            best = (self.manifest or {"record": {}})["record"].get("best") or (self.summary or {}).get("best")
+            if best is None or not (self.path / "best.safetensors").is_file():
+                raise InputError(
+                    f"the run in {self.path} has kept no best round",
+                    "one is kept where rounds are evaluated",
+                    "use --which last",
+                )
+            return int(best["round"])
+        if self.summary is not None:
+            return int(self.summary["rounds"])
+        if self.manifest is None or not self.manifest["round"]:
+            raise InputError(
+                f"the run in {self.path} has no weights yet",
+                "a model is there after the first round",
+                f"let it train: medfl run --resume --out {self.path}",
+            )
+        return int(self.manifest["round"])
+
+    @property
+    def task(self) -> Task:
+        """The run's problem."""
+        kind = str(self.document.get("task") or self.bundle.task)
+        return Task(kind, tuple(self.document.get("classes", ())), self.bundle.embeddings)
+
+    def models(self, site: str | None, data: str | None, say: Say) -> list[Model]:
+        """Return the global model, that of one site, or those of all.
+
+        Args:
+            site: whose; "all" for everybody's; None for the global one.
+            data: folder of the images, where it is another than the run's; only sites' models need them.
+            say: where lines for the user go.
+
+        Raises:
+            InputError: there is no such model.
+        """
+        if site is not None:
+            self._check_site(site)
+            names = self.sites if site == "all" and "all" not in self.sites else [site]
+            judged = _States(self, data, say)
+            return [self._site_model(judged, name) for name in names]
+        network = self._from_file()
+        if network is None:
+            network = _States(self, data, say).server_network(self.round)
+        if network is None:
+            raise self._has_none()
+        return [Model(network.eval(), "", self.round, {})]
+
+    def _has_none(self) -> InputError:
+        return InputError(
+            f"method {self.run.method!r} has a model for each site and none for all",
+            f"its sites are {', '.join(self.sites)}",
+            "choose one with --site NAME, or --site all",
+        )
+
+    def _check_site(self, site: str) -> None:
+        if site not in self.sites and site != "all":
+            raise InputError(
+                f"--site {site}",
+                f"the sites of this run are {', '.join(self.sites)}",
+                "choose one, or all of them: all",
+            )
+        if self.method.judged == "global":
+            raise InputError(
+                f"--site {site} with method {self.run.method!r}", "it has one model, the same for all", "leave it out"
+            )
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor] | None:
+        """The weights as the run wrote them, None where it was interrupted before it wrote the last ones."""
+        if self.which == "last" and not self.finished:
+            return None
+        file = self.path / f"{WHICH[self.which]}.safetensors"
+        return load_weights(file) if file.is_file() else None
+
+    def _from_file(self) -> nn.Module | None:
+        """Return the global model; None where it is more than the run's network with these weights."""
+        _ = self.round
+        if self._weights is None:
+            return None
+        if any("/" in key and key.partition("/")[0] in self.sites for key in self._weights):
+            raise self._has_none()
+        # what is no weight of it (a fixed classifier) is drawn as in the run
+        pool = Networks(lambda: self.method.adapt(self.bundle.network(), self.task), self.run.seed, CPU)
+        try:
+            return pool.lease(self._weights)
+        except ValueError:
+            return None
+
+    def _site_model(self, states: _States, name: str) -> Model:
+        config = self.method.site_networks(states.federation.participants).get(name, {})
+        network = states.site_network(name).eval()
+        if self.which == "best":
+            self._load_best(network, name, states.federation)
+        return Model(network, name, self.round, config)
+
+    def _load_best(self, network: nn.Module, name: str, federation: Federation) -> None:
+        """Put a site's weights of the best round in, where these are all that its prediction depends on."""
+        own = {k.removeprefix(f"{name}/"): v for k, v in (self._weights or {}).items() if k.startswith(f"{name}/")}
+        plain = federation.site(name, self.round).network()
+        same = type(plain) is type(network) and plain.state_dict().keys() == own.keys()
+        if not same or any(module._forward_hooks for module in network.modules()):
+            raise InputError(
+                f"--which best --site {name} of method {self.run.method!r}",
+                "the best round's States of the sites are not kept",
+                "use --which last",
+            )
+        network.load_state_dict(own)
+
+
+class _States:
+    """The networks that a method makes from the saved States, in a federation built again."""
+
+    def __init__(self, result: RunResult, data: str | None, say: Say) -> None:
+        self.result = result
+        if result.manifest is None:
+            raise InputError(
+                f"the run in {result.path} has no saved States",
+                "this model is made from state/, as the run left it",
+                f"let it train: medfl run --resume --out {result.path}",
+            )
+        made = repeat(result.run, data, say)
+        public = made.public.prepare(say=say) if made.public else None
+        self.federation = Federation(made.bundle, made.method, made.run, public=public)
+
+    def server_network(self, round_: int) -> nn.Module | None:
+        """Return a copy of the server's network, None where it has none."""
+        federation, server = self.federation, self._server()
+        with federation.networks.scope():
+            return deepcopy(federation.method.global_predictor(federation.host(round_), server))
+
+    def site_network(self, name: str) -> nn.Module:
+        """Return a copy of the network that a site is judged by after the last round."""
+        federation, kept = self.federation, self.result.folder.kept(name)
+        assert self.result.manifest is not None
+        round_ = int(self.result.manifest["round"])
+        with federation.networks.scope():
+            server = self.result.folder.server(self.result.manifest)
+            down = federation.method.broadcast(federation.host(round_), server, name)
+        state = None if kept is None else load_state(kept)
+        with _judged(federation, round_, name, state, down) as (network, _):
+            return deepcopy(network)
+
+    def _server(self) -> State:
+        assert self.result.manifest is not None
+        return (
+            self.result.folder.best()
+            if self.result.which == "best"
+            else self.result.folder.server(self.result.manifest)
+        )

@@ -1,0 +1,321 @@
+"""What an exported bundle says of itself: metadata.json, docs/README.md and docs/medfl.json, the record of the run.
+
+No path of this machine and no item's name goes into them.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from medfl import methods
+from medfl.configuration import target_name
+from medfl.export_formats import Agreement, Seen, tiny
+from medfl.export_models import Model, RunResult
+from medfl.opening import PHANTOM
+from medfl.settings import Run
+
+PHANTOM_SAID = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
+_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+_PLACE = re.compile(r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspace/))[\w.+%@~/\\-]+""")
+"""A folder or file of this machine: not one of the bundle, not a URL, not the zoo's /workspace."""
+_DEFAULTS = {
+    "supported_apps": {},
+    "intended_use": "Research only: not for diagnosis or any other clinical use.",
+    "data_source": "not stated by the source bundle",
+    "authors": "not stated by the source bundle",
+    "copyright": "not stated by the source bundle",
+    "task": "not stated by the source bundle",
+    "description": "A network trained across sites.",
+}
+_TENSOR = {
+    "type": "image", "format": "magnitude", "modality": "n/a", "spatial_shape": [], "dtype": "float32",
+    "value_range": [], "is_patch_data": False,
+}  # fmt: skip
+
+
+# Numbers
+
+
+def scores(result: RunResult, model: Model) -> dict[str, float]:
+    """Return the test metrics of a model; of an interrupted run those of its newest validation.
+
+    A personal model has those of its own site's items.
+    """
+    if model.site:
+        if result.which == "best" or not result.finished:
+            return {}
+        with (result.path / "sites.csv").open() as file:
+            row = next((row for row in csv.DictReader(file) if row["site"] == model.site), {})
+        named = {k.removeprefix("personal_"): v for k, v in row.items() if k.startswith("personal_") and v}
+        return _finite({key: float(value) for key, value in named.items()})
+    if result.summary is not None:
+        found = (result.summary.get("global") or {}).get(result.which) or {}
+        return _finite({key: value for key, value in found.items() if key != "round"})
+    entry = next((one for one in result.folder.rounds() if one["round"] == result.round), {})
+    return _finite({f"validation_{key}": value for key, value in (entry.get("val_global") or {}).items()})
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+    return {key: round(float(value), 6) for key, value in numbers.items() if math.isfinite(value)}
+
+
+def counts(run: Run, model: Model) -> dict[str, int]:
+    """Return how many items were trained, validated and tested on: by all, or at the model's site."""
+    sites = [run.partition.sites[model.site]] if model.site else list(run.partition.sites.values())
+    return {section: sum(len(site.get(section, ())) for site in sites) for section in ("train", "validate", "test")}
+
+
+# The record of the run
+
+
+def record(result: RunResult) -> dict[str, Any]:
+    """Return run.json and summary.json without places of this machine and without the items' names."""
+    run = {**result.document, **result.run.to_dict(), "device": result.document.get("device", "cpu")}
+    run = {key: value for key, value in run.items() if key not in ("bundle_path", "site_class_counts")}
+    run["data"] = {key: value for key, value in run["data"].items() if key != "folder"}
+    sites = {name: {s: len(ids) for s, ids in sections.items()} for name, sections in run["partition"]["sites"].items()}
+    spec = _placeless(run["partition"]["spec"])
+    run["partition"] = {**run["partition"], "spec": spec, "notes": [], "sites": sites}
+    run["command"] = _command(str(run.get("command", "")))
+    if run.get("public"):
+        data = {key: value for key, value in run["public"]["data"].items() if key != "folder"}
+        run["public"] = {**run["public"], "data": data, "teachers": [digest for _, digest in run["public"]["teachers"]]}
+    run["run_hash"] = result.run_hash
+    return {"run": _placeless(run), "summary": _placeless(result.summary)}
+
+
+def _command(text: str) -> str:
+    """Return a command without the folders that it names."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return ""
+    made = []
+    for before, word in zip(["", *words], words, strict=False):
+        name, equals, value = word.partition("=")
+        if before in ("--out", "--data", "--from") and word != PHANTOM:
+            made.append("DIR")
+        elif equals and name in ("--out", "--data", "--from") and value != PHANTOM:
+            made.append(f"{name}=DIR")
+        else:
+            made.append(_placeless(word))
+    return shlex.join(made)
+
+
+def _placeless(node: Any) -> Any:
+    """Return plain values with DIR in the place of every absolute path."""
+    if isinstance(node, Mapping):
+        return {key: _placeless(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_placeless(value) for value in node]
+    return _PLACE.sub("DIR", node) if isinstance(node, str) else node
+
+
+def options(run: Run) -> dict[str, Any]:
+    """Return the method's options that are not its defaults, without places of this machine."""
+    usual = methods.values_of(methods.load(run.method))
+    return {name: value for name, value in every_option(run).items() if name not in usual or usual[name] != value}
+
+
+def every_option(run: Run) -> dict[str, Any]:
+    """Return the method's options without places of this machine."""
+    found: dict[str, Any] = _placeless(run.options)
+    return found
+
+
+# metadata.json
+
+
+def describe(
+    source: Mapping[str, Any],
+    result: RunResult,
+    model: Model,
+    seen: Seen,
+    agreements: Mapping[str, Agreement],
+    kind: str,
+) -> dict[str, Any]:
+    """Return the content of metadata.json, from that of the source bundle.
+
+    Args:
+        source: its metadata, {} where it has none.
+        result: the run.
+        model: what is exported.
+        seen: what inference gave the network.
+        agreements: format -> how far it is from the network.
+        kind: "configuration", "medfl" or "torchscript": how the network is named in the configuration.
+    """
+    run, made = result.run, {"schema": _SCHEMA, **_DEFAULTS, **deepcopy(dict(source))}
+    version = _next(str(made.get("version", "0.0.0")))
+    made["version"] = version
+    made["changelog"] = {version: title(result, model), **dict(made.get("changelog") or {})}
+    made |= {f"{short}_version": _version(name) for short, name in _PACKAGES.items()}
+    wanted = {**dict(made.pop("optional_packages_version", {})), **dict(made.get("required_packages_version") or {})}
+    wanted |= {"medfl": ""} if kind == "medfl" else {}
+    made["required_packages_version"] = {name: _version(name) or str(old) for name, old in wanted.items()}
+    made["name"] = f"{made.get('name') or run.bundle}, federated ({run.method})"
+    phantom = run.data.source == PHANTOM
+    judged = {
+        "data": PHANTOM_SAID if phantom else f"real test images: {made['data_source']}",
+        "items": counts(run, model)["test"],
+    }
+    made["eval_metrics"] = {**judged, **scores(result, model)}
+    made["network_data_format"] = _format(made.get("network_data_format") or {}, seen)
+    made["medfl"] = {
+        "method": run.method, "options": options(run), "round": model.round, "which": result.which,
+        "site": model.site, "sites": len(run.partition.sites), "partition": _placeless(run.partition.spec),
+        "data_source": run.data.source, "finished": result.finished, "run_hash": result.run_hash, "network": kind,
+        "agreement": {name: asdict(found) for name, found in agreements.items()},
+    }  # fmt: skip
+    order = [key for key in ("schema", "version", "changelog") if key in made]
+    return {key: made[key] for key in [*order, *(key for key in made if key not in order)]}
+
+
+_PACKAGES = {"monai": "monai", "pytorch": "torch", "numpy": "numpy"}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _next(version: str) -> str:
+    """Return the next minor version."""
+    found = re.match(r"(\d+)\.(\d+)\.\d+", version)
+    return f"{found[1]}.{int(found[2]) + 1}.0" if found else "0.1.0"
+
+
+def title(result: RunResult, model: Model) -> str:
+    """Say in one line what is exported."""
+    run, phantom = result.run, " of a PHANTOM (drawn images)" if result.run.data.source == PHANTOM else ""
+    whose = f"the model of site {model.site}" if model.site else "the global model"
+    best = " (best by validation)" if result.which == "best" else ""
+    stopped = "" if result.finished else " of a run that was interrupted"
+    many = len(run.partition.sites)
+    return f"weights of {whose} after round {model.round}{best}{stopped}: {run.method}, {many} sites{phantom}"
+
+
+def _format(given: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
+    """Return network_data_format with the shapes that were seen, and whatever else was left open."""
+    inputs, outputs = (deepcopy(dict(given.get(part) or {})) for part in ("inputs", "outputs"))
+    for part, name, which in ((inputs, "image", 0), (outputs, "pred", 1)):
+        shapes = seen.shapes[0][which]
+        tensor = {**_TENSOR, **dict(part.get(name) or {})}
+        tensor["num_channels"] = shapes[1]
+        tensor["spatial_shape"] = seen.spatial(which)
+        channels = tensor.get("channel_def") or {}
+        if len(channels) != shapes[1]:
+            channels = {str(index): f"channel {index}" for index in range(shapes[1])}
+        tensor["channel_def"] = channels
+        part[name] = tensor
+    return {**given, "inputs": inputs, "outputs": outputs}
+
+
+# Files
+
+
+def listed(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return bytes and sha256 of each file of weights, by its path."""
+    files = sorted(path for path in (folder / "models").iterdir() if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()
+        }
+        for path in files
+    }  # fmt: skip
+
+
+def readme(
+    meta: Mapping[str, Any],
+    result: RunResult,
+    model: Model,
+    file: str,
+    content: Mapping[str, Any],
+    notes: Sequence[str],
+) -> str:
+    """Return docs/README.md by the model zoo's template.
+
+    Args:
+        meta: the content of metadata.json.
+        result: the run.
+        model: what is exported.
+        file: name of the inference configuration, "" if there is none.
+        content: of that file.
+        notes: what else a user should know.
+    """
+    run = result.run
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("medfl"), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        autoescape=False,
+    )  # fmt: skip
+    environment.filters |= {"sized": _sized, "tiny": tiny}
+    steps = (content.get("preprocessing") or {}).get("transforms") or []
+    text = environment.get_template("export_readme.md.j2").render(
+        meta=meta,
+        run=run,
+        site=model.site,
+        round=model.round,
+        which=result.which,
+        finished=result.finished,
+        paper=methods.load(run.method).paper,
+        options=options(run),
+        phantom=run.data.source == PHANTOM,
+        phantom_said=PHANTOM_SAID,
+        counts=counts(run, model),
+        scores=scores(result, model),
+        steps=[target_name(step) for step in steps if isinstance(step, Mapping)] if isinstance(steps, list) else [],
+        partition=_placeless(run.partition.spec),
+        command=_command(str(result.document.get("command", ""))),
+        tags=tags(meta, run),
+        notes=notes,
+        inference=file,
+        data_notes=_placeless(run.data.notes),
+        channels=list(meta["network_data_format"]["outputs"]["pred"]["channel_def"].values()),
+    )
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
+def tags(meta: Mapping[str, Any], run: Run) -> list[str]:
+    """Return words to find the bundle by."""
+    image = meta["network_data_format"]["inputs"]["image"]
+    modality = [str(image["modality"])] if image["modality"] not in ("n/a", "") else []
+    return ["federated learning", run.method, *modality, *([str(meta["data_type"])] if "data_type" in meta else [])]
+
+
+def large_files(folder: Path, limit: int) -> str:
+    """Return large_files.yml for the files above the zoo's limit, "" if there are none."""
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > limit]
+    large = [(path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in found]
+    if not large:
+        return ""
+    lines = [
+        "# The files are here; whoever publishes the bundle without them says where they lie in `url`.",
+        "large_files:",
+    ]
+    for path, digest in large:
+        lines += [f"- path: {path}", '  url: ""', f"  hash_val: {digest}", "  hash_type: sha256"]
+    return "\n".join(lines) + "\n"
+
+
+def _sized(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{max(1, round(count / 1e3))} kB"
+
+
+def as_json(document: Mapping[str, Any]) -> str:
+    """Return a JSON file's content."""
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
