@@ -7,11 +7,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from medfl.errors import RunError
 from medfl.message import Message, Weights
 
 
 def sample_shares(replies: Mapping[str, Message]) -> dict[str, float]:
-    """Return p_k = n_k / sum of n over the round's participants (McMahan et al. 2017, FedAvg)."""
+    """Return p_k = n_k / sum of n over the round's participants (McMahan et al. 2017, FedAvg).
+
+    Raises:
+        RunError: a reply does not have its n_k.
+    """
+    without = [name for name in sorted(replies) if "samples" not in replies[name].scalars]
+    if without:
+        raise RunError(f"site {without[0]!r}: its reply does not say of how many items it is")
     total = sum(replies[name].scalars["samples"] for name in sorted(replies))
     return {name: replies[name].scalars["samples"] / total for name in sorted(replies)}
 

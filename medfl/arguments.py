@@ -85,3 +85,18 @@ def machine(parser: Any) -> Any:
     group.add_argument("--amp", action="store_true", default=None, help="automatic mixed precision")
     number(group, "--threads", "T", "threads of each worker; default 1; more may change the last bits")
     return group
+
+
+def robustness(parser: Any) -> Any:
+    """Add the flags about sites that fail, or send what is wrong; return their group."""
+    group = parser.add_argument_group("robustness")
+    group.add_argument(
+        "--aggregation", metavar="RULE",
+        help="mean (default); or for methods that keep FedAvg's server half, counting every site the same: median "
+        "(stands fewer than half of n sites bad; time n log n; loses what a minority knows), trimmed:FRACTION (stands "
+        "that share; loses less), krum:F (stands F of 2F+3 or more; time n^2; learns from one site a round), "
+        "multikrum:F (as krum, from n-F-2 sites)",
+    )  # fmt: skip
+    number(group, "--min-replies", "N", "go on without sites that fail while N reply, and say so; default: all must")
+    number(group, "--deadline", "SECONDS", "that the sites have for a round; with --runtime flare", float)
+    return group

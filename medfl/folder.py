@@ -120,6 +120,11 @@ class RunFolder:
         if self._stale is not None:
             self._stale += replaced
 
+    def refused(self, round_: int, names: Collection[str]) -> None:
+        """Have the next commit remove the States that these sites may have saved in a round: the older ones stay."""
+        if self._stale is not None:
+            self._stale += [self.state_path(round_, name).name for name in names]
+
     def commit(self, round_: int, server: State, record: Mapping[str, Any]) -> None:
         """Save a complete round: the server's State, which files are the sites' newest States, and a JSON record.
 

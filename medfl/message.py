@@ -1,6 +1,6 @@
 """Message: all that crosses a wire, tensors and numbers only.
 
-Encoded as safetensors, so that nothing received is ever executed or unpickled.
+Encoded as safetensors, so that nothing received is ever executed or unpickled, and decoded within `Caps`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from medfl.caps import Caps
 from medfl.errors import RunError
 
 Weights = Mapping[str, Tensor]
@@ -36,9 +37,9 @@ class Message:
 
     def __post_init__(self) -> None:
         """Refuse names that could not be told apart once flat, and make the mappings read-only."""
-        bad = [group for group in self.tensors if group == _SCALARS or "/" in group]
+        bad = [group for group in self.tensors if group in ("", _SCALARS) or "/" in group]
         if bad:
-            raise ValueError(f"message group {bad[0]!r}: a group name has no '/' and is not {_SCALARS!r}")
+            raise ValueError(f"message group {bad[0]!r}: a group name has no '/' and is neither empty nor {_SCALARS!r}")
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
         object.__setattr__(self, "scalars", MappingProxyType({k: float(v) for k, v in self.scalars.items()}))
 
@@ -74,17 +75,43 @@ class Message:
                 tensors.setdefault(group, {})[name] = value
         return cls(tensors, scalars)
 
+    @classmethod
+    def from_wire(cls, named: Weights, sender: str) -> Message:
+        """Invert `flat` for names that are not trusted yet.
+
+        Raises:
+            RunError: a name has no group, or a number is none; names the sender.
+        """
+        for key, tensor in named.items():
+            group, _, name = key.partition("/")
+            if not (group and name):
+                raise RunError(f"{sender}: {key!r} is not named group/name")
+            if group == _SCALARS and tensor.numel() != 1:
+                raise RunError(f"{sender}: {key!r} is {tuple(tensor.shape)}; expected one number")
+        return cls.from_flat(named)
+
     def encode(self) -> bytes:
         """Return the message as safetensors bytes (tensors on the CPU, each with its own storage)."""
         return bytes(safetensors.torch.save({k: v.detach().cpu().contiguous().clone() for k, v in self.flat().items()}))
 
     @classmethod
-    def decode(cls, data: bytes) -> Message:
-        """Invert `encode`; RunError if `data` is not a safetensors document."""
+    def decode(cls, data: bytes, caps: Caps | None = None, sender: str = "") -> Message:
+        """Invert `encode`.
+
+        Args:
+            data: what arrived.
+            caps: how much of it is taken; None: the defaults.
+            sender: who sent it, for the error text.
+
+        Raises:
+            RunError: it is not a message, or more than the caps; nothing was allocated for it.
+        """
+        (caps or Caps()).check_document(data, sender)
         try:
             return cls.from_flat(safetensors.torch.load(data))
         except Exception as error:  # the Rust reader raises its own type for each kind of damage
-            raise RunError(f"a received message of {len(data)} bytes is not a safetensors document: {error}") from error
+            told = f"a received message of {len(data)} bytes is not a safetensors document: {error}"
+            raise RunError(f"{sender}: {told}" if sender else told) from error
 
     @property
     def num_bytes(self) -> int:

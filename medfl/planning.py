@@ -26,13 +26,14 @@ from medfl.opening import PHANTOM, Say, bundle_of, checked, with_data
 from medfl.partition import OWN_SITES, Partition, assign, parse
 from medfl.protocol import options_for, resolved
 from medfl.public_data import PublicPlan, plan_public
+from medfl.robust import Aggregation
 from medfl.sections import SECTIONS
-from medfl.settings import PartitionRecord, Run
+from medfl.settings import LOSSLESS, MEAN, PartitionRecord, Run
 
 _LEAST = {"rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0}
 _REPEATED = (
     "method", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed", "device", "amp", "threads", "eval_every",
-    "messages",
+    "messages", "aggregation",
 )  # fmt: skip
 
 
@@ -45,6 +46,7 @@ class Request:
         data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
         presets: names of presets of the bundle's protocol, laid over it in this order.
         messages: how messages are made smaller (`medfl.compression`).
+        aggregation: how replies are made into one (`medfl.robust`).
     """
 
     bundle: str
@@ -65,7 +67,8 @@ class Request:
     threads: int = 1
     eval_every: int = 1
     presets: Sequence[str] = ()
-    messages: str = "lossless"
+    messages: str = LOSSLESS
+    aggregation: str = MEAN
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def plan(request: Request, say: Say = str) -> Plan:
         InputError: anything in the request that is not allowed.
     """
     _check_numbers(request)
-    messages = str(Compression.parse(request.messages))
+    messages, aggregation = str(Compression.parse(request.messages)), str(Aggregation.parse(request.aggregation))
     device = _device(request.device)
     protocol = resolved(request.bundle, Bundle(request.bundle).protocol, request.presets)
     config = {**protocol["config"], **{key: _value(value) for key, value in request.config.items()}}
@@ -164,6 +167,7 @@ def plan(request: Request, say: Say = str) -> Plan:
         versions=versions(),
         public=public.record if public else None,
         messages=messages,
+        aggregation=aggregation,
     )
     notes = opened.notes + tuple(public.notes(bundle, sections) if public else ())
     return Plan(run, bundle, method, notes, public)

@@ -13,8 +13,9 @@ from medfl.errors import InputError
 
 _NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts")
 """Where things lie and what was said about them cannot change a weight."""
-_OPTIONAL = ("public", "messages")
-LOSSLESS = "lossless"
+LOSSLESS, MEAN = "lossless", "mean"
+_NEUTRAL = {"messages": LOSSLESS, "aggregation": MEAN}
+"""Settings that came later: where they change nothing a record has none, and its hash is what it was."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Run:
         versions: versions of medfl, torch, monai and numpy.
         public: the public data, None for a method that uses none.
         messages: how messages are made smaller (`medfl.compression`).
+        aggregation: how the server makes one set of weights of the replies' (`medfl.robust`).
     """
 
     bundle: str
@@ -119,14 +121,15 @@ class Run:
     versions: Mapping[str, str]
     public: PublicRecord | None = None
     messages: str = LOSSLESS
+    aggregation: str = MEAN
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON values; without `public` where there are none, and lossless `messages`."""
+        """Return the record as plain JSON values; without `public` where there are none, and what is neutral."""
         document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         if self.public is None:
             document.pop("public")
-        if self.messages == LOSSLESS:
-            document.pop("messages")
+        for name in [name for name, value in _NEUTRAL.items() if document[name] == value]:
+            document.pop(name)
         return document
 
     @classmethod
@@ -137,9 +140,11 @@ class Run:
             InputError: a setting is missing or not of its kind.
         """
         try:
-            names = [field.name for field in dataclasses.fields(cls) if field.name not in _OPTIONAL]
-            values = {name: document[name] for name in names}
-            values["messages"] = str(document.get("messages", LOSSLESS))
+            optional = {"public", *_NEUTRAL}
+            values = {
+                field.name: document[field.name] for field in dataclasses.fields(cls) if field.name not in optional
+            }
+            values |= {name: str(document.get(name, neutral)) for name, neutral in _NEUTRAL.items()}
             values["data"], partition = _data_record(values["data"]), dict(values["partition"])
             values["partition"] = PartitionRecord(**{**partition, "notes": tuple(partition["notes"])})
             if document.get("public") is not None:
@@ -171,7 +176,7 @@ class Run:
 
     def difference(self, other: Run) -> list[str]:
         """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
-        left, right = ({"messages": LOSSLESS, **run.to_dict()} for run in (self, other))
+        left, right = ({**_NEUTRAL, **run.to_dict()} for run in (self, other))
         for document in (left, right):
             for name in ("rounds", "bundle_path"):
                 document.pop(name)

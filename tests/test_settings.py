@@ -32,6 +32,7 @@ CHANGES = {
     "eval_every": 2,
     "versions": {"medfl": "1"},
     "messages": "topk:0.01",
+    "aggregation": "median",
 }
 PUBLIC = PublicRecord(
     "pictures", "3" * 64, {"image_size": 32}, DataRecord("real", "/data/p", "4" * 64, "official", {"test": 9}),
@@ -39,6 +40,10 @@ PUBLIC = PublicRecord(
 )  # fmt: skip
 DATA = {"source": "real", "checksum": "2" * 64, "split": "flamby"}
 PARTITION = {"spec": "centre", "seed": 3, "sites": {"x": {"train": ["train1"]}}}
+
+
+LATER = ("public", "messages", "aggregation")
+"""Settings that older records do not have."""
 
 
 def with_data(**changes) -> Run:
@@ -170,7 +175,7 @@ def test_json_round_trip() -> None:
     assert again.run_hash == run.run_hash
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Run) if f.name not in ("public", "messages")])
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Run) if f.name not in LATER])
 def test_a_record_without_a_setting_names_it(name: str) -> None:
     document = {key: value for key, value in RUN.to_dict().items() if key != name}
     with pytest.raises(InputError, match=f"run.json without '{name}'"):

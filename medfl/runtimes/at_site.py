@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,18 +79,14 @@ class AtSite(Federation):
     def received(self, named: Mapping[Any, Any]) -> Message:
         """Return a broadcast that arrived as `Message.flat`, opened and on this site's device.
 
-        Its weights are all that leave a site, or none at all.
+        Its weights are all that leave a site, or none at all; groups that only the method knows are limited in size.
 
         Raises:
             RunError: something in it is not what it should be; names the site and the tensor.
         """
-        tensors = {self._text(name): self._tensor(name, value) for name, value in named.items()}
-        for key, tensor in tensors.items():
-            group, slash, name = key.partition("/")
-            self.require(bool(group and slash and name), f"{key!r} is not named group/name")
-            if group == "scalars":
-                self.require(tensor.numel() == 1, f"{key!r} is {tuple(tensor.shape)}; expected one number")
-        message = self.wire.opened_broadcast(Message.from_flat(tensors), f"site {self.name!r}: the server")
+        sender = f"site {self.name!r}: the server's message"
+        arrived = Message.from_wire(self.caps.admitted(named, sender), sender)
+        message = self.wire.opened_broadcast(arrived, f"site {self.name!r}: the server")
         for group, part in message.tensors.items():
             if group == "weights":
                 self._check_weights(part)
@@ -112,7 +107,7 @@ class AtSite(Federation):
         Raises:
             RunError: they are not all that leave a site, or not finite; names the site and the tensor.
         """
-        weights = {self._text(name): self._tensor(name, value) for name, value in named.items()}
+        weights = self.caps.admitted(named, f"site {self.name!r}: the server's message")
         for name, tensor in weights.items():
             self._check_finite(f"weights/{name}", tensor)
             wanted = self.leaves[name][1] if name in self.leaves else tensor.dtype
@@ -126,24 +121,6 @@ class AtSite(Federation):
         """Raise RunError about what was received unless something holds."""
         if not holds:
             raise RunError(f"site {self.name!r}: the server's message: {what}")
-
-    def _text(self, name: Any) -> str:
-        self.require(isinstance(name, str), f"the name {str(name)[:40]!r} is no text")
-        return str(name)
-
-    def _tensor(self, name: Any, value: Any) -> Tensor:
-        """Return a received value as a dense tensor of real numbers."""
-        if isinstance(value, np.ndarray | np.number):
-            self.require(value.dtype.kind in "fiub", f"{name!r} has the type {value.dtype}")
-            try:
-                return torch.as_tensor(np.array(value))
-            except TypeError as error:
-                raise RunError(f"site {self.name!r}: the server's message: {name!r}: {error}") from error
-        dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
-        self.require(dense, f"{name!r} is a {type(value).__name__}; expected a dense tensor or an array")
-        self.require(not value.is_complex(), f"{name!r} has the type {value.dtype}")
-        tensor: Tensor = value.detach()
-        return tensor
 
     def _check_weights(self, weights: Weights) -> None:
         for label, names in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -12,16 +12,19 @@ from typing import Any
 import torch
 
 from medfl.bundle import Bundle
+from medfl.caps import Caps
 from medfl.compression import Compression
 from medfl.errors import InputError, RunError
 from medfl.message import Message, is_finite
 from medfl.methods.base import Method
 from medfl.prepared import Prepared, Shard
 from medfl.public import Public
+from medfl.robust import Aggregation
 from medfl.sections import SECTIONS
 from medfl.seeding import derive
 from medfl.settings import Run
 from medfl.site import Host, LocalSettings, Networks, Site
+from medfl.storage import State
 from medfl.task import Task
 
 POOLED = "central"
@@ -56,6 +59,7 @@ class Federation:
         networks: the pool of the bundle's own network, which is the server's.
         public: the run's public data, None for a method that uses none.
         messages: how messages are made smaller.
+        aggregation: how the server makes one set of weights of the replies'.
         sections: section -> prepared items, shared by all sites.
     """
 
@@ -73,8 +77,8 @@ class Federation:
         """Prepare the data of all sections once, or share what another federation prepared.
 
         Raises:
-            InputError: an item of the partition is not in the data, the method does not support the bundle's task or
-                its images, or networks cannot be dealt.
+            InputError: an item of the partition is not in the data, the method does not support the bundle's task, its
+                images or the aggregation, or networks cannot be dealt.
         """
         if bundle.task not in method.tasks:
             raise InputError(
@@ -86,6 +90,7 @@ class Federation:
         self.task = Task(bundle.task, bundle.classes, bundle.embeddings)
         self.names = list(run.partition.sites)
         self.participants = [POOLED] if method.pools_data else self.names
+        self.aggregation = self._aggregation()
         self.networks = self._pool(bundle)
         self._bodies = self._dealt(method.site_networks(self.participants))
         self.public = public
@@ -141,6 +146,32 @@ class Federation:
                 large = {n for n, p in network.named_parameters(remove_duplicate=False) if p.ndim > 1}
                 exact |= network.state_dict().keys() - large
         return replace(messages, exact=frozenset(exact))
+
+    def _aggregation(self) -> Aggregation:
+        """Return how replies are made into one; all but the mean stand in for the mean of methods that keep FedAvg's.
+
+        Raises:
+            InputError: the method has a server half of its own, or a cohort is too small.
+        """
+        asked, size = Aggregation.parse(self.run.aggregation), len(self.cohort(1))
+        if not asked.is_mean and not self.method.plain_host():
+            raise InputError(
+                f"--aggregation {asked} with method {self.run.method!r}",
+                "it is for methods that keep FedAvg's server half (medfl methods); this one has its own",
+                "use one of these, or leave it out",
+            )
+        if size < asked.least:
+            raise InputError(
+                f"--aggregation {asked} with {size} sites in a round",
+                f"{asked} needs at least {asked.least}",
+                "have more sites in the cohort, or allow for fewer bad ones",
+            )
+        return asked
+
+    @cached_property
+    def caps(self) -> Caps:
+        """How much of a message is taken, by the largest network."""
+        return Caps.of(*(pool.initial for pool in self._pools))
 
     @cached_property
     def _pools(self) -> set[Networks]:
@@ -220,6 +251,8 @@ class Federation:
         dealt = self._bodies.values()
         leave, stay = _span([len(body.leaves) for body in dealt]), _span([body.stays for body in dealt])
         said = f"{leave} tensors leave each site, {stay} stay"
+        if not self.aggregation.is_mean:
+            said += f"; aggregation: {self.aggregation}, every reply counts the same, whatever its number of images"
         if self.messages.lossless:
             return said
         smaller = [sum(self._smaller(*leaf) for leaf in body.leaves.items()) for body in dealt]
@@ -231,13 +264,15 @@ class Federation:
         group, _, name = key.partition("/")
         return self.messages.takes(group, name, form[1], form[0].numel())
 
-    def check(self, name: str, reply: Message) -> None:
-        """Enforce the policy on a reply: no personal tensor, the server's names, shapes and dtypes, finite values.
+    def check(self, name: str, said: Message) -> None:
+        """Enforce the policy on what a site says: no personal tensor, the server's forms, finite values, not too much.
 
         Raises:
-            RunError: names the site and the tensor.
+            RunError: names the site and the tensor, or what is too large.
         """
-        for key, tensor in reply.flat().items():
+        flat = said.flat()
+        self.caps.check(flat, f"site {name!r}")
+        for key, tensor in flat.items():
             if key.startswith("weights/"):
                 form = self._bodies[name].leaves.get(key)
                 if form is None:
@@ -249,6 +284,44 @@ class Federation:
                     )
             if not is_finite(tensor):
                 raise RunError(f"site {name!r}: {key!r} has NaN or infinite values; the last good round is kept")
+
+    def check_whole(self, name: str, reply: Message) -> None:
+        """Make sure that a reply lacks none of the weights, and for FedAvg's server half has the number of items.
+
+        Raises:
+            RunError: names the site and what is missing.
+        """
+        plain = self.method.plain_host()
+        if plain or "weights" in reply:
+            wanted = {key.removeprefix("weights/") for key in self._bodies[name].leaves}
+            missing = wanted - reply.tensors.get("weights", {}).keys()
+            if missing:
+                raise RunError(f"site {name!r}: 'weights/{min(missing)}' is missing in its reply ({len(missing)} such)")
+        if not reply.scalars.get("samples", -1 if plain else 0) >= 0:
+            raise RunError(f"site {name!r}: its reply does not say of how many items it is")
+
+    def arrived(self, name: str, named: Mapping[Any, Any]) -> Message:
+        """Return what a site sent, restored by some transport under the names of `Message.flat`, as it crossed.
+
+        Raises:
+            RunError: it is no message, or more than the caps; names the site.
+        """
+        return Message.from_wire(self.caps.admitted(named, f"site {name!r}"), f"site {name!r}")
+
+    def aggregate(self, round_: int, server: State, replies: Mapping[str, Message]) -> State:
+        """Return the server's next State: the method's, or with the mean of FedAvg replaced by something robust.
+
+        Raises:
+            RunError: there are too few replies.
+        """
+        with self.networks.scope():
+            if not self.aggregation.is_mean:
+                return {**server, "weights": self.aggregation.combined(replies, "weights")}
+            return self.method.aggregate(self.host(round_), server, replies, len(self.participants))
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Go on without some participants: they are in no cohort, and are asked for nothing."""
+        self.participants = [name for name in self.participants if name not in names]
 
     def cohort(self, round_: int) -> list[str]:
         """Draw the participants of a round: a fixed fraction, at least one, without replacement."""

@@ -5,45 +5,28 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from medfl import profiling
 from medfl.errors import InputError
-from medfl.evaluation import Masks
 from medfl.folder import RunFolder
-from medfl.message import Message, Weights
-from medfl.metrics import Cases, higher_is_better, spread, summarise
+from medfl.message import Message
+from medfl.runtimes.absent import Say, Tolerance
+from medfl.runtimes.asking import Asking
+from medfl.runtimes.events import Events, log
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.overlays import chosen
 from medfl.runtimes.pictures import Pictures
-from medfl.runtimes.step import (
-    StepResult,
-    global_cases,
-    global_masks,
-    introduce,
-    site_abroad,
-    site_judge,
-    site_masks,
-    site_weights,
-)
-from medfl.runtimes.stock import Replies, SitesWeights
-from medfl.runtimes.visits import scored, served, train, tried
-from medfl.runtimes.workers import Later, Task, Workers
+from medfl.runtimes.scoring import Final, Scoring
+from medfl.runtimes.step import StepResult
+from medfl.runtimes.stock import Replies
+from medfl.runtimes.workers import Workers
 from medfl.settings import PublicRecord
-from medfl.storage import State, moved, weights_sha256, write_atomic
-
-# Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
-_CHUNK, _CHUNK_OF_MAPS = 1024, 16
-_ABROAD = 100  # sites whose own models are scored on everybody's test items: of more, this many at equal distances
-
-Metrics = dict[str, float]
-Say = Callable[[str], object]
+from medfl.storage import State, moved, write_atomic
 
 
 class Simulator:
@@ -61,6 +44,10 @@ class Simulator:
         save_predictions: write the predicted masks of all test items.
         profile: say where the time of the rounds went, and write profile.json.
         workers: what runs tasks at the sites: (federation, jobs) -> workers.
+        tolerance: how many sites may fail to answer, and how long they have.
+
+    Raises:
+        InputError: the tolerance does not fit the run.
     """
 
     def __init__(
@@ -74,9 +61,11 @@ class Simulator:
         save_predictions: bool = False,
         profile: bool = False,
         workers: Callable[[Federation, int], Workers] = Workers,
+        tolerance: Tolerance | None = None,
     ) -> None:
         """Take the parts; nothing runs yet."""
-        self._make_workers = workers
+        self._make_workers, self.tolerance = workers, tolerance or Tolerance()
+        self.tolerance.check(federation)
         self.federation, self.folder, self.say, self.progress = federation, folder, say, progress
         # masks that an earlier part of the run wrote are kept up to date
         self.save_predictions = save_predictions or (folder.path / "predictions").is_dir()
@@ -93,6 +82,8 @@ class Simulator:
             "bytes_down": 0,
             "seconds": 0.0,
             "seconds_rounds": 0.0,
+            "absent": {},
+            "left_out": {},
         }
 
     def execute(self, resume: bool = False) -> dict[str, Any]:
@@ -104,25 +95,31 @@ class Simulator:
         manifest = self.folder.manifest() if resume else None
         if manifest:
             self.server = moved(self.folder.server(manifest), self.federation.networks.device)
-            self.done, self.record = manifest["round"], manifest["record"]
+            self.done, self.record = manifest["round"], {**self.record, **manifest["record"]}
+            self.federation.leave_out(self.record["absent"])
         if self.done > self.run.rounds:
             raise InputError(
                 f"--rounds {self.run.rounds}", f"{self.done} rounds are done already", "ask for at least as many"
             )
         self.folder.rounds(up_to=self.done)
         with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
+            self.tolerance.hand_over(self.workers)
+            self.asking = Asking(self.federation, self.folder, self.workers, self.tolerance, self.say)
+            self.scoring = Scoring(self.federation, self.folder, self.record, self.asking)
             summary = self._execute(bool(manifest))
         self.folder.write_summary(summary)
         if self.recorder is not None:
             self.say(self.recorder.table())
             write_atomic(self.folder.path / "profile.json", self.recorder.json())
+        for line in self._missing():
+            self.say(line)
         return summary
 
     def _execute(self, resumed: bool) -> dict[str, Any]:
         self.say(self.federation.policy())
         if not resumed:
             self._start()
-        with _events(self.folder.path / "events", self.done) as events:
+        with Events(self.folder.path / "events", self.done) as events:
             pictures = Pictures(self.federation, self.folder, events, self.done)
             if not resumed:
                 pictures.begin()
@@ -134,14 +131,17 @@ class Simulator:
                             with profiling.during(profiling.EVALUATION):
                                 pictures.after(round_, self.server)
                         with profiling.during(profiling.CHECKPOINT):
-                            _log(events, entry)
+                            log(events, entry)
                             self.folder.commit(round_, self.server, self.record)
             summary, cases = self._finish()
-            masks = self._masks(cases)
+            masks, written = self.scoring.masks(self.server, cases, self.save_predictions)
+            if written is not None:
+                reason = "" if written else ": channels that overlap are no mask"
+                self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
             self.workers.close()
             summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
             pictures.finish(self.run.rounds, self.server)
-            pictures.segmented(self.run.rounds, cases, masks)
+            pictures.judged(self.run.rounds, cases, masks)
         return summary
 
     # Rounds
@@ -149,9 +149,10 @@ class Simulator:
     def _start(self) -> None:
         federation = self.federation
         introductions = Replies(federation.participants, self.folder.path)
-        for index, message in self.workers.run([(introduce, (name,)) for name in federation.participants]):
-            introductions.add(federation.participants[index], message)
+        for name, message in self.asking.introduced(self.record["absent"]):
+            introductions.add(name, message)
             self.record["bytes_up"] += message.num_bytes
+        federation.leave_out(self.record["absent"])
         with federation.networks.scope():
             self.server = self.method.init_server(federation.host(0), federation.networks.initial, introductions)
 
@@ -182,37 +183,33 @@ class Simulator:
         results: dict[str, StepResult] = {}
         replies = Replies(cohort, self.folder.path)
         renewed: list[str] = []
-
-        def task(name: str) -> Task:
-            fresh = str(self.folder.state_path(round_, name))
-            return train, (round_, name, self._kept(name), fresh, self._broadcast(round_, name), judge)
-
-        # longest site first: it has the most training items, for the local epochs are the same everywhere
-        tasks = [partial(task, name) for name in cohort]
-        for index, (result, saved) in self.workers.run(tasks, [samples[name] for name in cohort]):
-            name = cohort[index]
+        left_out: dict[str, str] = {}
+        for name, (result, saved) in self.asking.trained(round_, self.server, cohort, judge, left_out):
             with profiling.during(profiling.MESSAGES):
                 replies.add(name, result.reply)
             results[name] = replace(result, reply=Message())
             renewed += [name] * saved
             bar.update()
+        bar.update(len(left_out))
         trained = time.perf_counter()
-        with federation.networks.scope(), profiling.during(profiling.AGGREGATION):
-            self.server = self.method.aggregate(
-                federation.host(round_), self.server, replies, len(federation.participants)
-            )
+        with profiling.during(profiling.AGGREGATION):
+            self.server = federation.aggregate(round_, self.server, replies)
         self.folder.renewed(round_, renewed)
+        self.folder.refused(round_, left_out)
+        self.record["left_out"] = dict(Counter(self.record["left_out"]) + Counter(left_out.keys()))
         served = time.perf_counter()
         bytes_up = sum(result.bytes_up for result in results.values())
         bytes_down = sum(result.bytes_down for result in results.values())
         self.record["bytes_up"] += bytes_up
         self.record["bytes_down"] += bytes_down
-        loss = sum(results[name].loss * samples[name] for name in cohort) / max(1, sum(samples.values()))
-        entry: dict[str, Any] = {"round": round_, "cohort": cohort}
+        left_out = dict(sorted(left_out.items()))  # not in the order in which they failed
+        replied = [name for name in cohort if name in results]
+        loss = sum(results[name].loss * samples[name] for name in replied) / max(1, sum(samples[n] for n in replied))
+        entry: dict[str, Any] = {"round": round_, "cohort": cohort, **({"left_out": left_out} if left_out else {})}
         scores: dict[str, Any] = {"val": {}, "val_global": None, "val_personal": None, "sites": {}}
         if evaluate:
             with profiling.during(profiling.EVALUATION):
-                scores = self._evaluate(round_, results)
+                scores = self.scoring.evaluate(round_, self.server, results)
         ended = time.perf_counter()
         entry |= {
             "seconds": ended - started, "seconds_train": trained - started, "seconds_server": served - trained,
@@ -222,7 +219,7 @@ class Simulator:
         with profiling.during(profiling.AGGREGATION):
             observed = self.method.observed(self.server, replies)
         entry |= {"observed": dict(observed)} if observed else {}
-        for name in cohort:
+        for name in replied:
             entry["sites"].setdefault(name, {}).update(train_loss=results[name].loss, steps=results[name].steps)
         self.record["seconds"] += entry["seconds"]
         self.record["seconds_rounds"] += entry["seconds"]
@@ -240,276 +237,46 @@ class Simulator:
             parts += [f"best {best['value']:.3f} (round {best['round']})"] if best else []
             self.say(f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s")
 
-    def _broadcast(self, round_: int, name: str) -> Message:
-        with profiling.during(profiling.MESSAGES), self.federation.networks.scope():
-            return self.method.broadcast(self.federation.host(round_), self.server, name)
-
-    def _kept(self, name: str) -> str | None:
-        path = self.folder.kept(name)
-        return None if path is None else str(path)
-
-    def _scored(self, function: Callable[..., Any], round_: int, names: Sequence[str], *rest: Any) -> list[Later]:
-        """Return tasks that call a function of `step` at these sites; each is made when it is its turn."""
-
-        def task(name: str) -> Task:
-            return scored, (function, round_, name, self._kept(name), self._broadcast(round_, name), *rest)
-
-        return [partial(task, name) for name in names]
-
-    # Scores
-
-    def _evaluate(self, round_: int, results: Mapping[str, StepResult]) -> dict[str, Any]:
-        """Score the received global and the personal models on validation data; remember the best round."""
-        whole = self._global(round_, "validate")
-        personal = self._personal(round_, ("validate",)) if self.method.judged == "personal" else None
-        if personal is None:
-            personal = {name: result.cases for name, result in results.items() if result.cases}
-        val_global = summarise(whole) if whole is not None else None
-        own = {name: cases["validate"] for name, cases in personal.items()}
-        val_personal = summarise(Cases.concat(list(own.values()))) if own else None
-        received = self._per_site(whole, "validate")
-        sites: dict[str, dict[str, Any]] = {}
-        for name in self.federation.names:
-            site: dict[str, Any] = {}
-            if name in received:
-                site["received"] = received[name]
-            if name in own:
-                site["personal"] = summarise(own[name])
-            if site:
-                sites[name] = site
-        val = (val_global if self.method.judged == "global" else val_personal) or {}
-        self._remember(round_, val)
-        return {"val": val, "val_global": val_global, "val_personal": val_personal, "sites": sites}
-
-    def _remember(self, round_: int, val: Metrics) -> None:
-        value, best = val.get(self.key), self.record["best"]
-        if value is None or value != value:
-            return
-        if best is not None and not (value > best["value"] if higher_is_better(self.key) else value < best["value"]):
-            return
-        self.record["best"] = {"round": round_, "value": value}
-        weights = self._judged_weights(round_)
-        self.folder.write_weights("best", weights)
-        self.folder.keep_best(self.server)
-        if self.method.judged == "personal":
-            tested = [cases["test"] for cases in self._personal(round_, ("test",)).values()]
-            self.record["best_test"] = summarise(Cases.concat(tested))
-
-    def _global(self, round_: int, section: str, server: State | None = None) -> Cases | None:
-        total = len(self.federation.pooled(section))
-        state = self.server if server is None else server
-        chunk = _CHUNK if self.federation.task.kind == "classification" else _CHUNK_OF_MAPS
-        tasks = [(served, (global_cases, round_, state, section, i, i + chunk)) for i in range(0, total, chunk)]
-        parts = self.workers.all(tasks)
-        return Cases.concat(parts) if parts and parts[0] is not None else None
-
-    def _personal(self, round_: int, sections: tuple[str, ...]) -> dict[str, dict[str, Cases]]:
-        names = self.federation.names
-        sizes = [sum(len(self.federation.shard(name, section)) for section in sections) for name in names]
-        tasks = self._scored(site_judge, round_, names, sections)
-        return dict(zip(names, self.workers.all(tasks, sizes), strict=True))
-
-    def _per_site(self, whole: Cases | None, section: str) -> dict[str, Metrics]:
-        """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
-        return {name: summarise(cases) for name, cases in self._cut(whole, section).items()}
-
-    def _cut(self, whole: Cases | None, section: str) -> dict[str, Cases]:
-        shards = {name: self.federation.shard(name, section) for name in self.federation.names if whole is not None}
-        return {name: whole.select(shard.indices.tolist()) for name, shard in shards.items() if whole and len(shard)}
-
-    def _judged_weights(self, round_: int) -> Weights:
-        """Return the global model's weights; where there is none, every site's own under `<site>/<tensor>`."""
-        with self.federation.networks.scope():
-            network = self.method.global_predictor(self.federation.host(round_), self.server)
-            if network is not None:
-                return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
-        names, weights = self.federation.names, SitesWeights(self.folder.path)
-        for index, part in self.workers.run(self._scored(site_weights, round_, names)):
-            weights.add(names[index], part)
-        return weights
-
     # End
 
-    def _finish(self) -> tuple[dict[str, Any], dict[str, Cases]]:
-        """Score on the test items, write tables and weights, return the summary and each site's judged cases."""
-        started, last = time.perf_counter(), self.run.rounds
+    def _finish(self) -> Final:
+        """Score on the test items, write tables and weights, and say what the run cost."""
+        started, run, record = time.perf_counter(), self.run, self.record
         self.say("scoring on the test items")
-        whole = self._global(last, "test")
-        personal = self._final_personal(last)
-        own = {name: cases["test"] for name, cases in personal.items()}
-        received = self._per_site(whole, "test")
-        mine = {name: summarise(cases) for name, cases in own.items()}
-        last_global = {"round": last, **summarise(whole)} if whole is not None else None
-        last_personal = {"round": last, **summarise(Cases.concat(list(own.values())))} if own else None
-        weights = self._judged_weights(last)
-        self.folder.write_weights("weights", weights)
-        best_global = self._best_global(whole)
-        best_personal = (
-            {"round": self.record["best"]["round"], **self.record["best_test"]} if self.record["best_test"] else None
-        )
-        judged = self.method.judged
-        by_site = {n: scores.get(self.key) for n, scores in (received if judged == "global" else mine).items()}
-        self.record["seconds"] += time.perf_counter() - started
+        scores, cases = self.scoring.finish(self.server)
+        record["seconds"] += time.perf_counter() - started
         summary = {
-            "method": self.run.method,
-            "bundle": self.run.bundle,
-            "seed": self.run.seed,
-            "rounds": last,
+            "method": run.method,
+            "bundle": run.bundle,
+            "seed": run.seed,
+            "rounds": run.rounds,
             "status": "finished",
-            "data_source": self.run.data.source,
-            **({"public": _public(self.run.public)} if self.run.public else {}),
-            "judged": judged,
-            "last": last_global if judged == "global" else last_personal,
-            "best": best_global if judged == "global" else best_personal,
-            "global": {"last": last_global, "best": best_global} if last_global else None,
-            "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
-            "site_models": self._site_models(last) if judged == "personal" and whole is None else None,
-            "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
-            "bytes_up": self.record["bytes_up"],
-            "bytes_down": self.record["bytes_down"],
-            "seconds": self.record["seconds"],
-            "seconds_per_round": self.record["seconds_rounds"] / max(1, last),
-            "weights_sha256": weights_sha256(weights),
-            "run_hash": self.run.run_hash,
+            "data_source": run.data.source,
+            **({"public": _public(run.public)} if run.public else {}),
+            **scores,
+            **({"absent": record["absent"]} if record["absent"] else {}),
+            **({"left_out": record["left_out"]} if record["left_out"] else {}),
+            "bytes_up": record["bytes_up"],
+            "bytes_down": record["bytes_down"],
+            "seconds": record["seconds"],
+            "seconds_per_round": record["seconds_rounds"] / max(1, run.rounds),
+            "run_hash": run.run_hash,
         }
-        self._write_tables(received, mine, whole if judged == "global" else None, own)
-        return summary, self._cut(whole, "test") if judged == "global" else own
+        return Final(summary, cases)
 
-    def _masks(self, cases: Mapping[str, Cases]) -> dict[str, dict[str, Masks]]:
-        """Segment what the pictures show by the network that is judged, and write all masks if that is asked for."""
-        last, wanted, save = self.run.rounds, chosen(cases), self.save_predictions
-        names = [name for name in cases if wanted.get(name) or (save and len(cases[name]))]
-        if self.federation.task.kind != "segmentation" or not names:
-            return {}
-        folders = {name: str(self.folder.predictions(name)) if save else None for name in names}
-        asked = {name: (list(wanted.get(name, {})), folders[name]) for name in names}
-        if self.method.judged == "global":
-            tasks: list[Any] = [(global_masks, (last, self.server, name, *asked[name])) for name in names]
-        else:
-            tasks = [task for n in names for task in self._scored(site_masks, last, [n], *asked[n])]
-        masks = dict(zip(names, self.workers.all(tasks), strict=True))
-        if save:
-            written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
-            reason = "" if written else ": channels that overlap are no mask"
-            self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
-        return masks
-
-    def _final_personal(self, last: int) -> dict[str, dict[str, Cases]]:
-        """Score the personal models of all sites on test items.
-
-        For globally judged methods the personal model is the final global one after one more local training, of which
-        nothing is sent; sites outside the last cohort have one too then, unless evaluations are off (`eval_every` 0):
-        of 10,000 sites it would take as long as 100 rounds with 100 of them.
-        """
-        if self.method.judged == "personal":
-            return self._personal(last, ("test",))
-        if self.method.pools_data:
-            return {}
-        federation = self.federation
-        among = federation.names if self.run.eval_every else federation.cohort(last)
-        names = [name for name in among if len(federation.shard(name, "test"))]
-
-        def task(name: str) -> Task:
-            return tried, (last + 1, name, self._kept(name), self._broadcast(last + 1, name), ("test",))
-
-        sizes = [len(federation.work(name, "train")) for name in names]
-        found = self.workers.all([partial(task, name) for name in names], sizes)
-        return {name: cases for name, cases in zip(names, found, strict=True) if cases}
-
-    def _site_models(self, last: int) -> dict[str, Metrics] | None:
-        """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
-        names = self.federation.names
-        count = min(len(names), _ABROAD)
-        names = [names[i * len(names) // count] for i in range(count)]
-        found = self.workers.run(self._scored(site_abroad, last, names))
-        by_index = {index: summarise(cases) for index, cases in found}
-        scores = [by_index[index] for index in range(count)]
-        by_metric = {metric: spread({str(i): s.get(metric) for i, s in enumerate(scores)}) for metric in scores[0]}
-        return {what: {"round": last, **{m: v[what] for m, v in by_metric.items()}} for what in ("mean", "sd")}
-
-    def _best_global(self, whole: Cases | None) -> Metrics | None:
-        """Score the global model of the best round; `whole` are the outcomes of the last one's."""
-        best = self.record["best"]
-        if best is None:
-            return None
-        last = best["round"] == self.run.rounds
-        tested = whole if last else self._global(best["round"], "test", self.folder.best())
-        return {"round": best["round"], **summarise(tested)} if tested is not None else None
-
-    def _write_tables(
-        self,
-        received: Mapping[str, Metrics],
-        personal: Mapping[str, Metrics],
-        whole: Cases | None,
-        own: Mapping[str, Cases],
-    ) -> None:
-        federation, classes = self.federation, self.federation.bundle.classes
-        rows = []
-        for name in federation.names:
-            row: dict[str, Any] = {
-                "site": name,
-                **{s: len(federation.shard(name, s)) for s in ("train", "validate", "test")},
-            }
-            labels = federation.shard(name, "train").labels
-            row |= {f"train_{title}": labels.count(index) for index, title in enumerate(classes)} if labels else {}
-            row |= {f"received_{metric}": value for metric, value in received.get(name, {}).items()}
-            row |= {f"personal_{metric}": value for metric, value in personal.get(name, {}).items()}
-            rows.append(row)
-        self.folder.write_table("sites.csv", rows)
-        owner = {ident: name for name in federation.names for ident in federation.shard(name, "test").ids}
-        cases = whole if whole is not None else (Cases.concat(list(own.values())) if own else None)
-        if cases is not None:
-            self.folder.write_table("predictions.csv", [*_predictions(cases, classes, owner)])
-
-
-def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]) -> list[dict[str, Any]]:
-    rows = []
-    for index, ident in enumerate(cases.ids):
-        row: dict[str, Any] = {"id": ident, "site": owner.get(ident, "")}
-        if cases.is_classification:
-            probabilities = cases.values["probabilities"][index].tolist()
-            row |= {"label": int(cases.values["label"][index]), "predicted": probabilities.index(max(probabilities))}
-            titles = classes if len(classes) == len(probabilities) else tuple(str(i) for i in range(len(probabilities)))
-            row |= {f"p_{title}": round(p, 6) for title, p in zip(titles, probabilities, strict=True)}
-        else:
-            row |= {m: float(values[index]) for m, values in cases.values.items() if not values.isnan().all()}
-        rows.append(row)
-    return rows
+    def _missing(self) -> Iterator[str]:
+        """Say which sites' work is not in the result."""
+        if self.record["absent"]:
+            yield f"without these sites, which did not introduce themselves: {', '.join(self.record['absent'])}"
+        if self.record["left_out"]:
+            counts = [f"{name} in {count}" for name, count in sorted(self.record["left_out"].items())]
+            yield f"left out of rounds: {', '.join(counts)} of {self.run.rounds}"
 
 
 def _peak_memory() -> int:
     """Largest resident size of this process and of its finished workers, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-
-
-class _events:
-    """TensorBoard event files, continued after a resume."""
-
-    def __init__(self, path: Path, done: int) -> None:
-        self.path, self.done = path, done
-
-    def __enter__(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter  # imports for a second
-
-        self.writer: Any = SummaryWriter(str(self.path), purge_step=self.done + 1 if self.done else None)  # type: ignore[no-untyped-call]
-        return self.writer
-
-    def __exit__(self, *_: object) -> None:
-        self.writer.close()
-
-
-def _log(events: Any, entry: Mapping[str, Any]) -> None:
-    """Write a round's numbers as TensorBoard scalars."""
-    step = entry["round"]
-    events.add_scalar("train/loss", entry["train_loss"], step)
-    for group in ("val_global", "val_personal"):
-        for metric, value in (entry[group] or {}).items():
-            events.add_scalar(f"{group}/{metric}", value, step)
-    for name, value in entry.get("observed", {}).items():
-        events.add_scalar(f"observed/{name}", value, step)
-    for name in ("bytes_up", "bytes_down", "seconds"):
-        events.add_scalar(f"cost/{name}", entry[name], step)
 
 
 def _public(record: PublicRecord) -> dict[str, Any]:

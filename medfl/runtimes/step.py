@@ -153,7 +153,9 @@ def global_cases(
 def introduce(federation: Federation, name: str) -> Message:
     """Return what a site tells the server before round 1."""
     with federation.scope():
-        return federation.method.introduce(federation.site(name, 0))
+        message = federation.method.introduce(federation.site(name, 0))
+        federation.check(name, message)
+    return message
 
 
 def _delivered(federation: Federation, round_: int, name: str, down: Message) -> tuple[Message, int]:

@@ -49,12 +49,16 @@ class Stock:
 
     def read(self, place: _Place) -> Tensor:
         """Return a tensor of the file in memory of its own."""
-        if not place.size:
-            return torch.empty(place.shape, dtype=place.dtype, device=place.device)
-        data = bytearray(place.size)
-        self._file.seek(place.offset)
+        return self.part(place, 0, place.shape.numel()).reshape(place.shape)
+
+    def part(self, place: _Place, start: int, stop: int) -> Tensor:
+        """Return the numbers start..stop of a tensor of the file."""
+        if start == stop:
+            return torch.empty(0, dtype=place.dtype, device=place.device)
+        data = bytearray((stop - start) * place.dtype.itemsize)
+        self._file.seek(place.offset + start * place.dtype.itemsize)
         self._file.readinto(data)
-        return torch.frombuffer(data, dtype=place.dtype).reshape(place.shape).to(place.device)
+        return torch.frombuffer(data, dtype=place.dtype).to(place.device)
 
     def _write(self, tensor: Tensor) -> _Place:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -69,7 +73,7 @@ class Stock:
                 f"cannot keep what the sites sent in {self._folder}: {error.strerror}; the last round is intact; "
                 "free some space and continue with --resume"
             ) from error
-        return _Place(offset, data.nbytes, tensor.shape, tensor.dtype, tensor.device)
+        return _Place(offset, tensor.shape, tensor.dtype, tensor.device)
 
     def __del__(self) -> None:
         """Let go of the file."""
@@ -82,7 +86,6 @@ class _Place(NamedTuple):
     """Where a tensor lies in the file, and its form."""
 
     offset: int
-    size: int
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -96,6 +99,10 @@ class _Filed(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._stock.read(self._places[name])
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """Return the numbers start..stop of a tensor, and read no others."""
+        return self._stock.part(self._places[name], start, stop)
 
     def __contains__(self, name: object) -> bool:
         return name in self._places

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from medfl import profiling
+from medfl.errors import RunError
 from medfl.message import Message
 from medfl.metrics import Cases
+from medfl.runtimes.absent import Absent
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.step import StepResult, site_step
+from medfl.runtimes.step import StepResult, introduce, site_step
 from medfl.storage import State, load_state, moved, save_state
 
 
@@ -79,6 +81,29 @@ def served(federation: Federation, function: Callable[..., Any], *arguments: Any
     """Call a function of `step` that scores the server's model."""
     with profiling.during(profiling.EVALUATION):
         return function(federation, *arguments)
+
+
+_SITE = {introduce: 0, train: 1, tried: 1, scored: 2}
+"""Where the name of the site stands among the arguments of what is done at one."""
+
+
+def answered(function: Callable[..., Any], arguments: tuple[Any, ...], done: Callable[..., Any]) -> Any:
+    """Do a task; where a site fails, its `Absent` is the answer.
+
+    Args:
+        function: of the task.
+        arguments: of the task, after the federation.
+        done: what does it, called with the arguments.
+
+    Raises:
+        RunError: the server failed.
+    """
+    try:
+        return done(*arguments)
+    except RunError as error:
+        if function not in _SITE:
+            raise
+        return Absent(arguments[_SITE[function]], str(error))
 
 
 def _state(federation: Federation, kept: str | None) -> State | None:

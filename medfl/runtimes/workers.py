@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from medfl import profiling
 from medfl.errors import MedflError, RunError
 from medfl.packing import pack, unpack
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.visits import answered
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """(function, arguments after the federation)"""
@@ -48,7 +50,7 @@ class Workers:
             self._record(here, profiling.Lap([], {}))
 
     def run(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
-        """Run tasks and yield (position, result) as they are ready.
+        """Run tasks and yield (position, result) as they are ready; `Absent` in the place of what a site fails to do.
 
         Args:
             tasks: what to do.
@@ -56,12 +58,12 @@ class Workers:
                 them starts when all others are about to end.
 
         Raises:
-            MedflError: what a task raised; RunError if a worker died.
+            MedflError: what a task of the server's raised; RunError if a worker died.
         """
         if not self._links:
             for index, task in enumerate(tasks):
                 function, arguments = _made(task)
-                yield index, function(self._federation, *arguments)
+                yield index, answered(function, arguments, partial(function, self._federation))
             return
         pending = list(enumerate(tasks))
         if sizes is not None:
@@ -157,7 +159,7 @@ def _serve(federation: Federation, link: Connection, inherited: list[Connection]
             recorder.add(profiling.MESSAGES, started, time.perf_counter())
         answer: tuple[str, Any]
         try:
-            answer = ("ok", function(federation, *arguments))
+            answer = ("ok", answered(function, arguments, partial(function, federation)))
         except MedflError as error:
             answer = ("error", RunError(str(error)) if error.exit_code == 1 else error)
         except Exception:  # told to the parent with its traceback

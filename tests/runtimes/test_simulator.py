@@ -14,7 +14,7 @@ from torch import nn
 from medfl import profiling
 from medfl.folder import RunFolder
 from medfl.methods import load
-from medfl.runtimes import simulator, stock, visits
+from medfl.runtimes import asking, scoring, stock, visits
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
 from medfl.settings import PartitionRecord
@@ -141,7 +141,7 @@ def test_without_evaluations_only_the_last_cohort_is_trained_once_more(
         tried.append(name)
         return visits.tried(federation, round_, name, *rest)
 
-    monkeypatch.setattr(simulator, "tried", counted)
+    monkeypatch.setattr(asking, "tried", counted)
     simulate(tmp_path / "off", "fedavg", eval_every=0)
     cohort = left(tmp_path / "off")["rounds"][-1]["cohort"]
     assert tried == [name for name in cohort if int(name[1:]) < 12]
@@ -157,12 +157,12 @@ def test_of_many_sites_some_models_are_scored_on_everybodys_items(
     abroad, scored = [], visits.scored
 
     def counted(federation: Federation, function: Any, round_: int, name: str, *rest: Any) -> Any:
-        if function is simulator.site_abroad:
+        if function is scoring.site_abroad:
             abroad.append(name)
         return scored(federation, function, round_, name, *rest)
 
-    monkeypatch.setattr(simulator, "scored", counted)
-    monkeypatch.setattr(simulator, "_ABROAD", 5)
+    monkeypatch.setattr(asking, "scored", counted)
+    monkeypatch.setattr(scoring, "_ABROAD", 5)
     summary = simulate(tmp_path / "run", "local")
     assert abroad == ["s0", "s4", "s8", "s12", "s16"]
     assert summary["site_models"]["mean"].keys() >= {"round", "accuracy"}

@@ -1,0 +1,178 @@
+"""Caps: how much of a received message is taken, decided before anything is allocated for it.
+
+What arrives is either a safetensors document, whose header is read here before the library is asked, or tensors under
+names that some transport has restored already. Both are held to the same limits, and refused with one kind of error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medfl.errors import RunError
+
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_KINDS = frozenset(_TYPES.values())
+_ENTRY = {"dtype", "shape", "data_offsets"}
+_FACTOR, _FLOOR = 8, 2**28
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What is taken of one message at most; nothing that a method sends comes near.
+
+    Attributes:
+        size: bytes of all its tensors together.
+        header: bytes of a document's header.
+        tensors: how many.
+        name: characters of a tensor's name, with that of its group.
+        dimensions: of a tensor.
+    """
+
+    size: int = _FLOOR
+    header: int = 2**24
+    tensors: int = 2**16
+    name: int = 512
+    dimensions: int = 8
+
+    @classmethod
+    def of(cls, *networks: Mapping[str, Tensor]) -> Caps:
+        """Return the caps of a run: eight times its largest network, and at least 256 MiB.
+
+        Methods send up to four tensors for each of the network's, and beside them prototypes, images or scores, which
+        small networks' messages consist of.
+        """
+        size = max((sum(tensor.nbytes for tensor in network.values()) for network in networks), default=0)
+        most = max((len(network) for network in networks), default=0)
+        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(2**16, _FACTOR * most))
+
+    # A document
+
+    def check_document(self, data: bytes, sender: str = "") -> None:
+        """Read the header of a safetensors document, and nothing else.
+
+        Raises:
+            RunError: the document is none, claims what is not there, or is more than these caps; names the sender.
+        """
+        try:
+            self._check_header(data)
+        except (ValueError, RecursionError) as error:
+            told = f"a received message of {len(data)} bytes is not taken: {' '.join(str(error).split())[:300]}"
+            raise RunError(f"{sender}: {told}" if sender else told) from error
+
+    def _check_header(self, data: bytes) -> None:
+        length, room = int.from_bytes(data[:8], "little"), len(data) - 8
+        _require(room >= 0, "it is shorter than the length of a header")
+        _require(length <= room, f"its header claims {length} bytes; {room} are there")
+        _require(length <= self.header, f"its header has {length} bytes; at most {self.header}")
+        _require(room - length <= self.size, f"its tensors have {room - length} bytes; at most {self.size}")
+        entries = json.loads(data[8 : 8 + length].decode(), object_pairs_hook=_unique)
+        _require(isinstance(entries, dict), "its header is no mapping")
+        _require(len(entries) <= self.tensors, f"it has {len(entries)} tensors; at most {self.tensors}")
+        end = 0
+        for start, stop in sorted(self._span(name, entry) for name, entry in entries.items()):
+            _require(start == end, f"its tensors overlap, or leave a gap, at byte {min(start, end)}")
+            end = stop
+        _require(end == room - length, f"its tensors claim {end} bytes; {room - length} are there")
+
+    def _span(self, name: str, entry: Any) -> tuple[int, int]:
+        """Return where a tensor begins and ends, after a look at its name and form."""
+        self._check_name(name)
+        group, slash, _ = name.partition("/")
+        _require(bool(group and slash), f"{name!r} is not named group/name")
+        _require(isinstance(entry, dict) and entry.keys() == _ENTRY, f"{name!r} is not described as a tensor")
+        kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        _require(isinstance(kind, str) and kind in _TYPES, f"{name!r} has the type {str(kind)[:40]!r}")
+        _require(_are_sizes(shape) and len(shape) <= self.dimensions, f"{name!r} has the shape {str(shape)[:80]}")
+        _require(_are_sizes(offsets) and len(offsets) == 2, f"{name!r} lies at {str(offsets)[:80]}")
+        size, (start, stop) = math.prod(shape) * _TYPES[kind].itemsize, offsets
+        _require(stop - start == size, f"{name!r} has {_short(size)} bytes by its shape, and {_short(stop - start)}")
+        _require(group != "scalars" or math.prod(shape) == 1, f"{name!r} is {shape}; expected one number")
+        return start, stop
+
+    def _check_name(self, name: str) -> None:
+        _require(len(name) <= self.name, f"a name of {len(name)} characters, {name[:40]!r}…; at most {self.name}")
+
+    # What a transport has restored
+
+    def admitted(self, named: Mapping[Any, Any], sender: str) -> dict[str, Tensor]:
+        """Return what arrived under its names, as dense tensors of real numbers on the device where they are.
+
+        Args:
+            named: tensors, or NumPy arrays or numbers.
+            sender: who sent it, for the error text.
+
+        Raises:
+            RunError: something is none of these, or all of it more than these caps; names the sender.
+        """
+        try:
+            _require(len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}")
+            left, out = self.size, {}
+            for name, value in named.items():
+                _require(isinstance(name, str), f"the name {str(name)[:40]!r} is no text")
+                self._check_name(name)
+                left -= _size(name, value)
+                _require(left >= 0, f"its tensors have more than {self.size} bytes")
+                _require(value.ndim <= self.dimensions, f"{name!r} has {value.ndim} dimensions")
+                out[name] = _tensor(name, value)
+        except ValueError as error:
+            raise RunError(f"{sender}: {error}") from error
+        return out
+
+    def check(self, tensors: Mapping[str, Tensor], sender: str) -> None:
+        """Hold named tensors of this process to the caps; RunError as `admitted`."""
+        self.admitted(tensors, sender)
+
+
+def _size(name: str, value: Any) -> int:
+    """Return the bytes that a value takes once it is a tensor of its own, after a look at what it is."""
+    if isinstance(value, np.ndarray | np.number):
+        _require(value.dtype.kind in "fiub", f"{name!r} has the type {value.dtype}")
+        return int(value.nbytes)
+    dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+    _require(dense and not value.is_meta, f"{name!r} is a {type(value).__name__}; expected a dense tensor or an array")
+    return int(value.nbytes)
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        tensor: Tensor = value.detach()
+    else:
+        try:
+            tensor = torch.as_tensor(np.array(value))
+        except (TypeError, ValueError) as error:  # of a type, or in an order of bytes, that a tensor cannot have
+            raise ValueError(f"{name!r}: {error}") from error
+    _require(tensor.dtype in _KINDS, f"{name!r} has the type {tensor.dtype}")
+    return tensor
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the mapping of a JSON document; a name that comes twice is refused."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        _require(name not in found, f"{name[:80]!r} comes twice")
+        found[name] = value
+    return found
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+
+
+def _short(number: int) -> str:
+    return f"{number:.3g}" if abs(number) >= 10**12 else str(number)

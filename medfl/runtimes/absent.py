@@ -1,0 +1,127 @@
+"""What becomes of a round when a site's answer does not come or is refused.
+
+By default nothing is borne: the first failure ends the run, which can be resumed. With a minimum of replies the round
+goes on with the sites that are left, and says which are not among them and why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from medfl.errors import InputError, RunError
+from medfl.runtimes.federation import Federation
+
+Say = Callable[[str], object]
+_KEPT = "; the last good round is kept"
+
+
+class Absent(NamedTuple):
+    """A site's answer that did not come or was refused.
+
+    Attributes:
+        site: the site.
+        why: in one line, for the user.
+    """
+
+    site: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a run bears; it changes nothing unless something fails, so it is no part of the run's hash.
+
+    Attributes:
+        min_replies: sites of a cohort that have to reply; None: all of them.
+        deadline: seconds that the sites have for their replies of a round; None: as long as they take.
+    """
+
+    min_replies: int | None = None
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing.
+
+        Raises:
+            InputError: the number of replies is below 1, or the deadline not above 0.
+        """
+        if self.min_replies is not None and self.min_replies < 1:
+            raise InputError(f"--min-replies {self.min_replies}", "a whole number of at least 1", "correct it")
+        if self.deadline is not None and not 0 < self.deadline < math.inf:
+            raise InputError(f"--deadline {self.deadline:g}", "seconds, above 0", "correct it")
+
+    def check(self, federation: Federation) -> None:
+        """Compare with a run's cohorts and aggregation.
+
+        Raises:
+            InputError: a cohort has fewer sites, or the aggregation needs more replies.
+        """
+        if self.min_replies is None:
+            return
+        given, size = f"--min-replies {self.min_replies}", len(federation.cohort(1))
+        kind, least = federation.aggregation, federation.aggregation.least
+        if self.min_replies > size:
+            raise InputError(given, f"a round's cohort has {size} sites", "ask for at most as many")
+        if self.min_replies < least:
+            raise InputError(
+                f"{given} with --aggregation {kind}", f"{kind} needs at least {least} replies", "ask for as many"
+            )
+
+    def hand_over(self, workers: object) -> None:
+        """Tell the deadline to what runs the tasks, if it is anything that can hold to one.
+
+        Raises:
+            InputError: it is not: it waits for each site's answer.
+        """
+        if self.deadline is None:
+            return
+        if not hasattr(workers, "deadline"):
+            raise InputError(
+                f"--deadline {self.deadline:g}", "a runtime whose sites run by themselves", "use --runtime flare"
+            )
+        workers.deadline = self.deadline
+
+    def record(self) -> dict[str, Any]:
+        """Return what run.json tells of it."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def present(
+    names: Sequence[str],
+    answers: Iterable[tuple[int, Any]],
+    least: int | None,
+    left_out: dict[str, str],
+    what: str,
+    say: Say,
+) -> Iterator[tuple[str, Any]]:
+    """Yield (site, answer) of the sites that answer, and say which do not.
+
+    Args:
+        names: the sites that are asked.
+        answers: (position of the site, its answer or `Absent`).
+        least: how many have to answer; None: all of them.
+        left_out: takes the reason of each site that does not.
+        what: they are asked for, as "round 3".
+        say: where lines for the user go.
+
+    Raises:
+        RunError: too few can still answer.
+    """
+    for index, answer in answers:
+        if not isinstance(answer, Absent):
+            yield names[index], answer
+            continue
+        name, sender = names[index], f"site {names[index]!r}"
+        if least is None:
+            raise RunError(answer.why if answer.why.startswith(sender) else f"{sender}: {answer.why}")
+        left_out[name] = answer.why.replace(_KEPT, "").removeprefix(sender).lstrip(":, ")
+        say(f"{what}: without site {name!r}: {left_out[name]}")
+        if len(names) - len(left_out) < least:
+            told = "; ".join(f"{site}: {reason}" for site, reason in left_out.items())
+            raise RunError(
+                f"{what}: {len(left_out)} of {len(names)} sites do not answer, and at least {least} have to ({told})"
+                f"{_KEPT}: continue with --resume"
+            )

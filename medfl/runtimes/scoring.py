@@ -1,0 +1,276 @@
+"""Scores of a run: each round's on validation data, of which the best is remembered, and the last on test data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medfl.evaluation import Masks
+from medfl.folder import RunFolder
+from medfl.message import Weights
+from medfl.metrics import Cases, higher_is_better, spread, summarise
+from medfl.runtimes.asking import Asking
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.overlays import chosen
+from medfl.runtimes.step import (
+    StepResult,
+    global_cases,
+    global_masks,
+    site_abroad,
+    site_judge,
+    site_masks,
+    site_weights,
+)
+from medfl.runtimes.stock import SitesWeights
+from medfl.storage import State, weights_sha256
+
+# Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
+_CHUNK, _CHUNK_OF_MAPS = 1024, 16
+_ABROAD = 100  # sites whose own models are scored on everybody's test items: of more, this many at equal distances
+
+Metrics = dict[str, float]
+Judged = dict[str, dict[str, Cases]]
+"""site -> section -> outcomes"""
+
+
+class Final(NamedTuple):
+    """What the end of a run gives.
+
+    Attributes:
+        summary: of the scores, for summary.json.
+        cases: outcomes of each site's test items under the model that is judged.
+    """
+
+    summary: dict[str, Any]
+    cases: dict[str, Cases]
+
+
+class Scoring:
+    """Scores the models of one run.
+
+    Args:
+        federation: sites and server.
+        folder: of the run.
+        record: of the run so far; its best round is kept here.
+        asking: how sites are reached.
+    """
+
+    def __init__(self, federation: Federation, folder: RunFolder, record: dict[str, Any], asking: Asking) -> None:
+        """Take the parts."""
+        self.federation, self.folder, self.record, self.asking = federation, folder, record, asking
+        self.method, self.run, self.key = federation.method, federation.run, federation.bundle.key_metric
+
+    @property
+    def names(self) -> list[str]:
+        """The sites that can be asked: without those that take no part."""
+        federation = self.federation
+        return federation.names if self.method.pools_data else federation.participants
+
+    # A round
+
+    def evaluate(self, round_: int, server: State, results: Mapping[str, StepResult]) -> dict[str, Any]:
+        """Score the received global and the personal models on validation data; remember the best round."""
+        whole = self._global(round_, "validate", server)
+        personal = self._personal(round_, server, ("validate",)) if self.method.judged == "personal" else None
+        if personal is None:
+            personal = {name: result.cases for name, result in results.items() if result.cases}
+        val_global = summarise(whole) if whole is not None else None
+        own = {name: cases["validate"] for name, cases in personal.items()}
+        val_personal = summarise(Cases.concat(list(own.values()))) if own else None
+        received = self._per_site(whole, "validate")
+        sites: dict[str, dict[str, Any]] = {}
+        for name in self.federation.names:
+            site: dict[str, Any] = {}
+            if name in received:
+                site["received"] = received[name]
+            if name in own:
+                site["personal"] = summarise(own[name])
+            if site:
+                sites[name] = site
+        val = (val_global if self.method.judged == "global" else val_personal) or {}
+        self._remember(round_, server, val)
+        return {"val": val, "val_global": val_global, "val_personal": val_personal, "sites": sites}
+
+    def _remember(self, round_: int, server: State, val: Metrics) -> None:
+        value, best = val.get(self.key), self.record["best"]
+        if value is None or value != value:
+            return
+        if best is not None and not (value > best["value"] if higher_is_better(self.key) else value < best["value"]):
+            return
+        self.record["best"] = {"round": round_, "value": value}
+        weights = self._judged_weights(round_, server)
+        self.folder.write_weights("best", weights)
+        self.folder.keep_best(server)
+        if self.method.judged == "personal":
+            tested = [cases["test"] for cases in self._personal(round_, server, ("test",)).values()]
+            self.record["best_test"] = summarise(Cases.concat(tested))
+
+    def _global(self, round_: int, section: str, server: State) -> Cases | None:
+        total = len(self.federation.pooled(section))
+        chunk = _CHUNK if self.federation.task.kind == "classification" else _CHUNK_OF_MAPS
+        tasks = [(round_, server, section, i, i + chunk) for i in range(0, total, chunk)]
+        parts = self.asking.served(global_cases, tasks)
+        return Cases.concat(parts) if parts and parts[0] is not None else None
+
+    def _personal(self, round_: int, server: State, sections: tuple[str, ...]) -> Judged:
+        answers = self.asking.scored(site_judge, round_, server, self.names, lambda name: (sections,), sections)
+        return _in_order(self.names, answers)
+
+    def _per_site(self, whole: Cases | None, section: str) -> dict[str, Metrics]:
+        """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
+        return {name: summarise(cases) for name, cases in self._cut(whole, section).items()}
+
+    def _cut(self, whole: Cases | None, section: str) -> dict[str, Cases]:
+        shards = {name: self.federation.shard(name, section) for name in self.federation.names if whole is not None}
+        return {name: whole.select(shard.indices.tolist()) for name, shard in shards.items() if whole and len(shard)}
+
+    def _judged_weights(self, round_: int, server: State) -> Weights:
+        """Return the global model's weights; where there is none, every site's own under `<site>/<tensor>`."""
+        with self.federation.networks.scope():
+            network = self.method.global_predictor(self.federation.host(round_), server)
+            if network is not None:
+                return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
+        weights = SitesWeights(self.folder.path)
+        for name, part in self.asking.scored(site_weights, round_, server, self.names):
+            weights.add(name, part)
+        return weights
+
+    # End
+
+    def finish(self, server: State) -> Final:
+        """Score on the test items, and write tables and weights."""
+        last, judged = self.run.rounds, self.method.judged
+        whole = self._global(last, "test", server)
+        own = {name: cases["test"] for name, cases in self._final_personal(last, server).items()}
+        received = self._per_site(whole, "test")
+        mine = {name: summarise(cases) for name, cases in own.items()}
+        last_global = {"round": last, **summarise(whole)} if whole is not None else None
+        last_personal = {"round": last, **summarise(Cases.concat(list(own.values())))} if own else None
+        weights = self._judged_weights(last, server)
+        self.folder.write_weights("weights", weights)
+        best_global = self._best_global(whole)
+        best_personal = (
+            {"round": self.record["best"]["round"], **self.record["best_test"]} if self.record["best_test"] else None
+        )
+        by_site = {n: scores.get(self.key) for n, scores in (received if judged == "global" else mine).items()}
+        summary = {
+            "judged": judged,
+            "last": last_global if judged == "global" else last_personal,
+            "best": best_global if judged == "global" else best_personal,
+            "global": {"last": last_global, "best": best_global} if last_global else None,
+            "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
+            "site_models": self._site_models(last, server) if judged == "personal" and whole is None else None,
+            "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
+            "weights_sha256": weights_sha256(weights),
+        }
+        self._write_tables(received, mine, whole if judged == "global" else None, own)
+        return Final(summary, self._cut(whole, "test") if judged == "global" else own)
+
+    def masks(
+        self, server: State, cases: Mapping[str, Cases], save: bool
+    ) -> tuple[dict[str, dict[str, Masks]], int | None]:
+        """Segment what the pictures show by the network that is judged.
+
+        Args:
+            server: the server's State.
+            cases: outcomes of each site's test items.
+            save: write the masks of all of them.
+
+        Returns:
+            site -> id -> masks, and how many were written, None if there was nothing to write.
+        """
+        last, wanted = self.run.rounds, chosen(cases)
+        names = [name for name in cases if wanted.get(name) or (save and len(cases[name]))]
+        if self.federation.task.kind != "segmentation" or not names:
+            return {}, None
+        folders = {name: str(self.folder.predictions(name)) if save else None for name in names}
+        asked = {name: (list(wanted.get(name, {})), folders[name]) for name in names}
+        if self.method.judged == "global":
+            found = self.asking.served(global_masks, [(last, server, name, *asked[name]) for name in names])
+            masks = dict(zip(names, found, strict=True))
+        else:
+            masks = _in_order(names, self.asking.scored(site_masks, last, server, names, asked.__getitem__))
+        written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
+        return masks, written if save else None
+
+    def _final_personal(self, last: int, server: State) -> Judged:
+        """Score the personal models of all sites on test items.
+
+        For globally judged methods the personal model is the final global one after one more local training, of which
+        nothing is sent; sites outside the last cohort have one too then, unless evaluations are off (`eval_every` 0):
+        of 10,000 sites it would take as long as 100 rounds with 100 of them.
+        """
+        if self.method.judged == "personal":
+            return self._personal(last, server, ("test",))
+        if self.method.pools_data:
+            return {}
+        among = self.names if self.run.eval_every else self.federation.cohort(last)
+        names = [name for name in among if len(self.federation.shard(name, "test"))]
+        found = _in_order(names, self.asking.tried(last + 1, server, names, ("test",)))
+        return {name: cases for name, cases in found.items() if cases}
+
+    def _site_models(self, last: int, server: State) -> dict[str, Metrics] | None:
+        """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
+        count = min(len(self.names), _ABROAD)
+        names = [self.names[i * len(self.names) // count] for i in range(count)]
+        answers = self.asking.scored(site_abroad, last, server, names)
+        scores = _in_order(names, ((name, summarise(cases)) for name, cases in answers))
+        metrics = next(iter(scores.values()))
+        by_metric = {metric: spread({name: s.get(metric) for name, s in scores.items()}) for metric in metrics}
+        return {what: {"round": last, **{m: v[what] for m, v in by_metric.items()}} for what in ("mean", "sd")}
+
+    def _best_global(self, whole: Cases | None) -> Metrics | None:
+        """Score the global model of the best round; `whole` are the outcomes of the last one's."""
+        best = self.record["best"]
+        if best is None:
+            return None
+        last = best["round"] == self.run.rounds
+        tested = whole if last else self._global(best["round"], "test", self.folder.best())
+        return {"round": best["round"], **summarise(tested)} if tested is not None else None
+
+    def _write_tables(
+        self,
+        received: Mapping[str, Metrics],
+        personal: Mapping[str, Metrics],
+        whole: Cases | None,
+        own: Mapping[str, Cases],
+    ) -> None:
+        federation, classes = self.federation, self.federation.bundle.classes
+        rows = []
+        for name in federation.names:
+            row: dict[str, Any] = {
+                "site": name,
+                **{s: len(federation.shard(name, s)) for s in ("train", "validate", "test")},
+            }
+            labels = federation.shard(name, "train").labels
+            row |= {f"train_{title}": labels.count(index) for index, title in enumerate(classes)} if labels else {}
+            row |= {f"received_{metric}": value for metric, value in received.get(name, {}).items()}
+            row |= {f"personal_{metric}": value for metric, value in personal.get(name, {}).items()}
+            rows.append(row)
+        self.folder.write_table("sites.csv", rows)
+        owner = {ident: name for name in federation.names for ident in federation.shard(name, "test").ids}
+        cases = whole if whole is not None else (Cases.concat(list(own.values())) if own else None)
+        if cases is not None:
+            self.folder.write_table("predictions.csv", [*_predictions(cases, classes, owner)])
+
+
+def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the answers in the order of the sites, which is that of every sum over them."""
+    found = dict(answers)
+    return {name: found[name] for name in names if name in found}
+
+
+def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]) -> list[dict[str, Any]]:
+    rows = []
+    for index, ident in enumerate(cases.ids):
+        row: dict[str, Any] = {"id": ident, "site": owner.get(ident, "")}
+        if cases.is_classification:
+            probabilities = cases.values["probabilities"][index].tolist()
+            row |= {"label": int(cases.values["label"][index]), "predicted": probabilities.index(max(probabilities))}
+            titles = classes if len(classes) == len(probabilities) else tuple(str(i) for i in range(len(probabilities)))
+            row |= {f"p_{title}": round(p, 6) for title, p in zip(titles, probabilities, strict=True)}
+        else:
+            row |= {m: float(values[index]) for m, values in cases.values.items() if not values.isnan().all()}
+        rows.append(row)
+    return rows
