@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from medfl import arguments, site_cli, terminal
+from medfl import arguments, export_cli, report_cli, site_cli, terminal
 from medfl.errors import InputError, MedflError
 
 _EXIT_INTERRUPTED = 130
@@ -127,15 +127,9 @@ def _parser() -> _Parser:
     _add_compare(verbs)
     _add_data(verbs)
     _add_concepts(verbs)
+    export_cli.add(verbs, _Parser, _verb, _show)
     site_cli.add(verbs, _Parser, _verb, _show)
-    report = _verb(verbs, "report", "write report.html of one or several run folders", _report)
-    report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that medfl run wrote")
-    report.add_argument(
-        "--curves", type=Path, metavar="FILE.png", help="draw the metric of all of them against bytes and seconds"
-    )
-    report.add_argument(
-        "--gains", type=Path, metavar="FILE.png", help="who gains: draw and list each site against its Local and FedAvg"
-    )
+    report_cli.add(verbs, _Parser, _verb, _show)
     return parser
 
 
@@ -162,6 +156,7 @@ def _add_run(verbs: Any) -> None:
     arguments.what(what, "option of the method (medfl methods NAME); may be repeated")
     arguments.partition(arguments.sites(run))
     arguments.number(arguments.training(run), "--seed", "S", "seed of everything random; default 0")
+    arguments.robustness(run)
     machine = arguments.machine(run)
     machine.add_argument(
         "--jobs", default="auto", metavar="auto|N", help="worker processes; they never change a result; default auto"
@@ -322,7 +317,7 @@ _SHARED = (
 
 _REQUESTED = (
     "method", "presets", "data", "sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed",
-    "device", "amp", "threads", "eval_every", "messages",
+    "device", "amp", "threads", "eval_every", "messages", "aggregation",
 )  # fmt: skip
 
 
@@ -343,6 +338,8 @@ def _run(options: Any) -> int:
         save_predictions=options.save_predictions,
         profile=options.profile,
         runtime=options.runtime,
+        min_replies=options.min_replies,
+        deadline=options.deadline,
         progress=sys.stderr.isatty() and not options.quiet,
         command="medfl " + shlex.join(options.given),
         say=str if options.quiet else _log,
@@ -390,24 +387,6 @@ def _bundles(options: Any) -> int:
 
     document = catalogue.bundles(options.name)
     return _show(options, document, lambda: catalogue.bundles_text(document, terminal.width()))
-
-
-def _report(options: Any) -> int:
-    from medfl.report import write_report
-
-    written = [str(write_report(folder)) for folder in options.folders]
-    if options.curves is not None:
-        from medfl.curves import write_curves
-
-        written.append(str(write_curves(options.folders, options.curves)))
-    if options.gains is None:
-        return _show(options, {"reports": written}, lambda: "\n".join(written))
-    from medfl.gains import write_gains
-
-    found, file = write_gains(options.folders, options.gains)
-    written.append(str(file))
-    document = {"reports": written, "gains": found.gains, "values": found.values, "small": sorted(found.small)}
-    return _show(options, document, lambda: "\n".join([found.table(), "", *found.summary(), *written]))
 
 
 # medfl data

@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medfl import methods, partition_plot
+from medfl import flare_job, methods, partition_plot
+from medfl.configuration import shipped_folders
 from medfl.errors import InputError
 from medfl.folder import RunFolder, read_run
+from medfl.inspection import inspect
 from medfl.planning import Plan, Request, again, plan, repeat
+from medfl.policy import Policy
 from medfl.prepared import Prepared
 from medfl.report import write_report
+from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.memory import jobs_that_fit
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.workers import Workers
-from medfl.settings import LOSSLESS, Run
+from medfl.settings import LOSSLESS, MEAN, Run
 
 if TYPE_CHECKING:
     from medfl.runtimes.monai_fl import MedflClientAlgo
@@ -33,6 +37,9 @@ Say = Callable[[str], object]
 _BESIDE = ("local",)
 """The Local reference may lie in a run folder before the run itself."""
 RUNTIMES = ("simulator", "monai-fl")
+"""Those in this process and what it forks."""
+FLARE = ("flare", "flare-poc")
+"""Those that start the processes of NVIDIA FLARE."""
 _LISTED = 200
 """Sites that the partition's table lists and its picture shows: a row of each would be no table and no picture."""
 
@@ -68,6 +75,8 @@ def federate(
     profile: bool = False,
     shared: Shared | None = None,
     runtime: str = "simulator",
+    min_replies: int | None = None,
+    deadline: float | None = None,
     progress: bool = False,
     command: str = "medfl.federate(...)",
     say: Say = str,
@@ -87,7 +96,11 @@ def federate(
         save_predictions: write the masks that are predicted for the test items, on the grid of their images' files.
         profile: say where the time of the rounds went, and write profile.json, a trace for a viewer.
         shared: images that other runs have prepared, or will take.
-        runtime: "simulator", or "monai-fl": the sites are `ClientAlgo`s of MONAI FL, with the same results.
+        runtime: "simulator", or with the same results "monai-fl", whose sites are `ClientAlgo`s of MONAI FL, or
+            "flare", where server and sites are processes of a job on NVIDIA FLARE's simulator, or "flare-poc", where
+            they are a FLARE federation with certificates on this machine.
+        min_replies: sites of a cohort that have to reply in a round; the others are left out of it. None: all.
+        deadline: seconds that the sites have for a round, with the runtime "flare".
         progress: show bars on stderr.
         command: what run.json says about how it was made.
         say: where lines for the user go.
@@ -97,7 +110,14 @@ def federate(
         RunError: failed while running; the last committed round is intact.
     """
     requested = dict(requested or {})
-    _check_runtime(runtime, jobs)
+    _check_runtime(runtime, jobs, profile)
+    tolerance = Tolerance(min_replies, deadline)
+    if deadline is not None and runtime not in FLARE:
+        raise InputError(
+            f"--deadline {deadline:g} with --runtime {runtime}",
+            "it waits for one site after the other; sites that run by themselves can be held to a deadline",
+            "leave it out, or use --runtime flare",
+        )
     if out is not None and not resume:
         RunFolder.refuse_used(Path(out), _BESIDE)
     made = _plan(bundle, options or {}, config or {}, requested, out, resume, source, say)
@@ -107,6 +127,8 @@ def federate(
     path = Path(out) if out else Path("runs") / f"{made.bundle.name}-{run.method.rpartition('.')[2]}-{run.seed}"
     if not resume:
         RunFolder.refuse_used(path, _BESIDE)
+    else:
+        _refuse_elsewhere(path, runtime)
     for note in made.notes:
         say(f"note: {note}")
     say(_division(made))
@@ -117,17 +139,20 @@ def federate(
         federation = Federation(
             made.bundle, made.method, run, prepared=prepared, public=public, jobs=workers, progress=progress
         )
+        tolerance.check(federation)
         if save_predictions:
             _refuse_unplaced(federation)
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
-        execute = partial(_execute, jobs=workers, runtime=runtime, progress=progress, command=command, say=say)
+        execute = partial(
+            _execute, jobs=workers, runtime=runtime, tolerance=tolerance, progress=progress, command=command, say=say
+        )
         if with_local and run.method != "local":
             say("first the Local reference")
             method = methods.load("local", {"bodies": _same_networks(made)})
             options = methods.values_of(method)
             local = replace(
                 made,
-                run=replace(run, method="local", options=options, public=None, messages=LOSSLESS),
+                run=replace(run, method="local", options=options, public=None, messages=LOSSLESS, aggregation=MEAN),
                 method=method,
                 public=None,
             )
@@ -151,6 +176,8 @@ def site_algo(
     requested: Mapping[str, Any] | None = None,
     folder: str | Path | None = None,
     host: str = "medfl",
+    policy: str | Path | None = None,
+    audit: str | Path | None = None,
     say: Say = str,
 ) -> MedflClientAlgo:
     """Return one site, which holds all images of its data folder, for a host of MONAI FL to drive.
@@ -165,13 +192,20 @@ def site_algo(
         requested: other settings by name, as for `federate`; all sites of a federation have the same.
         folder: where the site's State lasts; without one, in memory.
         host: "medfl", or "averaging" for a host that averages weights and knows of no method.
+        policy: the site's policy file: the bundle has to be as it says, and what leaves too.
+        audit: the site's audit log.
         say: where lines for the user go.
 
     Raises:
-        InputError: bad input.
+        InputError: bad input, or a bundle that the policy refuses; nothing of it was run.
     """
     from medfl.runtimes.monai_fl import MedflClientAlgo
 
+    rules = None
+    if policy is not None:
+        given = Policy.read(Path(policy))
+        inspect(shipped_folders().get(bundle, Path(bundle)), given).require()
+        rules = given.outbound
     whole = {**(requested or {}), "sites": 1, "partition": "iid"}
     made = plan(Request(bundle, options=options or {}, config=config or {}, **whole), say)
     (items,) = made.run.partition.sites.values()
@@ -181,23 +215,39 @@ def site_algo(
         public = made.public.prepare(say=say) if made.public else None
         return Federation(made.bundle, made.method, run, public=public)
 
-    return MedflClientAlgo(federation, name, folder=folder, host=host)
+    return MedflClientAlgo(federation, name, folder=folder, host=host, outbound=rules, audit=audit, say=say)
 
 
-def _check_runtime(runtime: str, jobs: int | None) -> None:
-    if runtime not in RUNTIMES:
-        raise InputError(f"--runtime {runtime}", f"runtimes here are: {', '.join(RUNTIMES)}", "choose one")
+def _check_runtime(runtime: str, jobs: int | None, profile: bool) -> None:
+    if runtime not in (*RUNTIMES, *FLARE):
+        raise InputError(f"--runtime {runtime}", f"runtimes here are: {', '.join((*RUNTIMES, *FLARE))}", "choose one")
     if runtime != "simulator" and jobs not in (None, 1):
-        raise InputError(f"--jobs {jobs} with --runtime {runtime}", "its sites share one process", "leave --jobs out")
+        how = "each of its sites is a process" if runtime in FLARE else "its sites share one process"
+        raise InputError(f"--jobs {jobs} with --runtime {runtime}", how, "leave --jobs out")
+    if runtime in FLARE:
+        flare_job.require_flare()
+        if profile:
+            raise InputError(f"--profile with --runtime {runtime}", "it times the work of one process", "leave one out")
 
 
 def _workers(runtime: str) -> Callable[[Federation, int], Workers]:
     """Return what runs tasks at the sites."""
     if runtime == "simulator":
         return Workers
-    from medfl.runtimes.monai_fl import Exchange  # imports all of MONAI FL
+    from medfl.runtimes.exchange import Exchange  # imports all of MONAI FL
 
     return Exchange
+
+
+def _refuse_elsewhere(path: Path, runtime: str) -> None:
+    """Raise an InputError if a run would be resumed where its sites' States are not."""
+    was = RunFolder.existing(path).read_run()[1].get("runtime", runtime)
+    if (was in FLARE) != (runtime in FLARE):
+        raise InputError(
+            f"--resume with --runtime {runtime}",
+            f"the sites of a run on FLARE keep their States themselves; this one ran on {was}",
+            f"add --runtime {was}",
+        )
 
 
 def _division(made: Plan) -> str:
@@ -298,6 +348,7 @@ def _execute(
     *,
     jobs: int,
     runtime: str,
+    tolerance: Tolerance,
     progress: bool,
     command: str,
     say: Say,
@@ -309,20 +360,25 @@ def _execute(
     folder = RunFolder.existing(path) if resume else RunFolder.create(path, _BESIDE)
     if resume:
         _refuse_other(made.run, folder.read_run()[0])
-    folder.write_run(made.run, {**made.extra(command), "runtime": runtime})
+    told = {"runtime": runtime, "leaves": federation.policy(), **tolerance.record()}
+    folder.write_run(made.run, {**made.extra(command), **told})
     if len(made.run.partition.sites) <= _LISTED:
         partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")
-    simulator = Simulator(
-        federation,
-        folder,
-        jobs=jobs,
-        progress=progress,
-        say=say,
-        save_predictions=save_predictions,
-        profile=profile,
-        workers=_workers(runtime),
-    )
     try:
+        if runtime in FLARE:
+            settings = {"poc": runtime == "flare-poc", "save_predictions": save_predictions, **tolerance.record()}
+            return flare_job.execute(made.run, path, say=say, **settings)
+        simulator = Simulator(
+            federation,
+            folder,
+            jobs=jobs,
+            progress=progress,
+            say=say,
+            save_predictions=save_predictions,
+            profile=profile,
+            workers=_workers(runtime),
+            tolerance=tolerance,
+        )
         return simulator.execute(resume)
     except InputError:
         if not resume and folder.manifest() is None:  # the server's half refused the sites' introductions

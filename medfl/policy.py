@@ -5,6 +5,7 @@
     limits: {config_bytes: 200000}
     files:                       # sha256 of each; with it, a bundle has these files and no others
       configs/train.yaml: 3f5a...
+    outbound: {clip: 1.0}        # what may leave the site, see `medfl.outbound`
 
 Every key may be left out. The site keeps the file, outside of the bundle; nothing of it comes over a wire.
 """
@@ -21,6 +22,7 @@ from typing import Any
 import yaml
 
 from medfl.errors import InputError
+from medfl.outbound import Outbound
 from medfl.untrusted import Refused, decode, read_plain, shown
 
 WORDS = {
@@ -65,6 +67,7 @@ class Policy:
     limits: Limits = field(default_factory=Limits)
     files: Mapping[str, str] | None = None
     """path below the bundle's folder -> sha256; None: not pinned"""
+    outbound: Outbound = field(default_factory=Outbound)
 
     @classmethod
     def read(cls, path: Path) -> Policy:
@@ -90,7 +93,7 @@ class Policy:
         given = {} if given is None else given
         if not isinstance(given, dict):
             raise InputError(f"policy {path} is a {type(given).__name__}", "keys and values", "see docs/deploy.md")
-        _known(given, ("bundle", "allow", "limits", "files"), f"policy {path}: key")
+        _known(given, ("bundle", "allow", "limits", "files", "outbound"), f"policy {path}: key")
         allow, limits, files = given.get("allow") or [], given.get("limits") or {}, given.get("files")
         if not isinstance(allow, list) or not all(isinstance(word, str) for word in allow):
             raise InputError(f"policy {path}: allow", "a list of words", f"choose from {', '.join(WORDS)}")
@@ -113,13 +116,15 @@ class Policy:
         bundle = given.get("bundle", "")
         if not isinstance(bundle, str):
             raise InputError(f"policy {path}: bundle", "the name of the bundle's folder", "correct it")
-        return cls(bundle, frozenset(allow), Limits(**limits), files)
+        outbound = Outbound.read(given.get("outbound") or {}, f"policy {path}")
+        return cls(bundle, frozenset(allow), Limits(**limits), files, outbound)
 
     def text(self) -> str:
         """Return the policy as the file's content."""
         limits = {name: value for name, value in asdict(self.limits).items() if value != getattr(Limits(), name)}
         parts: dict[str, Any] = {"bundle": self.bundle, "allow": sorted(self.allow)}
         parts |= {"limits": limits} if limits else {}
+        parts |= {"outbound": self.outbound.as_dict()} if self.outbound != Outbound() else {}
         parts |= {} if self.files is None else {"files": dict(sorted(self.files.items()))}
         comments = "".join(f"# {word}: {WORDS[word]}\n" for word in sorted(self.allow))
         head = "# What this site has inspected and allows; see docs/deploy.md.\n"

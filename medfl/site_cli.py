@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl import terminal
+from medfl import serve, terminal
+from medfl.arguments import number
 from medfl.errors import InputError
 
 _EXAMPLES = """\
@@ -17,6 +20,29 @@ examples
       accept it as it is: from now on every file has to be this one
   medfl site inspect path/to/bundle --policy policies/bundle.yaml
       still the same? before every run"""
+
+_CHECK_EXAMPLES = """\
+examples
+  medfl site check path/to/bundle --data DIR --policy policies/bundle.yaml
+      would it run here, on these images?
+  medfl site check path/to/bundle --data DIR --server fl.example.org:8002 --kit site-1
+      and is the server there, with certificates of the same federation?"""
+
+_STATS_EXAMPLES = """\
+examples
+  medfl site stats path/to/bundle --data DIR
+      show what would leave; nothing is written
+  medfl site stats path/to/bundle --data DIR --noise 1 --out clinic-a.json
+      write exactly what is shown, with noise
+  medfl site stats --collect clinic-a.json clinic-b.json --out federation.png
+      at the server: one picture of all sites, and how far each is from the others"""
+
+_AUDIT_EXAMPLES = """\
+examples
+  medfl site audit audit.jsonl
+      what came and left, and whether the log is the one that was written
+  medfl site audit audit.jsonl --noted 3f5a91c0
+      and is the line still there whose sha256 was noted elsewhere?"""
 
 
 def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable[..., int]) -> None:
@@ -40,7 +66,50 @@ def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable
     inspected.add_argument("--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra")
     inspected.add_argument(
         "--write-policy", type=Path, metavar="FILE",
-        help="if accepted, write a policy that pins every file, with the words and limits of --policy",
+        help="if accepted, write a policy that pins every file, with what --policy says beside",
+    )  # fmt: skip
+
+    def check(options: Any) -> int:
+        return _check(options, show)
+
+    checked = verb(actions, "check", "preflight: would a bundle run here, on these images?", check, _CHECK_EXAMPLES)
+    _add_data(checked)
+    checked.add_argument("--server", metavar="HOST:PORT", help="the federation's server: can it be reached?")
+    checked.add_argument("--kit", type=Path, metavar="DIR", help="startup kit: do server and site trust each other?")
+    checked.add_argument("--device", default="cpu", metavar="auto|cpu|cuda[:i]", help="to train on; default cpu")
+    number(checked, "--batch-size", "B", "images a step; default: the bundle's")
+    checked.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="where the State will be")
+
+    def stats(options: Any) -> int:
+        return _stats(options, show)
+
+    told = verb(actions, "stats", "local statistics: show what would leave, and write it", stats, _STATS_EXAMPLES)
+    _add_data(told, "?")
+    number(told, "--bins", "N", "bins of intensity histograms; default 32")
+    told.add_argument("--range", metavar="LOW,HIGH", help="of the histograms; default: metadata.json's value_range")
+    number(told, "--min-count", "K", "counts below it are not told; default 10, and at least the policy's")
+    number(told, "--noise", "EPSILON", "add noise to each count and histogram; smaller is noisier", float)
+    told.add_argument("--out", type=Path, metavar="FILE", help="write what is shown; with --collect: the picture")
+    told.add_argument("--collect", nargs="+", type=Path, metavar="FILE", help="draw what several sites have written")
+
+    def audit(options: Any) -> int:
+        return _audit(options, show)
+
+    audited = verb(actions, "audit", "verify and show a site's audit log", audit, _AUDIT_EXAMPLES)
+    audited.add_argument("file", type=Path, metavar="FILE", help="the log")
+    audited.add_argument("--noted", metavar="SHA256", help="of a line, noted elsewhere: it must still be there")
+
+    serve.add(actions, verb, show)
+
+
+def _add_data(parser: Any, many: str | None = None) -> None:
+    """Add what opens a bundle on its data."""
+    parser.add_argument("bundle", nargs=many, metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
+    parser.add_argument("--data", metavar="DIR|phantom", help="folder of the images, or drawn ones")
+    parser.add_argument("--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra")
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="ID=VALUE",
+        help="id of the bundle's configuration, e.g. image_size=64; may be repeated",
     )  # fmt: skip
 
 
@@ -55,11 +124,12 @@ def _inspect(options: Any, show: Callable[..., int]) -> int:
     if target is not None:
         _can_write(target, folder)
     found = inspect(folder, policy)
-    document = found.as_dict()
+    document = {**found.as_dict(), "outbound": policy.outbound.lines()}
     if target is not None and found.accepted:
         from medfl.storage import write_atomic
 
-        write_atomic(target, found.policy(policy).text().encode())
+        pinned = replace(found.policy(policy), outbound=policy.outbound)
+        write_atomic(target, pinned.text().encode())
         document["policy_written"] = str(target)
     show(options, document, lambda: "\n".join(_text(document, terminal.width())))
     found.require()
@@ -99,7 +169,7 @@ def _text(document: Mapping[str, Any], width: int) -> list[str]:
     lines += [f"  {shown(file)}: dataset_dir is {text}" for file, text in document["data"].items()]
     lines += ["  the folder given with --data takes its place; nothing else is known without running anything"]
     lines += ["", "What would leave"]
-    for text in document["leaves"]:
+    for text in (*document["leaves"], *(f"policy: {line}" for line in document["outbound"])):
         lines += terminal.hanging("  ", text, width)
     if "policy_written" in document:
         lines += ["", f"policy: {document['policy_written']}"]
@@ -109,3 +179,117 @@ def _text(document: Mapping[str, Any], width: int) -> list[str]:
         where = f"{refusal['file']}: {refusal['id']}" if refusal["id"] else refusal["file"]
         lines.append(f"  {shown(where)}: {refusal['why']}")
     return lines
+
+
+# medfl site check, stats, audit
+
+
+def _config(given: list[str]) -> dict[str, Any]:
+    """Read --config as YAML values, as MONAI does."""
+    import yaml
+
+    pairs = dict(text.partition("=")[::2] for text in given)
+    bad = [text for text in given if "=" not in text or text.startswith("=")]
+    if bad:
+        raise InputError(f"--config {bad[0]}", "--config takes NAME=VALUE", "write it with an equals sign")
+    try:
+        return {name: value if value[:1] in "$@%" else yaml.safe_load(value) for name, value in pairs.items()}
+    except yaml.YAMLError as error:
+        raise InputError(f"--config {' '.join(given)}", "values are YAML, as MONAI reads them", "quote it") from error
+
+
+def _check(options: Any, show: Callable[..., int]) -> int:
+    from medfl.connection import address
+    from medfl.policy import Policy
+    from medfl.preflight import Asked, check
+
+    asked = Asked(
+        options.bundle,
+        options.data,
+        None if options.policy is None else Policy.read(options.policy),
+        None if options.server is None else address(options.server),
+        options.kit,
+        options.device,
+        options.batch_size,
+        _config(options.config),
+        options.folder,
+    )
+    found = check(asked, progress=sys.stderr.isatty())
+    show(options, found.as_dict(), lambda: "\n".join(found.text(terminal.width())))
+    found.require()
+    return 0
+
+
+def _stats(options: Any, show: Callable[..., int]) -> int:
+    if options.collect:
+        return _collect(options, show)
+    if options.bundle is None:
+        raise InputError("no bundle", "a shipped bundle's name or a folder, or --collect FILE ...", "name one")
+    if options.out is not None:
+        _new(options.out)
+    from medfl.opening import with_data
+    from medfl.policy import Policy
+    from medfl.site_stats import Asked, bins_of, encoded, gather, text
+
+    policy = Policy.read(options.policy) if options.policy is not None else Policy()
+    accepted(options.bundle, policy)
+    given = 10 if options.min_count is None else options.min_count
+    if given < 0:
+        raise InputError(f"--min-count {given}", "a whole number of at least 0", "correct it")
+    if options.noise is not None and not 0 < options.noise < 100:
+        raise InputError(f"--noise {options.noise:g}", "epsilon, above 0 and below 100", "correct it")
+    least = max(given, policy.outbound.min_count)
+    opened = with_data(options.bundle, options.data, _config(options.config), "cpu")
+    bins = bins_of(opened.bundle, 32 if options.bins is None else options.bins, options.range)
+    asked = Asked(bins, least, options.noise)
+    document = gather(opened.bundle, opened.folder, asked, progress=sys.stderr.isatty())
+    lines = text(document, terminal.width())
+    if options.out is None:
+        lines += ["", "Nothing was written; with --out FILE, exactly this is."]
+    else:
+        from medfl.storage import write_atomic
+
+        write_atomic(options.out, encoded(document))
+        lines += ["", f"written: {options.out}"]
+    return show(options, document, lambda: "\n".join(lines))
+
+
+def _collect(options: Any, show: Callable[..., int]) -> int:
+    if options.bundle is not None or options.data is not None:
+        raise InputError("--collect with a bundle or --data", "it reads what sites have written", "drop them")
+    from medfl.heterogeneity import draw, read
+
+    found = read(options.collect)
+    lines = found.table(terminal.width())
+    if options.out is not None:
+        draw(found, options.out)
+        lines += ["", f"picture: {options.out}"]
+    return show(options, found.as_dict(), lambda: "\n".join(lines))
+
+
+def _audit(options: Any, show: Callable[..., int]) -> int:
+    from medfl import audit
+
+    found = audit.verified(options.file, options.noted)
+    show(options, found.as_dict(), lambda: "\n".join(audit.text(found, terminal.width())))
+    found.require()
+    return 0
+
+
+def accepted(bundle: str, policy: Any) -> None:
+    """Inspect a bundle before anything of it runs.
+
+    Raises:
+        InputError: it is refused.
+    """
+    from medfl.configuration import shipped_folders
+    from medfl.inspection import inspect
+
+    inspect(shipped_folders().get(bundle, Path(bundle)), policy).require()
+
+
+def _new(target: Path) -> None:
+    if target.exists():
+        raise InputError(f"--out {target}", "a new file: nothing is overwritten", "give another name")
+    if not target.resolve().parent.is_dir():
+        raise InputError(f"--out {target}", "a file in a folder that exists", "make the folder")

@@ -168,7 +168,7 @@ def _sees(line: str, *texts: str) -> None:
         (("--device", "cuda:x"), ("--device cuda:x", "cuda:INDEX")),
         (("--device", "cpu:1"), ("--device cpu:1", "cuda:INDEX")),
         (("--device", "cuda:99"), ("--device cuda:99", "CUDA devices")),
-        (("--runtime", "flare"), ("--runtime flare", "simulator")),
+        (("--runtime", "spark"), ("--runtime spark", "simulator")),
         (("--round", "3"), ("unknown --round 3", "did you mean --rounds?")),
         (("--data", "/no/such/folder"), ("/no/such/folder is not a folder", LAYOUTS)),
     ],

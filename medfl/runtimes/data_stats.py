@@ -1,7 +1,8 @@
 """Statistics of a site's images: counts, and of each channel mean, deviation and histogram.
 
 They have the names and places that MONAI FL gives them. The images are those that networks get, after the bundle's
-transforms. No number is of a single image, unless a section has only one.
+transforms. With a least count no number is told of fewer images: it is None, or the part has no statistics of images.
+Without one no number is of a single image, unless a section has only one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from medfl.errors import InputError
 from medfl.prepared import Shard
 from medfl.prototypes import class_counts
+from medfl.suppression import told_counts
 from medfl.task import Task
 
 _BATCH = 16
@@ -55,60 +57,101 @@ class Bins:
             )
         return bins
 
+    @property
+    def edges(self) -> list[float]:
+        """The ends of the bins, one more than there are bins."""
+        return [float(edge) for edge in np.linspace(self.low, self.high, self.number + 1)]
+
+    def count(self, row: NDArray[Any]) -> NDArray[np.int64]:
+        """Return how many numbers of a row lie in each bin; those outside are left out."""
+        return np.histogram(row, self.number, (self.low, self.high))[0].astype(np.int64)
+
 
 @dataclass
-class _Sums:
-    """What adds up over batches and sections, of each channel (C,) or (C, bins)."""
+class Sums:
+    """What adds up over images and sections, of each channel (C,) or (C, bins).
+
+    Attributes:
+        numbers: pixels or voxels of one channel.
+        total, square: sums of their values and of the squares.
+        counts: of the histogram.
+        images: how many images have a number in a bin.
+        shares: sums over images of the share of their numbers in a bin, in thousandths that are rounded down: an image
+            adds at most 1000 to a row.
+    """
 
     numbers: int
     total: NDArray[np.float64]
     square: NDArray[np.float64]
     counts: NDArray[np.int64]
+    images: NDArray[np.int64]
+    shares: NDArray[np.int64]
 
-    def add(self, other: _Sums) -> _Sums:
-        return _Sums(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def add(self, other: Sums) -> Sums:
+        """Return the sums of both."""
+        return Sums(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    @property
+    def mean(self) -> list[float]:
+        """Of each channel."""
+        return [float(value) for value in self.total / self.numbers]
+
+    @property
+    def deviation(self) -> list[float]:
+        """Of each channel, of the population."""
+        mean = self.total / self.numbers
+        return [float(value) for value in np.sqrt(np.maximum(self.square / self.numbers - np.square(mean), 0))]
 
 
-def statistics(parts: Mapping[str, Shard], task: Task, bins: Bins | None = None) -> dict[str, Any]:
+def sums(x: Tensor, bins: Bins | None) -> Sums:
+    """Return the sums over a batch of images (B, C, ...)."""
+    rows = x.detach().cpu().to(torch.float64).transpose(0, 1).flatten(1).numpy()
+    counts, present = np.zeros((len(rows), 0), np.int64), np.zeros((len(rows), 0), np.int64)
+    shares = np.zeros((len(rows), 0), np.int64)
+    if bins is not None:
+        each = np.array([[bins.count(row) for row in image] for image in rows.reshape(len(rows), len(x), -1)])
+        counts, present = each.sum(1), (each > 0).sum(1)
+        shares = (1000 * each // (rows.shape[1] // len(x))).sum(1)
+    return Sums(rows.shape[1], rows.sum(1), np.square(rows).sum(1), counts, present, shares)
+
+
+def statistics(parts: Mapping[str, Shard], task: Task, bins: Bins | None = None, least: int = 0) -> dict[str, Any]:
     """Return the statistics of each part and of all together ("total_data").
 
     Args:
         parts: name -> items.
         task: tells the classes; for a classification with names of classes there are counts of these.
         bins: of histograms, numbers outside of them left out; None for no histograms.
+        least: counts below it are None, and enough others that they do not follow from sums.
     """
-    sums = {part: _summed(shard, bins) for part, shard in parts.items()}
+    found = {part: _summed(shard, bins) for part, shard in parts.items()}
     whole = None
-    for one in sums.values():
+    for one in found.values():
         whole = one if whole is None else whole if one is None else whole.add(one)
-    told = {part: _told([shard], sums[part], task, bins) for part, shard in parts.items()}
-    return {**told, _TOTAL: _told(list(parts.values()), whole, task, bins)}
+    told = {part: _told([shard], found[part], task, bins) for part, shard in parts.items()}
+    told[_TOTAL] = _told(list(parts.values()), whole, task, bins)
+    if least > 0:
+        images = {part: None if one is None else one.images for part, one in found.items()}
+        _suppress(told, list(parts), images, least)
+    return told
 
 
-def _summed(shard: Shard, bins: Bins | None) -> _Sums | None:
+def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
     """Return the sums over a shard's images, None where there are none."""
-    found: _Sums | None = None
+    found: Sums | None = None
     for x, _ in shard.batches(_BATCH):
         if not isinstance(x, Tensor):
             return None
-        rows = x.detach().cpu().to(torch.float64).transpose(0, 1).flatten(1).numpy()
-        counts = [_histogram(row, bins) for row in rows]
-        one = _Sums(rows.shape[1], rows.sum(1), np.square(rows).sum(1), np.stack(counts))
+        one = sums(x, bins)
         found = one if found is None else found.add(one)
     return found
 
 
-def _histogram(row: NDArray[np.float64], bins: Bins | None) -> NDArray[np.int64]:
-    if bins is None:
-        return np.zeros(0, np.int64)
-    return np.histogram(row, bins.number, (bins.low, bins.high))[0].astype(np.int64)
-
-
-def _told(shards: Sequence[Shard], sums: _Sums | None, task: Task, bins: Bins | None) -> dict[str, Any]:
+def _told(shards: Sequence[Shard], found: Sums | None, task: Task, bins: Bins | None) -> dict[str, Any]:
     told: dict[str, Any] = {
         "data_count": sum(map(len, shards)),
         "fail_count": 0,
-        "data_stats": {} if sums is None else _images(sums, bins),
+        "data_stats": {} if found is None else _images(found, bins),
     }
     if task.kind == "classification" and task.classes:
         counts = torch.stack([class_counts(shard, task.num_classes) for shard in shards]).sum(0)
@@ -116,12 +159,44 @@ def _told(shards: Sequence[Shard], sums: _Sums | None, task: Task, bins: Bins | 
     return told
 
 
-def _images(sums: _Sums, bins: Bins | None) -> dict[str, Any]:
-    mean = sums.total / sums.numbers
-    deviation = np.sqrt(np.maximum(sums.square / sums.numbers - np.square(mean), 0))
-    intensity = {"mean": mean.tolist(), "stdev": deviation.tolist()}
-    told: dict[str, Any] = {"image_stats": {"channels": len(mean), "intensity": intensity}}
+def _images(found: Sums, bins: Bins | None) -> dict[str, Any]:
+    intensity = {"mean": found.mean, "stdev": found.deviation}
+    told: dict[str, Any] = {"image_stats": {"channels": len(found.total), "intensity": intensity}}
     if bins is not None:
-        edges = np.linspace(bins.low, bins.high, bins.number + 1).tolist()
-        told["image_histogram"] = [{"counts": counts, "bin_edges": edges} for counts in sums.counts.tolist()]
+        edges = bins.edges
+        told["image_histogram"] = [{"counts": counts, "bin_edges": edges} for counts in found.counts.tolist()]
     return told
+
+
+def _suppress(
+    told: dict[str, Any], parts: Sequence[str], images: Mapping[str, NDArray[np.int64] | None], least: int
+) -> None:
+    """Take out what is of fewer than `least` images, in the parts, and in all together what would give it away."""
+    for part in parts:
+        about, count, present = told[part], told[part]["data_count"], images[part]
+        if "class_counts" in about:
+            about["class_counts"], _ = told_counts(about["class_counts"], least)
+        about["data_count"] = count if count >= least else None
+        if count < least:
+            about["data_stats"] = {}
+        for channel, histogram in enumerate(about["data_stats"].get("image_histogram", [])):
+            assert present is not None
+            histogram["counts"] = _bins_told(histogram["counts"], present[channel], least)
+    whole = told[_TOTAL]
+    if any(told[part]["data_count"] is None for part in parts):
+        whole["data_count"], whole["data_stats"] = None, {}
+    for name in whole.get("class_counts", {}):
+        if any(told[part]["class_counts"][name] is None for part in parts):
+            whole["class_counts"][name] = None
+    for channel, histogram in enumerate(whole["data_stats"].get("image_histogram", [])):
+        columns = zip(*(told[part]["data_stats"]["image_histogram"][channel]["counts"] for part in parts), strict=True)
+        hidden = [any(count is None for count in column) for column in columns]
+        histogram["counts"] = [None if hide else count for hide, count in zip(hidden, histogram["counts"], strict=True)]
+
+
+def _bins_told(counts: Sequence[int], images: NDArray[np.int64], least: int) -> list[int | None]:
+    """Return a histogram without the bins of fewer than `least` images; if there is one such bin, without a second."""
+    hidden = [int(count) < least for count in images]
+    if sum(hidden) == 1:
+        hidden[min((i for i in range(len(hidden)) if not hidden[i]), key=lambda i: counts[i], default=0)] = True
+    return [None if hide else int(count) for hide, count in zip(hidden, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""MONAI FL: a site as a `ClientAlgo` of MONAI, for any bundle and any method, and a simulation with such sites.
+"""MONAI FL: a site as a `ClientAlgo` of MONAI, for any bundle and any method.
 
 What crosses is an `ExchangeObject`. With medfl's own server its `weights` are a flat message (`Message.flat`: names
 `group/name`, numbers as `scalars/name`), made smaller as the run says, and its `statistics` have the round. With a
@@ -14,37 +14,42 @@ What MONAI's own `MonaiAlgo` leaves open is settled so:
     `abort` ends an evaluation as well as a training; the State stays that of the round before.
     `evaluate` scores the network that the site is judged by, which may be personal.
     One pool of networks and one set of prepared images serve training, evaluation and statistics.
+With rules for what leaves (`medfl.outbound`) nothing does that they do not permit; with an audit log (`medfl.audit`)
+nothing comes or leaves that is not in it. Without them nothing changes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from monai.fl.client import ClientAlgo, ClientAlgoStats
 from monai.fl.utils.constants import ExtraItems, FlPhase, FlStatistics, WeightType
 from monai.fl.utils.exchange_object import ExchangeObject
+from torch import Tensor
 
 from medfl import profiling
 from medfl.errors import InputError, MedflError, RunError
 from medfl.folder import safe
 from medfl.message import Message, Weights
 from medfl.metrics import Cases, summarise
-from medfl.runtimes import visits
-from medfl.runtimes.at_site import Aborted, AtSite, moved_message
+from medfl.outbound import Outbound
+from medfl.runtimes.at_site import Aborted, AtSite
 from medfl.runtimes.data_stats import Bins, statistics
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.guard import Doing, Guard
 from medfl.runtimes.states import InFolder, InMemory, States
 from medfl.runtimes.step import UNSENT, StepResult, introduce, site_judge, site_step
-from medfl.runtimes.workers import Later, Task, Workers
 from medfl.sections import SECTIONS
 from medfl.seeding import derive
-from medfl.storage import State, load_state, moved, save_state
+from medfl.storage import State
 
 HOSTS = ("medfl", "averaging")
 ROUND, LOSS = "round", "train_loss"
@@ -52,6 +57,12 @@ ROUND, LOSS = "round", "train_loss"
 JUDGE, SECTION = "judge", "section"
 """Names in `extra`: of the sections on which `train` scores the trained model, and of the one that `evaluate` uses."""
 _PARTS = {"train": "train", "eval": "validate"}
+_KINDS = {
+    FlPhase.TRAIN: "train",
+    FlPhase.EVALUATE: "evaluate",
+    FlPhase.GET_WEIGHTS: "introduce",
+    FlPhase.GET_DATA_STATS: "statistics",
+}
 _DOING = {
     FlPhase.TRAIN: "training",
     FlPhase.EVALUATE: "evaluation",
@@ -71,6 +82,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         name: the site's name in it; "" takes the host's `ExtraItems.CLIENT_NAME`.
         folder: where the State lasts; without one, in memory.
         host: "medfl", or "averaging" for a host that averages weights and knows of no method.
+        outbound: rules for what leaves; None or the default ones: what the method sends.
+        audit: file of the site's audit log; None: no log.
+        say: where it is told, after each reply, what all replies together tell of the images.
 
     Attributes:
         states: where the State is.
@@ -85,6 +99,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         *,
         folder: Path | str | None = None,
         host: str = "medfl",
+        outbound: Outbound | None = None,
+        audit: Path | str | None = None,
+        say: Callable[[str], object] = str,
     ) -> None:
         """Take the parts; nothing is prepared yet.
 
@@ -98,6 +115,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.states: States = InMemory()
         self.cases: dict[str, Cases] = {}
         self._made = federation
+        self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say)
         self._stop = threading.Event()
         self._own: AtSite | None = None
         self._reply: ExchangeObject | None = None
@@ -122,6 +140,12 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             run = replace(federation.run, rounds=0)  # a run may go on for more rounds than were asked for
             own = Path(self.folder) / run.run_hash[:16] / safe(called)
             self.states = InFolder(own, federation.networks.device)
+        self._guard.name(called)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The site, its last round, and what it has told so far of its images: None without rules for what leaves."""
+        return {"site": self.name, "round": self.states.last, "privacy": self._guard.privacy}
 
     def train(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> None:
         """Train for one round; `get_weights` then has the reply.
@@ -135,8 +159,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """
         own, judge = self._ready(), tuple((extra or {}).get(JUDGE, ()))
         self._reply, self._trained, self.cases = None, True, {}
-        with self._busy(FlPhase.TRAIN):
-            round_, received = self._received(own, data, self.states.last + 1)
+        with self._busy(FlPhase.TRAIN, self.states.last + 1) as doing:
+            round_, received = self._received(own, data, doing)
             with profiling.during(profiling.CHECKPOINT):
                 before = self.states.newest(round_ - 1)
             result = self._called(profiling.STEP, site_step, round_, before, received, judge)
@@ -159,8 +183,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         if self._reply is None:
             if self._trained:
                 raise RunError(f"site {self.name!r} has nothing to send: its last training did not end")
-            with self._busy(FlPhase.GET_WEIGHTS):
-                self._reply = self._exchanged(own, self._introduction(own), {})
+            with self._busy(FlPhase.GET_WEIGHTS, 0) as doing:
+                self._reply = self._exchanged(own, self._introduction(own), {}, doing)
         return self._reply
 
     def evaluate(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> ExchangeObject:
@@ -184,18 +208,26 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     ) -> Any:
         """Call a function of `step` at this site with its State and what the server says; nothing is kept or sent.
 
+        The caller tells metrics of what it gets: these have to be permitted where the site has rules for what leaves,
+        and stand in its audit log.
+
         Args:
             function: (federation, round, name, State, message, *rest).
             data: what the server says.
             rest: further arguments.
             part: what its time is counted as.
+
+        Raises:
+            RunError: what was received is not what the method expects, the function fails, or that may not leave.
         """
         own = self._ready()
-        with self._busy(FlPhase.EVALUATE):
-            round_, received = self._received(own, data, self.states.last)
+        with self._busy(FlPhase.EVALUATE, self.states.last) as doing:
+            round_, received = self._received(own, data, doing)
             with profiling.during(profiling.CHECKPOINT):
                 state = self.states.newest(round_)
-            return self._called(part, function, round_, state, received, *rest)
+            found = self._called(part, function, round_, state, received, *rest)
+            self._guard.scored(Doing(doing.kind, round_), function.__name__, found, state)
+            return found
 
     def get_data_stats(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
         """Return counts and statistics of the training ("train") and validation ("eval") images (`data_stats`).
@@ -204,9 +236,11 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             extra: with `FlStatistics.HIST_BINS` and `FlStatistics.HIST_RANGE` there are histograms too.
         """
         own, bins = self._ready(), Bins.of(extra or {})
-        with self._busy(FlPhase.GET_DATA_STATS):
+        with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as doing:
             parts = {part: own.shard(self.name, section) for part, section in _PARTS.items()}
-            return ExchangeObject(statistics=statistics(parts, own.task, bins))
+            found = statistics(parts, own.task, bins, self._guard.least)
+            self._guard.statistics(doing, found)
+            return ExchangeObject(statistics=found)
 
     def abort(self, extra: dict[str, Any] | None = None) -> None:
         """Stop, from another thread, what is going on: it ends with `Aborted` before its next batch."""
@@ -224,16 +258,19 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         return self._own
 
     @contextmanager
-    def _busy(self, phase: FlPhase) -> Iterator[None]:
-        """Be in a phase, which `abort` can end."""
+    def _busy(self, phase: FlPhase, round_: int) -> Iterator[Doing]:
+        """Be in a phase, which `abort` can end, in the round that the site counts itself."""
         self._stop.clear()
-        self.phase = phase
+        self.phase, doing = phase, Doing(_KINDS[phase], round_)
         try:
-            yield
+            yield doing
         except Aborted as error:
             raise Aborted(
                 f"site {self.name!r}: {_DOING[phase]} aborted; its State is that of the round before"
             ) from error
+        except MedflError as error:
+            self._guard.refused(doing, error)
+            raise
         finally:
             self.phase = FlPhase.IDLE
 
@@ -253,7 +290,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         own.go_on()
         return found
 
-    def _received(self, own: AtSite, data: ExchangeObject, default: int) -> tuple[int, Message]:
+    def _received(self, own: AtSite, data: ExchangeObject, doing: Doing) -> tuple[int, Message]:
         """Return the round, which the site counts itself where the host does not, and the message."""
         with profiling.during(profiling.MESSAGES):
             own.require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
@@ -261,28 +298,43 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             own.require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")
             own.require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
             own.require(data.optim is None, "it has the state of an optimiser")
-            round_ = (data.statistics or {}).get(ROUND, default)
+            round_ = (data.statistics or {}).get(ROUND, doing.round)
             own.require(type(round_) is int and round_ >= 0, f"its round is {str(round_)[:40]!r}, no whole number")
-            return round_, own.averaged(named) if self.host == "averaging" else own.received(named)
+            received = own.averaged(named) if self.host == "averaging" else own.received(named)
+            self._guard.came(Doing(doing.kind, round_), partial(self._crossed, named))
+            return round_, received
+
+    def _crossed(self, named: Mapping[str, Any]) -> Message:
+        """Return what came as the message that it is."""
+        tensors = {
+            n: value if isinstance(value, Tensor) else torch.as_tensor(np.array(value)) for n, value in named.items()
+        }
+        return Message({"weights": tensors}) if self.host == "averaging" else Message.from_flat(tensors)
 
     def _replied(self, own: AtSite, round_: int, result: StepResult, received: Message) -> tuple[ExchangeObject, State]:
         """Return what leaves after a step, and the State with what was left out of it."""
         seed = derive(own.site(self.name, round_).seed, "messages")
-        wire, unsent = own.wire.reply(result.reply, received, seed, result.state.get(UNSENT, {}))
+        averaging, samples = self.host == "averaging", len(own.work(self.name, "train"))
+        reply = Message({"weights": result.reply["weights"]}) if averaging else result.reply
+        reply = self._guard.reply(reply, received, samples)
+        wire, unsent = own.wire.reply(reply, received, seed, result.state.get(UNSENT, {}))
         state = {key: value for key, value in result.state.items() if key != UNSENT}
-        told = {FlStatistics.NUM_EXECUTED_ITERATIONS: result.steps, LOSS: result.loss}
-        return self._exchanged(own, wire, told), {**state, UNSENT: unsent} if unsent else state
+        told = self._guard.told({FlStatistics.NUM_EXECUTED_ITERATIONS: result.steps, LOSS: result.loss}, LOSS)
+        self._guard.spend(Doing("train", round_), reply, wire, samples)
+        exchanged = self._exchanged(own, wire, told, Doing("train", round_))
+        return exchanged, {**state, UNSENT: unsent} if unsent else state
 
     def _introduction(self, own: AtSite) -> Message:
         if self.host == "averaging":
             return Message({"weights": {name: own.networks.initial[name] for name in own.leaves}})
         return introduce(own, self.name)
 
-    def _exchanged(self, own: AtSite, message: Message, told: Mapping[str, Any]) -> ExchangeObject:
+    def _exchanged(self, own: AtSite, message: Message, told: Mapping[str, Any], doing: Doing) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
-        named = message["weights"] if self.host == "averaging" else message.flat()
-        told = {**told, FlStatistics.DATA_COUNT: len(own.work(self.name, "train"))}
-        return _exchange_object(named, told)
+        samples = len(own.work(self.name, "train"))
+        told = {**told, FlStatistics.DATA_COUNT: samples}
+        self._guard.leave(doing, message, told, telling=self.host == "medfl")
+        return exchange_object(message["weights"] if self.host == "averaging" else message.flat(), told)
 
 
 def _refuse_plain(federation: Federation) -> None:
@@ -298,127 +350,13 @@ def _refuse_plain(federation: Federation) -> None:
         raise InputError(
             f"--messages {run.messages} with a plain averaging host", "it takes lossless ones", "leave it out"
         )
+    if not federation.aggregation.is_mean:
+        raise InputError(
+            f"--aggregation {run.aggregation} with a plain averaging host", "it takes the mean", "leave it out"
+        )
 
 
-def _exchange_object(named: Weights, told: Mapping[str, Any]) -> ExchangeObject:
+def exchange_object(named: Weights, told: Mapping[str, Any]) -> ExchangeObject:
     """Return what crosses: tensors as copies on the CPU, since a network's own go on changing."""
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
     return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(told))
-
-
-# The simulation
-
-
-class Exchange(Workers):
-    """What a `Simulator` runs its tasks with: sites that are `MedflClientAlgo` objects of this process.
-
-    A visit to a site is what a host of MONAI FL does: initialize, train and get_weights, or evaluate, and finalize. All
-    that server and site say to each other are `ExchangeObject`s; only the outcomes of single cases, which a simulation
-    shows, are read off the site. The States are in the run folder, as the simulator's.
-    """
-
-    def __init__(self, federation: Federation, jobs: int = 1) -> None:
-        """Make the sites; there are no other processes."""
-        super().__init__(federation, 1)
-        self.sites = {name: MedflClientAlgo(federation, name) for name in federation.participants}
-
-    def run(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
-        """Run tasks one after the other and yield (position, result)."""
-        at_sites: Mapping[Callable[..., Any], Callable[..., Any]] = {
-            introduce: self._introduced,
-            visits.train: self._trained,
-            visits.tried: self._tried,
-            visits.scored: self._scored,
-        }
-        for index, task in enumerate(tasks):
-            function, arguments = task() if callable(task) else task
-            if function in at_sites:
-                yield index, at_sites[function](*arguments)
-            else:
-                yield index, function(self._federation, *arguments)
-
-    def _introduced(self, name: str) -> Message:
-        with self._at(name, InMemory()) as site:
-            return self._arrived(site.get_weights())
-
-    def _trained(
-        self, round_: int, name: str, kept: str | None, fresh: str, down: Message, judge: Sequence[str]
-    ) -> tuple[StepResult, bool]:
-        federation, files = self._federation, _RunFiles(kept, fresh, self._federation.networks.device)
-        data, bytes_down = self._sent(round_, name, down)
-        with self._at(name, files) as site:
-            site.train(data, {JUDGE: judge})
-            told, cases = site.get_weights(), site.cases
-        with profiling.during(profiling.MESSAGES):
-            wire = self._arrived(told)
-            reply = federation.messages.opened_reply(wire, down, f"site {name!r}")
-            federation.check(name, reply)
-        loss, steps = (told.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS))
-        return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), files.written
-
-    def _tried(self, round_: int, name: str, kept: str | None, down: Message, judge: Sequence[str]) -> dict[str, Cases]:
-        result: StepResult = self._visited(site_step, round_, name, kept, down, judge, part=profiling.STEP)
-        return result.cases
-
-    def _scored(
-        self, function: Callable[..., Any], round_: int, name: str, kept: str | None, down: Message, *rest: Any
-    ) -> Any:
-        return self._visited(function, round_, name, kept, down, *rest)
-
-    def _visited(
-        self,
-        function: Callable[..., Any],
-        round_: int,
-        name: str,
-        kept: str | None,
-        down: Message,
-        *rest: Any,
-        part: str = profiling.EVALUATION,
-    ) -> Any:
-        files = _RunFiles(kept, None, self._federation.networks.device)
-        data, _ = self._sent(round_, name, down)
-        with self._at(name, files) as site:
-            return site.visit(function, data, *rest, part=part)
-
-    @contextmanager
-    def _at(self, name: str, states: States) -> Iterator[MedflClientAlgo]:
-        """Be at a site; what it holds in memory is let go of afterwards, for there may be thousands."""
-        site = self.sites[name]
-        with profiling.visit(name):
-            site.initialize({ExtraItems.CLIENT_NAME: name})
-            site.states = states
-            try:
-                yield site
-            finally:
-                site.finalize()
-
-    def _sent(self, round_: int, name: str, down: Message) -> tuple[ExchangeObject, int]:
-        """Return a broadcast as it crosses, and its bytes."""
-        federation = self._federation
-        with profiling.during(profiling.MESSAGES):
-            wire = federation.messages.broadcast(down, derive(federation.host(round_).seed, "messages", name))
-            return _exchange_object(wire.flat(), {ROUND: round_}), wire.num_bytes
-
-    def _arrived(self, told: ExchangeObject) -> Message:
-        return moved_message(Message.from_flat(told.weights or {}), self._federation.networks.device)
-
-
-class _RunFiles:
-    """A site's State in the run folder, where the simulator has said.
-
-    Attributes:
-        written: whether there is a new State.
-    """
-
-    last = 0
-
-    def __init__(self, kept: str | None, fresh: str | None, device: torch.device) -> None:
-        self._kept, self._fresh, self._device, self.written = kept, fresh, device, False
-
-    def newest(self, round_: int) -> State | None:
-        return None if self._kept is None else moved(load_state(Path(self._kept)), self._device)
-
-    def keep(self, round_: int, state: State) -> None:
-        if state and self._fresh is not None:
-            save_state(Path(self._fresh), state)
-            self.written = True

@@ -25,8 +25,9 @@ from medfl.folder import RunFolder
 from medfl.message import Message
 from medfl.methods import load, names
 from medfl.runtimes.at_site import Aborted
+from medfl.runtimes.exchange import Exchange
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.monai_fl import Exchange, MedflClientAlgo
+from medfl.runtimes.monai_fl import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.states import InFolder, InMemory
 from medfl.runtimes.workers import Workers

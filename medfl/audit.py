@@ -1,0 +1,280 @@
+"""A site's audit log: what came, what left, what was refused; lines that cannot be changed without being noticed.
+
+A line is a JSON object, and its key `before` is the sha256 of the line before, so that whoever changes, removes or puts
+in a line breaks the chain there. Cutting lines off the end does not break it: note the sha256 of the last line now and
+then in another place, and give it to `medfl site audit`. A line that a crash cut short is kept as it is, and the next
+one says `after_torn`.
+
+    {"time", "site", "round", "direction": "came" | "left" | "refused", "kind": "train" | "evaluate" | "introduce" |
+     "statistics" | ..., "sha256", "bytes", "tensors", "groups": {name: {"tensors", "numbers", "names", "norm"}},
+     "numbers": {name: value}, "reason", "privacy", "before"}
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medfl import terminal
+from medfl.errors import InputError, RunError
+from medfl.untrusted import shown
+
+if TYPE_CHECKING:
+    from medfl.message import Message
+
+Say = Callable[[str], object]
+
+_BLOCK = 1 << 16
+_LINE_BYTES = 1 << 20
+_NAMES = 3
+
+
+class Audit:
+    """A log to be appended to, by one or several processes."""
+
+    def __init__(self, path: Path | str, site: str = "", say: Say = str) -> None:
+        """Point at the file; it is made with its first line.
+
+        Args:
+            path: the file; its folder exists.
+            site: stands in each line.
+            say: where it is told that the file ends in a torn line.
+
+        Raises:
+            InputError: there is no such folder, or the file cannot be written.
+        """
+        self.path, self.site = Path(path), site
+        if not self.path.parent.is_dir():
+            raise InputError(f"audit log {shown(path)}", "a file in a folder that exists", "make the folder")
+        with self._open(InputError) as handle:
+            if _tail(handle)[1]:
+                say(f"note: the last line of {self.path} was cut short, by a crash perhaps; it stays, the log goes on")
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Append a line, and return when it is on the disk.
+
+        Raises:
+            RunError: it cannot be written. Nothing may come in or leave that is not in the log.
+        """
+        with self._open(RunError) as handle:
+            before, torn = _tail(handle)
+            line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "site": self.site, **entry}
+            line |= {"after_torn": True} if torn else {}
+            line |= {"before": before}
+            data = (b"\n" if torn else b"") + json.dumps(line, default=str).encode() + b"\n"
+            written = os.write(handle, data)
+            os.fsync(handle)
+            if written != len(data):
+                raise OSError(f"{written} of {len(data)} bytes were written")
+
+    @contextmanager
+    def _open(self, kind: type[InputError] | type[RunError]) -> Iterator[int]:
+        """Give the file, locked against other writers."""
+        try:
+            handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                yield handle
+            finally:
+                os.close(handle)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if kind is InputError:
+                raise InputError(
+                    f"audit log {shown(self.path)} ({reason})", "a file that can be written", "check its rights"
+                ) from error
+            raise RunError(
+                f"the audit log {self.path} cannot be written ({reason}); nothing leaves that is not in it"
+            ) from error
+
+
+def described(message: Message, *, norms: bool = False) -> dict[str, Any]:
+    """Describe a message as it is encoded; with `norms` also how large each group is, in the L2 norm."""
+    encoded = message.encode()
+    groups = {}
+    for group, named in sorted(message.tensors.items()):
+        about: dict[str, Any] = {
+            "tensors": len(named),
+            "numbers": sum(tensor.numel() for tensor in named.values()),
+            "names": _names(sorted(named)),
+        }
+        if norms:
+            square = sum(float(tensor.double().square().sum()) for tensor in named.values())
+            about["norm"] = float(f"{square**0.5:.6g}")
+        groups[group] = about
+    return {
+        "sha256": hashlib.sha256(encoded).hexdigest(),
+        "bytes": len(encoded),
+        "tensors": sum(about["tensors"] for about in groups.values()),
+        "groups": groups,
+        "numbers": dict(sorted(message.scalars.items())),
+    }
+
+
+def document(content: Any) -> dict[str, Any]:
+    """Describe what leaves as numbers alone: its sha256 and bytes as JSON."""
+    encoded = json.dumps(content, sort_keys=True, default=str).encode()
+    return {"sha256": hashlib.sha256(encoded).hexdigest(), "bytes": len(encoded), "tensors": 0}
+
+
+def _names(names: Sequence[str]) -> str:
+    if len(names) <= _NAMES + 1:
+        return ", ".join(names)
+    return f"{', '.join(names[:_NAMES])}, ... {names[-1]} ({len(names)})"
+
+
+def _tail(handle: int) -> tuple[str | None, bool]:
+    """Return the sha256 of a file's last line, None in an empty file, and whether that line lacks its end."""
+    size = os.fstat(handle).st_size
+    if not size:
+        return None, False
+    kept, start = b"", size
+    while start and b"\n" not in kept[:-1]:
+        start = max(0, start - _BLOCK)
+        kept = os.pread(handle, size - start, start)
+    torn = not kept.endswith(b"\n")
+    return _sha256(kept.removesuffix(b"\n").rpartition(b"\n")[2]), torn
+
+
+def _sha256(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()
+
+
+# Verification
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a log's file holds.
+
+    Attributes:
+        entries: its lines, those that are torn left out.
+        problems: one line each, in the file's order: the log is not the one that was written.
+        notes: torn lines.
+        last: sha256 of the last line, "" of an empty log: what to note in another place.
+    """
+
+    path: Path
+    entries: tuple[Mapping[str, Any], ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    last: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "file": str(self.path),
+            "intact": not self.problems,
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "last": self.last,
+            "entries": [dict(entry) for entry in self.entries],
+        }
+
+    def require(self) -> None:
+        """Raise where the chain is broken.
+
+        Raises:
+            InputError: names the first place.
+        """
+        if self.problems:
+            more = f" (and {len(self.problems) - 1} more)" if self.problems[1:] else ""
+            raise InputError(
+                f"audit log {shown(self.path)}: {self.problems[0]}{more}".replace(";", ","),
+                "each line names the sha256 of the one before",
+                "compare it with a copy; find out who changed it",
+            )
+
+
+def verified(path: Path, noted: str | None = None) -> Verified:
+    """Read a log and verify its chain.
+
+    Args:
+        path: the file.
+        noted: sha256 of a line, or its first digits, as noted earlier; it must still be there.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    entries: list[Mapping[str, Any]] = []
+    problems: list[str] = []
+    notes: list[str] = []
+    hashes: list[str] = []
+    torn = False
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
+                whole, body = line.endswith(b"\n"), line.removesuffix(b"\n")
+                entry = _entry(body)
+                before = hashes[-1] if hashes else None
+                if entry is not None and whole:
+                    entries.append(entry)
+                    if entry.get("before") != before:
+                        problems.append(f"line {number} does not follow the one before it")
+                    if torn and not entry.get("after_torn"):
+                        problems.append(f"line {number} follows a damaged line and does not say so")
+                else:
+                    if torn:
+                        problems.append(f"line {number} is the second one in a row that is no JSON")
+                    notes.append(f"line {number} was cut short, by a crash perhaps")
+                torn = entry is None or not whole
+                hashes.append(_sha256(body))
+    except OSError as error:
+        raise InputError(
+            f"audit log {shown(path)} ({error.strerror or error})", "a file that can be read", "check the path"
+        ) from error
+    if noted and not any(found.startswith(noted.lower()) for found in hashes):
+        problems.append(f"no line has the sha256 {shown(noted)}: lines are missing at the end")
+    return Verified(path, tuple(entries), tuple(problems), tuple(notes), hashes[-1] if hashes else "")
+
+
+def _entry(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def text(found: Verified, width: int) -> list[str]:
+    """Return a log as a table."""
+    head = ["time", "site", "round", "", "what", "bytes", "tensors", "sha256", "content"]
+    rows = [
+        [
+            *(shown(entry.get(key, "-"), 40) for key in ("time", "site", "round", "direction", "kind")),
+            *(shown(entry.get(key, "-"), 20) for key in ("bytes", "tensors")),
+            shown(str(entry.get("sha256", "-"))[:12]),
+            _content(entry),
+        ]
+        for entry in found.entries
+    ]
+    lines = terminal.table(head, rows, max(width, 150), spare=["site"]) if rows else ["no line"]
+    lines += ["", *(f"note: {note}" for note in found.notes)]
+    words = [entry["privacy"] for entry in found.entries if isinstance(entry.get("privacy"), str)]
+    lines += terminal.hanging("privacy: ", shown(words[-1], 1000), width) if words else []
+    lines.append(f"last line: sha256 {found.last or '-'}")
+    count = len(found.problems)
+    lines.append(f"BROKEN in {count} place{'s' if count > 1 else ''}" if count else "INTACT")
+    return lines + [f"  {problem}" for problem in found.problems]
+
+
+def _content(entry: Mapping[str, Any]) -> str:
+    """Return a line's groups and numbers, or why it was refused."""
+    if "reason" in entry:
+        return shown(entry["reason"], 300)
+    said = []
+    groups, numbers = entry.get("groups"), entry.get("numbers")
+    for name, about in groups.items() if isinstance(groups, dict) else ():
+        norm = about.get("norm") if isinstance(about, dict) else None
+        said.append(shown(name, 40) + (f" (norm {shown(norm, 20)})" if norm is not None else ""))
+    for name, value in numbers.items() if isinstance(numbers, dict) else ():
+        said.append(f"{shown(name, 40)} {value:.6g}" if isinstance(value, int | float) else shown(name, 40))
+    return ", ".join(said) or "-"

@@ -1,0 +1,224 @@
+"""What a look at each item finds: unreadable files, labels, sizes, spacing, intensities, duplicates, leakage."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medfl.bundle import Bundle
+from medfl.scanning import Seen, sections
+from medfl.untrusted import shown
+
+Finding = tuple[str, str, str, str]
+"""Topic, level (ok, warning, FAILED), what was found, what to do."""
+
+_NAMED = 20
+_FEW = 5
+_FAR = 5.0
+"""Quartile distances beyond which an item is named."""
+_VALUES = 256
+
+
+class Findings:
+    """Gathers what is found; images are not kept.
+
+    Args:
+        bundle: open on its data.
+
+    Attributes:
+        unreadable: why items could not be read.
+        bytes: section -> bytes that its images take, once transformed.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        """Begin with nothing."""
+        self._bundle = bundle
+        self.unreadable: list[str] = []
+        self.bytes: Counter[str] = Counter()
+        self._read: Counter[str] = Counter()
+        self._labels: Counter[int] = Counter()
+        self._masks: Counter[float] = Counter()
+        self._masked = 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._spacing: dict[str, tuple[float, ...]] = {}
+        self._channels: dict[int, list[str]] = defaultdict(list)
+        self._range: dict[str, tuple[float, float, float]] = {}
+        self._broken: list[str] = []
+        self._flat: list[str] = []
+        self._hashes: dict[str, list[tuple[str, str]]] = defaultdict(list)
+
+    def add(self, seen: Seen) -> None:
+        """Take an item in."""
+        if seen.image is None:
+            self.unreadable.append(seen.problem)
+            return
+        image, name = seen.image, f"{seen.section} {seen.id}"
+        self._read[seen.section] += 1
+        self.bytes[seen.section] += image.nbytes + (seen.label.nbytes if isinstance(seen.label, Tensor) else 0)
+        self._shapes[name] = seen.shape
+        if seen.spacing:
+            self._spacing[name] = seen.spacing
+        self._channels[image.shape[0]].append(name)
+        values = image.float()
+        if not bool(torch.isfinite(values).all()):
+            self._broken.append(name)
+        else:
+            low, high = float(values.min()), float(values.max())
+            self._range[name] = (low, float(values.mean()), high)
+            rows = values.flatten(1)
+            if bool((rows.amin(1) == rows.amax(1)).all()):
+                self._flat.append(name)
+            else:
+                self._hashes[seen.content].append((seen.section, seen.id))
+        self._label(seen.label)
+
+    def _label(self, label: Any) -> None:
+        if isinstance(label, int):
+            self._labels[label] += 1
+        elif isinstance(label, Tensor) and label.ndim > 1:
+            self._masked += 1
+            for value in torch.unique(label.as_subclass(Tensor))[:_VALUES].tolist():
+                self._masks[float(value)] += 1
+
+    # What it comes to
+
+    def lines(self) -> Iterator[Finding]:
+        """Yield a line for each thing that was looked at."""
+        for problem in self.unreadable[:_NAMED]:
+            yield "files", "FAILED", problem, "restore it from a copy, or remove it"
+        count = len(self.unreadable)
+        if count:
+            yield "files", "FAILED", f"{count} of {count + sum(self._read.values())} items cannot be read", "see above"
+        else:
+            yield "files", "ok", f"all {sum(self._read.values())} items can be read", ""
+        if not self._read:
+            return
+        if self._broken:
+            yield "intensity", "FAILED", f"NaN or infinite values in {named(self._broken)}", "repair or remove them"
+        yield from self._classes()
+        yield from self._structures()
+        yield from self._sizes()
+        yield from self._intensities()
+        yield from self._duplicates()
+        yield from self._leakage()
+
+    def _classes(self) -> Iterator[Finding]:
+        if self._bundle.task != "classification":
+            return
+        classes = self._bundle.classes  # raises where a label is none of them
+        counts = [self._labels[label] for label in range(len(classes))]
+        told = ", ".join(f"{shown(name)} {count}" for name, count in zip(classes, counts, strict=True))
+        yield "labels", "ok", f"all within the {len(classes)} classes: {told}", ""
+        absent = [name for name, count in zip(classes, counts, strict=True) if not count]
+        if absent:
+            yield "labels", "warning", f"no image of {named(absent)}", "nothing, if this is so at your site"
+
+    def _structures(self) -> Iterator[Finding]:
+        if not self._masked:
+            return
+        declared, values = self._bundle.structures, sorted(self._masks)
+        whole = all(value.is_integer() and value >= 0 for value in values)
+        told = ", ".join(f"{value:g} in {self._masks[value]}" for value in values[:10])
+        text = f"values of {self._masked} masks: {told}{', ...' if values[10:] else ''}"
+        if not whole:
+            yield "masks", "warning", f"{text}: not whole numbers of at least 0", "see that these are masks"
+        elif declared and values[-1] >= len(declared) and len(values) > 1:
+            yield "masks", "FAILED", f"{text}: more than the {len(declared)} declared", "correct masks or bundle"
+        else:
+            yield "masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else ""), ""
+        empty = self._masked - self._masks.get(1.0, 0) if values == [0.0, 1.0] else 0
+        if values == [0.0] or empty == self._masked:
+            yield "masks", "warning", "no mask has anything but background", "see that these are the masks"
+
+    def _sizes(self) -> Iterator[Finding]:
+        for topic, of, unit in (("size", self._shapes, ""), ("spacing", self._spacing, "mm")):
+            if not of:
+                continue
+            dimensions = Counter(len(value) for value in of.values())
+            usual = dimensions.most_common(1)[0][0]
+            rows = np.array([value for value in of.values() if len(value) == usual], np.float64)
+            text = " x ".join(_span(column) for column in rows.T)
+            unit = unit or ("pixels" if usual == 2 else "voxels")
+            yield topic, "ok", f"{text} {unit} (median, from least to most)", ""
+            odd = [name for name, value in of.items() if len(value) != usual]
+            far = [name for name, value in of.items() if len(value) == usual]
+            far = [name for name, is_far in zip(far, _far(rows).any(1), strict=True) if is_far]
+            if odd:
+                yield topic, "warning", f"another number of dimensions: {named(odd)}", "see whether they belong here"
+            if far:
+                yield topic, "warning", f"unlike the others: {named(far)}", "see whether they belong here"
+        if len(self._channels) > 1:
+            few = min(self._channels.values(), key=len)
+            text = f"{', '.join(map(str, sorted(self._channels)))} channels; the fewer: {named(few)}"
+            yield "channels", "FAILED", text, "convert the odd ones"
+
+    def _intensities(self) -> Iterator[Finding]:
+        if not self._range:
+            return
+        rows = np.array(list(self._range.values()))
+        low, mean, high = (_span(column) for column in rows.T)
+        yield "intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them", ""
+        far = [name for name, is_far in zip(self._range, _far(rows).any(1), strict=True) if is_far]
+        if far:
+            yield "intensity", "warning", f"unlike the others: {named(far)}", "look at them"
+        if self._flat:
+            yield "intensity", "warning", f"of one value all over: {named(self._flat)}", "look at them"
+
+    def _duplicates(self) -> Iterator[Finding]:
+        twins = [found for found in self._hashes.values() if len(found) > 1]
+        across = [found for found in twins if len({section for section, _ in found}) > 1]
+        if not twins:
+            yield "duplicates", "ok", "no two images are the same", ""
+        if across:
+            pairs = [" = ".join(f"{section} {name}" for section, name in found[:3]) for found in across]
+            text = f"{len(across)} images are in several sections: {named(pairs)}"
+            yield "duplicates", "warning", text, "scores on them are too good: remove one of each"
+        if len(twins) > len(across):
+            pairs = [
+                " = ".join(f"{section} {name}" for section, name in found[:3]) for found in twins if found not in across
+            ]
+            yield (
+                "duplicates",
+                "warning",
+                f"{len(pairs)} images come more than once: {named(pairs)}",
+                "remove the copies",
+            )
+
+    def _leakage(self) -> Iterator[Finding]:
+        """Find patients or lesions with images in several sections."""
+        seen: dict[str, set[str]] = defaultdict(set)
+        for section in sections(self._bundle):
+            for item in self._bundle.items(section):
+                if "group" in item:
+                    seen[item["group"]].add(section)
+        if not seen:
+            return
+        leaking = sorted(group for group, found in seen.items() if len(found) > 1)
+        if leaking:
+            text = f"{len(leaking)} patients or lesions have images in several sections"
+            yield "patients", "warning", text, "scores on them are too good: choose another split"
+        else:
+            yield "patients", "ok", "no patient or lesion has images in several sections", ""
+
+
+def named(names: Sequence[str], limit: int = _FEW) -> str:
+    """Return some names for a line, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(shown(name, 160) for name in names[:limit]) + more
+
+
+def _span(column: Any) -> str:
+    low, middle, high = (f"{float(value):.4g}" for value in (np.min(column), np.median(column), np.max(column)))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _far(rows: Any) -> Any:
+    """Tell for each number whether it is far from the others of its column: (N, K) bool."""
+    low, middle, high = np.percentile(rows, (25, 50, 75), axis=0)
+    reach = _FAR * np.maximum(high - low, 0.2 * np.abs(middle) + 1e-9)
+    return (rows < low - reach) | (rows > high + reach)

@@ -1,0 +1,132 @@
+"""Reaching a federation's server: a TCP connection, and with a startup kit of NVIDIA FLARE the TLS handshake."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medfl.errors import InputError
+from medfl.untrusted import shown
+
+_SECONDS, _PATIENCE = 5.0, 2.0
+_FILES = ("rootCA.pem", "client.crt", "client.key")
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A site's startup kit.
+
+    Attributes:
+        folder: with the certificates.
+        server: (host, port) that the kit names, None if it names none.
+        name: of the server, which its certificate must have; "" if the kit does not say.
+    """
+
+    folder: Path
+    server: tuple[str, int] | None = None
+    name: str = ""
+
+    @classmethod
+    def open(cls, folder: Path) -> Kit:
+        """Find the certificates in a kit's folder, or in `startup` below it.
+
+        Raises:
+            InputError: they are not there.
+        """
+        for place in (folder, folder / "startup"):
+            if all((place / name).is_file() for name in _FILES):
+                return cls(place, *_named(place / "fed_client.json"))
+        raise InputError(
+            f"--kit {shown(folder)}", f"the folder of a site's startup kit, with {', '.join(_FILES)}", "check the path"
+        )
+
+
+def _named(path: Path) -> tuple[tuple[str, int] | None, str]:
+    """Return the server that a kit names, and its name."""
+    try:
+        (server, *_) = json.loads(path.read_text())["servers"]
+        return address(str(server["service"]["target"]), "the kit's server"), str(server.get("identity", ""))
+    except (OSError, ValueError, KeyError, TypeError, InputError):
+        return None, ""
+
+
+def address(text: str, flag: str = "--server") -> tuple[str, int]:
+    """Read HOST:PORT.
+
+    Raises:
+        InputError: it is something else.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(f"{flag} {shown(text)}", "HOST:PORT, as fl.example.org:8002", "correct it")
+    return host.strip("[]"), int(port)
+
+
+def reach(server: tuple[str, int] | None, kit: Kit | None = None) -> str:
+    """Connect to a server, shake hands where there is a kit, and say what came of it.
+
+    Args:
+        server: host and port; None: those that the kit names.
+        kit: of the site; None: no handshake.
+
+    Raises:
+        InputError: no connection, or one that is not to be trusted; says why.
+    """
+    server = server or (kit.server if kit else None)
+    if server is None:
+        raise InputError("no server", "--server HOST:PORT, or a kit that names one", "add --server")
+    where = f"{shown(server[0])}:{server[1]}"
+    try:
+        with socket.create_connection(server, _SECONDS) as plain:
+            if kit is None:
+                return f"{where} takes connections (no --kit: certificates were not tried)"
+            with _context(kit).wrap_socket(plain, server_hostname=server[0]) as secure:
+                _accepted(secure)
+                return f"{where} takes connections, {secure.version()}, {_subject(secure.getpeercert() or {}, kit)}"
+    except ssl.SSLError as error:
+        raise InputError(
+            f"the server {where} and this site do not trust each other ({shown(error.reason or error)})",
+            "both have certificates of one federation",
+            "ask for a new startup kit, or look for something in between",
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"the server {where} cannot be reached ({error.strerror or error})",
+            "outgoing connections to it are let through",
+            "check the address, the firewall and that the server runs",
+        ) from error
+
+
+def _context(kit: Kit) -> ssl.SSLContext:
+    """Trust the federation's own authority alone, whose certificates name servers and not addresses."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(kit.folder / "rootCA.pem")
+    context.load_cert_chain(kit.folder / "client.crt", kit.folder / "client.key")
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def _accepted(secure: ssl.SSLSocket) -> None:
+    """Wait for the server's first words: in TLS 1.3 it refuses a client's certificate only after the handshake."""
+    secure.settimeout(_PATIENCE)
+    with suppress(TimeoutError):
+        if not secure.recv(1):
+            raise ConnectionResetError("it closed the connection after the handshake")
+
+
+def _subject(certificate: Any, kit: Kit) -> str:
+    """Return whose certificate it is; refuse one of another than the server that the kit names."""
+    subject = {key: value for part in certificate.get("subject", ()) for key, value in part}
+    name = str(subject.get("commonName", "?"))
+    names = {name, *(value for _, value in certificate.get("subjectAltName", ()))}
+    if kit.name and kit.name not in names:
+        raise InputError(
+            f"the server's certificate is of {shown(name)}", f"the kit is for {shown(kit.name)}", "check the address"
+        )
+    return f"certificate of {shown(name)}, valid until {shown(certificate.get('notAfter', '?'))}"

@@ -1,0 +1,194 @@
+"""Runs as NVIDIA FLARE jobs: a recipe for every environment of FLARE, and FLARE's simulator and POC on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from medfl.errors import InputError, RunError
+from medfl.runtimes.flare import BESIDE, DONE, FAILED, SAID
+from medfl.runtimes.flare_wire import wire_names
+from medfl.settings import Run
+
+Say = Callable[[str], object]
+MOST_SITES = 32
+"""Sites of a run on one machine: FLARE has a process for each."""
+ASK_EVERY = 0.1
+"""Seconds between a site's questions for work; FLARE's own default of 2 would be most of a short round."""
+_PACKAGE = "medfl"
+
+
+def require_flare() -> None:
+    """Raise an InputError if NVIDIA FLARE is not installed."""
+    try:
+        import nvflare  # noqa: F401
+    except ImportError as error:
+        raise InputError("the runtime flare", "it needs NVIDIA FLARE", "pip install 'medfl[flare]'") from error
+
+
+def recipe(run: Run, carried: Path, clients: list[str], controller: Any, executor: Any, least: int) -> Any:
+    """Return the recipe of a run, for `SimEnv`, `PocEnv`, `ProdEnv` or `export`.
+
+    Args:
+        run: the run.
+        carried: file with its record, which the job takes along.
+        clients: FLARE's names of the sites.
+        controller: of the server's job process.
+        executor: of each site's.
+        least: sites without which FLARE neither starts the job nor lets it go on.
+    """
+    from nvflare.job_config.api import FedJob
+    from nvflare.recipe.spec import Recipe
+
+    class MedflRecipe(Recipe):  # type: ignore[misc]
+        """A run of medfl."""
+
+    job = FedJob(name=f"medfl-{run.run_hash[:16]}", min_clients=least)
+    job.set_app_packages([_PACKAGE])  # installed at every site, never shipped
+    job.to_server(controller)
+    job.to_server({"server": {"task_request_interval": ASK_EVERY}})
+    job.to_clients(executor, tasks=["*"])
+    for give in (job.to_server, job.to_clients):
+        give(_Carried(carried))
+    return MedflRecipe(job)
+
+
+class _Carried:
+    """A file for the configuration folder of a job."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add_to_fed_job(self, job: Any, ctx: Any, **_: Any) -> None:
+        """Take it along."""
+        job.add_file_source(str(self.path), None, "config", ctx)
+
+
+def on_one_machine(run: Run, folder: Path, *, min_replies: int = 0, **settings: Any) -> tuple[Any, list[str]]:
+    """Return the recipe of a run whose processes all see the data and the run folder, and FLARE's names of its sites.
+
+    Raises:
+        InputError: it has more sites than there can be processes.
+    """
+    from medfl.flare_parts import MedflController, MedflExecutor, participants
+
+    clients = list(wire_names(participants(run)).values())
+    if len(clients) > MOST_SITES:
+        raise InputError(
+            f"{len(clients)} sites with --runtime flare",
+            f"at most {MOST_SITES}: each is a process with all libraries loaded",
+            "take fewer sites, or --runtime simulator",
+        )
+    places = (str(folder.resolve()), os.getcwd())
+    controller = MedflController(*places, min_replies=min_replies, **settings)
+    executor = MedflExecutor(*places)
+    return recipe(run, folder / "run.json", clients, controller, executor, min_replies or len(clients)), clients
+
+
+def execute(run: Run, folder: Path, *, say: Say, poc: bool = False, **settings: Any) -> dict[str, Any]:
+    """Execute the run in a folder on FLARE, in processes of its own on this machine, and return the summary.
+
+    Their output goes to `flare/` in the folder, which is removed unless the run fails.
+
+    Args:
+        run: the run.
+        folder: where its run.json is.
+        say: where lines for the user go.
+        poc: a federation with certificates, a server and sites, instead of FLARE's simulator.
+        settings: further arguments of `MedflController`.
+
+    Raises:
+        InputError, RunError: as `Simulator.execute`.
+    """
+    beside = folder.resolve() / BESIDE
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    made, clients = on_one_machine(run, folder, **settings)
+    write(made, beside)
+    where = _on_poc(beside, made.name, clients, say) if poc else _on_simulator(beside, made.name, clients, say)
+    return _result(folder, f"its output is in {where}")
+
+
+def write(made: Any, folder: Path) -> Path:
+    """Write a recipe's job into a folder and return the job's own."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        made.export(str(folder))
+    return folder / str(made.name)
+
+
+def _on_simulator(beside: Path, job: str, clients: list[str], say: Say) -> Path:
+    """Run a job as `SimEnv` does, but for the output and the end; return where the output is."""
+    from medfl.flare_parts import SIMULATED, allow
+
+    workspace, log = beside / "workspace", beside / "output.txt"
+    allow(workspace / "local" / "resources.json", SIMULATED)
+    command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(beside / job)]
+    command += ["-w", str(workspace), "-c", ",".join(clients), "-t", str(len(clients))]
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        _follow(lambda: child.poll() is not None, beside, say)
+    finally:
+        _end(child)
+    return log
+
+
+def _on_poc(beside: Path, job: str, clients: list[str], say: Say) -> Path:
+    """Run a job in a federation of its own on this machine; return where the output is."""
+    from medfl.flare_loopback import Loopback
+    from medfl.flare_parts import SIMULATED
+
+    with Loopback(beside / "federation", clients, SIMULATED) as federation:
+        federation.start()
+        federation.ready()
+        say(f"a FLARE server and {len(clients)} sites are up")
+        number = federation.submit(beside / job)
+        _follow(lambda: federation.status(number).startswith("FINISHED"), beside, say)
+        return federation.folder
+
+
+def _result(folder: Path, where: str) -> dict[str, Any]:
+    """Return the summary that the server wrote, or raise what ended it; remove what is of no use any more."""
+    from medfl.flare_parts import raise_failed
+
+    beside = folder / BESIDE
+    if (beside / FAILED).is_file():
+        raise_failed(json.loads((beside / FAILED).read_text()))
+    if not (beside / DONE).is_file():
+        raise RunError(f"NVIDIA FLARE ended without a result; {where}; continue with --resume")
+    shutil.rmtree(beside, ignore_errors=True)
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def _follow(ended: Callable[[], bool], beside: Path, say: Say) -> None:
+    """Say what the server says, until the run is over; FLARE itself would take seconds more to end."""
+    seen, over, said = 0, False, beside / SAID
+    while not over:
+        over = (beside / DONE).is_file() or ended()
+        lines = said.read_text().splitlines() if said.is_file() else []
+        for line in lines[seen:]:
+            say(json.loads(line))
+        seen = len(lines)
+        time.sleep(0 if over else 0.1)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the simulator and what it started in the same session; the sites' processes end when it is gone."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, kind)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5)

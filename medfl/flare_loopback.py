@@ -1,0 +1,219 @@
+"""A whole FLARE federation on one machine: certificates, a server and sites as processes of their own, TLS on loopback.
+
+What `medfl flare poc` runs, and what the tests break.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from medfl.errors import RunError
+from medfl.flare_parts import allow
+
+SERVER, ADMIN, _ORG = "server", "admin@medfl.org", "medfl"
+_BUILDERS = [
+    {"path": "nvflare.lighter.impl.workspace.WorkspaceBuilder", "args": {"template_file": ["master_template.yml"]}},
+    {"path": "nvflare.lighter.impl.static_file.StaticFileBuilder", "args": {"config_folder": "config"}},
+    {"path": "nvflare.lighter.impl.cert.CertBuilder"},
+    {"path": "nvflare.lighter.impl.signature.SignatureBuilder"},
+]
+
+
+class Loopback:
+    """A federation in a folder; as a context it ends all its processes.
+
+    Args:
+        folder: for everything that it writes; new.
+        sites: FLARE's names.
+        allowed: class paths that FLARE may make besides its own, at the server and the sites.
+        environment: further variables of the processes.
+    """
+
+    def __init__(
+        self, folder: Path, sites: Sequence[str], allowed: Sequence[str], environment: dict[str, str] | None = None
+    ) -> None:
+        """Provision; nothing is started."""
+        self.folder, self.sites = folder.resolve(), list(sites)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._session: Any = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._environment = {**os.environ, **(environment or {})}
+        self._provision()
+        for name in (SERVER, *self.sites):
+            allow(self.kit(name) / "local" / "resources.json", allowed)
+        self._own_storage()
+
+    def kit(self, name: str) -> Path:
+        """Return a startup kit's folder."""
+        return self.folder / "kits" / "medfl" / "prod_00" / name
+
+    def _provision(self) -> None:
+        ports = _free_ports(2)
+        server: dict[str, Any] = {"name": SERVER, "type": "server", "org": _ORG, "default_host": "127.0.0.1"}
+        server |= {"fed_learn_port": ports[0], "admin_port": ports[1]}
+        people = [server, *({"name": name, "type": "client", "org": _ORG} for name in self.sites)]
+        people.append({"name": ADMIN, "type": "admin", "org": _ORG, "role": "project_admin"})
+        project = {"api_version": 3, "name": "medfl", "description": "one machine", "participants": people}
+        path = self.folder / "project.yml"
+        path.write_text(yaml.safe_dump({**project, "builders": _BUILDERS}))
+        command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", str(path), "-w", str(self.folder / "kits")]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=self.folder,
+            env={**self._environment, "HOME": str(self.folder)},  # where FLARE keeps settings
+        )  # fmt: skip
+        if not self.kit(SERVER).is_dir():
+            raise RunError(f"NVIDIA FLARE could not provision: {(done.stderr or done.stdout).strip()[-400:]}")
+
+    def _own_storage(self) -> None:
+        """Keep jobs and snapshots in this folder: FLARE's default is one place for all servers of a machine."""
+        path = self.kit(SERVER) / "local" / "resources.json"
+        text = path.read_text().replace("/tmp/nvflare/", f"{self.folder}/storage/")
+        path.write_text(text)
+
+    # Processes
+
+    def start(self, *names: str) -> None:
+        """Start the server and all sites, or these."""
+        for name in names or (SERVER, *self.sites):
+            server = name == SERVER
+            module = "server.server_train" if server else "client.client_train"
+            settings = [
+                "secure_train=true",
+                f"org={_ORG}",
+                "config_folder=config",
+                *([] if server else [f"uid={name}"]),
+            ]
+            command = [sys.executable, "-u", "-m", f"nvflare.private.fed.app.{module}", "-m", str(self.kit(name))]
+            command += ["-s", "fed_server.json" if server else "fed_client.json", "--set", *settings]
+            with (self.folder / f"{name}.txt").open("ab") as output:
+                self._processes[name] = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                    env=self._environment, cwd=self.folder,
+                )  # fmt: skip
+
+    def kill(self, name: str) -> None:
+        """Kill a participant with its job processes at once, as a power cut would."""
+        process = self._processes.pop(name)
+        for pid in [*_descendants(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def job_processes(self, name: str) -> list[int]:
+        """Return the processes that a participant started for jobs."""
+        return _descendants(self._processes[name].pid)
+
+    def stop(self) -> None:
+        """End everything."""
+        self._forget_session()
+        for name in list(self._processes):
+            self.kill(name)
+
+    def __enter__(self) -> Loopback:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End everything."""
+        self.stop()
+
+    # Jobs
+
+    def ready(self, timeout: float = 120.0) -> None:
+        """Wait until the server is up and all sites that were started are known to it.
+
+        Raises:
+            RunError: they are not in time; names those that are missing.
+        """
+        wanted = {name for name in self._processes if name != SERVER}
+        there, why = set[str](), ""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            try:
+                there = {client.name for client in self._admin().get_system_info().client_info}
+                if wanted <= there:
+                    return
+            except Exception as error:  # the server is not up yet, in any of FLARE's ways to say so
+                why = f": {' '.join(str(error).split())}"
+            self._forget_session()
+            time.sleep(1.0)
+        missing = ", ".join(sorted(wanted - there)) or "the server"
+        raise RunError(f"no sign of {missing} after {timeout:g} s{why}; the output is in {self.folder}")
+
+    def submit(self, job: Path) -> str:
+        """Submit an exported job and return FLARE's id for it."""
+        return str(self._admin().submit_job(str(job)))
+
+    def status(self, job: str) -> str:
+        """Return what FLARE says of a job."""
+        try:
+            return str(self._admin().get_job_meta(job).get("status", ""))
+        except Exception:  # the server is away
+            self._forget_session()
+            return ""
+
+    def abort(self, job: str) -> None:
+        """Have FLARE end a job."""
+        self._admin().abort_job(job)
+
+    def wait(self, job: str, timeout: float = 600.0) -> str:
+        """Wait until a job is over and return its last status.
+
+        Raises:
+            RunError: it is not over in time.
+        """
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            status = self.status(job)
+            if status.startswith("FINISHED"):
+                return status
+            time.sleep(0.5)
+        raise RunError(f"job {job} is not over after {timeout:g} s; its status is {self.status(job) or 'unknown'}")
+
+    def log(self, name: str) -> str:
+        """Return what a participant's processes wrote."""
+        return (self.folder / f"{name}.txt").read_text(errors="replace")
+
+    def _admin(self) -> Any:
+        if self._session is None:
+            from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+            with contextlib.redirect_stdout(io.StringIO()):  # it says that it connects
+                self._session = new_secure_session(ADMIN, str(self.kit(ADMIN)), timeout=10)
+        return self._session
+
+    def _forget_session(self) -> None:
+        if self._session is not None:
+            with contextlib.suppress(Exception):  # it may be broken already
+                self._session.close()
+            self._session = None
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below one."""
+    import psutil  # type: ignore[import-untyped]  # comes with FLARE
+
+    try:
+        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,114 @@
+"""A run that is offered to sites with images of their own, as a FLARE job: numbers and names."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medfl import methods
+from medfl.bundle import shipped
+from medfl.errors import InputError
+from medfl.flare_job import recipe, require_flare, write
+from medfl.folder import RunFolder
+from medfl.opening import PHANTOM
+from medfl.planning import Request, plan
+from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.flare_wire import flare_name
+from medfl.settings import DataRecord, PartitionRecord, Run
+
+OWN = "own"
+"""The partition of a run whose sites have images of their own."""
+
+
+def offer(
+    bundle: str,
+    sites: Sequence[str],
+    *,
+    options: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    requested: Mapping[str, Any] | None = None,
+    rehearsal: bool = False,
+) -> Run:
+    """Return the run; it is planned on the bundle's phantom, of which nothing is in it.
+
+    Args:
+        bundle: a shipped bundle's name, or the folder of one that names its data itself.
+        sites: FLARE's names.
+        options: options of the method.
+        config: overrides of the bundle's configuration.
+        requested: other settings by name, as for `federate`.
+        rehearsal: the sites take drawn images.
+
+    Raises:
+        InputError: something is not allowed, or not between sites that hold their images apart.
+    """
+    odd = [name for name in sites if not flare_name(name)]
+    if odd:
+        raise InputError(
+            f"site {odd[0]!r}", "letters, digits, - and _, at most 63, and not server, admin or relay", "rename it"
+        )
+    data = PHANTOM if bundle in shipped() else None
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data}
+    made = plan(Request(bundle, options=options or {}, config=config or {}, **whole))
+    run, method = made.run, made.method
+    if run.method not in methods.names():
+        raise InputError(f"--method {run.method}", "a shipped method: sites take no other code", "see medfl methods")
+    if run.public is not None or method.pools_data:
+        what = "public data" if run.public is not None else "everybody's images in one place"
+        raise InputError(f"method {run.method!r}, which needs {what}", "one that does without", "see medfl methods")
+    method.site_networks(sites)
+    source = PHANTOM if rehearsal else "real"
+    return replace(
+        run,
+        bundle_path="",
+        data=DataRecord(source, "", "", "", {}),
+        partition=PartitionRecord(OWN, run.seed, (), {name: {} for name in sites}),
+    )
+
+
+def export(
+    bundle: str,
+    sites: Sequence[str],
+    out: Path,
+    *,
+    resume: bool = False,
+    min_replies: int | None = None,
+    deadline: float | None = None,
+    **asked: Any,
+) -> dict[str, Any]:
+    """Write the job of an offered run into a new folder and say what it is.
+
+    Args:
+        bundle: as for `offer`.
+        sites: as for `offer`.
+        out: the folder.
+        resume: the server goes on with the run if it has it already.
+        min_replies: sites of a cohort that have to reply; None: all of them.
+        deadline: seconds a round that the sites have; None: as long as they take.
+        asked: further arguments of `offer`.
+
+    Raises:
+        InputError: something is not allowed; nothing was written.
+    """
+    require_flare()
+    from medfl.flare_parts import RUN_FILE, RemoteController, RemoteExecutor
+
+    tolerance = Tolerance(min_replies, deadline)
+    RunFolder.refuse_used(out)
+    run = offer(bundle, sites, **asked)
+    least = min_replies or len(sites)
+    if least > len(sites):
+        raise InputError(f"--min-replies {least}", f"there are {len(sites)} sites", "ask for at most as many")
+    with tempfile.TemporaryDirectory() as place:
+        carried = Path(place) / RUN_FILE
+        carried.write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}, indent=1))
+        controller = RemoteController(resume=resume, **tolerance.record())
+        job = write(recipe(run, carried, list(sites), controller, RemoteExecutor(), least), out)
+    return {
+        "job": str(job), "sites": list(sites), "bundle": run.bundle, "bundle_sha256": run.bundle_sha256,
+        "method": run.method, "rounds": run.rounds, "run_hash": run.run_hash, "data_source": run.data.source,
+    }  # fmt: skip

@@ -1,0 +1,262 @@
+"""A site with images of its own in a FLARE federation: what it keeps to itself, and what it takes of a run.
+
+The site's file, `local/medfl.yaml` in its startup kit, never comes over a wire:
+
+    bundle: hippocampus            # name of a shipped bundle, or a folder
+    data: /data/hippocampus        # all images in it are the site's
+    folder: /var/lib/medfl         # for its States (at the server: for its runs)
+    policy: policies/hippocampus.yaml
+    permits: [network, image_size] # ids of the bundle that a run may set, to plain numbers and names
+    device: cpu
+    audit: audit.jsonl             # log of what came and left
+    threads: 8                     # most that a run may ask for
+
+`bundle` and `folder` are needed; paths are meant from the folder of the file. Of a run the site takes numbers and names
+from a fixed list, and only for the very bundle that it has: no path, no component, no expression.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+
+from medfl import methods
+from medfl.bundle import Bundle
+from medfl.configuration import shipped_folders
+from medfl.errors import InputError
+from medfl.inspection import inspect
+from medfl.opening import with_data
+from medfl.policy import Policy
+from medfl.prepared import Item
+from medfl.protocol import resolved
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.flare_remote import names_only
+from medfl.runtimes.flare_wire import flare_name
+from medfl.sections import SECTIONS
+from medfl.settings import Run
+from medfl.untrusted import Refused, decode, read_plain, shown
+
+FILE = "medfl.yaml"
+_BYTES = 100_000
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ ,:=.+-]{0,200}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class OwnSite:
+    """What a site, or the server, has said about itself.
+
+    Attributes:
+        bundle: name of a shipped bundle, or a folder.
+        folder: for States, or for runs.
+        data: folder of its images; "" at a server without any.
+        policy: the policy file; "" for the one that allows nothing extra.
+        permits: ids of the bundle's configuration that a run may set.
+        device: where it trains.
+        audit: file of its audit log; "" for none.
+        threads: most that a run may ask for.
+    """
+
+    bundle: str
+    folder: str
+    data: str = ""
+    policy: str = ""
+    permits: tuple[str, ...] = ()
+    device: str = "cpu"
+    audit: str = ""
+    threads: int = 8
+
+    @classmethod
+    def read(cls, path: Path) -> OwnSite:
+        """Read a site's file.
+
+        Raises:
+            InputError: it cannot be read, or says something that it cannot say.
+        """
+        advice = "see docs/deploy.md, Across machines with NVIDIA FLARE"
+        try:
+            text = decode(path.read_bytes()[:_BYTES])
+            given: Any = read_plain(text, is_json=False, nodes=1000, depth=4)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror or error})", "a YAML file", advice) from error
+        except (Refused, yaml.YAMLError) as error:
+            raise InputError(f"{path}: {shown(error)}", "plain YAML", advice) from error
+        known = [field.name for field in fields(cls)]
+        if not isinstance(given, dict) or not {"bundle", "folder"} <= given.keys() <= set(known):
+            raise InputError(f"{path}", f"the keys bundle and folder, and of {', '.join(known)} as you like", advice)
+        for name, value in given.items():
+            kind: type = {"permits": list, "threads": int}.get(name, str)
+            wrong = not isinstance(value, kind) or isinstance(value, bool)
+            if wrong or (name == "permits" and not all(isinstance(word, str) for word in given[name])):
+                raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
+        given = {**given, **({"permits": tuple(given["permits"])} if "permits" in given else {})}
+        here = path.parent
+        places = {name: str(here / given[name]) for name in ("folder", "data", "policy", "audit") if given.get(name)}
+        if given["bundle"] not in shipped_folders():
+            places["bundle"] = str(here / given["bundle"])
+        return cls(**{**given, **places})
+
+    def checked_policy(self) -> Policy:
+        """Return the policy, after an inspection of the bundle by it.
+
+        Raises:
+            InputError: the bundle is refused.
+        """
+        policy = Policy.read(Path(self.policy)) if self.policy else Policy()
+        inspect(shipped_folders().get(self.bundle, Path(self.bundle)), policy).require()
+        return policy
+
+
+_NUMBER = {"type": "number"}
+_WHOLE = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
+_COUNT = {"type": "integer", "minimum": 1, "maximum": 1_000_000}
+_TEXT = {"type": "string", "maxLength": 200}
+_VALUE = {"anyOf": [{"type": ["number", "boolean", "null"]}, _TEXT]}
+_EMPTY = {"type": "array", "maxItems": 0}
+_SCHEMA = {
+    "type": "object",
+    "required": ["bundle", "bundle_sha256", "method", "options", "config", "partition", "data"],
+    "properties": {
+        "bundle": _TEXT,
+        "bundle_sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+        "method": {"enum": methods.names()},
+        "options": {"type": "object", "additionalProperties": _VALUE},
+        "config": {"type": "object"},
+        "data": {"type": "object", "properties": {"source": {"enum": ["real", "phantom"]}}, "required": ["source"]},
+        "partition": {
+            "type": "object",
+            "required": ["sites"],
+            "properties": {
+                "seed": _WHOLE,
+                "sites": {
+                    "type": "object",
+                    "minProperties": 1,
+                    "maxProperties": 10_000,
+                    "additionalProperties": {"type": "object", "additionalProperties": _EMPTY},
+                },
+            },
+        },
+        "cohort": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "rounds": _COUNT,
+        "local_epochs": _COUNT,
+        "batch_size": _COUNT,
+        "lr": {"anyOf": [{"type": "null"}, {"type": "number", "exclusiveMinimum": 0}]},
+        "lr_decay": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "seed": _WHOLE,
+        "amp": {"type": "boolean"},
+        "threads": _COUNT,
+        "eval_every": _WHOLE,
+        "messages": _TEXT,
+        "aggregation": _TEXT,
+        "public": {"type": "null"},
+    },
+}
+
+
+def taken(run: Run, name: str, own: OwnSite) -> Run:
+    """Return what a site takes of an offered run: numbers and names, for its own bundle.
+
+    Args:
+        run: as it came with the job.
+        name: the site.
+        own: what the site has said about itself.
+
+    Raises:
+        InputError: the run asks for something else; names the site.
+    """
+
+    def refuse(given: str, allowed: str) -> InputError:
+        return InputError(f"site {name!r} refuses the run: {given}", allowed, "ask its administrator")
+
+    document = json.loads(json.dumps(run.to_dict()))
+    error = next(iter(sorted(Draft202012Validator(_SCHEMA).iter_errors(document), key=str)), None)
+    if error is not None:
+        where = ".".join(str(part) for part in error.absolute_path) or "the run"
+        raise refuse(f"{shown(where, 60)} is {shown(error.instance, 60)}", "numbers and names as medfl writes them")
+    names = list(run.partition.sites)
+    if name not in names or not all(flare_name(site) for site in names):
+        raise refuse("it is not one of its sites, or they have odd names", "a run with this site")
+    bundle = Bundle(own.bundle)
+    if (run.bundle, run.bundle_sha256) != (bundle.name, bundle.sha256):
+        offered = f"it is for bundle {shown(run.bundle)!r} ({run.bundle_sha256[:12]})"
+        raise refuse(offered, f"{bundle.name!r} ({bundle.sha256[:12]})")
+    for option, value in run.options.items():
+        if isinstance(value, str) and value and (not _PLAIN.fullmatch(value) or ".." in value):
+            raise refuse(f"option {shown(option)}={shown(value)}", "numbers and plain names")
+    _check_config(run, resolved(own.bundle, bundle.protocol, ())["config"], own, refuse)
+    if run.threads > own.threads:
+        raise refuse(f"it asks for {run.threads} threads", f"at most {own.threads}")
+    return replace(run, device=own.device)
+
+
+def _check_config(run: Run, protocol: Mapping[str, Any], own: OwnSite, refuse: Any) -> None:
+    """Refuse overrides but those of the bundle's own protocol and plain values of permitted ids."""
+    for key, value in run.config.items():
+        if key in protocol and protocol[key] == value:
+            continue
+        whole = value if isinstance(value, list) else [value]
+        plain = all(isinstance(v, bool | int | float) or (isinstance(v, str) and _PLAIN.fullmatch(v)) for v in whole)
+        if key not in own.permits or not plain:
+            permitted = f"plain values of {', '.join(own.permits)}" if own.permits else "the bundle as it is (permits)"
+            raise refuse(f"config {shown(key)}={shown(value, 60)}", permitted)
+
+
+def open_site(offered: Run, name: str, own: OwnSite) -> Federation:
+    """Return the federation as a site sees it: all images of its folder are its own, the others are names.
+
+    Raises:
+        InputError: the bundle or the run is refused, or the images are not of the kind that the run says.
+    """
+    own.checked_policy()
+    run = taken(offered, name, own)
+    method = methods.load(run.method, run.options)
+    preferred = resolved(own.bundle, Bundle(own.bundle).protocol, ())["split"]
+    opened = with_data(own.bundle, own.data or None, run.config, run.device, seed=run.seed, preferred=preferred)
+    record = opened.record()
+    if record.source != run.data.source:
+        raise InputError(
+            f"site {name!r} has {record.source} images", f"the run is one with {run.data.source} ones", "give others"
+        )
+    items = {section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS}
+    sites = {site: items if site == name else {} for site in run.partition.sites}
+    run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=str(opened.bundle.root))
+    return Federation(opened.bundle, method, run)
+
+
+def open_server(offered: Run, own: OwnSite) -> Federation:
+    """Return the federation as a server without the sites' images sees it, with images of its own if there are any.
+
+    Raises:
+        InputError: the server has another bundle, or the method needs what sites cannot be asked for.
+    """
+    own.checked_policy()
+    bundle: Bundle = _Unseen(own.bundle, offered.config, offered.device)
+    method = methods.load(offered.method, offered.options)
+    if bundle.sha256 != offered.bundle_sha256:
+        raise InputError(
+            f"bundle {bundle.name!r} of the server ({bundle.sha256[:12]})",
+            f"the run is for {offered.bundle_sha256[:12]}",
+            "bring both to the same version",
+        )
+    if own.data:
+        bundle = with_data(own.bundle, own.data, offered.config, offered.device).bundle
+    return names_only(bundle, method, offered, bool(own.data))
+
+
+class _Unseen(Bundle):
+    """A bundle whose images are elsewhere; of one that is not shipped, its images have to tell the task."""
+
+    def items(self, section: str) -> list[Item]:
+        """Return no items."""
+        return []
+
+
+def unlimited(run: Run) -> Run:
+    """Return a run whatever its number of rounds: it may go on for more than were asked for."""
+    return replace(run, rounds=0)

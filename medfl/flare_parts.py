@@ -1,0 +1,387 @@
+"""What NVIDIA FLARE makes and runs in the processes of a job: the controller at the server, the executor at a site.
+
+FLARE makes them by their class paths, which a site lists in the `class_allow_list` of its resources: `ALLOWED` where
+sites have images of their own, `SIMULATED` where one machine plays all sites. medfl is installed at every site: a job
+of ours carries the run's record (`config/run.json`) and no code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nvflare.apis.client import Client
+from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.event_type import EventType
+from nvflare.apis.executor import Executor
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+from nvflare.app_common.utils.fl_model_utils import FLModelUtils
+from nvflare.app_common.workflows.model_controller import ModelController
+from nvflare.app_opt.pt.decomposers import TensorDecomposer
+from nvflare.fuel.utils import fobs
+
+from medfl import methods
+from medfl.errors import InputError, MedflError, RunError
+from medfl.flare_own import FILE, OwnSite, open_server, open_site, taken, unlimited
+from medfl.folder import RunFolder
+from medfl.planning import repeat
+from medfl.report import write_report
+from medfl.runtimes import flare_wire as wire
+from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.federation import POOLED, Federation
+from medfl.runtimes.flare import BESIDE, DONE, FAILED, SAID, Answer, FlareWorkers
+from medfl.runtimes.flare_remote import ToldFolder
+from medfl.runtimes.flare_wire import Parcel, from_model, to_model
+from medfl.runtimes.simulator import Simulator
+from medfl.settings import Run
+from medfl.storage import write_atomic
+
+if TYPE_CHECKING:
+    from medfl.runtimes.flare_site import FlareSite
+
+Say = Callable[[str], object]
+RUN_FILE, SITES = "run.json", "sites"
+"""The run's record in a job, and where in the run folder the sites of one machine keep their States."""
+
+
+class _Controller(ModelController):  # type: ignore[misc]
+    """The server's half of any run as a FLARE workflow, and the link of `FlareWorkers`.
+
+    Args:
+        min_replies: sites of a cohort that have to reply; 0: all of them.
+        deadline: seconds a round that the sites have; 0 for as long as they need.
+    """
+
+    def __init__(self, min_replies: int = 0, deadline: float = 0.0) -> None:
+        """Keep the arguments under their names: FLARE writes them into the job from there."""
+        super().__init__(persistor_id="", task_check_period=0.1)
+        self.min_replies, self.deadline = min_replies, deadline
+        self._questions: dict[int, tuple[Task, set[str]]] = {}  # with the sites that have not answered
+        self._count, self._lock = 0, threading.Lock()
+        self._gone: dict[str, str] = {}
+        self._called: dict[str, str] = {}
+
+    def start_controller(self, fl_ctx: FLContext) -> None:
+        """Let FLARE take tensors apart."""
+        fobs.register(TensorDecomposer)
+        super().start_controller(fl_ctx)
+
+    def run(self) -> None:
+        """Execute the run; what ends it is written beside what it said, for who started the job."""
+        beside: Path | None = None
+
+        def say(text: str) -> None:
+            if beside is not None:
+                with (beside / SAID).open("a") as file:
+                    file.write(json.dumps(text) + "\n")
+            self.info(text)
+
+        try:
+            path = self._place()
+            beside = path / BESIDE
+            beside.mkdir(exist_ok=True)
+            for name in (SAID, FAILED, DONE):
+                (beside / name).unlink(missing_ok=True)
+            self._execute(path, say)
+            (beside / DONE).touch()
+        except Exception as error:  # told to who started the job, as well as to FLARE
+            if beside is not None:
+                write_atomic(beside / FAILED, json.dumps(failed(error)).encode())
+            if not isinstance(error, MedflError):
+                raise
+            self.panic(str(error))
+
+    @abstractmethod
+    def _place(self) -> Path:
+        """Return the run folder; it exists."""
+
+    @abstractmethod
+    def _execute(self, path: Path, say: Say) -> None:
+        """Execute the run in its folder."""
+
+    def _simulate(self, federation: Federation, folder: RunFolder, say: Say, shown: bool, **settings: Any) -> None:
+        """Let a simulator run the rounds, with the sites of this job."""
+        self._called = wire.wire_names(federation.participants)
+
+        def workers(whole: Federation, _: int) -> FlareWorkers:
+            found = FlareWorkers(whole, self, shown)
+            if isinstance(folder, ToldFolder):
+                folder.workers = found
+            return found
+
+        tolerance = Tolerance(self.min_replies or None, self.deadline or None)
+        Simulator(federation, folder, say=say, workers=workers, tolerance=tolerance, **settings).execute(True)
+
+    # Link
+
+    def ask(self, word: str, sites: Sequence[str], parcel: Parcel, answers: queue.SimpleQueue[Answer]) -> int:
+        """Schedule one task for these sites; FLARE's threads put what comes into the queue."""
+        with self._lock:
+            self._count += 1
+            number = self._count
+        inverse, waiting = {self._called[site]: site for site in sites}, set(sites)
+
+        def arrived(client_task: ClientTask, fl_ctx: FLContext) -> None:
+            site, result, client_task.result = inverse[client_task.client.name], client_task.result, None
+            waiting.discard(site)
+            answers.put(Answer(number, site, _read(result, site)))
+
+        task = Task(name=word, data=FLModelUtils.to_shareable(to_model(parcel)), result_received_cb=arrived)
+        self._questions[number] = (task, waiting)
+        self.broadcast(task=task, fl_ctx=self.fl_ctx, targets=list(inverse), min_responses=0)
+        return number
+
+    def drop(self, question: int) -> None:
+        """Cancel a task that is not over: a site that works on it yet is told so when it is done."""
+        task, waiting = self._questions.pop(question)
+        if waiting and task.completion_status is None:
+            self.cancel_task(task, fl_ctx=self.fl_ctx)
+
+    def lost(self, site: str) -> str:
+        """Say whether FLARE holds a site for disconnected."""
+        return self._gone.get(self._called[site], "")
+
+    def over(self) -> bool:
+        """Tell whether FLARE aborts the job."""
+        return bool(self.abort_signal.triggered)
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Remember the sites that went away."""
+        if event_type == EventType.CLIENT_DISCONNECTED:
+            self._gone[str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME))] = "it has vanished"
+
+    def process_result_of_unknown_task(
+        self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
+    ) -> None:
+        """Drop what comes too late, and say so."""
+        self.warning(f"site {client.name!r}: its answer to {task_name!r} came too late and is dropped")
+
+
+class MedflController(_Controller):
+    """The server of a run on one machine, whose processes all see the data.
+
+    Args:
+        folder: the run folder, where run.json lies already.
+        start: folder that relative paths of the run are meant from.
+        save_predictions: write the masks that are predicted for the test items.
+        min_replies, deadline: as in every run.
+    """
+
+    def __init__(
+        self, folder: str, start: str, save_predictions: bool = False, min_replies: int = 0, deadline: float = 0.0
+    ) -> None:
+        """Keep the arguments under their names."""
+        super().__init__(min_replies, deadline)
+        self.folder, self.start, self.save_predictions = folder, start, save_predictions
+
+    def _place(self) -> Path:
+        return Path(self.folder)
+
+    def _execute(self, path: Path, say: Say) -> None:
+        run = read_run(self.get_app_dir())
+        os.chdir(self.start)
+        torch.set_num_threads(run.threads)
+        made = repeat(run, say=say)
+        made = replace(made, run=replace(made.run, rounds=run.rounds))
+        public = made.public.prepare(say=say) if made.public else None
+        federation = Federation(made.bundle, made.method, made.run, public=public)
+        folder = RunFolder.existing(path)
+        self._simulate(federation, folder, say, True, save_predictions=self.save_predictions)
+
+
+class RemoteController(_Controller):
+    """The server of sites with images of their own; what it is to know of its own machine is in `local/medfl.yaml`.
+
+    Args:
+        resume: go on with the run if it is there.
+        min_replies, deadline: as in every run.
+    """
+
+    def __init__(self, resume: bool = False, min_replies: int = 0, deadline: float = 0.0) -> None:
+        """Keep the arguments under their names."""
+        super().__init__(min_replies, deadline)
+        self.resume = resume
+
+    def _place(self) -> Path:
+        self._run = read_run(self.get_app_dir())
+        self._own = OwnSite.read(Path(self.engine.get_workspace().get_site_config_dir()) / FILE)
+        path = Path(self._own.folder) / f"{self._run.bundle}-{self._run.method}-{unlimited(self._run).run_hash[:16]}"
+        there = (path / "run.json").is_file()
+        if there and not self.resume:
+            raise InputError(f"the server has this run in {path}", "a new one", "export the job with --resume")
+        if not there:
+            RunFolder.create(path)
+        return path
+
+    def _execute(self, path: Path, say: Say) -> None:
+        federation = open_server(self._run, self._own)
+        run, bundle = federation.run, federation.bundle
+        torch.set_num_threads(run.threads)
+        folder = ToldFolder(path)
+        about = {"medfl": run.versions.get("medfl", ""), "task": bundle.task, "classes": list(bundle.classes)}
+        about |= {"key_metric": bundle.key_metric, "command": "a FLARE job", "runtime": "flare"}
+        folder.write_run(run, about)
+        say(f"run folder: {path}")
+        self._simulate(federation, folder, say, False)
+        say(f"report: {write_report(path)}")
+
+
+class _Executor(Executor):  # type: ignore[misc]
+    """A site's half."""
+
+    def __init__(self) -> None:
+        """Begin with nothing prepared."""
+        super().__init__()
+        self._site: FlareSite | None = None
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Let FLARE take tensors apart, and let go of everything at the end."""
+        if event_type == EventType.START_RUN:
+            fobs.register(TensorDecomposer)
+        elif event_type == EventType.END_RUN and self._site is not None:
+            self._site.algo.finalize()
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        """Answer one question; a failure is an answer too."""
+        try:
+            if self._site is None:
+                workspace = fl_ctx.get_engine().get_workspace()
+                run = read_run(workspace.get_app_dir(fl_ctx.get_job_id()))
+                self._site = self._opened(run, str(fl_ctx.get_identity_name()), workspace)
+                torch.set_num_threads(run.threads)
+            question = from_model(FLModelUtils.from_shareable(shareable), "the server")
+            answer = self._site.answer(task_name, question, lambda: bool(abort_signal.triggered))
+        except Exception as error:  # FLARE fails the whole job for what is raised here
+            answer = wire.failure(error if isinstance(error, MedflError) else f"{type(error).__name__}: {error}")
+        return FLModelUtils.to_shareable(to_model(answer))
+
+    @abstractmethod
+    def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
+        """Return the site that FLARE calls so."""
+
+
+class MedflExecutor(_Executor):
+    """A site of a run on one machine, whose processes all see the data.
+
+    Args:
+        folder: the run folder.
+        start: folder that relative paths of the run are meant from.
+    """
+
+    def __init__(self, folder: str, start: str) -> None:
+        """Keep the arguments under their names, as the controller."""
+        super().__init__()
+        self.folder, self.start = folder, start
+
+    def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
+        from medfl.runtimes.flare_site import FlareSite  # imports all of MONAI FL, which the server does without
+        from medfl.runtimes.monai_fl import MedflClientAlgo
+
+        os.chdir(self.start)
+        made, folder = repeat(run), Path(self.folder)
+        names = {there: name for name, there in wire.wire_names(participants(run)).items()}
+        if called not in names:
+            raise InputError(f"site {called!r}", f"sites are {', '.join(names)}", "use these names")
+
+        def federation() -> Federation:
+            public = made.public.prepare() if made.public else None
+            return Federation(made.bundle, made.method, made.run, public=public)
+
+        algo = MedflClientAlgo(federation, names[called], folder=folder / SITES)
+        return FlareSite(algo, names[called], RunFolder(folder))
+
+
+class RemoteExecutor(_Executor):
+    """A site with images of its own; all but the run's numbers and names is in `local/medfl.yaml`."""
+
+    def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
+        from medfl.runtimes.flare_site import FlareSite
+        from medfl.runtimes.monai_fl import MedflClientAlgo
+
+        own = OwnSite.read(Path(workspace.get_site_config_dir()) / FILE)
+        policy = own.checked_policy()
+        algo = MedflClientAlgo(
+            lambda: open_site(run, called, own), called,
+            folder=own.folder, outbound=policy.outbound, audit=own.audit or None,
+        )  # fmt: skip
+        taken(run, called, own)
+        return FlareSite(algo, called)
+
+
+def _read(result: Shareable, site: str) -> Parcel:
+    """Return what a client sent, or why it is nothing."""
+    code = result.get_return_code()
+    if code not in (None, ReturnCode.OK):
+        return wire.failure(f"FLARE says {code}")
+    try:
+        return from_model(FLModelUtils.from_shareable(result), f"site {site!r}")
+    except Exception as error:  # whatever a client made of it
+        return wire.failure(error)
+
+
+def participants(run: Run) -> list[str]:
+    """Return who trains in a run, as `Federation.participants`."""
+    return [POOLED] if methods.load(run.method, run.options).pools_data else list(run.partition.sites)
+
+
+def read_run(app: str) -> Run:
+    """Read the run that a job carries."""
+    path = Path(app) / "config" / RUN_FILE
+    try:
+        return Run.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise InputError(f"the job's {path.name} ({error})", "a job that medfl made", "export it again") from error
+
+
+def failed(error: Exception) -> dict[str, Any]:
+    """Return an error as plain values."""
+    if isinstance(error, InputError):
+        return {"parts": list(error._parts)}
+    return {"text": str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {error}"}
+
+
+def raise_failed(document: dict[str, Any]) -> None:
+    """Raise the error that `failed` was given."""
+    if "parts" in document:
+        raise InputError(*document["parts"])
+    raise RunError(document["text"])
+
+
+def _paths(*parts: type) -> list[str]:
+    return [f"{part.__module__}.{part.__name__}" for part in parts]
+
+
+ALLOWED = _paths(RemoteController, RemoteExecutor)
+"""Class paths for the allow-list of a site, or a server, with images of its own."""
+SIMULATED = _paths(MedflController, MedflExecutor)
+"""Class paths for one machine: they take folders from the job, and have no place on any other allow-list."""
+
+
+def allow(resources: Path, classes: Sequence[str], never: Sequence[str] = ()) -> None:
+    """Set which classes FLARE makes at a site, keeping what the file says else.
+
+    Args:
+        resources: `local/resources.json` of a startup kit.
+        classes: to be added.
+        never: to be taken out.
+    """
+    from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
+
+    default = resources.with_name(resources.name + ".default")
+    source = resources if resources.is_file() else default
+    document: dict[str, Any] = json.loads(source.read_text()) if source.is_file() else {"format_version": 2}
+    listed = [name for name in document.get("class_allow_list") or DEFAULT_CLASS_ALLOW_LIST if name not in never]
+    document["class_allow_list"] = listed + [name for name in classes if name not in listed]
+    resources.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(resources, json.dumps(document, indent=4).encode())

@@ -1,0 +1,329 @@
+"""One picture of a federation from its sites' statistics (`medfl.site_stats`): how far they are from each other.
+
+Distances are Jensen-Shannon's (Lin, 1991), the root of the divergence in bits: 0 where a site is as all together, 1
+where they have nothing in common. A count that a site does not tell is taken as its equal share of what is left of the
+site's images, and is marked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.spatial.distance import jensenshannon
+
+from medfl import terminal
+from medfl.errors import InputError
+from medfl.partition_plot import BAND, INK, SOFT, TINTS, TITLES, shorten
+from medfl.site_stats import FORM
+from medfl.untrusted import Refused, decode, read_plain, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BYTES = 20_000_000
+_CHANNELS = 4
+_ROOM = 24  # sites whose names and numbers fit
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one site has told.
+
+    Attributes:
+        name: the file's.
+        images: section -> how many, None where it is not told.
+        classes: class -> how many training images, None where it is not told; empty where there are no classes.
+        low, high: range of the histograms.
+        shares: (C, bins) of the training images, NaN where it is not told; None without histograms.
+    """
+
+    name: str
+    images: Mapping[str, int | None]
+    classes: Mapping[str, int | None]
+    low: float
+    high: float
+    shares: NDArray[np.float64] | None
+
+    @property
+    def estimated(self) -> NDArray[np.float64]:
+        """Training images of each class, untold ones as equal shares of what is left; NaN where nothing is told."""
+        total = self.images.get("train")
+        if total is None or not self.classes:
+            return np.full(len(self.classes), math.nan)
+        known = sum(count for count in self.classes.values() if count is not None)
+        hidden = sum(count is None for count in self.classes.values())
+        rest = max(0, total - known) / hidden if hidden else 0.0
+        return np.array([rest if count is None else count for count in self.classes.values()], np.float64)
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Statistics of several sites of one bundle."""
+
+    bundle: str
+    sites: tuple[Told, ...]
+    least: int
+
+    @property
+    def classes(self) -> list[str]:
+        """The classes, in the bundle's order."""
+        return list(self.sites[0].classes)
+
+    def class_distances(self) -> list[float]:
+        """Return each site's distance from all together, NaN where it tells no classes."""
+        return _distances([site.estimated for site in self.sites])
+
+    def intensity_distances(self) -> list[float]:
+        """Return the same of intensities, the mean over channels; bins that a site does not tell count as empty."""
+        told = [site.shares for site in self.sites if site.shares is not None]
+        if len(told) < len(self.sites):
+            return [math.nan] * len(self.sites)
+        weights = [site.images.get("train") or 0 for site in self.sites]
+        rows = [np.nan_to_num(shares) * n for shares, n in zip(told, weights, strict=True)]
+        each = [_distances(list(channel)) for channel in zip(*rows, strict=True)]
+        return [float(np.mean(column)) for column in zip(*each, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what is computed, for JSON."""
+        classes, intensity = self.class_distances(), self.intensity_distances()
+        return {
+            "bundle": self.bundle,
+            "sites": [
+                {
+                    "site": site.name,
+                    "images": dict(site.images),
+                    "classes": dict(site.classes),
+                    "class_distance": _finite(classes[i]),
+                    "intensity_distance": _finite(intensity[i]),
+                }
+                for i, site in enumerate(self.sites)
+            ],
+        }
+
+    def table(self, width: int) -> list[str]:
+        """Return a row a site."""
+        classes, intensity = self.class_distances(), self.intensity_distances()
+        head = ["site", *(TITLES[s] for s in self.sites[0].images), "classes told", "classes", "intensities"]
+        rows = [
+            [
+                shown(site.name, 40),
+                *("?" if count is None else str(count) for count in site.images.values()),
+                f"{sum(c is not None for c in site.classes.values())} of {len(site.classes)}" if site.classes else "-",
+                _number(classes[i]),
+                _number(intensity[i]),
+            ]
+            for i, site in enumerate(self.sites)
+        ]
+        note = "classes, intensities: Jensen-Shannon distance from all sites together, 0 (alike) to 1; ?: not told"
+        return [*terminal.table(head, rows, width), "", *terminal.hanging("", note, width)]
+
+
+def read(paths: Sequence[Path]) -> Federation:
+    """Read the files that sites have written.
+
+    Raises:
+        InputError: a file is none, or they are of different bundles.
+    """
+    documents = [_document(path) for path in paths]
+    sites = tuple(_told(document, path) for document, path in zip(documents, paths, strict=True))
+    histograms = next((site for site in sites if site.shares is not None), sites[0])
+    for path, document, site in zip(paths, documents, sites, strict=True):
+        pairs = [
+            ("bundle", document["bundle"], documents[0]["bundle"]),
+            ("classes", list(site.classes), list(sites[0].classes)),
+            ("sections", list(site.images), list(sites[0].images)),
+        ]
+        if site.shares is not None and histograms.shares is not None:
+            pairs.append(("range of intensities", (site.low, site.high), (histograms.low, histograms.high)))
+            pairs.append(("form of histograms", site.shares.shape, histograms.shares.shape))
+        for what, here, other in pairs:
+            if here != other:
+                raise InputError(
+                    f"{shown(path)} has another {what} than the others",
+                    "sites of one federation use one bundle, --bins and --range",
+                    "have it made anew",
+                )
+    return Federation(str(documents[0]["bundle"]), sites, max(int(document["min_count"]) for document in documents))
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > _BYTES:
+            raise Refused(f"more than {_BYTES} bytes")
+        document = read_plain(decode(path.read_bytes()), is_json=True, nodes=1_000_000, depth=8)
+        if not isinstance(document, dict) or document.get("form") != FORM:
+            raise Refused(f"it is no {FORM!r}")
+    except (OSError, Refused) as error:
+        raise InputError(f"{shown(path)}: {error}", "a file that medfl site stats --out wrote", "check it") from error
+    return document
+
+
+def _told(document: Mapping[str, Any], path: Path) -> Told:
+    try:
+        parts = {str(name): part for name, part in document["sections"].items() if name in TITLES}
+        train = parts["train"]
+        images = {name: None if part["images"] is None else int(part["images"]) for name, part in parts.items()}
+        cells = train["tables"].get("class", {})
+        classes = {str(name): None if count is None else max(0, int(count)) for name, count in cells.items()}
+        about = train["intensity"]
+        rows = [] if about is None else [channel["shares"] for channel in about["channels"]]
+        shares = np.array(rows, np.float64) if rows else None  # None becomes NaN
+        if shares is not None and (shares.ndim != 2 or bool((shares < 0).any() or np.isinf(shares).any())):
+            raise ValueError("shares")
+        low, high = (math.nan, math.nan) if about is None else (float(about["low"]), float(about["high"]))
+        int(document["min_count"])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InputError(
+            f"{shown(path)}: it lacks {shown(error)} or has it in another form",
+            "a file that medfl site stats --out wrote", "have it made anew",
+        ) from error  # fmt: skip
+    return Told(path.stem, images, classes, low, high, shares)
+
+
+def _distances(rows: Sequence[NDArray[np.float64]]) -> list[float]:
+    usable = [row for row in rows if row.size and not np.isnan(row).any() and row.sum() > 0]
+    if not usable:
+        return [math.nan] * len(rows)
+    pooled = np.sum(usable, axis=0)
+    return [
+        float(jensenshannon(row, pooled, base=2))
+        if row.size and not np.isnan(row).any() and row.sum() > 0
+        else math.nan
+        for row in rows
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "-"
+
+
+# The picture
+
+
+def draw(found: Federation, path: Path) -> None:
+    """Draw class shares, sizes and intensities of the sites; the kind of picture follows the ending of `path`."""
+    from matplotlib.figure import Figure  # importing it takes longer than most verbs of the command line
+
+    sites, classes = found.sites, found.classes
+    channels = min(_CHANNELS, max((len(s.shares) for s in sites if s.shares is not None), default=0))
+    high = max(1.6, 0.36 * min(len(sites), 60))
+    columns = max(4.0, 0.85 * len(classes))
+    size = (columns + 5.4, high + (3.1 if channels else 0) + 1.7)
+    figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
+    figure.suptitle(
+        f"{shorten(found.bundle, 40)}: {len(sites)} sites", x=0.01, ha="left", size=13, weight="bold", color=INK
+    )
+    grid = figure.add_gridspec(2 if channels else 1, 1, height_ratios=(high + 1.0, 2.8) if channels else None)
+    if classes:
+        upper = grid[0].subgridspec(1, 2, width_ratios=(columns, 3.0))
+        _draw_classes(figure.add_subplot(upper[0]), found)
+        _draw_sizes(figure.add_subplot(upper[1]), found)
+    else:
+        _draw_sizes(figure.add_subplot(grid[0]), found, named=True)
+    if channels:
+        lower = grid[1].subgridspec(1, channels)
+        for channel in range(channels):
+            _draw_intensities(figure.add_subplot(lower[channel]), found, channel, channels)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--out {shown(path)} ({error})", "a file that can be drawn to, as FILE.png", "change it"
+        ) from error
+
+
+def _sites(axes: Axes, found: Federation) -> list[str]:
+    """Make bare axes with a row a site, and return the rows' names."""
+    names = [shorten(site.name, 24) for site in found.sites]
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
+    axes.set_yticks(range(len(names)), names, size=9)
+    return names
+
+
+def _draw_classes(axes: Axes, found: Federation) -> None:
+    """Draw a heat map of each site's class shares, with counts; what a site does not tell is hatched."""
+    from matplotlib.patches import Rectangle
+
+    names = _sites(axes, found)
+    axes.set_title("Training images of each class; colour: share of the site's", loc="left", size=10, color=INK)
+    counts = np.stack([site.estimated for site in found.sites])
+    totals = counts.sum(1, keepdims=True)
+    shares = np.divide(counts, totals, out=np.full_like(counts, math.nan), where=totals > 0)
+    axes.imshow(np.nan_to_num(shares), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    distances = found.class_distances()
+    for y, site in enumerate(found.sites):
+        for x, count in enumerate(site.classes.values()):
+            if count is None:
+                axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="////", edgecolor="#b8bec8", lw=0))
+            if len(found.sites) <= _ROOM:
+                text = "?" if count is None else f"{count:,}"
+                color = "white" if count is not None and shares[y, x] > 0.55 else INK
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if count is None else None
+                axes.text(x, y, text, ha="center", va="center", size=8, color=color, bbox=box)
+        if len(found.sites) <= _ROOM and math.isfinite(distances[y]):
+            label = f"{distances[y]:.2f}"
+            axes.annotate(label, (1, y), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+                          va="center", size=8, color=SOFT, annotation_clip=False)  # fmt: skip
+    axes.annotate("JS", (1, 1), (6, 4), xycoords="axes fraction", textcoords="offset points", size=8, color=SOFT)
+    slant: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(found.classes)), [shorten(name, 24) for name in found.classes], size=9, **slant)
+    axes.set_xticks(np.arange(len(found.classes) + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(len(names) + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.5)
+    axes.tick_params(which="minor", length=0)
+
+
+def _draw_sizes(axes: Axes, found: Federation, *, named: bool = False) -> None:
+    """Draw how many images each site has in each section."""
+    names = _sites(axes, found)
+    start = np.zeros(len(found.sites))
+    for name in found.sites[0].images:
+        part = np.array([site.images.get(name) or 0 for site in found.sites], np.float64)
+        axes.barh(range(len(found.sites)), part, left=start, height=0.62, color=TINTS[name], label=TITLES[name])
+        start += part
+    for y, site in enumerate(found.sites):
+        if any(count is None for count in site.images.values()):
+            axes.annotate("+ ?", (start[y], y), (4, 0), textcoords="offset points", va="center", size=8, color=SOFT)
+    if not named:
+        axes.set_yticks([])
+    axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, max(1.0, float(start.max()) * 1.12)))
+    axes.set_title("Images; ?: not told", loc="left", size=10, color=INK)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False, fontsize=8, handlelength=1)
+    axes.grid(axis="x", color=BAND)
+    axes.set_axisbelow(True)
+
+
+def _draw_intensities(axes: Axes, found: Federation, channel: int, channels: int) -> None:
+    """Overlay the sites' histograms of one channel; a gap is a bin that is not told."""
+    import matplotlib as mpl
+
+    colours = mpl.colormaps["viridis"](np.linspace(0, 0.8, len(found.sites)))
+    for site, colour in zip(found.sites, colours, strict=True):
+        if site.shares is None or len(site.shares) <= channel:
+            continue
+        row = site.shares[channel]
+        edges = np.linspace(site.low, site.high, len(row) + 1)
+        label = shorten(site.name, 20) if channel == channels - 1 and len(found.sites) <= _ROOM else None
+        axes.stairs(row, edges, baseline=None, color=colour, linewidth=1.4, alpha=0.9, label=label)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0, labelcolor=SOFT, labelsize=8)
+    axes.grid(axis="y", color=BAND)
+    axes.set_axisbelow(True)
+    axes.set_ylim(bottom=0)
+    title = "Intensities as networks get them" + (f", channel {channel}" if channels > 1 else "")
+    axes.set_title(title if channel == 0 else f"channel {channel}", loc="left", size=10, color=INK)
+    if channel == 0:
+        axes.set_ylabel("share of an image", color=SOFT, size=8)
+    if channel == channels - 1 and len(found.sites) <= _ROOM:
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)

@@ -1,0 +1,200 @@
+"""What a site's policy makes of a reply before it leaves: checked, clipped, noised, and put on the account.
+
+Clipping and noise act on the change d = w_k - v of the weights that leave, v as the site received them, all together:
+
+    d <- d min(1, C / |d|) + n,  n ~ N(0, sigma^2) in each number;  w_k = v + d is what leaves  (1)
+
+They are computed in float64 and rounded to the weights' type afterwards. With noise, counters (whole numbers) leave as
+they came, and running variances are kept at 0 or above: both need no look at the images. The noise is made of bytes of
+the operating system's own entropy, not of a seed, so that nobody can compute it, the server with the run's seed least.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from medfl.errors import RunError
+from medfl.message import Message, Weights
+from medfl.outbound import Outbound
+from medfl.privacy import Account
+
+Entropy = Callable[[int], bytes]
+"""Number of bytes -> so many random ones."""
+
+_CHUNK = 1 << 20
+_SAMPLES = "samples"
+_VARIANCE = "running_var"
+
+
+class Gate:
+    """Through which everything leaves a site that has rules for it.
+
+    Attributes:
+        account: of the site's privacy.
+    """
+
+    def __init__(self, rules: Outbound, account: Account, site: str, entropy: Entropy = os.urandom) -> None:
+        """Take the rules.
+
+        Raises:
+            InputError: epsilon is to be told, but its library is not installed.
+        """
+        self.rules, self.account, self.site, self._entropy = rules, account, site, entropy
+        if rules.formal:
+            account.epsilon(rules.multiplier)
+
+    def enter(self) -> None:
+        """Check that another reply is within the budget, before anything is trained.
+
+        Raises:
+            RunError: it is not.
+        """
+        budget = self.rules.epsilon
+        if budget is None:
+            return
+        after = self.account.epsilon(self.rules.multiplier)
+        if after > budget:
+            raise self._refusal(
+                f"the budget is epsilon {budget:g} at delta {self.rules.delta:g}; "
+                f"another reply would make it {after:.3g} ({self.account.words()})"
+            )
+
+    def reply(self, message: Message, received: Message, samples: int) -> Message:
+        """Return a reply as it may leave, before it is made smaller.
+
+        Args:
+            message: what the method says.
+            received: the broadcast that it answers.
+            samples: number of the site's training images; as `scalars/samples` it may leave as it is.
+
+        Raises:
+            RunError: the policy forbids something in it; names it.
+        """
+        self._permit(message.flat())
+        rules = self.rules
+        if rules.clip is not None or rules.noise is not None:
+            weights = self._limited(message.tensors.get("weights", {}), received.tensors.get("weights", {}))
+            message = Message({**message.tensors, **({"weights": weights} if weights else {})}, message.scalars)
+        if rules.formal:
+            self._covered(_without_noise(message, samples))
+        return message
+
+    def introduction(self, message: Message, *, telling: bool) -> None:
+        """Check what a site says before its first training; `telling` if it depends on its images.
+
+        Raises:
+            RunError: the policy forbids something in it; names it.
+        """
+        self._permit(message.flat())
+        if telling and self.rules.formal:
+            self.account.add(self._covered(f"{name} (introduction)" for name in message.flat()))
+
+    def size(self, message: Message) -> None:
+        """Check the size of a message as it is encoded.
+
+        Raises:
+            RunError: it is too large.
+        """
+        limit = self.rules.max_bytes
+        if limit is not None and message.num_bytes > limit:
+            raise self._refusal(f"its message has {message.num_bytes:,} bytes, more than max_bytes {limit:,}")
+
+    def numbers(self, group: str, names: Iterable[str], *, telling: bool) -> None:
+        """Check numbers that are no reply: metrics, statistics.
+
+        Args:
+            group: under which the policy's keys name them.
+            names: of each.
+            telling: whether they depend on training images beyond what the replies have told.
+
+        Raises:
+            RunError: the policy forbids one of them; names it.
+        """
+        keys = [f"{group}/{name}" for name in names]
+        self._permit(keys)
+        if telling and self.rules.formal:
+            self.account.add(self._covered(keys))
+
+    def spend(self, message: Message, samples: int) -> None:
+        """Put a reply that is about to leave on the account."""
+        formal = self.rules.formal
+        uncovered = Counter(_without_noise(message, samples)) if formal else {}
+        self.account.spend(self.rules.multiplier if formal else None, uncovered)
+
+    def told(self, numbers: Mapping[str, Any], optional: str) -> dict[str, Any]:
+        """Return the numbers beside a reply; an optional one stays if keys do not name it, and wherever noise is."""
+        stays = self.rules.noise is not None or not self.rules.permits(f"told/{optional}")
+        return {name: value for name, value in numbers.items() if not (stays and name == optional)}
+
+    def _permit(self, names: Iterable[str]) -> None:
+        refused = self.rules.refused(names)
+        if refused:
+            more = f" ({len(refused)} such)" if len(refused) > 1 else ""
+            raise self._refusal(f"'{refused[0]}' is not among its keys{more}")
+
+    def _covered(self, names: Iterable[str]) -> Counter[str]:
+        """Return what leaves without noise; refuse it where a budget is to hold."""
+        found = Counter(names)
+        if found and self.rules.epsilon is not None:
+            raise self._refusal(
+                f"'{min(found)}' would leave without noise, and epsilon is a budget for all that leaves"
+            )
+        return found
+
+    def _limited(self, weights: Weights, base: Weights) -> dict[str, Tensor]:
+        """Return weights whose change is clipped and noised (1)."""
+        changes: dict[str, Tensor] = {}
+        for name in sorted(weights):
+            if name not in base or base[name].shape != weights[name].shape:
+                raise self._refusal(
+                    f"'weights/{name}' has no counterpart in what was received: its change cannot be limited"
+                )
+            if weights[name].is_floating_point():
+                changes[name] = weights[name].double() - base[name].double()
+        norm = math.sqrt(sum(float(change.square().sum()) for change in changes.values()))
+        clip, noise = self.rules.clip, self.rules.noise
+        scale = 1.0 if clip is None or norm <= clip else clip / norm
+        made = dict(weights)
+        for name, change in changes.items():
+            if scale < 1 or noise is not None:
+                limited = base[name].double() + scale * change
+                if noise is not None:
+                    limited += noise * torch.from_numpy(normal(change.numel(), self._entropy)).reshape(change.shape).to(
+                        change
+                    )
+                    limited = limited.clamp(min=0) if name.endswith(_VARIANCE) else limited
+                made[name] = limited.to(weights[name].dtype)
+        if noise is not None:
+            made |= {name: base[name].clone() for name in made.keys() - changes.keys()}
+        return made
+
+    def _refusal(self, why: str) -> RunError:
+        return RunError(f"site {self.site!r}: its outbound policy refuses: {why}")
+
+
+def normal(count: int, entropy: Entropy = os.urandom) -> NDArray[np.float64]:
+    """Return so many standard normal numbers, by the inverse distribution function of 52 random bits each."""
+    from scipy.special import ndtri
+
+    made = np.empty(count)
+    for start in range(0, count, _CHUNK):
+        part = made[start : start + _CHUNK]
+        bits = np.frombuffer(entropy(8 * len(part)), np.uint64) >> np.uint64(12)
+        part[:] = ndtri((bits.astype(np.float64) + 0.5) * 2.0**-52)
+    return made
+
+
+def _without_noise(message: Message, samples: int) -> list[str]:
+    """Return what noise does not cover: groups besides the weights, by their names, and numbers."""
+    groups = [f"{group}/*" for group in message.tensors if group != "weights"]
+    known = message.scalars.get(_SAMPLES) == samples
+    return groups + [f"scalars/{name}" for name in message.scalars if not (known and name == _SAMPLES)]

@@ -1,0 +1,162 @@
+"""What a site's policy says of what may leave: the key `outbound` of the policy file (`medfl.policy`).
+
+    outbound:
+      keys: [weights, scalars/samples]   # patterns of group/name, or a group; anything else refuses the round
+      max_bytes: 50000000                # of one reply as it is encoded
+      clip: 1.0                          # largest L2 norm of a reply's change of the weights
+      noise: 5.0                         # standard deviation of Gaussian noise in each number of that change
+      epsilon: 8                         # a budget: rounds that would go beyond it are refused
+      delta: 1.0e-5                      # the chance that epsilon leaves out
+      min_count: 10                      # of statistics, counts below it are not told
+
+Every key may be left out; without any of them nothing changes. Names that leave: `weights/...` and other groups of a
+reply, `scalars/...`, `metrics/...` of an evaluation, `data_stats`, and `told/train_loss`, which is left out rather than
+refused. How it is done: `medfl.leaving`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+from medfl.errors import InputError
+from medfl.untrusted import shown
+
+
+@dataclass(frozen=True)
+class Outbound:
+    """Rules for what leaves; the default lets leave what the method sends.
+
+    Attributes:
+        keys: patterns of what may leave; None: everything that the method sends.
+        max_bytes: of one encoded reply.
+        clip: C, the largest L2 norm of the change of all weights that leave together.
+        noise: standard deviation of the Gaussian noise in each number of that change, after clipping.
+        epsilon: budget of all replies together.
+        delta: of the (epsilon, delta) that is told.
+        min_count: counts of statistics below it are not told; 0 tells all.
+    """
+
+    keys: tuple[str, ...] | None = None
+    max_bytes: int | None = None
+    clip: float | None = None
+    noise: float | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
+    min_count: int = 0
+
+    @classmethod
+    def read(cls, given: Any, where: str) -> Outbound:
+        """Read the values of the key `outbound`.
+
+        Args:
+            given: what YAML makes of them.
+            where: the file, for errors.
+
+        Raises:
+            InputError: they say something that no policy can say.
+        """
+        if not isinstance(given, dict):
+            raise InputError(f"{where}: outbound is a {type(given).__name__}", "keys and values", "see docs/deploy.md")
+        names = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, 1)
+                raise InputError(
+                    f"{where}: outbound has the key {shown(name)!r}",
+                    f"known are {', '.join(names)}",
+                    f"did you mean {near[0]}?" if near else "take it out",
+                )
+        made = cls(**{name: _value(name, value, where) for name, value in given.items()})
+        made._check(where)
+        return made
+
+    def _check(self, where: str) -> None:
+        if self.epsilon is not None and not self.formal:
+            raise InputError(
+                f"{where}: outbound has epsilon without {'clip' if self.clip is None else 'noise'}",
+                "a budget is kept by clipping and noise",
+                "add clip and noise, or take epsilon out",
+            )
+
+    @property
+    def formal(self) -> bool:
+        """Whether changes are limited and noised, so that (epsilon, delta) can be told of them."""
+        return self.clip is not None and self.noise is not None
+
+    @property
+    def multiplier(self) -> float:
+        """Noise per sensitivity: two changes whose norms are at most C differ by at most 2 C."""
+        assert self.clip is not None
+        assert self.noise is not None
+        return self.noise / (2 * self.clip)
+
+    def refused(self, names: Iterable[str]) -> list[str]:
+        """Return those of some names that may not leave."""
+        return [] if self.keys is None else [name for name in names if not self.permits(name)]
+
+    def permits(self, name: str) -> bool:
+        """Tell whether something of this name may leave."""
+        if self.keys is None:
+            return True
+        group = name.partition("/")[0]
+        return any(fnmatchcase(name, key) or key == group for key in self.keys)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what differs from the default, as the policy file has it."""
+        given = {name: value for name, value in asdict(self).items() if value != getattr(Outbound(), name)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+    def lines(self) -> list[str]:
+        """Say the rules, a line each."""
+        keys = "everything that the method sends" if self.keys is None else ", ".join(self.keys) or "nothing"
+        said = [f"may leave: {shown(keys, 300)}"]
+        said += [] if self.max_bytes is None else [f"a reply has at most {self.max_bytes:,} bytes"]
+        said += [] if self.clip is None else [f"the change of the weights is clipped to an L2 norm of {self.clip:g}"]
+        if self.noise is not None:
+            said.append(f"Gaussian noise with a standard deviation of {self.noise:g} is added to each number of it")
+        if not self.formal:
+            said.append(f"no formal privacy: {'nothing is clipped' if self.clip is None else 'no noise is added'}")
+        if self.epsilon is not None:
+            said.append(f"the budget is epsilon {self.epsilon:g} at delta {self.delta:g}")
+        said += [f"of statistics, counts below {self.min_count} are not told"] if self.min_count else []
+        return said
+
+
+_ALLOWED: Mapping[str, str] = {
+    "keys": "a list of patterns as weights/* or scalars/samples",
+    "max_bytes": "a whole number of at least 1",
+    "clip": "a number above 0",
+    "noise": "a number above 0",
+    "epsilon": "a number above 0",
+    "delta": "a number above 0 and below 1",
+    "min_count": "a whole number of at least 0",
+}
+
+
+def _value(name: str, value: Any, where: str) -> Any:
+    if name == "keys":
+        good = isinstance(value, list) and all(isinstance(key, str) and key for key in value)
+        value = tuple(value) if good else value
+    elif name in ("max_bytes", "min_count"):
+        good = type(value) is int and value >= (name == "max_bytes")
+    else:
+        value = _number(value)
+        good = 0 < value < (1 if name == "delta" else math.inf)
+    if not good:
+        raise InputError(f"{where}: outbound: {name} is {shown(value)}", _ALLOWED[name], "correct it")
+    return value
+
+
+def _number(value: Any) -> float:
+    """Return a number, also one like 1e-5, which YAML takes for text."""
+    if isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan

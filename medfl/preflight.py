@@ -1,0 +1,335 @@
+"""Preflight: would a bundle run here, on these data? Everything is looked at, nothing is trained for good or sent.
+
+Nothing of the bundle runs before it is inspected and accepted (`medfl.inspection`).
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medfl import datasets, methods, terminal
+from medfl.bundle import Bundle
+from medfl.cache import budget, free_memory
+from medfl.case_findings import Findings
+from medfl.configuration import shipped_folders
+from medfl.connection import Kit, reach
+from medfl.datasets.base import read_table
+from medfl.errors import InputError, MedflError
+from medfl.inspection import inspect
+from medfl.opening import with_data
+from medfl.planning import versions
+from medfl.policy import Policy
+from medfl.preparing import Source, prepare
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.memory import step_bytes
+from medfl.scanning import scan, sections
+from medfl.sections import SECTIONS
+from medfl.settings import DataRecord, PartitionRecord, Run
+from medfl.site import snapshot
+from medfl.storage import cache_folder
+from medfl.training import fit
+from medfl.untrusted import shown
+
+OK, WARNING, FAILED = "ok", "warning", "FAILED"
+_STATES = 8
+"""Copies of the weights that a site's disk may have to hold: two States of methods that keep up to four each."""
+_PACKAGES = {"monai_version": "monai", "pytorch_version": "torch", "numpy_version": "numpy"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One finding: what it is about, ok, warning or FAILED, what was found, and what to do."""
+
+    topic: str
+    level: str
+    text: str
+    advice: str = ""
+
+
+@dataclass
+class Preflight:
+    """What was found; `ok` is False if something failed."""
+
+    bundle: str
+    data: str
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return all(line.level != FAILED for line in self.lines)
+
+    def add(self, topic: str, level: str, text: str, advice: str = "") -> None:
+        """Add a line."""
+        self.lines.append(Line(topic, level, " ".join(text.split()), advice))
+
+    @contextmanager
+    def about(self, topic: str) -> Iterator[None]:
+        """Turn an error in the block into a line that says FAILED."""
+        try:
+            yield
+        except MedflError as error:
+            text, _, advice = str(error).partition("; ")
+            self.add(topic, FAILED, text, advice)
+
+    def require(self) -> None:
+        """Raise where something failed.
+
+        Raises:
+            InputError: names the first, and how many there are.
+        """
+        failed = [line for line in self.lines if line.level == FAILED]
+        if failed:
+            more = f" (and {len(failed) - 1} more)" if failed[1:] else ""
+            raise InputError(
+                f"{failed[0].topic}: {failed[0].text}{more}".replace(";", ","),
+                "a site starts when nothing says FAILED",
+                failed[0].advice.replace(";", ",") or "see above",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {"bundle": self.bundle, "data": self.data, "ok": self.ok, "lines": [vars(line) for line in self.lines]}
+
+    def text(self, width: int) -> list[str]:
+        """Return it as lines of text."""
+        lines = [f"bundle {shown(self.bundle)} on {shown(self.data, 200)}", ""]
+        size = max(len(line.topic) for line in self.lines)
+        for line in self.lines:
+            advice = f" -> {line.advice}" if line.advice and line.level != OK else ""
+            lines += terminal.hanging(f"{line.level:8} {line.topic:{size}}  ", line.text + advice, width)
+        counts = {level: sum(line.level == level for line in self.lines) for level in (FAILED, WARNING)}
+        summary = ", ".join(f"{n} {level}{'s' * (level == WARNING and n > 1)}" for level, n in counts.items() if n)
+        return [*lines, "", f"{'READY' if self.ok else 'NOT READY'}{f': {summary}' if summary else ''}"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to look at.
+
+    Attributes:
+        bundle: a shipped bundle's name or a folder.
+        data: the data folder, or "phantom"; None as for a run.
+        policy: the site's; None: the default, which pins nothing.
+        server: (host, port) of the federation's server.
+        kit: startup kit of the site, for the handshake.
+        config: overridden ids of the bundle's configuration.
+        folder: where the site's State will be.
+    """
+
+    bundle: str
+    data: str | None = None
+    policy: Policy | None = None
+    server: tuple[str, int] | None = None
+    kit: Path | None = None
+    device: str = "cpu"
+    batch_size: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path = Path(".")
+
+
+def check(asked: Asked, *, progress: bool = False) -> Preflight:
+    """Look at everything.
+
+    Args:
+        asked: what to look at.
+        progress: show bars on stderr.
+
+    Raises:
+        InputError: there is no such bundle.
+    """
+    found = Preflight(asked.bundle, asked.data or "the data folder of the bundle")
+    accepted = _inspected(found, asked)
+    _versions(found)
+    if accepted:
+        bundle = _opened(found, asked)
+        if bundle is not None:
+            _required(found, bundle)
+            with found.about("images"):
+                findings = Findings(bundle)
+                for section in sections(bundle):
+                    for seen in scan(bundle, section, progress=progress):
+                        findings.add(seen)
+                for topic, level, text, advice in findings.lines():
+                    found.add(topic, level, text, advice)
+                if not findings.unreadable:
+                    _machine(found, asked, bundle, findings)
+    if asked.server is not None or asked.kit is not None:
+        with found.about("server"):
+            found.add("server", OK, reach(asked.server, None if asked.kit is None else Kit.open(asked.kit)))
+    return found
+
+
+def _inspected(found: Preflight, asked: Asked) -> bool:
+    """Say whether the bundle is accepted, and pinned."""
+    result = inspect(shipped_folders().get(asked.bundle, Path(asked.bundle)), asked.policy)
+    for refusal in result.refusals[:5]:
+        found.add("inspection", FAILED, str(refusal), f"see medfl site inspect {shown(asked.bundle)}")
+    if result.refusals:
+        found.add("inspection", FAILED, f"REFUSED, for {len(result.refusals)} reasons: nothing of it was run")
+    elif result.pinned:
+        found.add("inspection", OK, f"accepted; all {len(result.files)} files are those that the policy pins")
+    else:
+        found.add(
+            "inspection", WARNING, "accepted, but not pinned: its files may change unnoticed",
+            "medfl site inspect --write-policy FILE, then give --policy FILE",
+        )  # fmt: skip
+    if result.accepted and asked.policy is not None:
+        for text in asked.policy.outbound.lines():
+            found.add("policy", OK, text)
+        if asked.policy.outbound.formal:
+            with found.about("policy"):
+                from medfl.privacy import epsilon_of
+
+                first = epsilon_of({asked.policy.outbound.multiplier: 1}, asked.policy.outbound.delta)
+                found.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {asked.policy.outbound.delta:g}")
+    return result.accepted
+
+
+def _versions(found: Preflight) -> None:
+    here = ", ".join(f"{name} {version}" for name, version in versions().items())
+    found.add("versions", OK, f"{here}, Python {platform.python_version()}")
+
+
+def _required(found: Preflight, bundle: Bundle) -> None:
+    """Compare the installed packages with those that the bundle was written for."""
+    wanted = {package: str(bundle.metadata.get(key, "")) for key, package in _PACKAGES.items()}
+    wanted |= {str(k): str(v) for k, v in (bundle.metadata.get("required_packages_version") or {}).items()}
+    for package, least in wanted.items():
+        try:
+            here = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found.add(
+                "versions", WARNING, f"{shown(package)} is not installed", f"install {shown(package)} {shown(least)}"
+            )
+            continue
+        if _older(here, least):
+            found.add(
+                "versions", WARNING, f"{package} {here} is older than the bundle's {shown(least)}", "update it"
+            )  # fmt: skip
+
+
+def _older(here: str, least: str) -> bool:
+    parts = [[int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit()] for text in (here, least)]
+    return bool(parts[1]) and parts[0] < parts[1]
+
+
+def _opened(found: Preflight, asked: Asked) -> Bundle | None:
+    """Open the bundle on its data, and say what layout they have."""
+    with found.about("data"):
+        opened = with_data(asked.bundle, asked.data, asked.config, _device(asked.device))
+        bundle = opened.bundle
+        found.data = opened.folder or found.data
+        if bundle.is_shipped:
+            layout = datasets.get(bundle.name).layout(Path(opened.folder))
+            phantom = datasets.is_phantom(opened.folder)
+            found.add("data", WARNING if phantom else OK, f"{'PHANTOM: drawn images; ' if phantom else ''}layout: "
+                      f"{layout.text if layout else 'unknown'}", "give the real data with --data")  # fmt: skip
+            table = read_table(bundle.name, opened.folder)
+            for problem in table.problems[:20]:
+                found.add("data", FAILED, problem, "repair or remove it")
+            if table.problems:
+                found.add("data", FAILED, f"{len(table.problems)} problems in the tables of the folder")
+                return None
+        counts = ", ".join(f"{len(bundle.items(name))} {name}" for name in sections(bundle))
+        found.add("data", OK, f"items: {counts}" + ("" if bundle.has_test else "; no test data of their own"))
+        for note in opened.notes:
+            found.add("data", OK, note)
+        return bundle
+    return None
+
+
+def _device(name: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+# Memory and disk
+
+
+def _machine(found: Preflight, asked: Asked, bundle: Bundle, findings: Findings) -> None:
+    with found.about("memory"):
+        federation = _sample(asked, bundle)
+        _memory(found, federation)
+        network = sum(t.nbytes for t in snapshot(bundle.network()).values())
+        _disk(found, asked, findings, network)
+
+
+def _sample(asked: Asked, bundle: Bundle) -> Federation:
+    """Return a federation of one site with one batch of the training images, whose step is measured."""
+    size = asked.batch_size or int(bundle.protocol.get("batch_size") or bundle.batch_size)
+    data = bundle.section("train")
+    items = data.items[:size]
+    entries = data.source.entries[:size] if data.source.is_list else data.source.entries
+    if not data.source.is_list:
+        items = data.items
+    source = Source(entries, data.source.transforms, data.source.fixed)
+    prepared = prepare(items, source, data.collate, data.prepare_batch)
+    ids = prepared.ids(range(len(prepared)))
+    held = {section: ids if section == "train" else [] for section in SECTIONS}
+    run = Run(
+        bundle=bundle.name, bundle_path=str(bundle.root), bundle_sha256="", method="fedavg", options={},
+        config=dict(asked.config), data=DataRecord("real", "", "", "", {}),
+        partition=PartitionRecord("iid", 0, (), {"here": held}), cohort=1.0, rounds=1, local_epochs=1, batch_size=size,
+        lr=None, lr_decay=1.0, seed=0, device=_device(asked.device), amp=False, threads=1, eval_every=1, versions={},
+    )  # fmt: skip
+    return Federation(bundle, methods.load("fedavg"), run, prepared=dict.fromkeys(SECTIONS, prepared))
+
+
+def _memory(found: Preflight, federation: Federation) -> None:
+    """Measure one training step: on a GPU its peak there, on the CPU what it adds to a process."""
+    run = federation.run
+    where = "on the GPU" if run.device.startswith("cuda") else "of memory"
+    if run.device.startswith("cuda"):
+        needed = _cuda_step(federation)
+        free = torch.cuda.mem_get_info(run.device)[0] + torch.cuda.memory_reserved(run.device)
+    else:
+        needed, free = step_bytes(federation), free_memory()
+    if not needed:
+        found.add("memory", FAILED, "one training step fails", "see that the bundle trains by itself")
+        return
+    text = f"one step with {run.batch_size} images takes {_gib(needed)} {where}; {_gib(free)} are free"
+    level = OK if needed < 0.8 * free else WARNING if needed < free else FAILED
+    found.add("memory", level, text, "end other programs, or ask for a smaller --batch-size")
+
+
+def _cuda_step(federation: Federation) -> int:
+    site = federation.site("here", 1)
+    torch.cuda.reset_peak_memory_stats(federation.run.device)
+    try:
+        with federation.scope():
+            network = site.model(site.initial_weights)
+            fit(network, site)
+            weights = sum(tensor.nbytes for tensor in snapshot(network).values())
+    except torch.cuda.OutOfMemoryError as error:
+        raise InputError(
+            "one training step does not fit into the GPU's memory", "it has to", "ask for a smaller --batch-size"
+        ) from error
+    return int(torch.cuda.max_memory_allocated(federation.run.device)) + 4 * weights
+
+
+def _disk(found: Preflight, asked: Asked, findings: Findings, network: int) -> None:
+    """Compare what images that are too large for memory, and the State, take with what the disks have."""
+    cache = sum(bytes_ for bytes_ in findings.bytes.values() if bytes_ > budget())
+    for what, folder, needed in (
+        ("cache of prepared images", cache_folder("prepared"), cache),
+        ("State", asked.folder, _STATES * network),
+    ):
+        place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+        free = shutil.disk_usage(place).free
+        text = f"{what}: {_gib(needed)} needed, {_gib(free)} free in {place}"
+        text = f"{what}: none, the images fit in memory" if what.startswith("cache") and not needed else text
+        level = OK if needed < 0.8 * free else WARNING if needed < free else FAILED
+        found.add("disk", level, text, "free some space, or set XDG_CACHE_HOME to a larger disk")
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

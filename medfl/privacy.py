@@ -1,0 +1,146 @@
+"""The account of a site's privacy: what all of its replies together tell of its training images.
+
+A reply is the Gaussian mechanism: a change of the weights whose norm is at most C, and noise of standard deviation
+sigma in each number. For all training images of the site replaced by as many others, the change moves by at most 2 C;
+so the noise multiplier is z = sigma / 2 C. Replies are composed by the Renyi accountant (Mironov, 2017) of the library
+dp_accounting. Each reply counts, a repeated round too, for its noise is drawn anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from medfl.errors import InputError, RunError
+from medfl.storage import write_atomic
+from medfl.untrusted import shown
+
+_NAMED = 4
+
+
+def epsilon_of(replies: Mapping[float, int], delta: float) -> float:
+    """Return epsilon of some Gaussian mechanisms together.
+
+    Args:
+        replies: noise multiplier -> number of replies with it.
+        delta: above 0 and below 1.
+
+    Raises:
+        InputError: the accountant library is not installed.
+    """
+    try:
+        import dp_accounting
+        from dp_accounting import rdp
+    except ImportError as error:
+        raise InputError(
+            "a policy with clip and noise", "dp_accounting computes epsilon", "pip install medfl[privacy]"
+        ) from error
+    if not any(replies.values()):
+        return 0.0
+    accountant = rdp.RdpAccountant()
+    for multiplier, count in sorted(replies.items()):
+        accountant.compose(dp_accounting.GaussianDpEvent(multiplier), count)
+    return float(accountant.get_epsilon(delta))
+
+
+@dataclass
+class Account:
+    """What a site has told so far; kept in a file, it lasts over restarts and over runs on the same images.
+
+    Attributes:
+        path: the file; None: in memory.
+        delta: of the (epsilon, delta) that is told.
+        noised: noise multiplier -> number of replies with it.
+        plain: replies that were not clipped, or without noise.
+        uncovered: name of what left without noise -> how often.
+    """
+
+    path: Path | None = None
+    delta: float = 1e-5
+    noised: Counter[float] = field(default_factory=Counter)
+    plain: int = 0
+    uncovered: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def open(cls, path: Path | None, delta: float) -> Account:
+        """Continue the account in a file, or begin one.
+
+        Raises:
+            RunError: the file is damaged; nothing may leave before somebody has looked.
+        """
+        if path is None or not path.is_file():
+            return cls(path, delta)
+        try:
+            known = json.loads(path.read_text())
+            noised = Counter({float(item["multiplier"]): int(item["replies"]) for item in known["noised"]})
+            uncovered = Counter({str(name): int(times) for name, times in known["uncovered"].items()})
+            return cls(path, delta, noised, int(known["plain"]), uncovered)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(f"the privacy account {path} cannot be read ({error}); restore it from a copy") from error
+
+    @property
+    def replies(self) -> int:
+        """How many replies have left."""
+        return sum(self.noised.values()) + self.plain
+
+    def epsilon(self, more: float | None = None) -> float:
+        """Return epsilon so far, infinite where something was not covered; `more` adds a reply of this multiplier."""
+        if self.plain or self.uncovered:
+            return math.inf
+        return epsilon_of(self.noised + Counter({} if more is None else {more: 1}), self.delta)
+
+    def spend(self, multiplier: float | None, uncovered: Mapping[str, int] | None = None) -> None:
+        """Write down a reply before it leaves.
+
+        Args:
+            multiplier: of its noise; None: it was not clipped, or without noise.
+            uncovered: names of what leaves with it, without noise.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        if multiplier is None:
+            self.plain += 1
+        else:
+            self.noised[multiplier] += 1
+        self.add(uncovered or {})
+
+    def add(self, uncovered: Mapping[str, int]) -> None:
+        """Write down what leaves without noise and without a reply: an introduction, an evaluation, statistics."""
+        self.uncovered.update(uncovered)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, (json.dumps(self.as_dict(), indent=1) + "\n").encode())
+
+    def words(self) -> str:
+        """Say it in plain words."""
+        count = f"{self.replies} {'reply' if self.replies == 1 else 'replies'}"
+        if self.uncovered:
+            names = [shown(name) for name in sorted(self.uncovered)]
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            return f"{count}: no formal privacy, for these left without noise: {', '.join(names[:_NAMED])}{more}"
+        if self.plain:
+            which = "replies" if self.plain == self.replies else f"{self.plain} of the replies"
+            return f"{count}: no formal privacy, for {which} left without clipping and noise"
+        return (
+            f"{count}: epsilon {self.epsilon():.3g} at delta {self.delta:g} for all training images of this site "
+            "replaced by as many others (how many they are is told as it is)"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        epsilon = self.epsilon()
+        return {
+            "replies": self.replies,
+            "epsilon": epsilon if math.isfinite(epsilon) else None,
+            "delta": self.delta,
+            "words": self.words(),
+            "noised": [{"multiplier": z, "replies": count} for z, count in sorted(self.noised.items())],
+            "plain": self.plain,
+            "uncovered": dict(sorted(self.uncovered.items())),
+        }

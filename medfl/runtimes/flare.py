@@ -1,0 +1,326 @@
+"""NVIDIA FLARE, the server's half: a `Simulator` whose sites are the clients of a FLARE job.
+
+The round loop, the run folder, the scores and the resume are the simulator's own. What differs is who runs a task at a
+site: `FlareWorkers` asks the site's process and waits. What FLARE itself is needed for hides behind `Link`.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from medfl import profiling
+from medfl.errors import MedflError, RunError
+from medfl.evaluation import Masks
+from medfl.message import Message
+from medfl.metrics import Cases
+from medfl.runtimes import flare_wire as wire
+from medfl.runtimes import visits
+from medfl.runtimes.absent import Absent
+from medfl.runtimes.at_site import moved_message
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.flare_wire import Parcel
+from medfl.runtimes.step import StepResult, introduce, site_abroad, site_judge, site_masks, site_weights
+from medfl.runtimes.workers import Later, Task, Workers
+from medfl.seeding import derive
+
+BESIDE, SAID, FAILED, DONE = "flare", "said.txt", "failed.json", "done"
+"""In a run folder: what goes with a job; in it what the server says, what ended the run, and that it is finished."""
+_SILENCE = 1.0
+"""Seconds between two looks at whether sites are still there."""
+_NOTHING: Mapping[Callable[..., Any], Any] = {site_abroad: Cases((), {}), site_weights: {}, site_masks: {}}
+"""What is not asked for outside of a simulation, and what stands for it."""
+_START = 300.0
+"""Seconds beyond the deadline for the first question of a job, with which a site prepares its images."""
+
+
+class Answer(NamedTuple):
+    """What came back from a site: a parcel, or why none comes."""
+
+    question: int
+    site: str
+    parcel: Parcel
+
+
+class Link(Protocol):
+    """What the server can do with its sites."""
+
+    def ask(self, word: str, sites: Sequence[str], parcel: Parcel, answers: queue.SimpleQueue[Answer]) -> int:
+        """Send one question to some sites at once; their answers come into the queue with the number returned."""
+
+    def drop(self, question: int) -> None:
+        """Take no more answers to a question."""
+
+    def lost(self, site: str) -> str:
+        """Say why no answer of a site will come any more; "" while it is there."""
+
+    def over(self) -> bool:
+        """Tell whether the job is being ended from outside."""
+
+
+@dataclass
+class _Question:
+    """A question to one site.
+
+    Attributes:
+        index: position of its task.
+        site: to whom.
+        word: what is asked for.
+        numbers: that go with it.
+        message: what the method says, as it crosses; None at the introduction.
+        read: makes the task's result of the answer.
+        extra: further tensors.
+    """
+
+    index: int
+    site: str
+    word: str
+    numbers: Mapping[str, float]
+    message: Message | None
+    read: Callable[[Parcel], Any]
+    extra: Mapping[str, torch.Tensor]
+
+    def same_as(self, other: _Question) -> bool:
+        """Tell whether two sites are told the same."""
+        here, there = (q.message.flat() if q.message else {} for q in (self, other))
+        return (
+            (self.word, self.numbers, self.extra.keys()) == (other.word, other.numbers, other.extra.keys())
+            and not self.extra
+            and here.keys() == there.keys()
+            and all(here[name] is there[name] or torch.equal(here[name], there[name]) for name in here)
+        )
+
+
+class FlareWorkers(Workers):
+    """What a `Simulator` runs its tasks with: the sites of a FLARE job, which all work at the same time.
+
+    The sites keep their States; nothing of them is in the run folder. A site that fails, vanishes, misses the deadline
+    or sends what is refused is `Absent`.
+
+    Args:
+        federation: the run, as the server sees it.
+        link: to the sites.
+        shown: the sites are a simulation's and show cases, masks and weights; else they tell metrics, nothing is asked
+            for that they would not show, and it counts as empty.
+
+    Attributes:
+        deadline: seconds a round that the sites have, None for as long as they need.
+        told: site -> metrics that it told of its own items, if sites show no cases.
+        samples: site -> number of its training items, as it told.
+    """
+
+    def __init__(self, federation: Federation, link: Link, shown: bool = True) -> None:
+        """Start nothing: the sites are there."""
+        super().__init__(federation, 1)
+        self._link, self._shown = link, shown
+        self.samples: dict[str, int] = {}
+        self.deadline: float | None = None
+        self.told: dict[str, dict[str, float]] = {}
+        self._begun = False
+
+    def run(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
+        """Run tasks, those at sites all at once, and yield (position, result) as they are ready."""
+        questions: list[_Question] = []
+        for index, task in enumerate(tasks):
+            function, arguments = task() if callable(task) else task
+            question = self._question(index, function, arguments)
+            if question is not None:
+                questions.append(question)
+            elif function is visits.scored:
+                yield index, _NOTHING[arguments[0]]
+            else:
+                yield index, function(self._federation, *arguments)
+        yield from self._answers(questions)
+
+    # Asking
+
+    def _question(self, index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> _Question | None:
+        """Return what a task asks of a site, None if it is the server's own."""
+        if function is introduce:
+            (name,) = arguments
+            return _Question(index, name, wire.INTRODUCE, wire.asked(0), None, self._introduction(name), {})
+        if function is visits.train:
+            round_, name, _, _, down, judge = arguments
+            message = self._wire(round_, name, down)
+            read = self._trained(name, down, judge, message.num_bytes)
+            return _Question(index, name, wire.TRAIN, wire.asked(round_, judge), message, read, {})
+        if function is visits.tried:
+            round_, name, _, down, judge = arguments
+            return self._told(index, wire.TRY, round_, name, down, self._cases(name, judge), judge)
+        if function is visits.scored and (self._shown or arguments[0] not in _NOTHING):
+            return self._scored(index, *arguments)
+        return None
+
+    def _scored(
+        self, index: int, function: Callable[..., Any], round_: int, name: str, _: str | None, down: Message, *rest: Any
+    ) -> _Question:
+        if function is site_judge:
+            (sections,) = rest
+            return self._told(index, wire.JUDGE, round_, name, down, self._cases(name, sections), sections)
+        if function is site_abroad:
+            return self._told(index, wire.ABROAD, round_, name, down, self._abroad(name))
+        if function is site_weights:
+            return self._told(index, wire.WEIGHTS, round_, name, down, lambda parcel: parcel.under("own"))
+        assert function is site_masks, function
+        wanted, folder = rest
+        ids = self._federation.shard(name, "test").ids
+        positions = torch.tensor([ids.index(ident) for ident in wanted], dtype=torch.int64)
+        question = self._told(index, wire.MASKS, round_, name, down, self._masks(name, ids))
+        question.numbers = {**question.numbers, wire.SAVE: int(folder is not None)}
+        question.extra = {"positions/test": positions}
+        return question
+
+    def _told(
+        self,
+        index: int,
+        word: str,
+        round_: int,
+        name: str,
+        down: Message,
+        read: Callable[[Parcel], Any],
+        sections: Sequence[str] = (),
+    ) -> _Question:
+        message = self._wire(round_, name, down)
+        return _Question(index, name, word, wire.asked(round_, sections), message, read, {})
+
+    def _wire(self, round_: int, name: str, down: Message) -> Message:
+        """Return a broadcast as it crosses."""
+        federation = self._federation
+        with profiling.during(profiling.MESSAGES):
+            return federation.messages.broadcast(down, derive(federation.host(round_).seed, "messages", name))
+
+    # Waiting
+
+    def _answers(self, questions: Sequence[_Question]) -> Iterator[tuple[int, Any]]:
+        """Send the questions, what is the same for several sites once, and yield results as they come."""
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        waiting: dict[tuple[int, str], _Question] = {}
+        for group in _grouped(questions):
+            first = group[0]
+            parcel = wire.said(first.message or Message(), first.numbers, first.extra)
+            number = self._link.ask(first.word, [question.site for question in group], parcel, answers)
+            waiting |= {(number, question.site): question for question in group}
+        given = None if self.deadline is None else self.deadline + (0.0 if self._begun else _START)
+        end, self._begun = None if given is None else time.monotonic() + given, True
+        numbers = {number for number, _ in waiting}
+        try:
+            while waiting:
+                for key, parcel in self._next(answers, waiting, end):
+                    question = waiting.pop(key)
+                    yield question.index, self._result(question, parcel)
+        finally:
+            for number in numbers:
+                self._link.drop(number)
+
+    def _next(
+        self, answers: queue.SimpleQueue[Answer], waiting: Mapping[tuple[int, str], _Question], end: float | None
+    ) -> list[tuple[tuple[int, str], Parcel]]:
+        """Return what has come since, or who will not answer any more."""
+        patience = _SILENCE if end is None else max(0.0, min(_SILENCE, end - time.monotonic()))
+        try:
+            with profiling.during(None):
+                answer = answers.get(timeout=patience)
+        except queue.Empty:
+            if end is not None and time.monotonic() >= end:
+                late = f"no answer within {self.deadline:g} s"
+                return [(key, wire.failure(late)) for key in list(waiting)]
+            lost = {key: self._link.lost(key[1]) for key in waiting}
+            if not any(lost.values()) and self._link.over():
+                told = "the job was ended from outside; the last round is intact, continue with --resume"
+                raise RunError(told) from None
+            return [(key, wire.failure(why)) for key, why in lost.items() if why]
+        key = (answer.question, answer.site)
+        if key not in waiting:
+            return []
+        return [(key, answer.parcel)]
+
+    def _result(self, question: _Question, parcel: Parcel) -> Any:
+        """Return the task's result, or who is absent and why."""
+        sender = f"site {question.site!r}"
+        try:
+            if parcel.failed:
+                raise RunError(parcel.failed)
+            with profiling.during(profiling.MESSAGES):
+                return question.read(parcel)
+        except MedflError as error:
+            why = str(error)
+        except (KeyError, TypeError, ValueError) as error:  # what a site sends may have any form
+            why = wire.failure(error).failed
+        return Absent(question.site, why if why.startswith(sender) else f"{sender}: {why}")
+
+    # Reading
+
+    def _introduction(self, name: str) -> Callable[[Parcel], Message]:
+        def read(parcel: Parcel) -> Message:
+            message = self._arrived(name, parcel)
+            self._federation.check(name, message)
+            self.samples[name] = parcel.whole(wire.SAMPLES)
+            return message
+
+        return read
+
+    def _trained(
+        self, name: str, down: Message, judge: Sequence[str], bytes_down: int
+    ) -> Callable[[Parcel], tuple[StepResult, bool]]:
+        federation, sender = self._federation, f"site {name!r}"
+
+        def read(parcel: Parcel) -> tuple[StepResult, bool]:
+            arrived = self._arrived(name, parcel)
+            reply = federation.messages.opened_reply(arrived, down, sender)
+            federation.check(name, reply)
+            cases = self._cases(name, judge)(parcel)
+            steps, self.samples[name] = parcel.whole(wire.STEPS), parcel.whole(wire.SAMPLES)
+            loss = float(parcel.numbers.get(wire.LOSS, float("nan")))  # a site need not tell it
+            return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), False
+
+        return read
+
+    def _cases(self, name: str, sections: Sequence[str]) -> Callable[[Parcel], dict[str, Cases]]:
+        def read(parcel: Parcel) -> dict[str, Cases]:
+            if not self._shown:
+                self.told[name] = {**self.told.get(name, {}), **told_of(parcel, sections)}
+                return {section: Cases((), {}) for section in sections}
+            ids = {section: self._federation.shard(name, section).ids for section in sections}
+            return wire.read_cases(parcel, ids, f"site {name!r}")
+
+        return read
+
+    def _abroad(self, name: str) -> Callable[[Parcel], Cases]:
+        ids = self._federation.pooled("test").ids
+        return lambda parcel: wire.read_cases(parcel, {"test": ids}, f"site {name!r}")["test"]
+
+    def _masks(self, name: str, ids: Sequence[str]) -> Callable[[Parcel], dict[str, Masks]]:
+        def read(parcel: Parcel) -> dict[str, Masks]:
+            found: dict[int, dict[str, torch.Tensor]] = {}
+            for key, tensor in parcel.under("masks").items():
+                at, _, part = key.partition("/")
+                found.setdefault(int(at), {})[part] = tensor
+            return {ids[i]: Masks(m["prediction"], m["reference"], int(m["classes"])) for i, m in found.items()}
+
+        return read
+
+    def _arrived(self, name: str, parcel: Parcel) -> Message:
+        message = self._federation.arrived(name, parcel.under("message"))
+        return moved_message(message, self._federation.networks.device)
+
+
+def told_of(parcel: Parcel, sections: Sequence[str]) -> dict[str, float]:
+    """Return the metrics of these sections that a site told; others are not looked at."""
+    return {name: value for name, value in parcel.metrics.items() if name.partition("/")[0] in sections}
+
+
+def _grouped(questions: Sequence[_Question]) -> list[list[_Question]]:
+    """Put questions together that are the same for several sites."""
+    groups: list[list[_Question]] = []
+    for question in questions:
+        group = next((group for group in groups if group[0].same_as(question)), None)
+        if group is None:
+            groups.append([question])
+        else:
+            group.append(question)
+    return groups

@@ -1,0 +1,218 @@
+"""NVIDIA FLARE, the site's half: answer what the server asks, with a `MedflClientAlgo`, and never die of it.
+
+FLARE fails the whole job when one site's process ends, so every error becomes an answer that says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from monai.fl.utils.constants import ExtraItems, FlStatistics, WeightType
+from monai.fl.utils.exchange_object import ExchangeObject
+from torch import Tensor
+
+from medfl.errors import InputError, MedflError, RunError
+from medfl.evaluation import Masks
+from medfl.folder import RunFolder
+from medfl.message import Message
+from medfl.metrics import Cases, summarise
+from medfl.runtimes import flare_wire as wire
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.flare_wire import Parcel
+from medfl.runtimes.monai_fl import JUDGE, LOSS, ROUND, MedflClientAlgo
+from medfl.runtimes.states import States
+from medfl.runtimes.step import site_abroad, site_judge, site_masks, site_step, site_weights
+from medfl.storage import State
+from medfl.untrusted import shown
+
+
+class FlareSite:
+    """One site.
+
+    Args:
+        algo: the site, not yet initialized.
+        name: its name in the run.
+        shows: where a simulation's run folder is: the site then shows cases, masks and its own weights as the simulator
+            does. None: it tells metrics of its own items, and nothing else but what the method sends.
+    """
+
+    def __init__(self, algo: MedflClientAlgo, name: str, shows: RunFolder | None = None) -> None:
+        """Take the parts; the site is prepared with the first question."""
+        self.algo, self.name, self._shows, self._ready = algo, name, shows, False
+
+    def answer(self, word: str, parcel: Parcel, stop: Callable[[], bool] | None = None) -> Parcel:
+        """Return the answer to a question, or why there is none; raises nothing.
+
+        Args:
+            word: what is asked for, of `wire.WORDS`.
+            parcel: what the server says with it.
+            stop: tells whether to stop.
+        """
+        answers: Mapping[str, Callable[[Parcel], Parcel]] = {
+            wire.INTRODUCE: self._introduce,
+            wire.TRAIN: self._train,
+            wire.TRY: self._try,
+            wire.JUDGE: self._judge,
+            wire.ABROAD: self._abroad,
+            wire.WEIGHTS: self._weights,
+            wire.MASKS: self._masks,
+        }
+        try:
+            if word not in answers:
+                raise RunError(f"site {self.name!r} is asked for '{shown(word, 40)}'; it answers {', '.join(answers)}")
+            with _stopped(self.algo, stop):
+                self._prepare()
+                return answers[word](parcel)
+        except MedflError as error:
+            return wire.failure(error)
+        except Exception as error:  # told to the server: the process must not end, see above
+            return wire.failure(f"site {self.name!r}: {word}: {type(error).__name__}: {error}")
+
+    def _prepare(self) -> None:
+        if not self._ready:
+            self.algo.initialize({ExtraItems.CLIENT_NAME: self.name})
+            self._ready = True
+
+    def _introduce(self, parcel: Parcel) -> Parcel:
+        told = self.algo.get_weights()
+        return Parcel(_prefixed(told.weights or {}), {wire.SAMPLES: told.statistics[FlStatistics.DATA_COUNT]})
+
+    def _train(self, parcel: Parcel) -> Parcel:
+        data, sections = self._said(parcel), parcel.sections
+        metrics = {} if self._shows else self._metrics(data, sections)
+        self.algo.train(data, {JUDGE: sections if self._shows else ()})
+        told, cases = self.algo.get_weights(), self.algo.cases
+        loss = told.statistics.get(LOSS)
+        numbers = {
+            **({} if loss is None else {wire.LOSS: loss}),  # the site's policy may keep it back
+            wire.STEPS: told.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS],
+            wire.SAMPLES: told.statistics[FlStatistics.DATA_COUNT],
+        }
+        answer = Parcel(_prefixed(told.weights or {}), numbers, metrics=metrics)
+        return wire.with_cases(answer, cases) if self._shows else answer
+
+    def _try(self, parcel: Parcel) -> Parcel:
+        """Train once more only to score what comes out, from the State of the last round."""
+        with _up_to(self.algo, parcel.whole(wire.ROUND) - 1):
+            result = self.algo.visit(site_step, self._said(parcel), parcel.sections)
+        return self._scored(result.cases)
+
+    def _judge(self, parcel: Parcel) -> Parcel:
+        return self._scored(self.algo.visit(site_judge, self._said(parcel), parcel.sections))
+
+    def _abroad(self, parcel: Parcel) -> Parcel:
+        self._in_simulation(wire.ABROAD)
+        return self._scored({"test": self.algo.visit(site_abroad, self._said(parcel))})
+
+    def _weights(self, parcel: Parcel) -> Parcel:
+        self._in_simulation(wire.WEIGHTS)
+        named = self.algo.visit(site_weights, self._said(parcel))
+        return Parcel(wire.copied({f"own/{name}": tensor for name, tensor in named.items()}))
+
+    def _masks(self, parcel: Parcel) -> Parcel:
+        """Segment; the wanted cases are given by their positions among the site's test items."""
+        folder = self._in_simulation(wire.MASKS)
+        wanted = [int(i) for i in parcel.under("positions").get("test", torch.empty(0)).tolist()]
+        target = str(folder.predictions(self.name)) if parcel.numbers.get(wire.SAVE) else None
+        found = self.algo.visit(_masks_at, self._said(parcel), wanted, target)
+        named: dict[str, Tensor] = {}
+        for at, (prediction, reference, classes) in found.items():
+            named |= {f"masks/{at}/prediction": prediction, f"masks/{at}/reference": reference}
+            named[f"masks/{at}/classes"] = torch.tensor(classes)
+        return Parcel(wire.copied(named))
+
+    def _said(self, parcel: Parcel) -> Any:
+        statistics = {ROUND: parcel.whole(wire.ROUND)}
+        return ExchangeObject(weights=parcel.under("message"), weight_type=WeightType.WEIGHTS, statistics=statistics)
+
+    def _scored(self, cases: Mapping[str, Cases]) -> Parcel:
+        return wire.with_cases(Parcel(), cases) if self._shows else Parcel(metrics=_told(cases))
+
+    def _metrics(self, data: Any, sections: tuple[str, ...]) -> dict[str, float]:
+        """Score what was received, before it is trained on."""
+        return _told(self.algo.visit(site_judge, data, sections)) if sections else {}
+
+    def _in_simulation(self, what: str) -> RunFolder:
+        if self._shows is None:
+            raise InputError(
+                f"site {self.name!r} is asked for {what}", "that stays at a site but in a simulation", "do not ask"
+            )
+        return self._shows
+
+
+def _masks_at(
+    federation: Federation,
+    round_: int,
+    name: str,
+    state: State | None,
+    down: Message,
+    at: list[int],
+    folder: str | None,
+) -> dict[int, Masks]:
+    """Return the masks of a site's test items at these positions, as `site_masks`."""
+    ids = federation.shard(name, "test").ids
+    masks = site_masks(federation, round_, name, state, down, [ids[i] for i in at], folder)
+    return {i: masks[ids[i]] for i in at if ids[i] in masks}
+
+
+def _told(cases: Mapping[str, Cases]) -> dict[str, float]:
+    """Return the metrics and the number of cases of each section that has any: all that a site tells of its items."""
+    told: dict[str, float] = {}
+    for section, found in cases.items():
+        if len(found):
+            metrics = {f"{section}/{name}": float(value) for name, value in summarise(found).items()}
+            told |= {f"{section}/cases": len(found), **{k: v for k, v in metrics.items() if v == v}}
+    return told
+
+
+def _prefixed(named: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"message/{name}": tensor for name, tensor in named.items()}
+
+
+@contextmanager
+def _up_to(algo: MedflClientAlgo, last: int) -> Iterator[None]:
+    """Let a site see no State of a later round: one may be left from a server that died before it committed."""
+    states = algo.states
+    algo.states = _UpTo(states, last)
+    try:
+        yield
+    finally:
+        algo.states = states
+
+
+@dataclass(frozen=True)
+class _UpTo:
+    """States of which the later ones are not seen."""
+
+    states: States
+    last: int
+
+    def newest(self, round_: int) -> State | None:
+        """Return the newest State of a round up to this one."""
+        return self.states.newest(min(round_, self.last))
+
+    def keep(self, round_: int, state: State) -> None:
+        """Keep nothing."""
+
+
+@contextmanager
+def _stopped(algo: MedflClientAlgo, stop: Callable[[], bool] | None) -> Iterator[None]:
+    """Abort what the site does once `stop` says so, which a thread of its own asks twice a second."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while stop is not None and not over.wait(0.5):
+            if stop():
+                algo.abort()
+
+    watcher = threading.Thread(target=watch, name="medfl-stop", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()

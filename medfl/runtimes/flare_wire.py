@@ -1,0 +1,198 @@
+"""What crosses between server and sites on NVIDIA FLARE, as both ends write and read it: named tensors, few numbers.
+
+An `FLModel` has all tensors in `params`, which FLARE streams: a message (`Message.flat`) under `message/`, the outcomes
+of single cases under `cases/`. Its `meta` has numbers only, from a fixed list. What is asked for is FLARE's task name,
+one of `WORDS`. There are no paths, no texts but names, no configuration; a site that fails says why in one line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medfl.errors import RunError
+from medfl.message import Message, Weights
+from medfl.metrics import Cases
+from medfl.sections import SECTIONS
+from medfl.untrusted import shown
+
+INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = WORDS = (
+    "introduce", "train", "try", "judge", "abroad", "weights", "masks",
+)  # fmt: skip
+"""What a site may be asked for. The last three are for a simulation, where the sites show what stays with them else."""
+
+ROUND, LOSS, STEPS, SAMPLES, SAVE, FAILED = "round", "train_loss", "steps", "samples", "save", "failed"
+NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, *SECTIONS})
+"""Names of the numbers in `meta`; a section's number is 1 where it is asked for."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", re.ASCII)
+_RESERVED = frozenset({"server", "admin", "relay"})
+_WHY = 400
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What one end says to the other.
+
+    Attributes:
+        tensors: under their names on the wire.
+        numbers: names of `NUMBERS`.
+        failed: why a site has nothing to say; "" if it has.
+        metrics: names with numbers, of a site that shows no cases.
+    """
+
+    tensors: Weights = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    failed: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def under(self, group: str) -> dict[str, Tensor]:
+        """Return the tensors of `group/...` without that beginning."""
+        return {name[len(group) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{group}/")}
+
+    def whole(self, name: str) -> int:
+        """Return a number that is whole and not negative.
+
+        Raises:
+            RunError: it is missing, or another one.
+        """
+        value = self.numbers.get(name)
+        if value is None or value != int(value) or value < 0:
+            raise RunError(f"the number {name!r} is {value}; expected a whole one of at least 0")
+        return int(value)
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The sections that are asked for."""
+        return tuple(section for section in SECTIONS if self.numbers.get(section))
+
+
+def said(message: Message, numbers: Mapping[str, float] | None = None, extra: Weights | None = None) -> Parcel:
+    """Return a parcel with a message; its tensors are copies on the CPU, since a network's own go on changing."""
+    named = {f"message/{name}": tensor for name, tensor in message.flat().items()} | dict(extra or {})
+    return Parcel(copied(named), dict(numbers or {}))
+
+
+def copied(named: Weights) -> dict[str, Tensor]:
+    """Return contiguous copies on the CPU."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
+
+
+def asked(round_: int, sections: Iterable[str] = (), **numbers: float) -> dict[str, float]:
+    """Return the numbers of a question."""
+    return {ROUND: round_, **dict.fromkeys(sections, 1), **numbers}
+
+
+def failure(why: object) -> Parcel:
+    """Return what a site says that could not do what it was asked for."""
+    return Parcel(failed=_line(str(why)) or "it does not say why")
+
+
+# To and from FLModel
+
+
+def to_model(parcel: Parcel) -> Any:
+    """Return a parcel as an FLModel."""
+    from nvflare.app_common.abstract.fl_model import FLModel
+
+    meta: dict[str, Any] = dict(parcel.numbers)
+    if parcel.failed:
+        meta[FAILED] = parcel.failed
+    return FLModel(params=dict(parcel.tensors), metrics=dict(parcel.metrics) or None, meta=meta)
+
+
+def from_model(model: Any, sender: str) -> Parcel:
+    """Return what arrived, after a look at its kinds; names, forms and values of a message are checked later.
+
+    Args:
+        model: an FLModel.
+        sender: who sent it, for the error text.
+
+    Raises:
+        RunError: something in it is neither a dense tensor of real numbers nor a number.
+    """
+    params, meta, metrics = model.params or {}, model.meta or {}, model.metrics or {}
+    for what in (params, meta, metrics):
+        _require(isinstance(what, Mapping), sender, f"a {type(what).__name__} in the place of names and values")
+    tensors: dict[str, Tensor] = {}
+    for name, value in params.items():
+        _require(isinstance(name, str), sender, f"the name {shown(name, 40)!r} is no text")
+        dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+        _require(dense, sender, f"{shown(name)!r} is a {type(value).__name__}; expected a dense tensor")
+        _require(not value.is_complex(), sender, f"{shown(name)!r} has the type {value.dtype}")
+        tensors[name] = value.detach()
+    numbers = {name: value for name, value in meta.items() if name in NUMBERS}
+    for name, value in {**numbers, **metrics}.items():
+        plain = isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
+        _require(plain, sender, f"the number {shown(name)!r} is {shown(value, 40)}")
+    failed = meta.get(FAILED, "")
+    _require(isinstance(failed, str), sender, "the reason of its failure is no text")
+    return Parcel(tensors, numbers, _line(failed), {str(name): float(v) for name, v in metrics.items()})
+
+
+def _line(text: str) -> str:
+    """Return a text that another machine sent as one line of printable characters, not too long."""
+    plain = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return plain if len(plain) <= _WHY else plain[: _WHY - 3] + "..."
+
+
+def _require(holds: bool, sender: str, what: str) -> None:
+    if not holds:
+        raise RunError(f"{sender}: {what}")
+
+
+# Cases
+
+
+def with_cases(parcel: Parcel, cases: Mapping[str, Cases]) -> Parcel:
+    """Add outcomes, section -> cases, under `cases/<section>/<value>`; their ids stay: both ends know them."""
+    named = {f"cases/{section}/{name}": t for section, found in cases.items() for name, t in found.values.items()}
+    return replace(
+        parcel, tensors={**parcel.tensors, **copied(named)}, numbers={**parcel.numbers, **dict.fromkeys(cases, 1)}
+    )
+
+
+def read_cases(parcel: Parcel, ids: Mapping[str, Sequence[str]], sender: str) -> dict[str, Cases]:
+    """Return the outcomes in a parcel, section -> cases.
+
+    Args:
+        parcel: made by `with_cases`.
+        ids: section that was asked for -> ids of its cases, in their order.
+        sender: for the error text.
+
+    Raises:
+        RunError: there are other sections, or not one outcome for each case.
+    """
+    values: dict[str, dict[str, Tensor]] = {section: {} for section in parcel.sections}
+    for key, tensor in parcel.under("cases").items():
+        section, _, name = key.partition("/")
+        _require(section in values, sender, f"outcomes of {shown(section)!r}, which it does not announce")
+        values[section][name] = tensor
+    for section, named in values.items():
+        _require(section in ids, sender, f"outcomes of {section!r}, which nobody asked for")
+        _require(bool(named) or not ids[section], sender, f"no outcomes of {section!r}")
+    try:
+        return {section: Cases(tuple(ids[section]), named) for section, named in values.items()}
+    except ValueError as error:
+        raise RunError(f"{sender}: {shown(error, 200)}") from error
+
+
+# Names
+
+
+def wire_names(participants: Sequence[str]) -> dict[str, str]:
+    """Return participant -> its name in FLARE: the same, unless FLARE could not take one of them."""
+    if all(_NAME.fullmatch(name) and name.lower() not in _RESERVED for name in participants):
+        return {name: name for name in participants}
+    return {name: f"participant-{index}" for index, name in enumerate(participants, 1)}
+
+
+def flare_name(name: str) -> bool:
+    """Tell whether a site may be called so in a FLARE federation."""
+    return bool(_NAME.fullmatch(name)) and name.lower() not in _RESERVED

@@ -1,0 +1,180 @@
+"""A site's guard: its rules for what leaves (`medfl.leaving`) and its audit log (`medfl.audit`), where it has any.
+
+Without rules every message passes as it is, without a log nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medfl.audit import Audit, described, document
+from medfl.errors import RunError
+from medfl.folder import safe
+from medfl.leaving import Gate
+from medfl.message import Message
+from medfl.metrics import Cases, summarise
+from medfl.outbound import Outbound
+from medfl.privacy import Account
+from medfl.runtimes.step import UNSENT, StepResult
+from medfl.storage import State
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a site is doing: kind (train, evaluate, introduce, statistics) and round."""
+
+    kind: str
+    round: int
+
+
+class Guard:
+    """What stands between a site and everybody else.
+
+    Args:
+        rules: for what leaves; the default ones are none.
+        audit: the log's file.
+        folder: where the account of the site's privacy lasts; None: in memory.
+        say: where lines for the site's user go.
+
+    Attributes:
+        least: of statistics, counts below it are not told.
+    """
+
+    def __init__(self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Say) -> None:
+        """Take the parts.
+
+        Raises:
+            InputError: the log cannot be written.
+        """
+        self._rules, self._folder, self._say = rules or Outbound(), folder, say
+        self._log = None if audit is None else Audit(audit, say=say)
+        self._gate: Gate | None = None
+        self.least = self._rules.min_count
+
+    def name(self, site: str) -> None:
+        """Say which site it is.
+
+        Raises:
+            InputError: epsilon is to be told, but its library is not installed.
+            RunError: the account of the site's privacy cannot be read.
+        """
+        if self._log is not None:
+            self._log.site = site
+        if self._rules != Outbound() and self._gate is None:
+            file = None if self._folder is None else self._folder / f"{safe(site)}.privacy.json"
+            self._gate = Gate(self._rules, Account.open(file, self._rules.delta), site)
+
+    @property
+    def privacy(self) -> dict[str, Any] | None:
+        """What the site has told so far, None without rules."""
+        return None if self._gate is None else self._gate.account.as_dict()
+
+    # What comes
+
+    def came(self, doing: Doing, message: Callable[[], Message]) -> None:
+        """Write down what came; a training has to be within the budget.
+
+        Raises:
+            RunError: it is not.
+        """
+        if self._log is not None:
+            self._add(doing, "came", described(message()))
+        if self._gate is not None and doing.kind == "train":
+            self._gate.enter()
+
+    def refused(self, doing: Doing, why: object) -> None:
+        """Write down what went wrong."""
+        if self._log is not None:
+            self._add(doing, "refused", {"reason": " ".join(str(why).split())})
+
+    # What leaves
+
+    def reply(self, message: Message, received: Message, samples: int) -> Message:
+        """Return a reply as it may leave, before it is made smaller."""
+        return message if self._gate is None else self._gate.reply(message, received, samples)
+
+    def told(self, numbers: Mapping[str, Any], optional: str) -> dict[str, Any]:
+        """Return the numbers beside a reply that may leave."""
+        return dict(numbers) if self._gate is None else self._gate.told(numbers, optional)
+
+    def spend(self, doing: Doing, reply: Message, wire: Message, samples: int) -> None:
+        """Put a reply that is about to leave on the account, and say so.
+
+        Args:
+            doing: the training.
+            reply: before it was made smaller.
+            wire: after it.
+            samples: number of the site's training images.
+
+        Raises:
+            RunError: it is too large.
+        """
+        if self._gate is not None:
+            self._gate.size(wire)
+            self._gate.spend(reply, samples)
+            self._say(f"site {self._gate.site!r}, round {doing.round}: {self._gate.account.words()}")
+
+    def leave(self, doing: Doing, wire: Message, told: Mapping[str, Any], *, telling: bool) -> None:
+        """Check an introduction that is about to leave; write down any message.
+
+        Args:
+            doing: a training, or an introduction.
+            wire: as it is encoded.
+            told: numbers beside it.
+            telling: whether an introduction depends on the site's images.
+
+        Raises:
+            RunError: it may not leave; names what.
+        """
+        if self._gate is not None and doing.kind == "introduce":
+            self._gate.size(wire)
+            self._gate.introduction(wire, telling=telling)
+        if self._log is not None:
+            about = described(wire, norms=True)
+            numbers = {str(name): value for name, value in told.items()}
+            self._add(doing, "left", {**about, "numbers": {**about["numbers"], **numbers}})
+
+    def scored(self, doing: Doing, function: str, found: Any, state: State | None) -> None:
+        """Check and write down what the caller of a visit may tell: metrics, or in a simulation what it shows.
+
+        Raises:
+            RunError: it may not leave.
+        """
+        trained = isinstance(found, StepResult)
+        cases = found.cases if trained else found
+        if not (isinstance(cases, Mapping) and all(isinstance(one, Cases) for one in cases.values())):
+            if self._gate is not None:
+                raise RunError(f"site {self._gate.site!r}: its outbound policy refuses: {function}, which shows cases")
+            if self._log is not None:
+                self._add(doing, "left", {"reason": f"{function}, shown in a simulation"})
+            return
+        if self._gate is not None or self._log is not None:
+            named = {f"{section}/{name}": v for section, one in cases.items() for name, v in summarise(one).items()}
+            own = set(state or {}) - {UNSENT}
+            self._numbers(doing, "metrics", named, telling=trained or bool(own) or "train" in cases)
+
+    def statistics(self, doing: Doing, found: Mapping[str, Any]) -> None:
+        """Check and write down statistics of the site's images.
+
+        Raises:
+            RunError: they may not leave.
+        """
+        self._numbers(doing, "data_stats", found, telling=True)
+
+    def _numbers(self, doing: Doing, group: str, named: Mapping[str, Any], *, telling: bool) -> None:
+        if self._gate is not None:
+            self._gate.numbers(group, named, telling=telling)
+        if self._log is not None:
+            plain = {name: value for name, value in named.items() if isinstance(value, int | float)}
+            self._add(doing, "left", {**document(named), "numbers": plain})
+
+    def _add(self, doing: Doing, direction: str, entry: Mapping[str, Any]) -> None:
+        assert self._log is not None
+        telling = self._gate is not None and direction == "left"
+        words = {"privacy": self._gate.account.words()} if self._gate is not None and telling else {}
+        self._log.add({"round": doing.round, "direction": direction, "kind": doing.kind, **entry, **words})

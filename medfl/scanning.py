@@ -1,0 +1,126 @@
+"""Look at each item of a bundle's data once: read and transformed as for training, up to the first random transform."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from medfl.bundle import Bundle
+from medfl.datasets.reading import UNREADABLE, archive, split_uri
+from medfl.errors import MedflError
+from medfl.preparing import Samples
+from medfl.sections import SECTIONS
+
+_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """An item.
+
+    Attributes:
+        image: (C, H, W[, D]) float or integer; None where it could not be read.
+        label: class index, or mask (C, H, W[, D]), or whatever the bundle makes of it.
+        shape: (H, W[, D]) of the file.
+        spacing: millimetres between neighbours along each axis of the file, () where it does not say.
+        problem: why it could not be read, "" if it could.
+    """
+
+    section: str
+    id: str
+    image: Tensor | None
+    label: Any
+    shape: tuple[int, ...]
+    spacing: tuple[float, ...]
+    problem: str = ""
+
+    @property
+    def content(self) -> str:
+        """Hash of the image as it is."""
+        assert self.image is not None
+        array = np.ascontiguousarray(self.image.numpy(force=True))
+        return hashlib.sha256(repr((array.shape, array.dtype.str)).encode() + array.tobytes()).hexdigest()
+
+
+def sections(bundle: Bundle) -> list[str]:
+    """Return the sections that have items of their own."""
+    return [name for name in SECTIONS if name != "test" or bundle.has_test]
+
+
+def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[Seen]:
+    """Yield the items of a section, one after the other; nothing of them is kept.
+
+    Args:
+        bundle: open on its data.
+        section: train, validate or test.
+        progress: show a bar.
+    """
+    data = bundle.section(section)
+    samples = Samples(data.items, data.source)
+    for index, item in enumerate(
+        tqdm(data.items, desc=f"reading {section} images", unit="image", disable=not progress, leave=False)
+    ):
+        ident, entry = str(item["id"]), data.source.entries[index] if data.source.is_list else None
+        try:
+            sample = samples.fixed(index)
+        except (MedflError, *UNREADABLE, RuntimeError) as error:
+            yield Seen(section, ident, None, None, (), (), " ".join(str(error).split()))
+            continue
+        image, label = _parts(sample)
+        if image is None:
+            yield Seen(section, ident, None, None, (), (), f"item {ident!r} has no image tensor")
+            continue
+        shape, spacing = _file(image, entry)
+        plain = torch.as_tensor(image).as_subclass(Tensor)
+        yield Seen(section, ident, plain, item.get("label", label), shape, spacing)
+
+
+def _parts(sample: Any) -> tuple[Tensor | None, Any]:
+    """Return image and label of a sample, whatever the bundle calls them."""
+    if isinstance(sample, Mapping):
+        image, label = sample.get("image"), sample.get("label")
+        if image is None:
+            image = next((value for value in sample.values() if isinstance(value, Tensor) and value.ndim > 2), None)
+    elif isinstance(sample, list | tuple) and len(sample) == 2:
+        image, label = sample
+    else:
+        image, label = sample, None
+    image = torch.from_numpy(image) if isinstance(image, np.ndarray) else image
+    return (image if isinstance(image, Tensor) and image.ndim > 1 else None), label
+
+
+def _file(image: Tensor, entry: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return shape and spacing of an image's file: of what MONAI wrote down, of the file's header, or of the image."""
+    meta = getattr(image, "meta", {})
+    if "original_affine" in meta and "spatial_shape" in meta:
+        shape = tuple(int(side) for side in np.asarray(meta["spatial_shape"]).reshape(-1))[: image.ndim - 1]
+        affine = np.asarray(meta["original_affine"], np.float64)
+        known = len(shape) > 2 or not np.array_equal(affine, np.eye(len(affine)))  # pictures know no millimetres
+        sides = np.linalg.norm(affine[:3, : len(shape)], axis=0)
+        return shape, tuple(round(float(side), 4) for side in sides) if known else ()
+    uri = entry.get("image") if isinstance(entry, Mapping) else None
+    with suppress(*UNREADABLE, MedflError):
+        if isinstance(uri, str | Path) and (found := _picture(str(uri))):
+            return found, ()
+    return tuple(image.shape[1:]), ()
+
+
+def _picture(uri: str) -> tuple[int, ...]:
+    """Return (H, W) of a picture by its header, () for other files."""
+    path, part = split_uri(uri)
+    if not (part or path).lower().endswith(_PICTURES) or (part and not path.endswith(".zip")):
+        return ()
+    source: Any = io.BytesIO(archive(path).read(part)) if part else path
+    with Image.open(source) as image:
+        return image.height, image.width

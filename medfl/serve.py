@@ -1,0 +1,172 @@
+"""`medfl site serve`: join a FLARE federation with the startup kit that its operator sent.
+
+Before FLARE's client starts, the bundle is inspected by the site's policy, the kit is told what it may make
+(`class_allow_list`: medfl's two classes for sites with images of their own, beside FLARE's), and what the site says of
+itself is written into the kit (`local/medfl.yaml`, see `medfl.flare_own`). The server's operator uses it as well.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from medfl.errors import InputError, RunError
+
+_EXAMPLES = """\
+examples
+  medfl site serve hippocampus --kit site-1 --data /data/hippocampus \\
+    --folder /var/lib/medfl --policy policies/hippocampus.yaml --permit image_size
+      the first time: what is said here is kept in site-1/local/medfl.yaml
+  medfl site serve --kit site-1
+      every time after; ends with Ctrl-C
+  medfl site serve --kit site-1 --check
+      only see whether it would start"""
+
+
+def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> None:
+    """Add the action to `medfl site`.
+
+    Args:
+        actions: where to.
+        verb: adds one verb with the flags that all have.
+        show: prints a result, as JSON or as text.
+    """
+
+    def serve(options: Any) -> int:
+        return _serve(options, show)
+
+    served = verb(actions, "serve", "join a NVIDIA FLARE federation with the operator's startup kit", serve, _EXAMPLES)
+    served.add_argument("bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
+    served.add_argument("--kit", type=Path, required=True, metavar="DIR", help="the startup kit, unpacked")
+    served.add_argument("--data", type=Path, metavar="DIR", help="the site's images; a server may do without")
+    served.add_argument("--folder", type=Path, metavar="DIR", help="where States are kept; at the server, runs")
+    served.add_argument("--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra")
+    served.add_argument("--device", metavar="cpu|cuda[:i]", help="where it trains; default cpu")
+    served.add_argument("--audit", type=Path, metavar="FILE", help="log of what came and left")
+    served.add_argument(
+        "--permit", dest="permits", action="append", metavar="ID",
+        help="id of the bundle's configuration that a run may set, to plain numbers and names; may be repeated",
+    )  # fmt: skip
+    served.add_argument("--check", action="store_true", help="only see whether it would start")
+
+
+def _serve(options: Any, show: Callable[..., int]) -> int:
+    from medfl.flare_job import require_flare
+
+    kit = options.kit.expanduser().resolve()
+    kind = _kind(kit)
+    _write_own(options, kit)
+    require_flare()
+    document = prepare(kit, kind)
+    show(options, document, lambda: "\n".join(f"{key}: {value}" for key, value in document.items()))
+    if options.check:
+        return 0
+    return start(kit)
+
+
+def prepare(kit: Path, kind: str) -> dict[str, Any]:
+    """Check what a kit's site says of itself, and let FLARE make medfl's classes there.
+
+    Args:
+        kit: the startup kit.
+        kind: "site" or "server".
+
+    Returns:
+        What would run.
+
+    Raises:
+        InputError: there is no `local/medfl.yaml`, it is wrong, or the bundle is refused.
+    """
+    from medfl.bundle import Bundle
+    from medfl.flare_own import FILE, OwnSite
+    from medfl.flare_parts import ALLOWED, SIMULATED, allow
+
+    own = OwnSite.read(kit / "local" / FILE)
+    own.checked_policy()
+    if kind == "site" and not (own.data and Path(own.data).is_dir()):
+        raise InputError(f"data {own.data or 'not given'}", "the folder of the site's images", "correct it")
+    for path in (own.folder, own.audit and str(Path(own.audit).parent)):
+        if path:
+            Path(path).mkdir(parents=True, exist_ok=True)
+    allow(kit / "local" / "resources.json", ALLOWED, never=SIMULATED)
+    bundle = Bundle(own.bundle)
+    return {
+        "kit": str(kit), "as": kind, "bundle": bundle.name, "bundle_sha256": bundle.sha256, "data": own.data,
+        "folder": own.folder, "policy": own.policy or "none: nothing extra, nothing pinned",
+        "a run may set": ", ".join(own.permits) or "nothing of the bundle", "may be made": ", ".join(ALLOWED),
+    }  # fmt: skip
+
+
+def start(kit: Path) -> int:
+    """Run FLARE's process of a kit until it ends.
+
+    Raises:
+        RunError: it failed.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise RunError("there is no bash, which the startup kit needs")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # its python3 is this one
+    command = [bash, str(kit / "startup" / "sub_start.sh"), "--once"]
+    process = subprocess.Popen(command, env={**os.environ, "PATH": path})
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    if code:
+        raise RunError(f"NVIDIA FLARE's process ended with code {code}; see {kit / 'log.txt'}")
+    return 0
+
+
+def _kind(kit: Path) -> str:
+    for kind, name in (("site", "fed_client.json"), ("server", "fed_server.json")):
+        if (kit / "startup" / name).is_file():
+            return kind
+    raise InputError(
+        f"--kit {kit}", "the folder of a startup kit: startup/fed_client.json is in it", "unpack what the operator sent"
+    )
+
+
+def _write_own(options: Any, kit: Path) -> None:
+    """Write what is given into the kit; what is there already is not changed.
+
+    Raises:
+        InputError: it is incomplete, or the kit says something else.
+    """
+    from medfl.configuration import shipped_folders
+    from medfl.flare_own import FILE, OwnSite
+    from medfl.storage import write_atomic
+
+    path = kit / "local" / FILE
+    names = ("bundle", "data", "folder", "policy", "device", "audit", "permits")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    given = {k: str(v.expanduser().resolve()) if isinstance(v, Path) else v for k, v in given.items()}
+    if not given:
+        if not path.is_file():
+            what = f"--kit {kit} without local/{FILE}"
+            raise InputError(what, "it is written the first time", "give BUNDLE and --folder")
+        return
+    if not {"bundle", "folder"} <= given.keys():
+        raise InputError("no BUNDLE, or no --folder", "both are needed the first time", "add what is missing")
+    if given["bundle"] not in shipped_folders():
+        given["bundle"] = str(Path(given["bundle"]).expanduser().resolve())
+    text = yaml.safe_dump(given, sort_keys=False, width=1000)
+    if path.is_file():
+        if yaml.safe_load(path.read_text()) != given:
+            raise InputError(f"{path} says something else", "what a site said is never overwritten", "edit the file")
+        return
+    write_atomic(path, text.encode())
+    try:
+        OwnSite.read(path)
+    except InputError:
+        path.unlink()
+        raise

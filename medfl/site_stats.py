@@ -1,0 +1,279 @@
+"""A site's own statistics, as far as they may leave: counts, and of each channel mean, deviation and histogram.
+
+Everything is a table of images, each in one cell, so that two rules do for all: counts below a least one are not told
+(`medfl.suppression.told_counts`), and with noise each count is the true one plus a random whole number
+(`medfl.suppression.noised`). An intensity histogram tells, for each bin, the mean share of an image's pixels in it; a
+bin to which fewer images than the least count add is not told. With noise, mean and deviation are those of the noisy
+histogram, and what is not covered is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medfl import case_metadata, terminal
+from medfl.bundle import Bundle
+from medfl.errors import InputError
+from medfl.runtimes.data_stats import Bins, Sums, sums
+from medfl.scanning import Seen, scan, sections
+from medfl.suppression import Entropy, geometric, noised, told_counts
+from medfl.untrusted import shown
+
+FORM = "medfl site statistics 1"
+HIDDEN, OTHERS = "not told", "others"
+_SIDES = (64, 128, 256, 512, 1024, 2048)
+_SPACINGS = (0.5, 1, 1.5, 2.5, 5)
+_UNIT = 1000  # of an image's share in a histogram
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is told, and how.
+
+    Attributes:
+        bins: of intensity histograms.
+        least: counts below it are not told.
+        epsilon: of the noise in each table and histogram; None: no noise.
+        entropy: of the noise.
+    """
+
+    bins: Bins
+    least: int = 10
+    epsilon: float | None = None
+    entropy: Entropy = os.urandom
+
+
+def bins_of(bundle: Bundle, number: int, given: str | None) -> Bins:
+    """Return the bins: over the range given as LOW,HIGH, or over the one that metadata.json has for network inputs.
+
+    Raises:
+        InputError: the range is none, or there is none.
+    """
+    inputs = bundle.metadata.get("network_data_format", {}).get("inputs", {})
+    known = next((about.get("value_range") for about in inputs.values() if isinstance(about, Mapping)), None)
+    ends: Any = given.split(",") if given else known
+    if not ends:
+        raise InputError(f"bundle {bundle.name!r} without a value_range", "--range LOW,HIGH", "add it, as --range 0,1")
+    if number > 1000:
+        raise InputError(f"--bins {number}", "1 to 1000", "correct it")
+    return Bins.of({"hist_bins": number, "hist_range": ends}) or Bins(number, 0, 1)
+
+
+def gather(bundle: Bundle, folder: str, asked: Asked, *, progress: bool = False) -> dict[str, Any]:
+    """Return what may leave, as plain JSON values.
+
+    Args:
+        bundle: open on its data.
+        folder: of the data, whose tables may know age and sex.
+        asked: what is told.
+        progress: show bars on stderr.
+
+    Raises:
+        InputError: an item cannot be read; names it.
+    """
+    told = {}
+    for section in sections(bundle):
+        known = case_metadata.read(bundle, section, folder)
+        counts = _Counts(bundle, asked.bins)
+        for seen in scan(bundle, section, progress=progress):
+            counts.add(seen, known.get(seen.id, {}))
+        told[section] = counts.told(asked)
+    return {
+        "form": FORM,
+        "bundle": bundle.name,
+        "bundle_sha256": bundle.sha256,
+        "task": bundle.task,
+        "min_count": asked.least,
+        "epsilon": asked.epsilon,
+        "epsilon_of_one_image": None if asked.epsilon is None else asked.epsilon * _tables(told),
+        "sections": told,
+    }
+
+
+class _Counts:
+    """Tables of one section.
+
+    Those with open cells, as the data have them, are told without the names of rare ones.
+    """
+
+    def __init__(self, bundle: Bundle, bins: Bins) -> None:
+        self._bundle, self._bins = bundle, bins
+        self._images = 0
+        self._closed: dict[str, Counter[str]] = {}
+        if bundle.task == "classification":
+            self._closed["class"] = Counter(dict.fromkeys(bundle.classes, 0))
+        self._open: dict[str, Counter[str]] = {}
+        self._sums: Sums | None = None
+
+    def add(self, seen: Seen, known: Mapping[str, Any]) -> None:
+        if seen.image is None:
+            raise InputError(f"{seen.section} {seen.id}: {seen.problem}", "every item can be read", "medfl site check")
+        self._images += 1
+        if "class" in self._closed:
+            self._closed["class"][self._bundle.classes[int(seen.label)]] += 1
+        elif isinstance(seen.label, Tensor):
+            self._structures(seen.label)
+        cells = {name: str(known[name]) for name in ("sex", "centre") if name in known}
+        cells |= {"age": case_metadata.band(known["age"])} if "age" in known else {}
+        cells |= {"widest spacing": _band(max(seen.spacing), _SPACINGS, "mm")} if seen.spacing else {}
+        for name, cell in {"longest side": _band(max(seen.shape), _SIDES, "px"), **cells}.items():
+            self._open.setdefault(name, Counter())[cell] += 1
+        one = sums(seen.image[None].float(), self._bins)
+        self._sums = one if self._sums is None else self._sums.add(one)
+
+    def _structures(self, mask: Tensor) -> None:
+        """Count a structure as present or absent: a case may have several."""
+        names = self._bundle.structures
+        if mask.shape[0] == 1 and names:
+            values = set(torch.unique(mask.as_subclass(Tensor)).tolist())
+            present = [index in values for index in range(len(names))]
+        else:
+            present = [bool(channel.any()) for channel in mask.as_subclass(Tensor)]
+            names = names if len(names) == len(present) else tuple(f"channel {i}" for i in range(len(present)))
+        for name, there in list(zip(names, present, strict=True))[names[:1] == ("background",) :]:
+            table = self._closed.setdefault(f"structure {name}", Counter({"present": 0, "absent": 0}))
+            table["present" if there else "absent"] += 1
+
+    def told(self, asked: Asked) -> dict[str, Any]:
+        images: int | None = self._images
+        if asked.epsilon is not None:
+            images = max(0, int(noised({"all": self._images}, asked.epsilon, asked.entropy)["all"]))
+        if images is None or images < asked.least:
+            return {"images": None, "tables": {}, "intensity": None}
+        tables = {name: _told(counts, asked) for name, counts in self._closed.items()}
+        tables |= {name: _merged(_told(counts, asked)) for name, counts in self._open.items()}
+        return {"images": images, "tables": tables, "intensity": self._intensity(asked, images)}
+
+    def _intensity(self, asked: Asked, images: int) -> dict[str, Any] | None:
+        if self._sums is None:
+            return None
+        found, channels = self._sums, []
+        for channel, thousandths in enumerate(found.shares):
+            mean, deviation = found.mean[channel], found.deviation[channel]
+            shares = thousandths / _UNIT / images
+            hidden = [int(count) < asked.least for count in found.images[channel]]
+            if asked.epsilon is not None:
+                noise = geometric(len(shares), asked.epsilon / _UNIT, asked.entropy)
+                shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
+                mean, deviation = _moments(shares, asked.bins)
+                hidden = [False] * len(shares)
+            elif sum(hidden) == 1:  # one alone would follow from the others
+                hidden[min((i for i, hide in enumerate(hidden) if not hide), key=lambda i: shares[i], default=0)] = True
+            channels.append(
+                {
+                    "mean": _rounded(mean),
+                    "sd": _rounded(deviation),
+                    "shares": [None if hide else round(float(s), 5) for hide, s in zip(hidden, shares, strict=True)],
+                }
+            )
+        return {"low": asked.bins.low, "high": asked.bins.high, "channels": channels}
+
+
+def _told(counts: Mapping[str, int], asked: Asked) -> dict[str, int | None]:
+    if asked.epsilon is None:
+        return told_counts(counts, asked.least)[0]
+    found = noised(counts, asked.epsilon, asked.entropy)
+    return {name: int(count) if count >= asked.least else None for name, count in found.items()}
+
+
+def _merged(told: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Return a table without the names of cells that are not told."""
+    order = sorted(told, key=lambda name: (_ORDER.get(name, 0), name))
+    named: dict[str, int | None] = {name: told[name] for name in order if told[name] is not None}
+    return named if len(named) == len(told) else {**named, OTHERS: None}
+
+
+def _moments(shares: Any, bins: Bins) -> tuple[float, float]:
+    """Return mean and deviation of a histogram, as if all of a bin lay in its middle."""
+    middles = (np.array(bins.edges[1:]) + np.array(bins.edges[:-1])) / 2
+    whole = float(shares.sum())
+    if whole <= 0:
+        return math.nan, math.nan
+    mean = float((shares * middles).sum() / whole)
+    return mean, float(np.sqrt((shares * (middles - mean) ** 2).sum() / whole))
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def _bands(ends: Sequence[float], unit: str) -> list[str]:
+    middle = [f"{low:g} to {high:g} {unit}" for low, high in zip(ends, ends[1:], strict=False)]
+    return [f"below {ends[0]:g} {unit}", *middle, f"{ends[-1]:g} {unit} and more"]
+
+
+def _band(value: float, ends: Sequence[float], unit: str) -> str:
+    return _bands(ends, unit)[sum(value >= end for end in ends)]
+
+
+_ORDER = {band: i for ends, unit in ((_SIDES, "px"), (_SPACINGS, "mm")) for i, band in enumerate(_bands(ends, unit))}
+
+
+def _tables(told: Mapping[str, Any]) -> int:
+    """Return how many tables and histograms an image is in: those of one section, the largest number of them."""
+    return max(
+        (
+            1 + len(part["tables"]) + len((part["intensity"] or {"channels": ()})["channels"])
+            for part in told.values()
+        ),
+        default=1,
+    )  # fmt: skip
+
+
+# For the eye
+
+
+def text(document: Mapping[str, Any], width: int) -> list[str]:
+    """Return what may leave as lines of text, and what the rules cover in plain words."""
+    lines = [f"statistics of {shown(document['bundle'])}: all that would leave, and nothing else"]
+    for section, part in document["sections"].items():
+        images = part["images"]
+        lines += ["", f"{section}: " + (HIDDEN if images is None else f"{images:,} images")]
+        rows = {f"  {name}": _cells(cells) for name, cells in part["tables"].items()}
+        lines += terminal.facts(rows, width) if rows else []
+        for index, channel in enumerate((part["intensity"] or {"channels": ()})["channels"]):
+            bar = "".join(_block(share, channel["shares"]) for share in channel["shares"])
+            lines.append(f"  channel {index}  mean {channel['mean']}, sd {channel['sd']}  |{bar}|")
+    lines += ["", *(line for said in covered(document) for line in terminal.hanging("", said, width))]
+    return lines
+
+
+def _cells(cells: Mapping[str, int | None]) -> str:
+    told = [f"{shown(name)} {count}" for name, count in cells.items() if count is not None]
+    hidden = [shown(name) for name, count in cells.items() if count is None]
+    return ", ".join(told + ([f"{HIDDEN}: {', '.join(hidden)}"] if hidden else []))
+
+
+def _block(share: float | None, shares: Sequence[float | None]) -> str:
+    most = max((one for one in shares if one is not None), default=0) or 1
+    return "?" if share is None else " ▁▂▃▄▅▆▇█"[math.ceil(8 * share / most)]
+
+
+def covered(document: Mapping[str, Any]) -> list[str]:
+    """Say in plain words what the rules cover, and what they do not."""
+    least, epsilon = document["min_count"], document["epsilon"]
+    said = [f"Counts below {least} are hidden, and others where they would follow from the total."] if least else []
+    if epsilon is None:
+        return [*said, "No noise: somebody who knows all images but one may learn about that one."]
+    together = document["epsilon_of_one_image"]
+    return [
+        f"Each count and histogram has noise with epsilon {epsilon:g} for one image that is there or not; an image is "
+        f"in several of them, together epsilon {together:g}.",
+        "The noise does not cover a patient with several images, nor the names of centres; another call adds to it.",
+        *said,
+    ]
+
+
+def encoded(document: Mapping[str, Any]) -> bytes:
+    """Return the file's content."""
+    return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()

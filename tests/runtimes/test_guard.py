@@ -1,0 +1,291 @@
+"""A site with rules for what leaves and an audit log, driven by hosts of MONAI FL."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from monai.fl.utils.constants import ExtraItems, FlStatistics
+from monai.fl.utils.exchange_object import ExchangeObject
+
+from medfl import datasets, launch
+from medfl.audit import verified
+from medfl.errors import InputError, RunError
+from medfl.inspection import inspect
+from medfl.message import Message
+from medfl.outbound import Outbound
+from medfl.policy import Policy
+from medfl.runtimes.monai_fl import MedflClientAlgo
+from medfl.runtimes.step import site_abroad, site_judge
+from tests.helpers import ToyBundle, bits
+from tests.runtimes.test_monai_fl import averaging, broadcast, federation, said, started
+from tests.runtimes.test_smaller_messages import Wide
+
+pytest.importorskip("dp_accounting")
+
+NOISY = Outbound(clip=1.0, noise=8.0)
+NUMBERS = (FlStatistics.NUM_EXECUTED_ITERATIONS, FlStatistics.DATA_COUNT)
+
+
+def site(made: Any, **settings: Any) -> MedflClientAlgo:
+    algo = MedflClientAlgo(made, "x", **settings)
+    algo.initialize({ExtraItems.CLIENT_NAME: "x"})
+    return algo
+
+
+def change(reply: ExchangeObject, down: ExchangeObject) -> float:
+    """L2 norm of the change of the floating weights."""
+    moved = [reply.weights[k].double() - t.double() for k, t in down.weights.items() if t.is_floating_point()]
+    return math.sqrt(sum(float(part.square().sum()) for part in moved))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedper"])
+def test_law1_without_rules_and_with_rules_that_hold_nothing_changes(method: str, tmp_path: Path) -> None:
+    made = federation(method)
+    plain = started(made)["x"]
+    wide = Outbound(keys=("*",), max_bytes=10**9, clip=1e9)
+    watched = [site(made, outbound=rules, audit=tmp_path / "log") for rules in (None, Outbound(), wide)]
+    for round_ in (1, 2):
+        plain.train(broadcast(made, "x", round_))
+        for each in watched:
+            each.train(broadcast(made, "x", round_))
+            assert bits(each.get_weights().weights) == bits(plain.get_weights().weights)
+            assert each.get_weights().statistics == plain.get_weights().statistics
+            assert bits(each.states.newest(round_)) == bits(plain.states.newest(round_))
+
+
+@pytest.mark.parametrize("host", ["medfl", "averaging"])
+def test_what_leaves_is_clipped_for_both_kinds_of_host(host: str) -> None:
+    made = federation(bundle=ToyBundle(norm=False))
+    free, clipped = site(made, host=host), site(made, host=host, outbound=Outbound(clip=0.01))
+    data = said(free.get_weights().weights) if host == "averaging" else broadcast(made, "x")
+    for each in (free, clipped):
+        each.train(data)
+    assert change(free.get_weights(), data) > 0.02
+    assert change(clipped.get_weights(), data) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_rounds_with_noise_are_told_counted_and_end_with_the_budget(tmp_path: Path) -> None:
+    made, spoken = federation(bundle=ToyBundle(norm=False)), []
+    first = site(made, outbound=NOISY, folder=tmp_path, say=spoken.append)
+    first.get_weights()
+    first.train(broadcast(made, "x", 1))
+    told = first.get_weights().statistics
+    assert set(told) == set(NUMBERS)  # the training loss stays
+    epsilon = first.summary["privacy"]["epsilon"]
+    assert spoken == [f"site 'x', round 1: 1 reply: epsilon {epsilon:.3g} at delta 1e-05 for all training images of "
+                      "this site replaced by as many others (how many they are is told as it is)"]  # fmt: skip
+    budget = Outbound(clip=1.0, noise=8.0, epsilon=1.6 * epsilon)
+    second = site(made, outbound=budget, folder=tmp_path)  # started again: the account is in the folder
+    assert second.summary["privacy"]["replies"] == 1
+    second.train(broadcast(made, "x", 2))
+    assert epsilon < second.summary["privacy"]["epsilon"] <= budget.epsilon
+    before = second.states.last
+    with pytest.raises(RunError, match=r"site 'x': its outbound policy refuses: the budget is epsilon"):
+        second.train(broadcast(made, "x", 3))
+    assert (second.states.last, second.summary["privacy"]["replies"]) == (before, 2)
+    with pytest.raises(RunError, match="nothing to send"):
+        second.get_weights()
+
+
+def test_a_repeated_round_draws_new_noise_and_counts_again() -> None:
+    made = federation(bundle=ToyBundle(norm=False))
+    noisy = site(made, outbound=NOISY)
+    replies = []
+    for _ in range(2):
+        noisy.train(broadcast(made, "x", 1))
+        replies.append(bits(noisy.get_weights().weights))
+    assert replies[0] != replies[1]
+    assert noisy.summary["privacy"]["replies"] == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        ("scaffold", ["control/*"]),
+        ("fednova", ["scalars/"]),
+        ("fedmr", ["counts/*", "prototypes/*"]),
+        ("ditto", []),
+    ],
+)
+def test_what_a_method_sends_without_noise_is_named(method: str, names: list[str]) -> None:
+    made = federation(method, bundle=ToyBundle(norm=False))
+    noisy = site(made, outbound=NOISY)
+    noisy.get_weights()
+    noisy.train(broadcast(made, "x", 1))
+    words = noisy.summary["privacy"]["words"]
+    assert ("no formal privacy" in words) == bool(names)
+    assert all(name in words for name in names), words
+
+
+def test_noise_goes_through_smaller_messages_too() -> None:
+    """Rounded to int8 after clipping and noise; the account sees the reply before, so its words do not change."""
+    made = federation(bundle=Wide(), messages="int8")
+    noisy = site(made, outbound=NOISY)
+    noisy.train(broadcast(made, "x", 1))
+    reply = noisy.get_weights()
+    assert any("@int8" in name for name in reply.weights)
+    assert "no formal privacy" not in noisy.summary["privacy"]["words"]
+
+
+def test_a_reply_with_other_keys_or_more_bytes_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    made = federation("scaffold")
+    for rules, says in (
+        (Outbound(keys=("weights", "scalars")), "'control/.*' is not among its keys"),
+        (Outbound(max_bytes=100), "more than max_bytes 100"),
+    ):
+        log = tmp_path / f"{rules.max_bytes}"
+        strict = site(made, outbound=rules, audit=log)
+        with pytest.raises(RunError, match=says):
+            strict.train(broadcast(made, "x", 1))
+        assert (strict.states.last, strict.summary["privacy"]["replies"]) == (0, 0)
+        with pytest.raises(RunError, match="nothing to send"):
+            strict.get_weights()
+        came, refused = verified(log).entries
+        assert (came["direction"], refused["direction"], refused["round"]) == ("came", "refused", 1)
+        assert "outbound policy refuses" in refused["reason"]
+
+
+def test_scores_leave_as_metrics_and_only_if_they_may(tmp_path: Path) -> None:
+    made = federation(bundle=ToyBundle(norm=False))
+    some = site(made, outbound=Outbound(keys=("metrics/validate",)), audit=tmp_path / "log")
+    with pytest.raises(RunError, match="'metrics/validate/accuracy' is not among its keys"):
+        some.evaluate(broadcast(made, "x"))
+    noisy = site(made, outbound=NOISY, audit=tmp_path / "other")
+    told = noisy.evaluate(broadcast(made, "x"), {"section": "test"}).metrics
+    entry = verified(tmp_path / "other").entries[-1]
+    assert (entry["kind"], entry["direction"]) == ("evaluate", "left")
+    assert entry["numbers"] == pytest.approx({f"test/{name}": value for name, value in told.items()})
+    assert "no formal privacy" not in entry["privacy"]  # test images, and a model that is not of the training images
+    noisy.visit(site_judge, broadcast(made, "x"), ("train",))
+    assert "metrics/train/accuracy" in noisy.summary["privacy"]["words"]
+    with pytest.raises(RunError, match="refuses: site_abroad, which shows cases"):
+        noisy.visit(site_abroad, broadcast(made, "x"))
+
+
+def test_scores_of_a_personal_model_are_not_covered() -> None:
+    made = federation("fedper", bundle=ToyBundle(norm=False))
+    noisy = site(made, outbound=NOISY)
+    noisy.evaluate(broadcast(made, "x"))
+    assert noisy.summary["privacy"]["uncovered"] == {}
+    noisy.train(broadcast(made, "x", 1))
+    noisy.evaluate(broadcast(made, "x"))
+    assert "metrics/validate/accuracy" in noisy.summary["privacy"]["uncovered"]
+
+
+def test_statistics_keep_the_least_count_of_the_policy(tmp_path: Path) -> None:
+    """Site x has three items of each section, one of each class."""
+    made = federation()
+    asked = {FlStatistics.HIST_BINS: 4, FlStatistics.HIST_RANGE: [-2, 2]}
+    told = site(made, outbound=Outbound(min_count=3), audit=tmp_path / "log").get_data_stats(asked).statistics
+    assert told["train"]["data_count"] == 3
+    assert told["train"]["class_counts"] == {"p": None, "q": None, "r": None}
+    assert told["total_data"]["class_counts"] == {"p": None, "q": None, "r": None}
+    nothing = site(made, outbound=Outbound(min_count=4)).get_data_stats(asked).statistics
+    assert {part: about["data_count"] for part, about in nothing.items()} == dict.fromkeys(nothing)
+    assert all(about["data_stats"] == {} for about in nothing.values())
+    everything = started(made)["x"].get_data_stats(asked).statistics
+    assert everything["train"]["class_counts"] == {"p": 1, "q": 1, "r": 1}
+    for here, all_ in zip(
+        told["train"]["data_stats"]["image_histogram"],
+        everything["train"]["data_stats"]["image_histogram"],
+        strict=True,
+    ):
+        assert here["counts"].count(None) != 1
+        assert all(mine in (None, theirs) for mine, theirs in zip(here["counts"], all_["counts"], strict=True))
+    entry = verified(tmp_path / "log").entries[-1]
+    assert entry["kind"] == "statistics"
+    assert entry["sha256"] == hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("host", ["medfl", "averaging"])
+def test_the_log_has_all_that_came_and_left_with_its_hash(host: str, tmp_path: Path) -> None:
+    made = federation()
+    logged = site(made, host=host, audit=tmp_path / "log")
+    first = logged.get_weights()
+    data = said(first.weights) if host == "averaging" else broadcast(made, "x", 1)
+    logged.train(data)
+    reply = logged.get_weights()
+    assert logged.get_weights() is reply  # asked for twice, it is the same and left once
+
+    def digest(weights: Any) -> str:
+        message = Message({"weights": weights}) if host == "averaging" else Message.from_flat(weights)
+        return hashlib.sha256(message.encode()).hexdigest()
+
+    introduced, came, left = verified(tmp_path / "log").entries
+    assert [e["kind"] for e in (introduced, came, left)] == ["introduce", "train", "train"]
+    assert [e["direction"] for e in (introduced, came, left)] == ["left", "came", "left"]
+    assert [e["round"] for e in (introduced, came, left)] == [0, 1, 1]
+    assert [e["sha256"] for e in (introduced, came, left)] == [
+        digest(w) for w in (first.weights, data.weights, reply.weights)
+    ]
+    assert left["numbers"]["data_count"] == 3
+    assert left["groups"]["weights"]["norm"] == pytest.approx(
+        math.sqrt(sum(float(t.double().square().sum()) for k, t in reply.weights.items() if "scalars/" not in k)),
+        rel=1e-5,
+    )
+
+
+def test_a_bad_message_stands_in_the_log_as_refused(tmp_path: Path) -> None:
+    made = federation()
+    logged = site(made, audit=tmp_path / "log")
+    data = broadcast(made, "x")
+    data.weights["weights/0.bias"] = torch.full((6,), math.nan)
+    with pytest.raises(RunError):
+        logged.train(data)
+    (entry,) = verified(tmp_path / "log").entries
+    assert entry["direction"] == "refused"
+    assert "'weights/0.bias' has NaN" in entry["reason"]
+
+
+def test_nothing_leaves_when_the_log_cannot_be_written(tmp_path: Path) -> None:
+    made = federation()
+    logged = site(made, audit=tmp_path / "log")
+    (tmp_path / "log").unlink()
+    (tmp_path / "log").mkdir()
+    with pytest.raises(RunError, match="nothing leaves that is not in it"):
+        logged.get_weights()
+
+
+def test_hosts_of_monai_fl_drive_sites_with_rules(tmp_path: Path) -> None:
+    """Three rounds of a host that averages and knows nothing of medfl, with two sites that clip and log."""
+    made = federation()
+    sites = {
+        name: MedflClientAlgo(made, name, host="averaging", outbound=Outbound(clip=0.5), audit=tmp_path / name)
+        for name in ("x", "y")
+    }
+    for name, each in sites.items():
+        each.initialize({ExtraItems.CLIENT_NAME: name})
+    weights = averaging(sites, 3)
+    assert all(math.isfinite(float(each.evaluate(said(weights)).metrics["loss"])) for each in sites.values())
+    for name, each in sites.items():
+        each.finalize()
+        found = verified(tmp_path / name)
+        assert found.problems == ()
+        assert [e["round"] for e in found.entries if e["kind"] == "train" and e["direction"] == "left"] == [1, 2, 3]
+
+
+def test_a_policy_file_holds_for_a_site_of_a_host(tmp_path: Path) -> None:
+    data = datasets.write_phantom("mednist", tmp_path / "data", per_class=10, size=16)
+    folder = inspect(launch.shipped_folders()["mednist"]).folder
+    pinned = inspect(folder).policy(Policy())
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(pinned.text() + "outbound: {clip: 0.001, keys: [weights, told]}\n")
+    settings = {"data": str(data), "local_epochs": 1, "lr": 0.01}
+    config = {"network": "small_cnn", "image_size": 16}
+    algo = launch.site_algo(
+        "mednist", "clinic", config=config, requested=settings, host="averaging", policy=policy, audit=tmp_path / "log"
+    )
+    algo.initialize()
+    start = algo.get_weights()
+    algo.train(said(start.weights))
+    assert change(algo.get_weights(), start) == pytest.approx(0.001, rel=1e-3)
+    assert len(verified(tmp_path / "log").entries) == 3
+    policy.write_text(policy.read_text().replace(pinned.files["LICENSE"], "f" * 64))
+    with pytest.raises(InputError, match=r"bundle 'mednist' is refused: LICENSE: its sha256 is"):
+        launch.site_algo("mednist", "clinic", requested=settings, policy=policy)

@@ -1,0 +1,136 @@
+"""docs/deploy.md is true: its commands run in their order, and its table says what methods send."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medfl import cli, datasets
+from medfl.audit import verified
+from medfl.bundle import shipped_root
+from medfl.methods import names
+from medfl.outbound import Outbound
+from medfl.policy import Policy
+from medfl.privacy import epsilon_of
+from medfl.runtimes.monai_fl import MedflClientAlgo
+from tests.helpers import ToyBundle
+from tests.runtimes.test_monai_fl import broadcast, federation, said
+from tests.test_connection import Authority, serving, trusting
+
+PAGE = (Path(__file__).parents[1] / "docs" / "deploy.md").read_text()
+OTHERS = "## Across machines with NVIDIA FLARE"
+"""A section whose commands its own tests run."""
+SMALL = ["--config=network=small_cnn", "--config=image_size=16"]
+NOT_SENT = {"central": "never at a site", "fedhelp": "sites have different networks; sends weights alone"}
+
+
+def blocks(kind: str) -> list[str]:
+    before, _, rest = PAGE.partition(OTHERS)
+    own = before + rest[rest.index("\n## ") :]
+    return re.findall(rf"^```{kind}\n(.*?)^```$", own, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def hospital(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with everything that the page names."""
+    monkeypatch.chdir(tmp_path)
+    root = shipped_root()
+    assert root is not None
+    shutil.copytree(root / "ham10000", tmp_path / "bundles" / "ham10000")
+    datasets.write_phantom("ham10000", tmp_path / "data" / "ham10000", per_class=20, size=16)
+    (rules,) = blocks("yaml")
+    (tmp_path / "words.yaml").write_text(rules)
+    for folder in ("policies", "state"):
+        (tmp_path / folder).mkdir()
+    authority = Authority()
+    authority.kit(tmp_path / "server", "server1", "server")
+    authority.kit(tmp_path / "kits" / "site-1" / "startup", "site-1")
+    return tmp_path
+
+
+def test_the_commands_run_one_after_the_other(hospital: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = blocks("python")
+    commands = [line for block in blocks("sh") for line in block.splitlines()]
+    assert len(commands) == 10
+    for line in commands:
+        given = shlex.split(line)
+        assert given[0] == "medfl"
+        if given[2] in ("check", "stats") and "--collect" not in given:
+            given += SMALL
+        if "--collect" in given:
+            shutil.copyfile("site-1.json", "site-2.json")
+        if given[2] == "audit":
+            if not Path("audit.jsonl").exists():
+                _drive(program)
+            given = [verified(Path("audit.jsonl")).last[:8] if word == "3f5a91c0" else word for word in given]
+        if "fl.example.org:8002" in given:
+            with serving(trusting(hospital / "server")) as (host, port):
+                given[given.index("fl.example.org:8002")] = f"{host}:{port}"
+                assert cli.main(given[1:]) == 0, capsys.readouterr().err
+        else:
+            assert cli.main(given[1:]) == 0, capsys.readouterr().err
+    assert Path("federation.png").is_file()
+    assert capsys.readouterr().out.splitlines()[-1] == "INTACT"
+    account = json.loads(Path("state/site-1.privacy.json").read_text())
+    assert account["words"].startswith("1 reply: no formal privacy")
+
+
+def _drive(program: str) -> None:
+    """Be the host of the page's site for a round."""
+    small = 'config={"network": "small_cnn", "image_size": 16}, requested={"batch_size": 32, "local_epochs": 1, '
+    space: dict[str, Any] = {}
+    exec(program.replace("requested={", small).replace("say=print", "say=str"), space)
+    site = space["site"]
+    site.initialize()
+    site.get_weights()
+    weights = {f"weights/{name}": tensor for name, tensor in site._own.networks.initial.items()}
+    site.train(said(weights, 1))
+    site.get_weights()
+
+
+def test_the_table_of_what_leaves_is_true() -> None:
+    """By what sites of a toy federation reply; noise covers weights and the number of images alone."""
+    _, _, table = PAGE.partition("| what a reply has | methods | noise covers it |")
+    rows = [line.split(" | ") for line in table.split("\n\n")[0].splitlines()[2:]]
+    row_of = {name: row for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    assert row_of.keys() | NOT_SENT.keys() == set(names())
+    for name in sorted(set(names()) - NOT_SENT.keys()):
+        made = federation(name, bundle=ToyBundle(norm=False))
+        site = MedflClientAlgo(made, "x", outbound=Outbound(clip=1.0, noise=1.0))
+        site.initialize()
+        site.get_weights()
+        site.train(broadcast(made, "x"))
+        reply = set(site.get_weights().weights)
+        uncovered = set(site.summary["privacy"]["uncovered"])
+        what, _, covered = row_of[name]
+        assert ("weights" in what) == any(key.startswith("weights/") for key in reply), name
+        assert ("mean features" in what) == ("prototypes/*" in uncovered), name
+        assert ("how many images each class" in what) == ("counts/*" in uncovered), name
+        assert (covered.strip(" |") in ("yes", "nothing leaves")) == (not uncovered), (name, uncovered)
+
+
+def test_every_rule_of_a_policy_has_its_line() -> None:
+    for name in Outbound.__dataclass_fields__:
+        assert f"`{name}`" in PAGE
+    (rules,) = blocks("yaml")
+    assert "clip" in rules
+
+
+def test_the_figures_for_epsilon_are_right() -> None:
+    """SIGMA = 10 C is a noise multiplier of 5."""
+    pytest.importorskip("dp_accounting")
+    told = re.search(r"one reply with SIGMA = 10 C: about ([\d.]+)", PAGE)
+    assert told is not None
+    assert float(told[1]) == pytest.approx(epsilon_of({Outbound(clip=1.0, noise=10.0).multiplier: 1}, 1e-5), abs=0.05)
+
+
+def test_the_policy_of_the_page_is_one(hospital: Path) -> None:
+    assert Policy.read(hospital / "words.yaml").outbound == Outbound(
+        keys=("weights", "scalars/samples", "metrics"), max_bytes=100_000_000, clip=1.0, min_count=10
+    )

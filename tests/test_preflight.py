@@ -1,0 +1,215 @@
+"""Preflight: what is fine is told, what is not is named with what to do, and nothing runs before inspection."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medfl import cli, datasets, preflight
+from medfl.case_findings import Findings
+from medfl.inspection import inspect
+from medfl.opening import with_data
+from medfl.outbound import Outbound
+from medfl.policy import Policy
+from medfl.preflight import Asked, Preflight, check
+from medfl.scanning import scan
+from tests.hostile.base import write
+from tests.zoo.build import ZOO
+
+SMALL = {"network": "small_cnn", "image_size": 16}
+
+
+@pytest.fixture(scope="module")
+def moles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return datasets.write_phantom("ham10000", tmp_path_factory.mktemp("moles") / "data", per_class=10, size=16)
+
+
+@pytest.fixture(autouse=True)
+def no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measured step takes seconds: one test is enough."""
+    monkeypatch.setattr(preflight, "step_bytes", lambda federation: 1 << 20)
+
+
+def said(found: Preflight, topic: str, level: str | None = None) -> str:
+    return "\n".join(line.text for line in found.lines if line.topic == topic and level in (None, line.level))
+
+
+def test_a_bundle_and_its_data_that_are_fine_are_ready(moles: Path, tmp_path: Path) -> None:
+    folder = inspect(Path("bundles/ham10000")).folder
+    policy = inspect(folder).policy(Policy(outbound=Outbound(clip=1.0)))
+    found = check(
+        Asked("ham10000", str(moles), Policy(policy.bundle, files=policy.files, outbound=Outbound(clip=1.0)),
+              config=SMALL, folder=tmp_path)
+    )  # fmt: skip
+    assert found.ok, found.text(200)
+    found.require()
+    assert "files are those that the policy pins" in said(found, "inspection", "ok")
+    assert "no formal privacy: no noise is added" in said(found, "policy")
+    assert "layout:" in said(found, "data", "warning")  # of a phantom, which is said
+    assert "items can be read" in said(found, "files", "ok")
+    assert "within the 7 classes" in said(found, "labels", "ok")
+    assert "12 x 16 pixels" in said(found, "size") or "16 x 16 pixels" in said(found, "size")
+    assert "one step with" in said(found, "memory", "ok")
+    assert "State: " in said(found, "disk", "ok")
+    assert found.text(100)[-1].startswith("READY")
+    json.dumps(found.as_dict())
+
+
+def test_a_step_is_measured_in_memory(moles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from medfl.runtimes.memory import step_bytes
+
+    measured: list[int] = []
+
+    def measure(federation: object) -> int:
+        measured.append(step_bytes(federation))  # type: ignore[arg-type]
+        return measured[-1]
+
+    monkeypatch.setattr(preflight, "step_bytes", measure)
+    found = check(Asked("ham10000", str(moles), config=SMALL, batch_size=4))
+    assert measured[0] > 0
+    assert "one step with 4 images takes" in said(found, "memory", "ok")
+
+
+@pytest.mark.parametrize(("free", "level"), [(2 << 20, "ok"), ((1 << 20) + 1, "warning"), (1000, "FAILED")])
+def test_memory_and_disk_are_compared_with_what_is_free(
+    free: int, level: str, moles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "free_memory", lambda: free)
+    monkeypatch.setattr(preflight, "budget", lambda: 0)  # of images in memory
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
+    found = check(Asked("ham10000", str(moles), config=SMALL))
+    assert said(found, "memory", level)
+    assert ("cache of prepared images" in said(found, "disk", "FAILED")) == (level == "FAILED")
+
+
+def test_nothing_of_a_refused_bundle_runs(tmp_path: Path) -> None:
+    """Its expression would write a file."""
+    trace = tmp_path / "ran"
+    root = write(tmp_path / "b")
+    config = json.loads((root / "configs" / "train.json").read_text())
+    config["trap"] = f"$open({str(trace)!r}, 'w').write('x')"
+    config["dataset_dir"] = "@trap"
+    (root / "configs" / "train.json").write_text(json.dumps(config))
+    found = check(Asked(str(root), str(tmp_path)))
+    assert not found.ok
+    assert "nothing of it was run" in said(found, "inspection", "FAILED")
+    assert not said(found, "data")
+    assert not trace.exists()
+
+
+def test_a_folder_of_another_layout_is_told(tmp_path: Path) -> None:
+    found = check(Asked("pbc", str(tmp_path)))
+    assert "holds no pbc data" in said(found, "data", "FAILED")
+    assert [line.advice for line in found.lines if line.level == "FAILED"]
+
+
+def test_unreadable_files_are_named_up_to_twenty_and_counted(moles: Path, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(moles, tmp_path / "data"))
+    broken = sorted(data.glob("images_*/*.jpg"))[:23]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:200])
+    found = check(Asked("ham10000", str(data), config=SMALL))
+    lines = [line.text for line in found.lines if line.topic == "files"]
+    assert len(lines) == 21
+    assert sum(any(path.name in line for path in broken) for line in lines) == 20
+    assert lines[-1].startswith("23 of ")
+    assert not said(found, "memory")  # nothing is measured on data that cannot be read
+    missing = broken[0]
+    missing.unlink()
+    gone = check(Asked("ham10000", str(data), config=SMALL))
+    assert missing.name in said(gone, "data", "FAILED")
+
+
+def test_the_same_image_in_several_sections_is_found_by_its_content(moles: Path, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(moles, tmp_path / "data"))
+    bundle = with_data("ham10000", str(data), SMALL, "cpu").bundle
+    first, again = bundle.data("train")[0]["image"], bundle.data("test")[0]["image"]
+    shutil.copyfile(first, again)
+    found = check(Asked("ham10000", str(data), config=SMALL))
+    text = said(found, "duplicates", "warning")
+    assert "1 images are in several sections" in text
+    assert Path(first).stem in text
+    assert Path(again).stem in text
+
+
+def test_images_unlike_the_others_are_named(moles: Path, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(moles, tmp_path / "data"))
+    large, black = sorted(data.glob("images_*/*.jpg"))[:2]
+    with Image.open(large) as image:
+        image.resize((400, 400)).save(large)
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(black)
+    found = check(Asked("ham10000", str(data), config=SMALL))
+    assert large.stem in said(found, "size", "warning")
+    assert black.stem in said(found, "intensity", "warning")
+    assert found.ok
+
+
+@pytest.mark.parametrize("name", ["seg3d_decathlon_json", "cls2d_glob_yaml", "seg2d_opaque_dataset"])
+def test_bundles_of_the_zoo_s_kinds_are_looked_at_alike(name: str, tmp_path: Path) -> None:
+    bundle = ZOO[name](tmp_path)
+    found = check(Asked(str(bundle.path), None, config=bundle.overrides))
+    assert found.ok, found.text(200)
+    assert "items can be read" in said(found, "files", "ok")
+    if name.startswith("seg3d"):
+        assert "mm" in said(found, "spacing", "ok")
+        assert "0 in " in said(found, "masks", "ok")
+
+
+def test_a_volume_that_cannot_be_read_is_named_for_any_bundle(tmp_path: Path) -> None:
+    bundle = ZOO["seg3d_decathlon_json"](tmp_path)
+    victim = sorted(bundle.path.rglob("imagesTr/*.nii.gz"))[1]
+    victim.write_bytes(b"no volume")
+    found = check(Asked(str(bundle.path), None, config=bundle.overrides))
+    assert victim.name in said(found, "files", "FAILED")
+
+
+def test_labels_outside_the_declared_classes_fail(tmp_path: Path) -> None:
+    bundle = ZOO["seg3d_decathlon_json"](tmp_path)
+    opened = with_data(str(bundle.path), None, bundle.overrides, "cpu").bundle
+    findings = Findings(opened)
+    for seen in scan(opened, "train"):
+        if seen.image is not None:
+            seen.label[0, 0, 0, 0] = 7
+        findings.add(seen)
+    levels = {(topic, level): text for topic, level, text, _ in findings.lines()}
+    assert "7 in 4" in "".join(text for (topic, _), text in levels.items() if topic == "masks")
+
+
+def test_a_server_that_is_not_there_fails_with_what_to_do(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        server = closed.getsockname()
+    found = check(Asked(str(write(tmp_path / "b")), str(tmp_path), server=server))
+    assert "cannot be reached" in said(found, "server", "FAILED")
+    assert "firewall" in next(line.advice for line in found.lines if line.topic == "server")
+
+
+def test_the_command_exits_with_2_if_anything_failed(
+    moles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = [f"--config={key}={value}" for key, value in SMALL.items()]
+    command = ["site", "check", "ham10000", "--data", str(moles), *config, "--batch-size", "4"]
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("READY")
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert cli.main([*command, "--server", f"127.0.0.1:{port}"]) == 2
+    captured = capsys.readouterr()
+    assert "NOT READY: 1 FAILED" in captured.out
+    assert captured.err.startswith("error: server: the server 127.0.0.1")
+    assert captured.err.count("\n") == 1
+    assert cli.main([*command, "--server", "nowhere"]) == 2
+    assert cli.main([*command, "--config", "x"]) == 2
+
+
+@pytest.mark.gpu
+def test_a_step_is_measured_on_a_gpu(moles: Path) -> None:
+    found = check(Asked("ham10000", str(moles), config=SMALL, batch_size=4, device="cuda"))
+    assert "on the GPU" in said(found, "memory", "ok")

@@ -1,0 +1,88 @@
+"""The account: epsilon against an independent formula, words that are true, and a file that lasts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from medfl.errors import RunError
+from medfl.privacy import Account, epsilon_of
+
+pytest.importorskip("dp_accounting")
+
+
+def exact(multiplier: float, replies: int, delta: float) -> float:
+    """Epsilon of the Gaussian mechanism, exactly (Balle and Wang, 2018, Theorem 8).
+
+    So many replies with noise multiplier z are one with z / sqrt(n): with m = sqrt(n) / z,
+    delta = Phi(m/2 - epsilon/m) - exp(epsilon) Phi(-m/2 - epsilon/m).
+    """
+    m = math.sqrt(replies) / multiplier
+
+    def excess(epsilon: float) -> float:
+        tail = math.exp(epsilon + norm.logcdf(-m / 2 - epsilon / m))
+        return float(norm.cdf(m / 2 - epsilon / m) - tail - delta)
+
+    return float(brentq(excess, 0.0, 500.0, xtol=1e-9))
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-7])
+@pytest.mark.parametrize(("multiplier", "replies"), [(0.5, 1), (1.0, 1), (2.0, 1), (5.0, 1), (10.0, 1), (4.0, 20)])
+def test_epsilon_is_at_least_the_exact_one_and_close_to_it(multiplier: float, replies: int, delta: float) -> None:
+    found, least = epsilon_of({multiplier: replies}, delta), exact(multiplier, replies, delta)
+    assert least <= found <= 1.25 * least + 0.05
+
+
+def test_replies_with_different_noise_are_composed() -> None:
+    """Gaussian mechanisms of multipliers 3 and 4 together are one of 1 / sqrt(1/9 + 1/16) = 2.4."""
+    assert epsilon_of({3.0: 1, 4.0: 1}, 1e-5) == pytest.approx(epsilon_of({2.4: 1}, 1e-5))
+
+
+def test_nothing_is_told_before_the_first_reply_and_more_with_each() -> None:
+    account, found = Account(), [0.0]
+    assert account.epsilon() == 0
+    for _ in range(3):
+        expected = account.epsilon(4.0)
+        account.spend(4.0)
+        assert account.epsilon() == expected > found[-1]
+        found.append(account.epsilon())
+    assert account.words().startswith(f"3 replies: epsilon {found[-1]:.3g} at delta 1e-05 for all training images")
+
+
+def test_the_words_are_no_formal_privacy_once_something_was_not_covered() -> None:
+    plain = Account()
+    plain.spend(None)
+    assert plain.words() == "1 reply: no formal privacy, for replies left without clipping and noise"
+    plain.spend(4.0)
+    assert "for 1 of the replies left without" in plain.words()
+    other = Account()
+    other.spend(4.0, {"prototypes/*": 1, "scalars/steps": 1})
+    assert other.words() == ("1 reply: no formal privacy, for these left without noise: prototypes/*, scalars/steps")
+    assert math.isinf(other.epsilon())
+    assert other.as_dict()["epsilon"] is None
+
+
+def test_an_account_lasts_in_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "x.privacy.json"
+    account = Account.open(path, 1e-5)
+    account.spend(4.0)
+    account.spend(8.0)
+    again = Account.open(path, 1e-5)
+    assert (again.noised, again.plain, again.epsilon()) == (account.noised, 0, account.epsilon())
+    again.spend(None, {"scalars/steps": 2})
+    last = Account.open(path, 1e-5)
+    assert (last.replies, last.plain, dict(last.uncovered)) == (3, 1, {"scalars/steps": 2})
+    assert json.loads(path.read_text())["words"] == last.words()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"noised": 3}', '{"noised": [], "uncovered": {}, "plain": "x"}'])
+def test_a_damaged_account_is_told_and_never_begun_anew(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.privacy.json"
+    path.write_text(text)
+    with pytest.raises(RunError, match=r"the privacy account .* cannot be read"):
+        Account.open(path, 1e-5)
