@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | bench | docs        PYTHON=python3.12 TORCH=cpu make demo
+# make demo | test | test-all | lint | bench | docs | site   PYTHON=python3.12 TORCH=cpu make demo
 PYTHON ?= python3
 # TORCH=cpu takes PyTorch's CPU wheel from its own index instead of the CUDA build.
 TORCH ?=
@@ -9,7 +9,7 @@ TORCH_CPU = $(if $(filter cpu,$(TORCH)),$(call PIP,$(1)) torch --index-url https
 SOURCES := setup.cfg pyproject.toml
 WORKERS := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all lint bench docs clean
+.PHONY: demo test test-all lint bench docs site clean
 
 $(DEMO)/.installed: $(SOURCES)
 	$(PYTHON) -m venv --clear $(DEMO)
@@ -45,10 +45,15 @@ bench: $(TEST)/.installed
 	$(TEST)/bin/python benchmarks/overhead.py
 	$(TEST)/bin/python benchmarks/method_cost.py
 
-# The tables of the README are made from the code, those of docs/results.md from the summaries of runs.
+# What the README and docs/ say of the code is made from it, the tables of docs/results.md from the summaries of runs.
 docs: $(TEST)/.installed
 	$(TEST)/bin/python -m medfl.catalogue README.md
+	$(TEST)/bin/python docs/site/generate.py
 	$(TEST)/bin/python docs/results/make.py
+
+# The documentation as a site that needs no network: build/site/index.html
+site: $(TEST)/.installed
+	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/python -m mkdocs build --quiet --strict -f docs/site/mkdocs.yml
 
 clean:
 	rm -rf $(DEMO) $(TEST) build *.egg-info

@@ -1,0 +1,273 @@
+"""The parts of the documentation that are made from the code, so that they cannot go stale.
+
+`python docs/site/generate.py` refreshes what stands between `<!-- NAME -->` and `<!-- /NAME -->` on the pages of
+`PARTS`; all other lines are written by hand. `--check` changes nothing, names what is stale and ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from medfl import catalogue, cli, methods, terminal
+from medfl.bundle import Bundle, shipped
+from medfl.storage import write_atomic
+
+DOCS = Path(__file__).resolve().parents[1]
+
+Parts = Mapping[str, Callable[[], str]]
+
+
+# Methods
+
+
+def method_table() -> str:
+    """Return the README's table of methods with links to their pages and without their options."""
+    rows = []
+    for line in catalogue.methods_markdown().splitlines():
+        cells = _cells(line)
+        name = cells[0].strip("`")
+        cells[0] = f"[`{name}`](methods/{name}.md)" if name in methods.names() else cells[0]
+        rows.append("| " + " | ".join([*cells[:5], cells[6]]) + " |")
+    return "\n".join(rows)
+
+
+def method_parts(name: str) -> Parts:
+    """Return what a method's page takes from its class and its module."""
+    return {
+        "facts": lambda: _facts(name),
+        "options": lambda: _options(name),
+        "as built": lambda: _as_built(name),
+    }
+
+
+@cache
+def _method(name: str) -> catalogue.Document:
+    """Return what the catalogue knows of a method; finding out what travels takes a moment."""
+    return catalogue.methods(name)
+
+
+def _facts(name: str) -> str:
+    entry = _method(name)
+    page = catalogue.methods_text(entry, 10_000).split("\n\n")[1]
+    facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in page.splitlines())
+    rows = [[fact[0].upper() + fact[1:], _escaped(text)] for fact, text in facts.items()]
+    return f"{_escaped(entry['summary'])}\n\n" + terminal.markdown(["", ""], rows)
+
+
+def _options(name: str) -> str:
+    entry = _method(name)
+    tables = [_option_table(entry["options"])] if entry["options"] else ["This method has no options."]
+    if entry["prototype_options"]:
+        tables += [
+            "Class prototypes can be shared beside the weights, as in [FedMR](fedmr.md):",
+            _option_table(entry["prototype_options"]),
+        ]
+    return "\n\n".join(tables)
+
+
+def _option_table(options: list[dict[str, Any]]) -> str:
+    rows = [
+        [f"`{o['name']}`", _kind(o), f"`{_plain(o['default'])}`" if o["default"] != "" else "", _escaped(o["help"])]
+        for o in options
+    ]
+    return terminal.markdown(["Option", "Value", "Default", "What it does"], rows)
+
+
+def _kind(option: Mapping[str, Any]) -> str:
+    if option["choices"]:
+        return ", ".join(f"`{_plain(choice)}`" if choice != "" else "nothing" for choice in option["choices"])
+    least = f" ≥ {option['minimum']:g}" if option["minimum"] is not None else ""
+    return str(option["type"]).replace("|", "or") + least
+
+
+def _as_built(name: str) -> str:
+    """Return the module's docstring but for its title: aligned lines as they are, the rest as paragraphs."""
+    paragraphs = _method(name)["docs"].strip().split("\n\n")
+    lines = paragraphs[0].split("\n")
+    paragraphs[0] = "\n".join(lines[1:]).strip("\n")
+    made = [_paragraph(text) for text in paragraphs if text]
+    return '<div class="as-built" markdown>\n\n' + "\n\n".join(made) + "\n\n</div>"
+
+
+def _paragraph(text: str) -> str:
+    if re.search(r"\S {2,}\S|^ +\S", text, re.MULTILINE):
+        return f"```text\n{text}\n```"
+    return re.sub(r"(?:^|\n)(Departures?\b)", r"\n\n**\1**", _escaped(text)).strip()
+
+
+# Bundles
+
+
+def bundle_table() -> str:
+    """Return the README's table of bundles with links to their sections."""
+    names, kept = "|".join(shipped()), (0, 1, 2, 3, 5, 7)  # pixels and protocols are in the sections
+    rows = [
+        "| " + " | ".join(_cells(line)[i] for i in kept) + " |" for line in catalogue.bundles_markdown().splitlines()
+    ]
+    return re.sub(rf"^\| `({names})`", r"| [`\1`](#\1)", "\n".join(rows), flags=re.MULTILINE)
+
+
+def bundle_sections() -> str:
+    """Return a section for each shipped bundle: its task, classes, centres, licence, layouts, protocol and counts."""
+    return "\n\n".join(map(_bundle_section, shipped()))
+
+
+def _bundle_section(name: str) -> str:
+    entry, bundle = catalogue.bundles(name), Bundle(name)
+    metadata = json.loads((bundle.root / "configs" / "metadata.json").read_text(encoding="utf-8"))
+    facts = {
+        "Task": metadata["task"],
+        "Classes": ", ".join(entry["class_names"]),
+        "Centres": ", ".join(entry["centre_names"]) or "not known",
+        "Network": f"`{entry['network']}`",
+        "Protocol": entry["protocol"],
+        "Defaults": ", ".join(f"{key} `{_plain(value)}`" for key, value in entry["defaults"].items()),
+        "Presets": "; ".join(f"`{preset}`: {about}" for preset, about in entry["presets"].items()) or "none",
+        "Splits": ", ".join(f"`{split}`" for split in entry["splits"]),
+        "Layouts": "<br>".join(map(_code, entry["layouts"])),
+        "Real images": f"`medfl data fetch {name} --out DIR`" if entry["can_fetch"] else "by hand, from the source",
+        "Licence": entry["licence"],
+        "Source": entry["source"],
+        "Cite": entry["citation"],
+    }
+    facts = {fact: text if re.search("`|<code>", text) else _escaped(text) for fact, text in facts.items()}
+    notes = [f"- {_escaped(note)}" for note in entry["notes"]]
+    return "\n\n".join(
+        [
+            f"### {name}",
+            f"{_escaped(metadata['description'])}",
+            terminal.markdown(["", ""], [[fact, text] for fact, text in facts.items()]),
+            *_counts(bundle.root / "docs" / "README.md"),
+            *(["\n".join(notes)] if notes else []),
+        ]
+    )
+
+
+def _counts(readme: Path) -> list[str]:
+    """Return the table of counts of a bundle's README and what is said of it."""
+    found = re.search(r"^## Counts\n+(.*?)(?=^## |\Z)", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [found[1].strip()] if found else []
+
+
+# Command line
+
+
+def command_line() -> str:
+    """Return the help of every verb, from the parser itself."""
+    return "\n\n".join(_verb(parser) for parser in _parsers(cli._parser()))
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not inner:
+        yield parser
+    for action in inner:
+        for verb in action.choices.values():
+            yield from _parsers(verb)
+
+
+def _verb(parser: argparse.ArgumentParser) -> str:
+    positional = " ".join(str(action.metavar) for action in parser._actions if not action.option_strings)
+    parts = [
+        f"## {parser.prog}",
+        parser.description or "",
+        f"```text\n{' '.join(f'{parser.prog} {positional} [options]'.split())}\n```",
+    ]
+    for group in parser._action_groups:
+        rows = [_argument(action) for action in group._group_actions if action.dest != "help"]
+        if rows:
+            title = {"options": "general", "positional arguments": "arguments"}.get(str(group.title), str(group.title))
+            parts += [terminal.markdown([title[0].upper() + title[1:], ""], rows)]
+    about, _, examples = (parser.epilog or "").partition("examples\n")
+    parts += [_escaped(" ".join(about.split()))] if about.strip() else []
+    parts += [f"```text\n{examples}\n```"] if examples else []
+    return "\n\n".join(parts)
+
+
+def _argument(action: argparse.Action) -> list[str]:
+    value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+    if not action.option_strings:
+        name = str(action.metavar) + ("..." if action.nargs == "+" else "")
+        return [_code(name), _escaped(action.help or "")]
+    must = " (required)" if action.required else ""
+    return [_code(", ".join(action.option_strings) + value), _escaped((action.help or "") + must)]
+
+
+# Pages
+
+
+PARTS: Mapping[str, Parts] = {
+    "methods.md": {"methods": method_table},
+    "bundles.md": {"bundles": bundle_table, "sections": bundle_sections},
+    "cli.md": {"verbs": command_line},
+    **{f"methods/{name}.md": method_parts(name) for name in methods.names()},
+}
+
+
+def fresh(text: str, parts: Parts) -> str:
+    """Return a page with its marked parts made anew.
+
+    Raises:
+        ValueError: a part's two marks are not there, in this order, exactly once.
+    """
+    for name, make in parts.items():
+        opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if text.count(opening) != 1 or text.count(closing) != 1 or text.index(opening) > text.index(closing):
+            raise ValueError(f"the page needs {opening} and {closing} once, in this order")
+        before, _, rest = text.partition(opening)
+        text = f"{before}{opening}\n\n{make()}\n\n{closing}{rest.partition(closing)[2]}"
+    return text
+
+
+def stale() -> Iterator[tuple[Path, str]]:
+    """Yield the pages that are not as the code has them, with what they should say."""
+    for page, parts in PARTS.items():
+        path = DOCS / page
+        text = path.read_text(encoding="utf-8")
+        if (wanted := fresh(text, parts)) != text:
+            yield path, wanted
+
+
+def _escaped(text: str) -> str:
+    """Keep plain text plain in Markdown: marks of emphasis, links, mathematics and HTML mean themselves."""
+    pieces = re.split(r"(`[^`\n]*`)", text)
+    return "".join(
+        piece if i % 2 else re.sub(r"([\\*_\[\]$~])", r"\\\1", html.escape(piece, quote=False))
+        for i, piece in enumerate(pieces)
+    )
+
+
+def _cells(row: str) -> list[str]:
+    """Return the cells of a row of a Markdown table."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+
+
+def _code(text: str) -> str:
+    """Mark as code; a bar ends a cell even there, or shows its backslash, as the reader of Markdown likes."""
+    return f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def main(arguments: list[str]) -> int:
+    """Refresh the pages, or with --check only name the stale ones."""
+    found = list(stale())
+    for path, wanted in found:
+        if "--check" not in arguments:
+            write_atomic(path, wanted.encode())
+        sys.stdout.write(f"{path.relative_to(DOCS.parent)}: {'stale' if '--check' in arguments else 'refreshed'}\n")
+    return int(bool(found) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
