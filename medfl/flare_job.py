@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.errors import InputError, RunError
+from medfl.flare_files import allow, participants, raise_failed
 from medfl.runtimes.flare import BESIDE, DONE, FAILED, SAID
 from medfl.runtimes.flare_wire import wire_names
 from medfl.settings import Run
@@ -80,7 +81,7 @@ def on_one_machine(run: Run, folder: Path, *, min_replies: int = 0, **settings: 
     Raises:
         InputError: it has more sites than there can be processes.
     """
-    from medfl.flare_parts import MedflController, MedflExecutor, participants
+    from medfl.flare_parts import MedflController, MedflExecutor
 
     clients = list(wire_names(participants(run)).values())
     if len(clients) > MOST_SITES:
@@ -128,7 +129,7 @@ def write(made: Any, folder: Path) -> Path:
 
 def _on_simulator(beside: Path, job: str, clients: list[str], say: Say) -> Path:
     """Run a job as `SimEnv` does, but for the output and the end; return where the output is."""
-    from medfl.flare_parts import SIMULATED, allow
+    from medfl.flare_parts import SIMULATED
 
     workspace, log = beside / "workspace", beside / "output.txt"
     allow(workspace / "local" / "resources.json", SIMULATED)
@@ -161,8 +162,6 @@ def _on_poc(beside: Path, job: str, clients: list[str], say: Say) -> Path:
 
 def _result(folder: Path, where: str) -> dict[str, Any]:
     """Return the summary that the server wrote, or raise what ended it; remove what is of no use any more."""
-    from medfl.flare_parts import raise_failed
-
     beside = folder / BESIDE
     if (beside / FAILED).is_file():
         raise_failed(json.loads((beside / FAILED).read_text()))

@@ -28,18 +28,17 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
-from nvflare.app_opt.pt.decomposers import TensorDecomposer
-from nvflare.fuel.utils import fobs
 
-from medfl import methods
-from medfl.errors import InputError, MedflError, RunError
+from medfl import flare_tensors
+from medfl.errors import InputError, MedflError
+from medfl.flare_files import failed, participants, read_run
 from medfl.flare_own import FILE, OwnSite, open_server, open_site, taken, unlimited
 from medfl.folder import RunFolder
 from medfl.planning import repeat
 from medfl.report import write_report
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.absent import Tolerance
-from medfl.runtimes.federation import POOLED, Federation
+from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare import BESIDE, DONE, FAILED, SAID, Answer, FlareWorkers
 from medfl.runtimes.flare_remote import ToldFolder
 from medfl.runtimes.flare_wire import Parcel, from_model, to_model
@@ -51,8 +50,8 @@ if TYPE_CHECKING:
     from medfl.runtimes.flare_site import FlareSite
 
 Say = Callable[[str], object]
-RUN_FILE, SITES = "run.json", "sites"
-"""The run's record in a job, and where in the run folder the sites of one machine keep their States."""
+SITES = "sites"
+"""Where in the run folder the sites of one machine keep their States."""
 
 
 class _Controller(ModelController):  # type: ignore[misc]
@@ -74,7 +73,7 @@ class _Controller(ModelController):  # type: ignore[misc]
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Let FLARE take tensors apart."""
-        fobs.register(TensorDecomposer)
+        flare_tensors.register()
         super().start_controller(fl_ctx)
 
     def run(self) -> None:
@@ -248,7 +247,7 @@ class _Executor(Executor):  # type: ignore[misc]
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Let FLARE take tensors apart, and let go of everything at the end."""
         if event_type == EventType.START_RUN:
-            fobs.register(TensorDecomposer)
+            flare_tensors.register()
         elif event_type == EventType.END_RUN and self._site is not None:
             self._site.algo.finalize()
 
@@ -330,34 +329,6 @@ def _read(result: Shareable, site: str) -> Parcel:
         return wire.failure(error)
 
 
-def participants(run: Run) -> list[str]:
-    """Return who trains in a run, as `Federation.participants`."""
-    return [POOLED] if methods.load(run.method, run.options).pools_data else list(run.partition.sites)
-
-
-def read_run(app: str) -> Run:
-    """Read the run that a job carries."""
-    path = Path(app) / "config" / RUN_FILE
-    try:
-        return Run.from_dict(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise InputError(f"the job's {path.name} ({error})", "a job that medfl made", "export it again") from error
-
-
-def failed(error: Exception) -> dict[str, Any]:
-    """Return an error as plain values."""
-    if isinstance(error, InputError):
-        return {"parts": list(error._parts)}
-    return {"text": str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {error}"}
-
-
-def raise_failed(document: dict[str, Any]) -> None:
-    """Raise the error that `failed` was given."""
-    if "parts" in document:
-        raise InputError(*document["parts"])
-    raise RunError(document["text"])
-
-
 def _paths(*parts: type) -> list[str]:
     return [f"{part.__module__}.{part.__name__}" for part in parts]
 
@@ -366,22 +337,3 @@ ALLOWED = _paths(RemoteController, RemoteExecutor)
 """Class paths for the allow-list of a site, or a server, with images of its own."""
 SIMULATED = _paths(MedflController, MedflExecutor)
 """Class paths for one machine: they take folders from the job, and have no place on any other allow-list."""
-
-
-def allow(resources: Path, classes: Sequence[str], never: Sequence[str] = ()) -> None:
-    """Set which classes FLARE makes at a site, keeping what the file says else.
-
-    Args:
-        resources: `local/resources.json` of a startup kit.
-        classes: to be added.
-        never: to be taken out.
-    """
-    from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
-
-    default = resources.with_name(resources.name + ".default")
-    source = resources if resources.is_file() else default
-    document: dict[str, Any] = json.loads(source.read_text()) if source.is_file() else {"format_version": 2}
-    listed = [name for name in document.get("class_allow_list") or DEFAULT_CLASS_ALLOW_LIST if name not in never]
-    document["class_allow_list"] = listed + [name for name in classes if name not in listed]
-    resources.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(resources, json.dumps(document, indent=4).encode())

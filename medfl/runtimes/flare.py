@@ -92,7 +92,7 @@ class _Question:
             (self.word, self.numbers, self.extra.keys()) == (other.word, other.numbers, other.extra.keys())
             and not self.extra
             and here.keys() == there.keys()
-            and all(here[name] is there[name] or torch.equal(here[name], there[name]) for name in here)
+            and all(_same(here[name], there[name]) for name in here)
         )
 
 
@@ -307,6 +307,10 @@ class FlareWorkers(Workers):
     def _arrived(self, name: str, parcel: Parcel) -> Message:
         message = self._federation.arrived(name, parcel.under("message"))
         return moved_message(message, self._federation.networks.device)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and torch.equal(one, other))
 
 
 def told_of(parcel: Parcel, sections: Sequence[str]) -> dict[str, float]:

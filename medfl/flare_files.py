@@ -1,0 +1,64 @@
+"""Small files around a FLARE job: the run that it carries, what ended it, and what a startup kit lets FLARE make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medfl import methods
+from medfl.errors import InputError, MedflError, RunError
+from medfl.runtimes.federation import POOLED
+from medfl.settings import Run
+from medfl.storage import write_atomic
+
+RUN_FILE = "run.json"
+"""The run's record, in the configuration folder of a job."""
+
+
+def participants(run: Run) -> list[str]:
+    """Return who trains in a run, as `Federation.participants`."""
+    return [POOLED] if methods.load(run.method, run.options).pools_data else list(run.partition.sites)
+
+
+def read_run(app: str) -> Run:
+    """Read the run that a job carries."""
+    path = Path(app) / "config" / RUN_FILE
+    try:
+        return Run.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise InputError(f"the job's {path.name} ({error})", "a job that medfl made", "export it again") from error
+
+
+def failed(error: Exception) -> dict[str, Any]:
+    """Return an error as plain values."""
+    if isinstance(error, InputError):
+        return {"parts": list(error._parts)}
+    return {"text": str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {error}"}
+
+
+def raise_failed(document: dict[str, Any]) -> None:
+    """Raise the error that `failed` was given."""
+    if "parts" in document:
+        raise InputError(*document["parts"])
+    raise RunError(document["text"])
+
+
+def allow(resources: Path, classes: Sequence[str], never: Sequence[str] = ()) -> None:
+    """Set which classes FLARE makes at a site, keeping what the file says else.
+
+    Args:
+        resources: `local/resources.json` of a startup kit.
+        classes: to be added.
+        never: to be taken out.
+    """
+    from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
+
+    default = resources.with_name(resources.name + ".default")
+    source = resources if resources.is_file() else default
+    document: dict[str, Any] = json.loads(source.read_text()) if source.is_file() else {"format_version": 2}
+    listed = [name for name in document.get("class_allow_list") or DEFAULT_CLASS_ALLOW_LIST if name not in never]
+    document["class_allow_list"] = listed + [name for name in classes if name not in listed]
+    resources.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(resources, json.dumps(document, indent=4).encode())

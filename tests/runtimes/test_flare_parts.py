@@ -1,0 +1,234 @@
+"""The controllers and executors that FLARE makes, on an engine of the test's own."""
+
+from __future__ import annotations
+
+import json
+import queue
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("nvflare")
+
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.shareable import make_reply
+from nvflare.apis.signal import Signal
+from nvflare.app_common.abstract.fl_model import FLModel
+from nvflare.app_common.utils.fl_model_utils import FLModelUtils
+from nvflare.app_opt.pt.decomposers import TensorDecomposer
+
+from medfl import datasets, flare_offer, flare_tensors
+from medfl.errors import InputError, RunError
+from medfl.flare_files import allow, failed, raise_failed, read_run
+from medfl.flare_job import recipe
+from medfl.flare_own import unlimited
+from medfl.flare_parts import (
+    MedflController,
+    MedflExecutor,
+    RemoteController,
+    RemoteExecutor,
+)
+from medfl.runtimes import flare_wire as wire
+from medfl.runtimes.flare import BESIDE, FAILED, SAID
+from medfl.runtimes.flare_wire import Parcel, from_model, to_model
+
+CONFIG = {"network": "small_cnn", "image_size": 16}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("jobs") / "out"
+    asked = {"config": CONFIG, "requested": {"rounds": 1, "local_epochs": 1, "batch_size": 8}, "rehearsal": True}
+    return Path(flare_offer.export("mednist", ["north", "south"], out, **asked)["job"])
+
+
+class Workspace:
+    """Where a participant's files are."""
+
+    def __init__(self, job: Path, local: Path) -> None:
+        self.job, self.local = job, local
+
+    def get_app_dir(self, job_id: str) -> str:
+        return str(self.job / "app")
+
+    def get_site_config_dir(self) -> str:
+        return str(self.local)
+
+
+def context(workspace: Workspace, name: str = "north") -> Any:
+    engine = SimpleNamespace(get_workspace=lambda: workspace)
+    return SimpleNamespace(get_engine=lambda: engine, get_job_id=lambda: "1", get_identity_name=lambda: name)
+
+
+def local(place: Path, **values: Any) -> Path:
+    place.mkdir(exist_ok=True)
+    (place / "medfl.yaml").write_text(yaml.safe_dump({"bundle": "mednist", "folder": str(place / "kept"), **values}))
+    return place
+
+
+def controller(made: Any, workspace: Workspace) -> Any:
+    """A controller on the test's engine; what it sends, says and panics about is noted."""
+    made.fl_ctx, made.engine = context(workspace), SimpleNamespace(get_workspace=lambda: workspace)
+    made.panics, made.sent, made.cancelled = [], [], []
+    made.info, made.warning = lambda text: None, lambda text: None
+    made.panic = made.panics.append
+    made.broadcast = lambda task, fl_ctx, targets, min_responses: made.sent.append((task, targets))
+    made.cancel_task = lambda task, fl_ctx: made.cancelled.append(task)
+    made.abort_signal = Signal()
+    return made
+
+
+# The server
+
+
+def test_a_server_refuses_a_run_that_it_has_unless_it_is_to_go_on(job: Path, tmp_path: Path) -> None:
+    workspace, run = Workspace(job, local(tmp_path / "local")), read_run(str(job / "app"))
+    first = controller(RemoteController(), workspace)
+    path = first._place()
+    assert path.parent == tmp_path / "local" / "kept"
+    assert path.name == f"mednist-fedavg-{unlimited(run).run_hash[:16]}"
+    (path / "run.json").write_text("{}")
+    with pytest.raises(InputError, match="the server has this run in .*; export the job with --resume"):
+        controller(RemoteController(), workspace)._place()
+    assert controller(RemoteController(resume=True), workspace)._place() == path
+
+
+def test_what_ends_a_run_is_written_and_told_to_flare(job: Path, tmp_path: Path) -> None:
+    made = controller(RemoteController(), Workspace(job, local(tmp_path / "local", bundle="pneumonia")))
+    made.run()
+    assert made.panics == ["bundle 'pneumonia' of the server" + made.panics[0].partition("of the server")[2]]
+    (path,) = (tmp_path / "local" / "kept").iterdir()
+    with pytest.raises(InputError, match="bundle 'pneumonia' of the server"):
+        raise_failed(json.loads((path / BESIDE / FAILED).read_text()))
+    assert not (path / BESIDE / SAID).exists()
+
+
+def test_a_server_without_a_file_of_its_own_says_so(job: Path, tmp_path: Path) -> None:
+    made = controller(RemoteController(), Workspace(job, tmp_path))
+    made.run()
+    assert len(made.panics) == 1
+    assert "medfl.yaml cannot be read" in made.panics[0]
+
+
+def test_an_error_is_the_same_after_it_was_written() -> None:
+    for error, kind in ((InputError("a", "b", "c"), InputError), (RunError("d"), RunError), (OSError("e"), RunError)):
+        document = json.loads(json.dumps(failed(error)))
+        with pytest.raises(kind) as caught:
+            raise_failed(document)
+        assert str(caught.value) == (f"OSError: {error}" if isinstance(error, OSError) else str(error))
+
+
+def test_one_task_goes_to_all_and_its_answers_are_put_where_they_are_waited_for(job: Path, tmp_path: Path) -> None:
+    made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
+    made._called = {"St. A": "participant-1", "b": "participant-2"}
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    number = made.ask(wire.TRAIN, ["St. A", "b"], Parcel({"message/weights/a": torch.ones(2)}, {"round": 1}), answers)
+    ((task, targets),) = made.sent
+    assert (task.name, targets) == (wire.TRAIN, ["participant-1", "participant-2"])
+    assert from_model(FLModelUtils.from_shareable(task.data), "x").whole(wire.ROUND) == 1
+    good = FLModelUtils.to_shareable(to_model(Parcel({}, {"steps": 2})))
+    for called, result, text in (
+        ("participant-1", good, ""),
+        ("participant-2", make_reply(ReturnCode.EXECUTION_EXCEPTION), "FLARE says EXECUTION_EXCEPTION"),
+    ):
+        client_task = SimpleNamespace(client=SimpleNamespace(name=called), result=result)
+        task.result_received_cb(client_task, None)
+        answer = answers.get_nowait()
+        assert (answer.question, made._called[answer.site], answer.parcel.failed) == (number, called, text)
+        assert client_task.result is None
+    made.drop(number)
+    assert made.cancelled == []
+
+
+def test_a_task_that_somebody_still_works_on_is_cancelled(job: Path, tmp_path: Path) -> None:
+    made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
+    made._called = {"a": "a"}
+    number = made.ask(wire.TRAIN, ["a"], Parcel({}, {"round": 1}), queue.SimpleQueue())
+    made.drop(number)
+    assert made.cancelled == [made.sent[0][0]]
+
+
+def test_sites_that_went_away_and_a_job_that_is_aborted_are_known(job: Path, tmp_path: Path) -> None:
+    made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
+    made._called = {"a": "participant-1", "b": "participant-2"}
+    made.handle_event("_client_disconnected", SimpleNamespace(get_prop=lambda key: "participant-2"))
+    assert (made.lost("a"), made.lost("b")) == ("", "it has vanished")
+    assert not made.over()
+    made.abort_signal.trigger(True)
+    assert made.over()
+
+
+# A site
+
+
+def asked(part: Any, word: str, parcel: Parcel, workspace: Workspace, name: str = "north") -> Parcel:
+    question = FLModelUtils.to_shareable(to_model(parcel))
+    return from_model(
+        FLModelUtils.from_shareable(part.execute(word, question, context(workspace, name), Signal())), name
+    )
+
+
+def test_a_site_with_images_of_its_own_answers_from_its_file(job: Path, tmp_path: Path) -> None:
+    data = datasets.write_phantom("mednist", tmp_path / "data", per_class=10, size=16)
+    place = local(tmp_path / "local", data=str(data), permits=["network", "image_size"], audit="audit.jsonl")
+    told = asked(RemoteExecutor(), wire.INTRODUCE, Parcel({}, {"round": 0}), Workspace(job, place))
+    assert (told.failed, told.whole(wire.SAMPLES)) == ("", 42)
+    assert (place / "audit.jsonl").is_file()
+    strict = local(tmp_path / "strict", data=str(data))
+    refused = asked(RemoteExecutor(), wire.INTRODUCE, Parcel({}, {"round": 0}), Workspace(job, strict))
+    assert refused.failed.startswith("site 'north' refuses the run: config ")
+    other = asked(RemoteExecutor(), wire.INTRODUCE, Parcel({}, {"round": 0}), Workspace(job, place), "east")
+    assert other.failed.startswith("site 'east' refuses the run: it is not one of its sites")
+
+
+def test_a_site_without_its_file_answers_instead_of_dying(job: Path, tmp_path: Path) -> None:
+    for part in (RemoteExecutor(), MedflExecutor(str(tmp_path), str(tmp_path))):
+        told = asked(part, wire.TRAIN, Parcel({}, {"round": 1}), Workspace(tmp_path, tmp_path))
+        assert told.failed
+        assert "\n" not in told.failed
+
+
+# Jobs
+
+
+def test_a_list_of_classes_is_added_to_and_the_rest_kept(tmp_path: Path) -> None:
+    path = tmp_path / "local" / "resources.json"
+    allow(path, ["a.B"])
+    listed = json.loads(path.read_text())["class_allow_list"]
+    assert listed[-1] == "a.B"
+    assert len(listed) > 20
+    path.write_text(json.dumps({"class_allow_list": ["x.Y", "z.Z"], "other": 1}))
+    allow(path, ["a.B", "x.Y"], never=["z.Z"])
+    assert json.loads(path.read_text()) == {"class_allow_list": ["x.Y", "a.B"], "other": 1}
+
+
+def test_the_recipe_registers_nothing_and_ships_nothing(job: Path, tmp_path: Path) -> None:
+    run = read_run(str(job / "app"))
+    made = recipe(run, job / "app" / "config" / "run.json", ["north"], RemoteController(), RemoteExecutor(), 1)
+    made.export(str(tmp_path / "out"))
+    assert not list((tmp_path / "out").rglob("custom"))
+    assert not list((tmp_path / "out").rglob("*.py"))
+
+
+def test_a_tensor_that_cannot_be_read_is_refused_by_its_name_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = flare_tensors.Tensors().native_decompose(torch.ones(3))
+    assert torch.equal(flare_tensors.Tensors().native_recompose(whole), torch.ones(3))
+    read = flare_tensors.Tensors().native_recompose(whole[:20])
+    with pytest.raises(RunError, match="site 'x': 'message/a' is a Unreadable; expected a dense tensor"):
+        from_model(FLModel(params={"message/a": read}), "site 'x'")
+    for fails in (True, False):
+
+        def download(*_: object, fails: bool = fails) -> tuple[str, None]:
+            if fails:
+                raise ValueError("no header")
+            return "no answer", None
+
+        monkeypatch.setattr(TensorDecomposer, "download", download)
+        error, items = flare_tensors.Tensors().download("there", "1")
+        assert error == ""
+        assert "message/a" in items
+        assert isinstance(items.get("message/a"), flare_tensors.Unreadable)
