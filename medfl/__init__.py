@@ -1,9 +1,36 @@
-"""medfl: federated training of MONAI bundles across sites that may not share data."""
+"""medfl: federated training of MONAI bundles across sites that may not share data.
+
+`run` trains, `load_run` opens what a run left, `compare` runs several methods; `methods.names()` and `bundles()` say
+what there is. A method of one's own is a `Method` with `option` fields; it sees a `Site` or a `Host`, `Message` and
+`State`, and trains with `fit`.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medfl.api import bundles as bundles
+    from medfl.api import compare as compare
+    from medfl.api import run as run
+    from medfl.bundle import Bundle as Bundle
+    from medfl.errors import InputError as InputError
+    from medfl.errors import RunError as RunError
+    from medfl.launch import federate as federate
+    from medfl.message import Message as Message
+    from medfl.methods.base import Method as Method
+    from medfl.methods.base import option as option
+    from medfl.results import Result as Result
+    from medfl.results import load_run as load_run
+    from medfl.settings import Run as Run
+    from medfl.site import Host as Host
+    from medfl.site import Site as Site
+    from medfl.storage import State as State
+    from medfl.task import Task as Task
+    from medfl.training import fit as fit
 
 _PUBLIC = {
     "Bundle": "medfl.bundle",
@@ -11,14 +38,19 @@ _PUBLIC = {
     "InputError": "medfl.errors",
     "Message": "medfl.message",
     "Method": "medfl.methods.base",
+    "Result": "medfl.results",
     "Run": "medfl.settings",
     "RunError": "medfl.errors",
     "Site": "medfl.site",
     "State": "medfl.storage",
     "Task": "medfl.task",
+    "bundles": "medfl.api",
+    "compare": "medfl.api",
     "federate": "medfl.launch",
     "fit": "medfl.training",
+    "load_run": "medfl.results",
     "option": "medfl.methods.base",
+    "run": "medfl.api",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -26,6 +58,8 @@ __all__ = sorted(_PUBLIC)
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch and MONAI take seconds, `medfl --help` should not."""
+    if name == "methods":
+        return importlib.import_module("medfl.methods")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'medfl' has no attribute {name!r}; its public names are {', '.join(__all__)}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)
@@ -34,3 +68,14 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the public names."""
     return __all__
+
+
+class _Package(ModuleType):
+    """`medfl.compare` is the function, also once the module of that name has been imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name == "compare" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from medfl import arguments, export_cli, report_cli, site_cli, terminal
+from medfl import arguments, export_cli, flare_cli, new_cli, report_cli, site_cli, subgroups_cli, terminal
 from medfl.errors import InputError, MedflError
 
 _EXIT_INTERRUPTED = 130
@@ -117,7 +117,7 @@ def _parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"medfl {metadata.version('medfl')}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_Parser)
-    _add_run(verbs)
+    _run_flags(_verb(verbs, "run", "federate a bundle with a method", _run, _RUN_EXAMPLES))
     for name, text, function in (
         ("methods", "table of methods, or one method with its options and equations", _methods),
         ("bundles", "table of bundles, or one bundle with its classes, protocol and data", _bundles),
@@ -127,9 +127,9 @@ def _parser() -> _Parser:
     _add_compare(verbs)
     _add_data(verbs)
     _add_concepts(verbs)
-    export_cli.add(verbs, _Parser, _verb, _show)
-    site_cli.add(verbs, _Parser, _verb, _show)
-    report_cli.add(verbs, _Parser, _verb, _show)
+    for module in (new_cli, report_cli, subgroups_cli, export_cli, site_cli):
+        module.add(verbs, _Parser, _verb, _show)
+    flare_cli.add(verbs, _Parser, _verb, _show, _run_flags, _run, _pairs)
     return parser
 
 
@@ -144,8 +144,7 @@ def _verb(verbs: Any, name: str, text: str, function: Callable[[Any], int | None
 # medfl run
 
 
-def _add_run(verbs: Any) -> None:
-    run = _verb(verbs, "run", "federate a bundle with a method", _run, _RUN_EXAMPLES)
+def _run_flags(run: Any) -> None:
     run.add_argument(
         "bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle (medfl bundles), or the folder of any"
     )
@@ -162,8 +161,9 @@ def _add_run(verbs: Any) -> None:
         "--jobs", default="auto", metavar="auto|N", help="worker processes; they never change a result; default auto"
     )
     machine.add_argument(
-        "--runtime", default="simulator", metavar="simulator|monai-fl",
-        help="who runs the sites: worker processes, or MONAI FL's ClientAlgo in this one; with the same results",
+        "--runtime", default="simulator", metavar="simulator|monai-fl|flare|flare-poc",
+        help="who runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this one, a job on "
+        "NVIDIA FLARE's simulator, or one on a FLARE federation with certificates on this machine",
     )  # fmt: skip
     output = run.add_argument_group("output")
     output.add_argument("--out", type=Path, metavar="DIR", help="new run folder; default runs/BUNDLE-METHOD-SEED")

@@ -335,9 +335,9 @@ class Kept(Exchange):
         super().__init__(federation, jobs)
         Kept.crossed = []
 
-    def _arrived(self, told: ExchangeObject) -> Message:
+    def _arrived(self, name: str, told: ExchangeObject) -> Message:
         self.crossed.append(("up", told))
-        return super()._arrived(told)
+        return super()._arrived(name, told)
 
     def _sent(self, *arguments: Any) -> tuple[ExchangeObject, int]:
         made = super()._sent(*arguments)

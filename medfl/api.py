@@ -1,0 +1,121 @@
+"""What notebooks and scripts call: `medfl.run`, `medfl.compare`, `medfl.bundles`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medfl.compare import Entry, Grid, write_tables
+from medfl.compare import compare as run_grid
+from medfl.comparison import Comparison
+from medfl.configuration import shipped
+from medfl.errors import InputError, RunError
+from medfl.launch import federate
+from medfl.planning import Request
+from medfl.results import Result
+
+Say = Callable[[str], object]
+_APART = ("bundle", "method", "options", "config")
+
+
+def run(
+    bundle: str | Path,
+    method: str = "fedavg",
+    *,
+    out: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    with_local: bool = False,
+    jobs: int | None = None,
+    say: Say = print,
+    **settings: Any,
+) -> Result:
+    """Run a federation in this process, as `medfl run` does, and return what it left.
+
+    Args:
+        bundle: a shipped bundle's name (`medfl.bundles()`), or the folder of any.
+        method: its name (`medfl.methods.names()`), or the dotted path of a module of your own.
+        out: run folder, new or empty; default: a folder in runs/.
+        options: options of the method, as `{"mu": 0.01}`.
+        config: ids of the bundle's configuration to override, as `{"image_size": 48}`.
+        with_local: train each site alone first, as its reference.
+        jobs: worker processes; they change no result. None: the cores, at most the cohort.
+        say: where lines for the user go; `str` says nothing.
+        settings: the flags of `medfl run` under their names: data, sites, partition, cohort, rounds, local_epochs,
+            batch_size, lr, seed, device, ... What is not given comes from the bundle's protocol.
+
+    Raises:
+        InputError: bad input; nothing was written.
+        RunError: it failed while running; what was saved can be continued with `medfl run --resume`.
+    """
+    requested = {"method": method, **_known(settings)}
+    summary = federate(
+        str(bundle), options=options, config=config, requested=requested, out=out, jobs=jobs, with_local=with_local,
+        progress=sys.stderr.isatty(), command="medfl.run(...)", say=say,
+    )  # fmt: skip
+    return Result(summary["folder"])
+
+
+def compare(
+    bundle: str | Path,
+    methods: Sequence[str],
+    *,
+    out: str | Path,
+    seeds: Sequence[int] = (0, 1, 2),
+    partitions: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    jobs: int | None = None,
+    say: Say = print,
+    **settings: Any,
+) -> Comparison:
+    """Run what is missing of a grid of methods, partitions and seeds, and return the comparison of all its runs.
+
+    The folder then has results.csv, tables.md and tables.tex, and a folder for each run.
+
+    Args:
+        bundle: a shipped bundle's name, or the folder of any.
+        methods: names, each with options of its own where wanted: `["fedavg", "fedprox mu=0.1"]`.
+        out: folder; a new one, or that of an earlier comparison with the same settings.
+        seeds: of the runs and their partitions.
+        partitions: as `["iid", "dirichlet:0.1"]`; default: the bundle's own.
+        options: options of every method that has them.
+        config: ids of the bundle's configuration to override.
+        jobs: runs at the same time; default: the cores.
+        say: where lines for the user go; `str` says nothing.
+        settings: as for `run`, but for seed and partition.
+
+    Raises:
+        InputError: bad input.
+        RunError: a run failed; those that finished are kept.
+    """
+    requested = _known(settings, ("seed", "partition"))
+    specs: tuple[str | None, ...] = tuple(partitions) or (None,)
+    entries = tuple(Entry.read(text) for text in methods)
+    if not entries:
+        raise InputError("no methods", "names such as 'fedavg' or 'fedprox mu=0.1'", "name some")
+    grid = Grid(str(bundle), entries, specs, tuple(seeds), dict(options or {}), dict(config or {}), requested)
+    found, failed = run_grid(grid, Path(out), at_once=jobs, progress=sys.stderr.isatty(), say=say)
+    if failed or found is None:
+        told = "; ".join(f"{title}: {text}" for title, text in failed.items())
+        raise RunError(f"{len(failed)} runs failed, the others are kept in {out}: {told}")
+    write_tables(found, Path(out))
+    return found
+
+
+def bundles() -> tuple[str, ...]:
+    """Return the names of the shipped bundles; `medfl bundles NAME` says what each is."""
+    return shipped()
+
+
+def _known(settings: Mapping[str, Any], never: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings as a run takes them; refuse what no run has."""
+    allowed = [f.name for f in dataclasses.fields(Request) if f.name not in (*_APART, *never)]
+    for name in settings:
+        if name not in allowed:
+            raise InputError(f"setting {name!r}", f"settings are {', '.join(allowed)}", "correct it")
+    values = {name: value for name, value in settings.items() if value is not None}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

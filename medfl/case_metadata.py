@@ -1,0 +1,121 @@
+"""What the data say of each case beyond its label: centre, age, sex, localisation.
+
+These are personal data. They are read from the data folder when they are asked for and never written into a run folder.
+
+A shipped data set's tables and a user's own are found alike: any comma- or tab-separated table at the top of the data
+folder with a column that names the items (`image_id`, `image`, `file`, `id`, ...).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from medfl.bundle import Bundle
+from medfl.datasets.tables import read_csv
+from medfl.errors import InputError
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "age": ("age", "age_approx", "age_at_diagnosis", "age_years", "patient_age"),
+    "sex": ("sex", "gender", "patient_sex"),
+    "localisation": ("localisation", "localization", "anatom_site_general", "anatom_site", "body_part", "location"),
+}
+"""Name here -> what tables call it, in lower case."""
+UNKNOWN = "not stated"
+_NAMES = ("image_id", "image", "isic_id", "file", "filename", "file_name", "case", "case_id", "id")
+_SUFFIXES = (".csv", ".tsv", ".tab", "")
+_LARGEST = 1 << 26  # bytes of a table
+_BAND = 20  # years
+_OLDEST = 80
+
+
+def read(bundle: Bundle, section: str, folder: str) -> dict[str, dict[str, Any]]:
+    """Return what is known of each item of a section: id -> {"centre", "group", "age", "sex", "localisation"}.
+
+    Age is in years; a key that the data do not have is left out, a value that is missing for a case is `UNKNOWN`, of
+    age None.
+
+    Args:
+        bundle: opened on its data.
+        section: train, validate or test.
+        folder: of the data; "" where the bundle says it.
+    """
+    items = bundle.items(section)
+    found: dict[str, dict[str, Any]] = {
+        str(item["id"]): {name: str(item[name]) for name in ("centre", "group") if name in item} for item in items
+    }
+    entries = bundle.data(section)
+    if isinstance(entries, list):
+        for item, entry in zip(items, entries, strict=True):
+            found[str(item["id"])] |= _columns(entry) if isinstance(entry, Mapping) else {}
+    for rows in _tables(Path(folder)) if folder and Path(folder).is_dir() else ():
+        by_name = _by_name(rows, list(found))
+        for ident, row in by_name.items():
+            found[ident] = {**_columns(row), **found[ident]}
+    known = [name for name in COLUMNS if any(name in row for row in found.values())]
+    for row in found.values():
+        row |= {name: None if name == "age" else UNKNOWN for name in known if name not in row}
+    return found
+
+
+def band(age: float | None) -> str:
+    """Return the band of 20 years that an age is in: "0–19", ..., "80+", or `UNKNOWN`."""
+    if age is None:
+        return UNKNOWN
+    first = min(int(age // _BAND) * _BAND, _OLDEST)
+    return f"{first}+" if first == _OLDEST else f"{first}–{first + _BAND - 1}"
+
+
+def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that are known here, under the names that they have here."""
+    lower = {str(key).strip().lower(): value for key, value in row.items()}
+    made: dict[str, Any] = {}
+    for name, others in COLUMNS.items():
+        value = next((lower[other] for other in others if other in lower), None)
+        if value is None:
+            continue
+        text = str(value).strip().lower()
+        missing = text in ("", "nan", "none", "na", "n/a", "unknown")
+        if name == "age":
+            made[name] = None if missing else _years(text)
+        else:
+            made[name] = UNKNOWN if missing else text
+    return made
+
+
+def _years(text: str) -> float | None:
+    """Return an age in years from `70`, `70.0` or DICOM's `070Y`; None for anything else."""
+    try:
+        years = float(text.removesuffix("y"))
+    except ValueError:
+        return None
+    return years if math.isfinite(years) and 0 <= years < 130 else None
+
+
+def _tables(folder: Path) -> Iterator[list[dict[str, str]]]:
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or path.suffix.lower() not in _SUFFIXES or path.stat().st_size > _LARGEST:
+            continue
+        try:
+            yield read_csv(path, ())
+        except (InputError, csv.Error):
+            continue  # no table
+
+
+def _by_name(rows: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return id -> row, by the first column that names items: whole, by file name, or by that without its ending."""
+    heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
+    for column in (heads[name] for name in _NAMES if name in heads):
+        for short in (str, lambda text: PurePosixPath(text).name, _stem):
+            named = {short(str(row[column])): row for row in rows}
+            own = {short(ident): ident for ident in ids}
+            if len(own) == len(ids) and (both := own.keys() & named.keys()):
+                return {own[name]: named[name] for name in both}
+    return {}
+
+
+def _stem(text: str) -> str:
+    return PurePosixPath(text).name.partition(".")[0]

@@ -1,0 +1,153 @@
+"""A folder of one's own: labelled pictures, a folder a class, or images with masks of the same names.
+
+An optional table `cases.csv` at its top says more of the images: a column `file` (path in the folder, or file name with
+or without its ending), and any of `patient` (whose images stay in one section), `centre` (where it was taken) and
+`section` (train, validate, test). Without sections 70, 10 and 20 % of the images of each class are train, validation
+and test images; which, a hash of the patient or file name says, so that a site draws the same at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from medfl.datasets import pairs, tables
+from medfl.datasets.base import Item
+from medfl.datasets.splitting import SECTIONS, Record, by_group, given
+from medfl.datasets.volumes import SUFFIXES, volume_index
+from medfl.errors import InputError
+
+TABLE = "cases.csv"
+_SHARES = (0.7, 0.1, 0.2)
+_SPLIT = "table"
+_MASK_ENDINGS = ("_mask", "_segmentation", "_seg", "_label")
+
+
+def labelled(folder: str | Path, classes: Sequence[str], section: str) -> list[Item]:
+    """Return the items of a section of `<folder>/<class>/<image>`; a class may be missing, no other may be there.
+
+    Raises:
+        InputError: no images, a folder that is no class, or a wrong table.
+    """
+    root = _root(folder)
+    found = class_folders(root)
+    unknown = [name for name in found if name not in classes]
+    if unknown or not found:
+        given_ = f"folder {unknown[0]!r} in {root}" if unknown else f"{root} has no folder with images"
+        raise InputError(
+            given_, f"a folder for each class: {', '.join(classes)}", "give the folder of the images with --data"
+        )
+    records = [
+        Record(uri, classes.index(name), f"{name}/{path}", "unknown", f"{name}/{path}")
+        for name in found
+        for path, uri in tables.image_files(root / name)
+    ]
+    return [_item(record, record.label) for record in _divided(root, records, section)]
+
+
+def paired(folder: str | Path, images: str, masks: str, section: str) -> list[Item]:
+    """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
+
+    They are pictures or NIfTI volumes; a mask's name may end in _mask, _segmentation, _seg or _label.
+
+    Raises:
+        InputError: a folder is missing, there are no pairs, a mask has no image, or a wrong table.
+    """
+    root = _root(folder)
+    return [_item(record, record.mask) for record in _divided(root, pairs_of(root / images, root / masks), section)]
+
+
+def class_folders(root: Path) -> list[str]:
+    """Return the names of the folders that hold images, sorted."""
+    return [p.name for p in sorted(root.iterdir()) if p.is_dir() and p.name[0] not in "._" and tables.image_files(p)]
+
+
+def pairs_of(images: Path, masks: Path) -> list[Record]:
+    """Return a record for each image that has a mask.
+
+    Raises:
+        InputError: a folder is missing, there are no pairs, or a mask has no image.
+    """
+    for place in (images, masks):
+        if not place.is_dir():
+            raise InputError(f"{place} is no folder", "a folder of images and one of their masks", "check the path")
+    index = volume_index if is_volumes(images) else lambda place: tables.image_index([place])
+    bare = {_without(name): uri for name, uri in index(masks).items()}
+    table = pairs.paired(index(images), bare, lambda _: "unknown")
+    if table.problems or not table.records:
+        told = table.problems[0] if table.problems else f"no image in {images} has a mask in {masks}"
+        raise InputError(told, "an image and its mask have the same name", "rename them, or remove the odd ones")
+    return table.records
+
+
+def is_volumes(images: Path) -> bool:
+    """Tell whether a folder holds NIfTI volumes or DICOM series, and no pictures."""
+    if any(path.name.endswith(SUFFIXES) for path in images.iterdir()):
+        return True
+    return not tables.image_files(images) and any(path.is_dir() for path in images.iterdir())
+
+
+def _root(folder: str | Path) -> Path:
+    root = Path(folder)
+    if not root.is_dir():
+        raise InputError(f"{root} is no folder", "the folder of the images", "give it with --data")
+    return root
+
+
+def _without(name: str) -> str:
+    return next((name.removesuffix(end) for end in _MASK_ENDINGS if name.lower().endswith(end)), name)
+
+
+def _item(record: Record, label: int | str) -> Item:
+    return Item(image=record.image, label=label, id=record.id, centre=record.centre, group=record.group)
+
+
+def _divided(root: Path, records: Sequence[Record], section: str) -> list[Record]:
+    known, rows = _described(root, records)
+    if any("section" in row for row in rows.values()):
+        rule = given(_SPLIT)
+    else:
+        rule = by_group(_SHARES, "own", at_centres=False)
+    chosen = [record for record, own in zip(known, rule(known), strict=True) if own == section]
+    if not chosen:
+        raise InputError(
+            f"{len(known)} images in {root}, none of them in section {section!r}",
+            f"sections are {', '.join(SECTIONS)}: about 10 images of a class, or column 'section' of {TABLE}",
+            "add images",
+        )
+    return sorted(chosen, key=lambda record: record.id)
+
+
+def _described(root: Path, records: Sequence[Record]) -> tuple[list[Record], Mapping[str, Mapping[str, str]]]:
+    """Return the records with what the table says of them, and the rows by id."""
+    path = root / TABLE
+    if not path.is_file():
+        return list(records), {}
+    rows = {_key(row["file"]): row for row in tables.read_csv(path, ("file",))}
+    found = {}
+    for record in records:
+        names = (record.id, PurePosixPath(record.id).name, PurePosixPath(record.id).stem)
+        row = next((rows[name] for name in names if name in rows), None)
+        if row is None:
+            raise InputError(f"{path} has no row for image {record.id}", "a row for each image", "add it")
+        section = row.get("section")
+        if section is not None and section not in SECTIONS:
+            raise InputError(
+                f"{path}: image {record.id} is in section {section!r}", f"sections: {', '.join(SECTIONS)}", "correct it"
+            )
+        found[record.id] = row
+    described = [
+        replace(
+            record,
+            centre=found[record.id].get("centre") or record.centre,
+            group=found[record.id].get("patient") or record.group,
+            given={_SPLIT: found[record.id]["section"]} if "section" in found[record.id] else {},
+        )
+        for record in records
+    ]
+    return described, found
+
+
+def _key(text: str) -> str:
+    return text.strip().replace("\\", "/").removeprefix("./").removesuffix(".gz").removesuffix(".nii")

@@ -1,0 +1,70 @@
+"""The verb `medfl new`: a bundle for images of one's own."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medfl import arguments
+
+if TYPE_CHECKING:
+    from medfl.starter import Seen
+
+_EXAMPLES = """\
+examples
+  medfl new bundles/lesions --images path/to/pictures
+      a folder of pictures for each class: path/to/pictures/<class>/<picture>
+  medfl new bundles/lungs --images path/to/images --masks path/to/masks
+      pictures or NIfTI volumes, and masks of the same names"""
+
+
+def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable[..., int]) -> None:
+    """Add the verb to the command line.
+
+    Args:
+        verbs: where to.
+        parser_class: of its actions; it has none.
+        verb: adds one verb with the flags that all have.
+        show: prints a result, as JSON or as text.
+    """
+
+    def new(options: Any) -> int:
+        return _new(options, show)
+
+    text = "write a bundle for images of your own: labelled pictures, or images with masks"
+    added = verb(verbs, "new", text, new, _EXAMPLES)
+    added.add_argument("bundle", type=Path, metavar="BUNDLE_DIR", help="new folder; its name becomes the bundle's")
+    added.add_argument("--images", type=Path, required=True, metavar="DIR", help="folder of the images")
+    added.add_argument("--masks", type=Path, metavar="DIR", help="folder of the masks, beside it")
+    added.add_argument("--network", metavar="NAME", help="default: a small one; a run can take another")
+    arguments.number(added, "--size", "PIXELS", "side to which pictures are resized; default 64, with masks 128")
+
+
+def _new(options: Any, show: Callable[..., int]) -> int:
+    from medfl import starter
+
+    starter.refuse(options.bundle.expanduser())  # told before every image is read
+    seen = starter.look(options.images, options.masks, progress=sys.stderr.isatty())
+    folder = starter.write(options.bundle, seen, network=options.network, size=options.size)
+    command = shlex.join(["medfl", "run", str(folder), "--data", seen.folder, "--out", f"runs/{folder.name}"])
+    document = {
+        "bundle": str(folder), "kind": seen.kind, "data": seen.folder,
+        "classes": dict(zip(seen.classes, seen.counts, strict=True)), "channels": seen.channels,
+        "sides": list(seen.sides), "next": command,
+    }  # fmt: skip
+    return show(options, document, lambda: _text(folder, seen, command))
+
+
+def _text(folder: Path, seen: Seen, command: str) -> str:
+    counts = ", ".join(f"{name} {count}" for name, count in zip(seen.classes, seen.counts, strict=True))
+    colour = {1: "grey", 3: "colour"}.get(seen.channels, f"{seen.channels} channels")
+    unit = "voxels" if seen.kind == "volumes" else "pixels"
+    lines = [
+        f"{counts}; {colour}, sides of {seen.sides[0]} to {seen.sides[1]} {unit}; every file was read",
+        f"bundle: {folder}",
+        f"next: {command}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,389 @@
+"""Result: a run folder as an object, for notebooks: its numbers, its networks, and what they say of any image."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from medfl import activation_maps, case_metadata, inputs, metrics, subgroups
+from medfl.errors import InputError
+from medfl.evaluation import ClassEvaluator
+from medfl.export_models import RunResult
+from medfl.folder import read_run
+from medfl.metrics import Cases
+from medfl.planning import Plan, repeat
+from medfl.prepared import Prepared, Shard
+from medfl.report import RunFolder, write_report
+from medfl.sections import SECTIONS
+from medfl.settings import Run
+
+if TYPE_CHECKING:
+    from medfl.activation_maps import ActivationMap
+    from medfl.subgroups import Subgroups
+
+Record = dict[str, Any]
+Images = str | Path | Sequence[str | Path | NDArray[Any]]
+
+
+class Result:
+    """A run folder, finished or not.
+
+    Lists of records are plain dicts with the same keys, ready for `pandas.DataFrame(...)`.
+
+    Args:
+        folder: that `medfl run` or `medfl.run` wrote.
+        device: where networks are put.
+
+    Attributes:
+        path: the folder.
+        run: the record of all that the run depends on.
+
+    Raises:
+        InputError: the folder is not a run's, or a file in it is damaged.
+    """
+
+    def __init__(self, folder: str | Path, device: str = "cpu") -> None:
+        """Read the folder; neither images nor networks yet."""
+        self.path, self.device = Path(folder).expanduser(), torch.device(device)
+        self._read = RunFolder.read(self.path)
+        self.run: Run = read_run(self.path / "run.json")[0]
+        self._opened: dict[str, RunResult] = {}
+        self._held: dict[str, Prepared] = {}
+
+    def __repr__(self) -> str:
+        """Say in one line what was run on what and how it went."""
+        run, key = self.run, self._read.key
+        data = "PHANTOM data" if run.data.source == "phantom" else "real data"
+        last = (self.summary.get("last") or {}).get(key) if self.finished else None
+        score = f", {metrics.title(key).lower()} {last:.3f}" if last is not None else ""
+        done = f"{len(self.rounds)} of {run.rounds} rounds"
+        return f"<{run.method} on {run.bundle}, {data}, {len(run.partition.sites)} sites, {done}{score}: {self.path}>"
+
+    # What the run wrote
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are there, and the summary."""
+        return bool(self._read.finished)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json: last and best round, sites, bytes, seconds.
+
+        Raises:
+            InputError: the run has not come that far.
+        """
+        return dict(self._needed(self._read.summary, "summary.json"))
+
+    @property
+    def task(self) -> str:
+        """Classification, segmentation or other."""
+        return str(self._read.run["task"])
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names in label order, () where there are none."""
+        return tuple(self._read.run.get("classes") or ())
+
+    @cached_property
+    def rounds(self) -> list[Record]:
+        """One record a round: seconds, bytes, sites, train_loss, and validation metrics as `val_<name>`."""
+        kept = ("round", "seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down",
+                "train_loss")  # fmt: skip
+        rows = [
+            {
+                **{name: entry[name] for name in kept if name in entry},
+                "sites": len(entry.get("cohort") or ()),
+                **{f"val_{name}": value for name, value in (entry.get("val") or {}).items()},
+                **(entry.get("observed") or {}),
+            }
+            for entry in self._read.rounds
+        ]
+        return _even(rows)
+
+    @cached_property
+    def site_rounds(self) -> list[Record]:
+        """One record a round and site: its training loss, and metrics as `received_<name>` and `personal_<name>`."""
+        rows = []
+        for entry in self._read.rounds:
+            for site, told in (entry.get("sites") or {}).items():
+                row: Record = {"round": entry["round"], "site": site}
+                for kind, value in told.items():
+                    row |= {f"{kind}_{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {kind: value}
+                rows.append(row)
+        return _even(rows)
+
+    @cached_property
+    def sites(self) -> list[Record]:
+        """One record a site: its numbers of items, class counts and test metrics, as in sites.csv."""
+        return _even([{name: _value(cell) for name, cell in row.items()} for row in self._read.sites])
+
+    @cached_property
+    def predictions(self) -> list[Record]:
+        """One record a test case, as the run judged it; `cases` adds what the data say of it.
+
+        Classification: id, site ("" where no site has it), label, predicted, and `p_<class>`. Else id, site and the
+        case's metrics.
+
+        Raises:
+            InputError: the run has not come that far.
+        """
+        from medfl.datasets.tables import read_csv
+
+        path = self.path / "predictions.csv"
+        rows = read_csv(path, ("id", "site")) if path.is_file() else None
+        return [
+            {name: cell if name in ("id", "site") else _value(cell) for name, cell in row.items()}
+            for row in self._needed(rows, "predictions.csv")
+        ]
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The reference classes of the predictions, (N,)."""
+        self._refuse_others("labels")
+        return np.array([row["label"] for row in self.predictions], dtype=np.int64)
+
+    @property
+    def probabilities(self) -> NDArray[np.float64]:
+        """The predicted probabilities, (N, K), rows and columns in the order of predictions and classes."""
+        self._refuse_others("probabilities")
+        return np.array([[row[f"p_{name}"] for name in self.classes] for row in self.predictions])
+
+    def report(self) -> Path:
+        """Write the report anew and return the path of the page."""
+        return write_report(self.path)
+
+    # With the data
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The run's bundle open on its data, checked to be those of the run.
+
+        Raises:
+            InputError: bundle or data have changed, or the data are not at hand.
+        """
+        run = dataclasses.replace(self.run, public=None, device=str(self.device))
+        return repeat(run)
+
+    def cases(self) -> list[Record]:
+        """Return the predictions with what the data say of each case: centre, group, age, sex, localisation.
+
+        These are read from the data folder and stay out of the run folder: they are personal data.
+
+        Raises:
+            InputError: as `predictions` and `plan`.
+        """
+        known = case_metadata.read(self.plan.bundle, "test", self.plan.run.data.folder)
+        return [{**row, **known.get(row["id"], {})} for row in self.predictions]
+
+    def subgroups(self, by: str = "centre", min_count: int = subgroups.MIN_COUNT) -> Subgroups:
+        """Return the metrics of the test cases by centre, site, sex, age (bands of 20 years) or localisation.
+
+        Args:
+            by: the column.
+            min_count: groups with fewer cases are not told, nor what rests on fewer cases of a class.
+
+        Raises:
+            InputError: the data have no such column; as `cases`.
+        """
+        rows = self.predictions if by == "site" else self.cases()
+        return subgroups.of(rows, by, self.classes, min_count=min_count, seed=self.run.seed)
+
+    # Networks
+
+    def network(self, which: str = "last", site: str | None = None) -> nn.Module:
+        """Return the trained network in evaluation mode; it takes what the bundle's transforms make of an image.
+
+        Args:
+            which: weights of the "last" or the "best" round.
+            site: whose, for methods that give each site a model of its own.
+
+        Raises:
+            InputError: no such weights or site; the bundle has changed.
+        """
+        return self._networks(which, site)[site or ""]
+
+    def predict(
+        self, images: Images | None = None, *, section: str = "test", which: str = "last", site: str | None = None
+    ) -> list[Record]:
+        """Return what a trained network says of new images, or of the run's own items.
+
+        New images go through the bundle's validation transforms. In classification a record has id, predicted and
+        `p_<class>`; in segmentation id and mask, class indices on the grid of the image's file where that is known,
+        else on the network's. The run's own items come with site, and label or metrics.
+
+        Args:
+            images: a folder, a file, or a list of files or of arrays: pictures (H, W) or (H, W, 3) uint8, volumes
+                (D1, D2, D3). None takes the run's items.
+            section: which of the run's items: train, validate or test.
+            which: weights of the "last" or the "best" round.
+            site: whose model, and of the run's items that site's; None: the one model, or each site's on its own items.
+
+        Raises:
+            InputError: no such image, section or site; an image that the bundle's transforms refuse.
+        """
+        if images is not None:
+            return self._predict_new(images, which, site)
+        if section not in SECTIONS:
+            raise InputError(f"section {section!r}", f"sections are {', '.join(SECTIONS)}", "choose one")
+        known = self.run.partition.sites
+        if site is not None and site not in known:
+            raise InputError(f"site {site!r}", f"the run's sites are {', '.join([*known][:8])}", "name one of them")
+        prepared, owner = self._prepared(section), self._owners(section)
+        ids = {name: list(own.get(section, ())) for name, own in known.items()}
+        if self.plan.method.judged == "global":
+            return self._judge(self.network(which), prepared, ids[site] if site else None, owner)
+        networks = self._networks(which, "all" if site is None else site)
+        return [row for name, own in networks.items() for row in self._judge(own, prepared, ids[name], owner)]
+
+    def maps(
+        self,
+        images: Sequence[str] | Images,
+        *,
+        target: int | str | None = None,
+        section: str = "test",
+        which: str = "last",
+        site: str | None = None,
+        method: str = "gradcam++",
+    ) -> list[ActivationMap]:
+        """Return where in its images a classifier found a class; `medfl.activation_maps.draw` makes a picture of them.
+
+        Args:
+            images: ids of the run's items, or new images as for `predict`.
+            target: the class, by name or index; None takes the predicted one of each image.
+            section: of the run's items.
+            which: weights of the "last" or the "best" round.
+            site: whose model.
+            method: "gradcam++" or "gradcam".
+
+        Raises:
+            InputError: the run is no classification, its network has no convolutions, or as for `predict`.
+        """
+        self._refuse_others("activation maps")
+        network = self.network(which, site)
+        listed = [images] if isinstance(images, str | Path) else list(images)
+        own = self._owners(section) if all(isinstance(entry, str) for entry in listed) else {}
+        if listed and all(entry in own for entry in listed):
+            prepared = self._prepared(section)
+            shard = _shard(prepared, [str(entry) for entry in listed])
+        else:
+            prepared = inputs.prepared(self._trained(which).bundle, images)
+            shard = Shard.of(prepared, range(len(prepared)))
+        return activation_maps.of(network, shard, self.classes, self.device, target=target, method=method)
+
+    # Parts
+
+    def _trained(self, which: str) -> RunResult:
+        if which not in ("last", "best"):
+            raise InputError(f"which={which!r}", "the weights of the 'last' or of the 'best' round", "choose one")
+        if which not in self._opened:
+            self._opened[which] = RunResult(self.path, which)
+        return self._opened[which]
+
+    def _networks(self, which: str, site: str | None) -> dict[str, nn.Module]:
+        """Return site -> its network, "" -> the one of all."""
+        models = self._trained(which).models(site, None, str)
+        return {model.site: model.network.to(self.device).eval() for model in models}
+
+    def _prepared(self, section: str) -> Prepared:
+        if section not in self._held:
+            self._held[section] = self.plan.bundle.prepared(section)
+        return self._held[section]
+
+    def _owners(self, section: str) -> dict[str, str]:
+        """Return id -> site of a section's items, "" where no site has it."""
+        owners = {str(item["id"]): "" for item in self.plan.bundle.items(section)}
+        owners |= {ident: name for name, own in self.run.partition.sites.items() for ident in own.get(section, ())}
+        return owners
+
+    def _predict_new(self, images: Images, which: str, site: str | None) -> list[Record]:
+        network, bundle = self.network(which, site), self._trained(which).bundle
+        prepared = inputs.prepared(bundle, images)
+        shard = Shard.of(prepared, range(len(prepared)))
+        if self.task == "segmentation":
+            return inputs.masks(bundle, network, shard, self.device)
+        self._refuse_others("predictions of new images")
+        rows = self._records(bundle.evaluator(network, shard, self.device))
+        return [{key: value for key, value in row.items() if key != "label"} for row in rows]
+
+    def _judge(
+        self, network: nn.Module, prepared: Prepared, ids: Sequence[str] | None, owner: Mapping[str, str]
+    ) -> list[Record]:
+        shard = Shard.of(prepared, range(len(prepared))) if ids is None else _shard(prepared, ids)
+        rows = self._records(self.plan.bundle.evaluator(network, shard, self.device))
+        if self.task == "segmentation" and not isinstance(self.plan.bundle.evaluator, ClassEvaluator):
+            drawn = inputs.masks(self.plan.bundle, network, shard, self.device)
+            rows = [{**row, "mask": each["mask"]} for row, each in zip(rows, drawn, strict=True)]
+        return [{"id": row["id"], "site": owner.get(row["id"], ""), **row} for row in rows]
+
+    def _records(self, cases: Cases) -> list[Record]:
+        rows = []
+        for index, ident in enumerate(cases.ids):
+            row: Record = {"id": ident}
+            if cases.is_classification:
+                found = cases.values["probabilities"][index].tolist()
+                row |= {"label": int(cases.values["label"][index]), "predicted": found.index(max(found))}
+                row |= {f"p_{name}": value for name, value in zip(self.classes, found, strict=True)}
+            else:
+                row |= {name: float(values[index]) for name, values in cases.values.items()}
+            rows.append(row)
+        return rows
+
+    def _needed(self, found: Any, file: str) -> Any:
+        if found is None:
+            raise InputError(
+                f"the run in {self.path} has no {file}: {len(self._read.rounds)} of {self.run.rounds} rounds are done",
+                "it is written when a run ends",
+                f"let it finish: medfl run --resume --out {self.path}",
+            )
+        return found
+
+    def _refuse_others(self, what: str) -> None:
+        if self.task != "classification":
+            raise InputError(f"{what} of {self.run.bundle}, a {self.task} task", "they are of classes", "use predict()")
+
+
+def load_run(folder: str | Path, device: str = "cpu") -> Result:
+    """Open a run folder, finished or not.
+
+    Args:
+        folder: that `medfl run` or `medfl.run` wrote.
+        device: where networks are put.
+
+    Raises:
+        InputError: the folder is not a run's.
+    """
+    return Result(folder, device)
+
+
+def _shard(prepared: Prepared, ids: Sequence[str]) -> Shard:
+    position = {ident: index for index, ident in enumerate(prepared.ids(range(len(prepared))))}
+    return Shard.of(prepared, [position[ident] for ident in ids])
+
+
+def _even(rows: list[Record]) -> list[Record]:
+    """Give all records the same keys, None where one has no value."""
+    names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows] if rows else []
+
+
+def _value(cell: str) -> Any:
+    """Return a cell as a number where it is one, None where it is blank."""
+    if cell == "":
+        return None
+    try:
+        return int(cell)
+    except ValueError:
+        pass
+    try:
+        return float(cell)
+    except ValueError:
+        return cell

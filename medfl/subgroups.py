@@ -1,0 +1,202 @@
+"""Metrics by subgroup: by centre, site, sex, age or localisation, with intervals, and silence where a group is small.
+
+A group of fewer than `min_count` cases is not told. The area of a class is told only where it has at least so many
+cases in the group, and so do all others together; balanced accuracy and AUROC only where this holds for every class in
+the group: a number that rests on three patients says little, and may say who they are. Totals that are told elsewhere
+may still give a single small group away.
+
+Balanced accuracy is the mean recall and AUROC the mean one-versus-rest area over the classes in the group; of two
+classes the second's area. Intervals are of 95 %: Wilson's for accuracy, DeLong's for an area of a single class
+(`medfl.delong`), else by the bootstrap, stratified by class (`medfl.intervals`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binomtest
+
+from medfl import case_metadata, delong, intervals
+from medfl.delong import Area
+from medfl.errors import InputError
+
+MIN_COUNT = 10
+_NO_GROUPS = ("id", "label", "predicted", "group")
+_NO_METRICS = (*_NO_GROUPS, "loss", "age")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A metric and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Subgroup:
+    """The cases that have one value.
+
+    Attributes:
+        name: the value.
+        count: cases; None where they are too few to be told.
+        metrics: name -> estimate; those that rest on too few cases are left out.
+        areas: class -> its area against the others, of the classes that are told.
+        silent: classes with a case here but too few to be told.
+    """
+
+    name: str
+    count: int | None
+    metrics: Mapping[str, Estimate]
+    areas: Mapping[str, Area]
+    silent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Subgroups:
+    """The groups of one column.
+
+    Attributes:
+        by: the column.
+        groups: in order; ages from young to old, cases without a value last.
+        told: all cases of the groups that are told, together.
+        min_count: the fewest cases that are told.
+    """
+
+    by: str
+    groups: tuple[Subgroup, ...]
+    told: Subgroup
+    min_count: int
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return one record a group: its name, cases, and value, low and high end of each metric; None: not told."""
+        names = list(self.told.metrics)
+        rows = []
+        for group in (*self.groups, self.told):
+            row: dict[str, Any] = {self.by: group.name, "cases": group.count}
+            for name in names:
+                found = group.metrics.get(name)
+                ends = (found.value, found.low, found.high) if found else (None, None, None)
+                row |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+            rows.append({**row, "silent": ", ".join(group.silent)})
+        return rows
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the records must know."""
+        few = [group.name for group in self.groups if group.count is None]
+        said = [f"not told, fewer than {self.min_count} cases: {', '.join(few)}"] if few else []
+        thin = {group.name: group.silent for group in self.groups if group.silent}
+        if thin:
+            told = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in thin.items())
+            few_of = f"a class, or all others, have fewer than {self.min_count} cases"
+            said.append(f"no balanced accuracy and AUROC where {few_of}: {told}")
+        return [*said, "intervals of 95 %; images of one patient count as independent, so the true ones are wider"]
+
+
+def of(
+    rows: Sequence[Mapping[str, Any]],
+    by: str,
+    classes: Sequence[str] = (),
+    *,
+    min_count: int = MIN_COUNT,
+    seed: int = 0,
+    draws: int = intervals.DRAWS,
+) -> Subgroups:
+    """Return the metrics of cases by the values of a column.
+
+    Args:
+        rows: one record a case. Of a classification with label, predicted and `p_<class>`; else numbers are metrics.
+        by: name of the column; ages are put into bands of 20 years.
+        classes: class names in label order, () where there are none.
+        min_count: the fewest cases that are told.
+        seed: of the bootstrap.
+        draws: of the bootstrap.
+
+    Raises:
+        InputError: no such column, no cases, or a count below 1.
+    """
+    if min_count < 1:
+        raise InputError(f"min_count {min_count}", "a whole number of at least 1", "give 10")
+    values = _values(rows, by)
+    members = {name: np.flatnonzero(values == name) for name in sorted(set(values.tolist()), key=_order)}
+    kept = [index for index in members.values() if len(index) >= min_count]
+
+    def group(name: str, index: NDArray[np.int64]) -> Subgroup:
+        own = [rows[i] for i in index]
+        if len(own) < min_count:
+            return Subgroup(name, None, {}, {})
+        if classes:
+            return _classified(name, own, classes, min_count, seed, draws)
+        return _measured(name, own, seed, draws)
+
+    together = np.sort(np.concatenate(kept)) if kept else np.empty(0, np.int64)
+    return Subgroups(by, tuple(group(*entry) for entry in members.items()), group("all of these", together), min_count)
+
+
+def _values(rows: Sequence[Mapping[str, Any]], by: str) -> NDArray[Any]:
+    """Return each case's value of a column as text."""
+    if not rows:
+        raise InputError("no cases", "subgroups are of at least one", "let the run finish")
+    numbers = {name for row in rows for name, value in row.items() if isinstance(value, int | float)} - {"age"}
+    known = [name for name in rows[0] if name not in _NO_GROUPS and name not in numbers]
+    if by not in known:
+        raise InputError(
+            f"subgroups by {by!r}", f"of these cases is known: {', '.join(known) or 'nothing'}", "choose one of them"
+        )
+    if by == "age":
+        return np.array([case_metadata.band(row.get("age")) for row in rows])
+    return np.array([str(row.get(by) or case_metadata.UNKNOWN) for row in rows])
+
+
+def _order(name: str) -> tuple[bool, float, str]:
+    first = name.partition("–")[0].rstrip("+")
+    return name == case_metadata.UNKNOWN, float(first) if first.isdecimal() else 0.0, name
+
+
+def _classified(
+    name: str, rows: Sequence[Mapping[str, Any]], classes: Sequence[str], min_count: int, seed: int, draws: int
+) -> Subgroup:
+    label = np.array([int(row["label"]) for row in rows])
+    hit = np.array([int(row["predicted"]) for row in rows]) == label
+    probabilities = np.array([[float(row[f"p_{title}"]) for title in classes] for row in rows])
+    cases = np.bincount(label, minlength=len(classes))
+    enough = np.minimum(cases, len(rows) - cases) >= min_count
+    silent = tuple(title for title, n, told in zip(classes, cases, enough, strict=True) if n and not told)
+    times = intervals.draw(label, seed, draws)
+    share = binomtest(int(hit.sum()), len(rows)).proportion_ci(method="wilson")
+    found = {"accuracy": Estimate(float(hit.mean()), float(share.low), float(share.high))}
+    told = [int(k) for k in np.flatnonzero(enough)]
+    areas = {k: delong.area(label == k, probabilities[:, k]) for k in told}
+    if len(told) > 1 and not silent:
+        own = [label == k for k in told]
+        recall = np.stack([times @ (hit & k) / k.sum() for k in own])
+        found["balanced_accuracy"] = _estimate(float(np.mean([hit[k].mean() for k in own])), recall.mean(0))
+    if len(classes) == 2 and 1 in areas:
+        found["auroc"] = Estimate(areas[1].value, areas[1].low, areas[1].high)
+    elif areas and not silent:
+        drawn = intervals.areas(label, probabilities, times)[:, told].mean(1)
+        found["auroc"] = _estimate(float(np.mean([one.value for one in areas.values()])), drawn)
+    return Subgroup(name, len(rows), found, {classes[k]: one for k, one in areas.items()}, silent)
+
+
+def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int, draws: int) -> Subgroup:
+    """Return the means of all numbers of the rows."""
+    names = [key for key, value in rows[0].items() if isinstance(value, float) and key not in _NO_METRICS]
+    values = {
+        key: np.array([np.nan if row[key] is None else float(row[key]) for row in rows], dtype=np.float64)
+        for key in names
+    }
+    ends = intervals.means(values, intervals.draw(np.zeros(len(rows), np.int64), seed, draws))
+    found = {key: Estimate(float(np.nanmean(values[key])), *ends[key]) for key in names if key in ends}
+    return Subgroup(name, len(rows), found, {})
+
+
+def _estimate(value: float, drawn: NDArray[Any]) -> Estimate:
+    ends = intervals.interval(np.asarray(drawn, dtype=np.float64))
+    assert ends is not None  # every draw has a value: strata are drawn whole
+    return Estimate(value, *ends)

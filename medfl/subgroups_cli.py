@@ -1,0 +1,94 @@
+"""The verb `medfl subgroups`: a run's test metrics by centre, age, sex or localisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medfl import arguments, terminal
+
+if TYPE_CHECKING:
+    from medfl.subgroups import Estimate, Subgroups
+
+_EXAMPLES = """\
+examples
+  medfl subgroups runs/ham10000-fedavg-0
+      by the centre where an image was taken
+  medfl subgroups runs/ham10000-fedavg-0 --by age --min-count 20
+      by bands of 20 years; groups of fewer than 20 cases are not told"""
+_BESIDE = ("loss",)
+
+
+def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable[..., int]) -> None:
+    """Add the verb to the command line.
+
+    Args:
+        verbs: where to.
+        parser_class: of its actions; it has none.
+        verb: adds one verb with the flags that all have.
+        show: prints a result, as JSON or as text.
+    """
+
+    def subgroups(options: Any) -> int:
+        return _subgroups(options, show)
+
+    text = "a run's test metrics by centre, site, sex, age or localisation, with intervals"
+    added = verb(verbs, "subgroups", text, subgroups, _EXAMPLES)
+    added.add_argument("run", type=Path, metavar="RUN", help="a run folder; its data have to be at hand")
+    added.add_argument(
+        "--by", default="centre", metavar="COLUMN",
+        help="centre (default), site, sex, age (bands of 20 years) or localisation, where the data have it",
+    )  # fmt: skip
+    arguments.number(
+        added,
+        "--min-count",
+        "K",
+        "fewer cases are not told, nor what rests on fewer of a class; default 10",
+    )
+
+
+def _subgroups(options: Any, show: Callable[..., int]) -> int:
+    from medfl.results import load_run
+    from medfl.subgroups import MIN_COUNT
+
+    run = load_run(options.run)
+    found = run.subgroups(options.by, MIN_COUNT if options.min_count is None else options.min_count)
+    source = run.run.data.source
+    document = {
+        "run": str(run.path), "run_hash": run.run.run_hash, "data_source": source, "by": found.by,
+        "min_count": found.min_count, "groups": found.records(), "notes": found.notes(),
+        "areas": {
+            group.name: {
+                name: {"auroc": area.value, "low": area.low, "high": area.high, "cases": area.positives}
+                for name, area in group.areas.items()
+            }
+            for group in (*found.groups, found.told) if group.areas
+        },
+    }  # fmt: skip
+    last = "PHANTOM data: images drawn by a program" if source == "phantom" else f"real data: {run.run.bundle}"
+    return show(options, document, lambda: "\n".join([*text(found, terminal.width()), last]))
+
+
+def text(found: Subgroups, width: int) -> list[str]:
+    """Return the groups as a table with 95 % intervals, and what a reader must know."""
+    from medfl.metrics import title
+
+    names = [name for name in found.told.metrics if name not in _BESIDE]
+    rows = [
+        [
+            group.name,
+            f"< {found.min_count}" if group.count is None else str(group.count),
+            *(_cell(group.metrics.get(name)) for name in names),
+        ]
+        for group in (*found.groups, found.told)
+    ]
+    spare = [title(name) for name in reversed(names[2:])]
+    lines = terminal.table([found.by, "cases", *map(title, names)], rows, width, spare)
+    for note in found.notes():
+        lines += terminal.hanging("note: ", note, width)
+    return lines
+
+
+def _cell(estimate: Estimate | None) -> str:
+    return "-" if estimate is None else f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"

@@ -1,0 +1,186 @@
+"""`medfl new`: bundles for pictures, pairs and volumes of one's own, which are then federated as they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import nibabel as nib
+import numpy as np
+import pytest
+from PIL import Image
+
+import medfl
+from medfl import new_cli, starter
+from medfl.errors import InputError
+from medfl.inspection import inspect
+
+SCHEMA = Path(medfl.__file__).parent / "schemas" / "bundle_metadata.json"
+
+
+def disc(side: int, radius: float, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A noisy picture with a bright disc, and where it is."""
+    y, x = np.mgrid[:side, :side]
+    inside = (y - side / 2) ** 2 + (x - side / 2) ** 2 < radius**2
+    return np.clip(80 + 80 * inside + draws.normal(0, 9, inside.shape), 0, 255).astype(np.uint8), inside
+
+
+def save(pixels: np.ndarray, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".png":
+        Image.fromarray(pixels).save(path)
+    else:
+        nib.save(nib.Nifti1Image(pixels, np.diag([2.0, 1.0, 1.0, 1.0])), path)
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    draws = np.random.default_rng(0)
+    for name, radius in (("no", 4), ("yes, it is", 11)):
+        for number in range(20):
+            save(disc(32, radius, draws)[0], tmp_path / "data" / name / f"{number:02d}.png")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    draws = np.random.default_rng(0)
+    for number in range(20):
+        pixels, inside = disc(32, 8, draws)
+        save(np.stack([pixels] * 3, 2), tmp_path / "data" / "images" / f"c{number:02d}.png")
+        save((255 * inside).astype(np.uint8), tmp_path / "data" / "masks" / f"c{number:02d}_mask.png")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def solid(tmp_path: Path) -> Path:
+    draws = np.random.default_rng(0)
+    for number in range(12):
+        voxels = draws.normal(0, 1, (18, 20, 22)).astype(np.float32)
+        classes = np.zeros(voxels.shape, np.uint8)
+        classes[5:9, 5:12, 5:15], classes[9:13, 5:12, 5:15] = 1, 2
+        save(voxels + 4 * classes, tmp_path / "data" / "images" / f"c{number:02d}.nii.gz")
+        save(classes, tmp_path / "data" / "labels" / f"c{number:02d}.nii.gz")
+    return tmp_path / "data"
+
+
+def train(bundle: Path, data: Path, out: Path, **settings: Any) -> medfl.Result:
+    requested = {"sites": 2, "rounds": 1, "lr": 0.01, **settings}
+    return medfl.run(bundle, data=data, out=out, jobs=1, say=str, **requested)
+
+
+def checked(bundle: Path) -> None:
+    """What every bundle that was written must have: metadata by MONAI's schema, and no place of this machine."""
+    document = json.loads((bundle / "configs" / "metadata.json").read_text())
+    jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    told = "".join(path.read_text() for path in bundle.rglob("*.*") if path.is_file())
+    assert str(bundle.parent) not in told
+
+
+def test_labelled_pictures_become_a_bundle_that_runs(labelled: Path, tmp_path: Path) -> None:
+    seen = starter.look(labelled)
+    assert (seen.kind, seen.classes, seen.counts) == ("labelled", ("no", "yes, it is"), (20, 20))
+    bundle = starter.write(tmp_path / "mine", seen, size=32)
+    checked(bundle)
+    run = train(bundle, labelled, tmp_path / "run")
+    assert (run.task, run.classes) == ("classification", seen.classes)
+    assert run.summary["data_source"] == "real"
+    (answer,) = run.predict([disc(32, 4, np.random.default_rng(1))[0]])
+    assert set(answer) == {"id", "predicted", "p_no", "p_yes, it is"}
+
+
+def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Path) -> None:
+    seen = starter.look(pairs / "images", pairs / "masks")
+    assert (seen.kind, seen.channels, seen.classes) == ("pictures", 3, ("background", "structure"))
+    bundle = starter.write(tmp_path / "mine", seen, size=32, network="unet8")
+    checked(bundle)
+    run = train(bundle, pairs, tmp_path / "run")
+    assert run.task == "segmentation"
+    (answer,) = run.predict(pairs / "images" / "c03.png")
+    assert answer["mask"].shape == (32, 32)
+
+
+def test_volumes_with_masks_become_a_bundle_that_runs(solid: Path, tmp_path: Path) -> None:
+    seen = starter.look(solid / "images", solid / "labels")
+    assert (seen.kind, seen.patch, seen.counts) == ("volumes", (16, 16, 16), (12, 12, 12))
+    bundle = starter.write(tmp_path / "mine", seen)
+    checked(bundle)
+    run = train(bundle, solid, tmp_path / "run")
+    row = run.predict()[0]
+    assert row["mask"].shape == (18, 20, 22)
+    recorded = next(other for other in run.predictions if other["id"] == row["id"])
+    assert row["dice"] == pytest.approx(recorded["dice"], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["labelled", "pairs", "solid"])
+def test_a_site_accepts_what_was_written(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    data = request.getfixturevalue(kind)
+    masks = {"labelled": None, "pairs": data / "masks", "solid": data / "labels"}[kind]
+    seen = starter.look(data if masks is None else data / "images", masks)
+    found = inspect(starter.write(tmp_path / "mine", seen))
+    assert [refusal.why for refusal in found.refusals] == []
+
+
+def test_the_same_images_elsewhere_give_the_same_bundle(labelled: Path, tmp_path: Path) -> None:
+    seen = starter.look(labelled)
+    one = starter.write(tmp_path / "one" / "mine", seen)
+    (tmp_path / "two").mkdir()
+    labelled.rename(tmp_path / "two" / "elsewhere")
+    other = starter.write(tmp_path / "three" / "mine", starter.look(tmp_path / "two" / "elsewhere"))
+    assert medfl.Bundle(str(one)).sha256 == medfl.Bundle(str(other)).sha256
+
+
+def test_wrong_images_are_refused_by_name(labelled: Path, pairs: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no folder"):
+        starter.look(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="0 folders with pictures"):
+        starter.look(labelled / "no")
+    with pytest.raises(InputError, match="beside each other"):
+        starter.look(pairs / "images", pairs)
+    (labelled / "no").rename(labelled / "#1")
+    with pytest.raises(InputError, match="class folder '#1'"):
+        starter.look(labelled)
+    (labelled / "#1").rename(labelled / "no")
+    (labelled / "no" / "03.png").write_bytes(b"no picture")
+    with pytest.raises(InputError, match=r"no/03\.png cannot be read"):
+        starter.look(labelled)
+    save(np.full((9, 9), 1, np.uint8), pairs / "masks" / "c04_mask.png")
+    with pytest.raises(InputError, match=r"c04_mask\.png has 9 x 9 pixels"):
+        starter.look(pairs / "images", pairs / "masks")
+
+
+def test_wrong_wishes_are_refused_and_nothing_is_written(labelled: Path, tmp_path: Path) -> None:
+    seen = starter.look(labelled)
+    for settings, told in (
+        ({"network": "unet8"}, "labelled pictures: efficientnet_b0"),
+        ({"network": "resnet19"}, "--network resnet19"),
+        ({"size": 8}, "at least 16 pixels"),
+    ):
+        with pytest.raises(InputError, match=told):
+            starter.write(tmp_path / "mine", seen, **settings)
+    with pytest.raises(InputError, match="bundle name"):
+        starter.write(tmp_path / "my bundle", seen)
+    assert not (tmp_path / "mine").exists()
+    with pytest.raises(InputError, match="exists"):
+        starter.write(labelled, seen)
+
+
+def test_the_verb_says_what_it_saw_and_how_to_go_on(labelled: Path, tmp_path: Path) -> None:
+    said: list[tuple[dict[str, Any], str]] = []
+
+    def verb(verbs: Any, name: str, text: str, function: Any, examples: str) -> argparse.ArgumentParser:
+        parser = verbs.add_parser(name)
+        parser.set_defaults(verb=function)
+        return parser
+
+    parser = argparse.ArgumentParser()
+    new_cli.add(parser.add_subparsers(), argparse.ArgumentParser, verb, lambda _, d, t: said.append((d, t())) or 0)
+    options = parser.parse_args(["new", str(tmp_path / "mine"), "--images", str(labelled)])
+    assert options.verb(options) == 0
+    ((document, text),) = said
+    assert document["classes"] == {"no": 20, "yes, it is": 20}
+    assert document["next"] in text
+    assert (tmp_path / "mine" / "configs" / "train.yaml").is_file()

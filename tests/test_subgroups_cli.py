@@ -1,0 +1,17 @@
+"""The table that `medfl subgroups` prints."""
+
+from __future__ import annotations
+
+from medfl.subgroups import of
+from medfl.subgroups_cli import text
+from tests.test_subgroups import CLASSES, rows
+
+
+def test_a_line_a_group_with_intervals_and_what_is_not_told() -> None:
+    found = of(rows({"north": (20, 15, 12), "south": (2, 2, 2)}), "centre", CLASSES)
+    lines = text(found, 100)
+    assert lines[0].split() == ["centre", "cases", "Accuracy", "Balanced", "accuracy", "AUROC"]
+    assert lines[2].split()[:2] == ["north", "47"]
+    assert lines[3].split() == ["south", "<", "10", "-", "-", "-"]
+    assert "note: not told, fewer than 10 cases: south" in lines
+    assert max(map(len, lines)) <= 100
