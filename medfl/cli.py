@@ -17,8 +17,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from medfl import arguments, export_cli, flare_cli, new_cli, report_cli, site_cli, subgroups_cli, terminal
+from medfl import arguments, new_cli, report_cli, subgroups_cli, terminal
 from medfl.errors import InputError, MedflError
+from medfl.export import cli as export_cli
+from medfl.flare import cli as flare_cli
+from medfl.partner import cli as site_cli
 
 _EXIT_INTERRUPTED = 130
 
@@ -268,7 +271,7 @@ def _compare(options: Any) -> int:
     document |= {"tables": {form: str(path) for form, path in written.items()}, "ranks": found.ranks()}
     lines = [written["md"].read_text(), *(f"written: {path}" for path in written.values())]
     if options.published:
-        from medfl.paper_runs import published
+        from medfl.papers.runs import published
 
         document["published"] = published(found)
         lines += ["", "## Beside the papers' figures", *document["published"]]
@@ -285,7 +288,8 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _paper(options: Any) -> int:
-    from medfl import paper_runs, paper_tables
+    from medfl.papers import runs as paper_runs
+    from medfl.papers import tables as paper_tables
 
     table = paper_tables.load(options.paper)
     requested = {name: value for name in _SHARED if (value := getattr(options, name)) is not None}

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medfl import flare_job, methods, partition_plot
+from medfl import methods, partition_plot
 from medfl.configuration import shipped_folders
 from medfl.errors import InputError
+from medfl.flare import job as flare_job
 from medfl.folder import RunFolder, read_run
-from medfl.inspection import inspect
+from medfl.partner.inspection import inspect
+from medfl.partner.policy import Policy
 from medfl.planning import Plan, Request, again, plan, repeat
-from medfl.policy import Policy
 from medfl.prepared import Prepared
 from medfl.report import write_report
 from medfl.runtimes.absent import Tolerance

@@ -16,7 +16,7 @@ from torch import nn
 from medfl import activation_maps, case_metadata, inputs, metrics, subgroups
 from medfl.errors import InputError
 from medfl.evaluation import ClassEvaluator
-from medfl.export_models import RunResult
+from medfl.export.models import RunResult
 from medfl.folder import read_run
 from medfl.metrics import Cases
 from medfl.planning import Plan, repeat

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from medfl import cli
-from medfl.audit import Audit, described, text, verified
 from medfl.errors import InputError, RunError
 from medfl.message import Message
+from medfl.partner.audit import Audit, described, text, verified
 
 
 def written(path: Path, count: int = 4) -> Path:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from medfl.connection import Kit, address, reach
 from medfl.errors import InputError
+from medfl.partner.connection import Kit, address, reach
 
 x509 = pytest.importorskip("cryptography.x509")
 from cryptography.hazmat.primitives import hashes, serialization  # noqa: E402

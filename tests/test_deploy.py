@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from medfl import cli, datasets
-from medfl.audit import verified
 from medfl.bundle import shipped_root
 from medfl.methods import names
-from medfl.outbound import Outbound
-from medfl.policy import Policy
-from medfl.privacy import epsilon_of
+from medfl.partner.audit import verified
+from medfl.partner.outbound import Outbound
+from medfl.partner.policy import Policy
+from medfl.partner.privacy import epsilon_of
 from medfl.runtimes.monai_fl import MedflClientAlgo
 from tests.helpers import ToyBundle
 from tests.runtimes.test_monai_fl import broadcast, federation, said

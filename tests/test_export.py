@@ -20,17 +20,19 @@ import torch
 import yaml
 from PIL import Image
 
-from medfl import datasets, export_checks, export_formats
+from medfl import datasets
 from medfl.bundle import Bundle
 from medfl.errors import InputError, RunError
-from medfl.export import export
-from medfl.export_checks import SCHEMA, problems
-from medfl.export_formats import Session, chosen
+from medfl.export import checks as export_checks
+from medfl.export import formats as export_formats
+from medfl.export.checks import SCHEMA, problems
+from medfl.export.formats import Session, chosen
+from medfl.export.writing import export
 from medfl.folder import safe
-from medfl.inspection import inspect
 from medfl.launch import federate
 from medfl.networks.heads import head
-from medfl.policy import Policy
+from medfl.partner.inspection import inspect
+from medfl.partner.policy import Policy
 from medfl.seeding import stream
 from medfl.storage import load_weights, save_weights
 from tests.zoo.build import ZOO
@@ -340,7 +342,7 @@ def test_a_moved_phantom_is_drawn_again(plain: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_what_does_not_pass(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medfl.export.problems", lambda folder, data: ["LICENSE is missing"])
+    monkeypatch.setattr("medfl.export.writing.problems", lambda folder, data: ["LICENSE is missing"])
     with pytest.raises(RunError, match="does not pass its checks: LICENSE is missing; nothing was kept"):
         export(plain, tmp_path / "bundle", formats=())
     monkeypatch.setitem(export_formats.LIMITS, "torchscript", -1.0)
@@ -431,7 +433,7 @@ def test_files_are_listed_with_their_hashes(copy: Path, monkeypatch: pytest.Monk
 
 
 def test_large_files_are_named_for_the_zoo(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medfl.export.LARGE", 100_000)
+    monkeypatch.setattr("medfl.export.writing.LARGE", 100_000)
     monkeypatch.setattr(export_checks, "LARGE", 100_000)
     done = export(plain, tmp_path / "bundle", formats=())["bundles"][0]
     listed = yaml.safe_load((tmp_path / "bundle" / "large_files.yml").read_text())["large_files"]

@@ -13,7 +13,7 @@ from torch import nn
 
 from medfl import exported
 from medfl.errors import InputError
-from medfl.export_configs import Rewritten, adapted, starting, without_start
+from medfl.export.configs import Rewritten, adapted, starting, without_start
 from medfl.storage import save_weights
 
 TEXT = """\

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from medfl import cli, flare_cli, serve
+from medfl import cli
 from medfl.errors import InputError
+from medfl.flare import cli as flare_cli
+from medfl.partner import serve
 
 pytest.importorskip("nvflare")
 
-from medfl.flare_parts import ALLOWED, SIMULATED
+from medfl.flare.parts import ALLOWED, SIMULATED
 
 
 def parse(*given: str, ran: list[Any] | None = None) -> Any:

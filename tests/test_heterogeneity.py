@@ -14,8 +14,8 @@ from scipy.spatial.distance import jensenshannon
 
 from medfl import cli
 from medfl.errors import InputError
-from medfl.heterogeneity import draw, read
-from medfl.site_stats import FORM
+from medfl.partner.heterogeneity import draw, read
+from medfl.partner.statistics import FORM
 
 
 def told(path: Path, classes: dict[str, int | None], images: int | None, shares: Any = ((0.5, 0.5),)) -> Path:

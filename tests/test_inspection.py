@@ -17,13 +17,14 @@ import pytest
 import torch
 from monai.bundle import ConfigParser
 
-from medfl import allowed, cli
+from medfl import cli
 from medfl.configuration import shipped_root
 from medfl.errors import InputError
-from medfl.expressions import DEFAULT_NAMES, Found, check_expression
-from medfl.inspection import Inspection, inspect
-from medfl.policy import WORDS, Policy
-from medfl.untrusted import Refused
+from medfl.partner import allowed
+from medfl.partner.expressions import DEFAULT_NAMES, Found, check_expression
+from medfl.partner.inspection import Inspection, inspect
+from medfl.partner.policy import WORDS, Policy
+from medfl.partner.untrusted import Refused
 from tests.hostile.base import write
 from tests.hostile.friendly import FRIENDLY
 from tests.hostile.table import HOSTILE

@@ -11,10 +11,10 @@ import torch
 from scipy.stats import kstest
 
 from medfl.errors import RunError
-from medfl.leaving import Gate, normal
 from medfl.message import Message
-from medfl.outbound import Outbound
-from medfl.privacy import Account
+from medfl.partner.leaving import Gate, normal
+from medfl.partner.outbound import Outbound
+from medfl.partner.privacy import Account
 from tests.helpers import bits
 
 pytest.importorskip("dp_accounting")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from medfl.errors import InputError
-from medfl.outbound import Outbound
-from medfl.policy import Policy
+from medfl.partner.outbound import Outbound
+from medfl.partner.policy import Policy
 
 
 def read(tmp_path: Path, text: str) -> Outbound:

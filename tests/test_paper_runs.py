@@ -10,7 +10,7 @@ import pytest
 
 from medfl import cli, datasets
 from medfl.comparison import read
-from medfl.paper_runs import published
+from medfl.papers.runs import published
 
 PART = (
     "--methods", "fedavg,fedetf", "--partition", "dirichlet:0.1", "--seeds", "0", "--scale", "0.01",

@@ -18,7 +18,7 @@ from medfl.bundle import Bundle, shipped
 from medfl.compare import Entry, Grid
 from medfl.comparison import Comparison, read
 from medfl.errors import InputError
-from medfl.paper_tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, names, scaled
+from medfl.papers.tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, names, scaled
 from medfl.partition import parse
 from medfl.partition_draw import canonical
 from medfl.planning import Request

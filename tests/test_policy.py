@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from medfl.errors import InputError
-from medfl.inspection import inspect
-from medfl.policy import WORDS, Limits, Policy
+from medfl.partner.inspection import inspect
+from medfl.partner.policy import WORDS, Limits, Policy
 from tests.hostile.base import write
 
 

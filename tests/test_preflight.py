@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medfl import cli, datasets, preflight
-from medfl.case_findings import Findings
-from medfl.inspection import inspect
+from medfl import cli, datasets
 from medfl.opening import with_data
-from medfl.outbound import Outbound
-from medfl.policy import Policy
-from medfl.preflight import Asked, Preflight, check
-from medfl.scanning import scan
+from medfl.partner import preflight
+from medfl.partner.case_findings import Findings
+from medfl.partner.inspection import inspect
+from medfl.partner.outbound import Outbound
+from medfl.partner.policy import Policy
+from medfl.partner.preflight import Asked, Preflight, check
+from medfl.partner.scanning import scan
 from tests.hostile.base import write
 from tests.zoo.build import ZOO
 

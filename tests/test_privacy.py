@@ -11,7 +11,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from medfl.errors import RunError
-from medfl.privacy import Account, epsilon_of
+from medfl.partner.privacy import Account, epsilon_of
 
 pytest.importorskip("dp_accounting")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from medfl import cli
-from medfl.outbound import Outbound
-from medfl.policy import Policy
+from medfl.partner.outbound import Outbound
+from medfl.partner.policy import Policy
 from tests.hostile.base import write
 
 

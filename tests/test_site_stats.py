@@ -14,9 +14,9 @@ from medfl import cli, datasets
 from medfl.bundle import Bundle
 from medfl.errors import InputError
 from medfl.opening import with_data
+from medfl.partner.scanning import scan
+from medfl.partner.statistics import FORM, OTHERS, Asked, bins_of, encoded, gather, text
 from medfl.runtimes.data_stats import Bins
-from medfl.scanning import scan
-from medfl.site_stats import FORM, OTHERS, Asked, bins_of, encoded, gather, text
 from tests.test_leaving import repeated
 from tests.zoo.build import ZOO
 

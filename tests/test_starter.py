@@ -16,7 +16,7 @@ from PIL import Image
 import medfl
 from medfl import new_cli, starter
 from medfl.errors import InputError
-from medfl.inspection import inspect
+from medfl.partner.inspection import inspect
 
 SCHEMA = Path(medfl.__file__).parent / "schemas" / "bundle_metadata.json"
 

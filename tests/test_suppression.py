@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medfl.suppression import geometric, noised, told_counts
+from medfl.partner.suppression import geometric, noised, told_counts
 from tests.test_leaving import repeated
 
 

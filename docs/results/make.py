@@ -39,9 +39,10 @@ from typing import Any
 
 import yaml
 
-from medfl import metrics, paper_tables, terminal
+from medfl import metrics, terminal
 from medfl.comparison import Spread
 from medfl.errors import InputError, MedflError
+from medfl.papers import tables as paper_tables
 from medfl.report import RunFolder
 from medfl.storage import write_atomic
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.errors import InputError
+from medfl.partner.suppression import told_counts
 from medfl.prepared import Shard
 from medfl.prototypes import class_counts
-from medfl.suppression import told_counts
 from medfl.task import Task
 
 _BATCH = 16

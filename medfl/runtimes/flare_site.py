@@ -21,6 +21,7 @@ from medfl.evaluation import Masks
 from medfl.folder import RunFolder
 from medfl.message import Message
 from medfl.metrics import Cases, summarise
+from medfl.partner.untrusted import shown
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_wire import Parcel
@@ -28,7 +29,6 @@ from medfl.runtimes.monai_fl import JUDGE, LOSS, ROUND, MedflClientAlgo
 from medfl.runtimes.states import States
 from medfl.runtimes.step import site_abroad, site_judge, site_masks, site_step, site_weights
 from medfl.storage import State
-from medfl.untrusted import shown
 
 
 class FlareSite:

@@ -19,8 +19,8 @@ from torch import Tensor
 from medfl.errors import RunError
 from medfl.message import Message, Weights
 from medfl.metrics import Cases
+from medfl.partner.untrusted import shown
 from medfl.sections import SECTIONS
-from medfl.untrusted import shown
 
 INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = WORDS = (
     "introduce", "train", "try", "judge", "abroad", "weights", "masks",

@@ -1,4 +1,4 @@
-"""A site's guard: its rules for what leaves (`medfl.leaving`) and its audit log (`medfl.audit`), where it has any.
+"""A site's guard: its rules for what leaves (`partner.leaving`) and its audit log (`partner.audit`), where it has any.
 
 Without rules every message passes as it is, without a log nothing is written.
 """
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medfl.audit import Audit, described, document
 from medfl.errors import RunError
 from medfl.folder import safe
-from medfl.leaving import Gate
 from medfl.message import Message
 from medfl.metrics import Cases, summarise
-from medfl.outbound import Outbound
-from medfl.privacy import Account
+from medfl.partner.audit import Audit, described, document
+from medfl.partner.leaving import Gate
+from medfl.partner.outbound import Outbound
+from medfl.partner.privacy import Account
 from medfl.runtimes.step import UNSENT, StepResult
 from medfl.storage import State
 

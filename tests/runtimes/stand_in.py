@@ -16,7 +16,7 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_opt.pt import tensor_downloader
 
-from medfl.flare_parts import MedflExecutor
+from medfl.flare.parts import MedflExecutor
 
 KEY = "message/weights/fc.bias"
 

@@ -14,12 +14,12 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl import datasets, launch
-from medfl.audit import verified
 from medfl.errors import InputError, RunError
-from medfl.inspection import inspect
 from medfl.message import Message
-from medfl.outbound import Outbound
-from medfl.policy import Policy
+from medfl.partner.audit import verified
+from medfl.partner.inspection import inspect
+from medfl.partner.outbound import Outbound
+from medfl.partner.policy import Policy
 from medfl.runtimes.monai_fl import MedflClientAlgo
 from medfl.runtimes.step import site_abroad, site_judge
 from tests.helpers import ToyBundle, bits

@@ -45,7 +45,7 @@ from medfl.errors import InputError
 from medfl.protocol import resolved
 from medfl.report import RunFolder
 
-ROOT = Path(__file__).parent / "papers"
+ROOT = Path(__file__).parent
 AVERAGE = "average"
 """The partition of figures that are means over all partitions."""
 COUNTS = frozenset(

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl import paper_tables
 from medfl.bundle import Bundle
 from medfl.compare import Grid, Say, compare, write_tables
 from medfl.comparison import Comparison
 from medfl.errors import InputError
 from medfl.methods import load, values_of
-from medfl.paper_tables import PaperTable
+from medfl.papers import tables as paper_tables
+from medfl.papers.tables import PaperTable
 from medfl.protocol import resolved
 from medfl.storage import write_atomic
 from medfl.tables import rendered

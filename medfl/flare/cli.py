@@ -110,7 +110,7 @@ def _export(options: Any, show: Callable[..., int], pairs: Callable[[str, Sequen
     sites = [name.strip() for name in options.sites.split(",") if name.strip()]
     if len(set(sites)) != len(sites) or not sites:
         raise InputError(f"--sites {options.sites}", "different names, as north,south", "correct it")
-    from medfl.flare_offer import export
+    from medfl.flare.offer import export
 
     given = {name: value for name in _REQUESTED if (value := getattr(options, name)) is not None}
     document = export(

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from medfl.errors import RunError
 from medfl.message import Message, Weights
-from medfl.outbound import Outbound
-from medfl.privacy import Account
+from medfl.partner.outbound import Outbound
+from medfl.partner.privacy import Account
 
 Entropy = Callable[[int], bytes]
 """Number of bytes -> so many random ones."""

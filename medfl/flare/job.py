@@ -81,7 +81,7 @@ def on_one_machine(run: Run, folder: Path, *, min_replies: int = 0, **settings: 
     Raises:
         InputError: it has more sites than there can be processes.
     """
-    from medfl.flare_parts import MedflController, MedflExecutor
+    from medfl.flare.parts import MedflController, MedflExecutor
 
     clients = list(wire_names(participants(run)).values())
     if len(clients) > MOST_SITES:
@@ -129,7 +129,7 @@ def write(made: Any, folder: Path) -> Path:
 
 def _on_simulator(beside: Path, job: str, clients: list[str], say: Say) -> Path:
     """Run a job as `SimEnv` does, but for the output and the end; return where the output is."""
-    from medfl.flare_parts import SIMULATED
+    from medfl.flare.parts import SIMULATED
 
     workspace, log = beside / "workspace", beside / "output.txt"
     allow(workspace / "local" / "resources.json", SIMULATED)
@@ -148,8 +148,8 @@ def _on_simulator(beside: Path, job: str, clients: list[str], say: Say) -> Path:
 
 def _on_poc(beside: Path, job: str, clients: list[str], say: Say) -> Path:
     """Run a job in a federation of its own on this machine; return where the output is."""
-    from medfl.flare_loopback import Loopback
-    from medfl.flare_parts import SIMULATED
+    from medfl.flare.loopback import Loopback
+    from medfl.flare.parts import SIMULATED
 
     with Loopback(beside / "federation", clients, SIMULATED) as federation:
         federation.start()

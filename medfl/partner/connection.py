@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.errors import InputError
-from medfl.untrusted import shown
+from medfl.partner.untrusted import shown
 
 _SECONDS, _PATIENCE = 5.0, 2.0
 _FILES = ("rootCA.pem", "client.crt", "client.key")

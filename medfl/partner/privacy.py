@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from medfl.errors import InputError, RunError
+from medfl.partner.untrusted import shown
 from medfl.storage import write_atomic
-from medfl.untrusted import shown
 
 _NAMED = 4
 

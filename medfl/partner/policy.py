@@ -5,7 +5,7 @@
     limits: {config_bytes: 200000}
     files:                       # sha256 of each; with it, a bundle has these files and no others
       configs/train.yaml: 3f5a...
-    outbound: {clip: 1.0}        # what may leave the site, see `medfl.outbound`
+    outbound: {clip: 1.0}        # what may leave the site, see `medfl.partner.outbound`
 
 Every key may be left out. The site keeps the file, outside of the bundle; nothing of it comes over a wire.
 """
@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from medfl.errors import InputError
-from medfl.outbound import Outbound
-from medfl.untrusted import Refused, decode, read_plain, shown
+from medfl.partner.outbound import Outbound
+from medfl.partner.untrusted import Refused, decode, read_plain, shown
 
 WORDS = {
     "scripts": "the bundle's own Python is imported and runs with your rights",

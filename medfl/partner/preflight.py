@@ -1,6 +1,6 @@
 """Preflight: would a bundle run here, on these data? Everything is looked at, nothing is trained for good or sent.
 
-Nothing of the bundle runs before it is inspected and accepted (`medfl.inspection`).
+Nothing of the bundle runs before it is inspected and accepted (`medfl.partner.inspection`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 from medfl import datasets, methods, terminal
 from medfl.bundle import Bundle
 from medfl.cache import budget, free_memory
-from medfl.case_findings import Findings
 from medfl.configuration import shipped_folders
-from medfl.connection import Kit, reach
 from medfl.datasets.base import read_table
 from medfl.errors import InputError, MedflError
-from medfl.inspection import inspect
 from medfl.opening import with_data
+from medfl.partner.case_findings import Findings
+from medfl.partner.connection import Kit, reach
+from medfl.partner.inspection import inspect
+from medfl.partner.policy import Policy
+from medfl.partner.scanning import scan, sections
+from medfl.partner.untrusted import shown
 from medfl.planning import versions
-from medfl.policy import Policy
 from medfl.preparing import Source, prepare
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.memory import step_bytes
-from medfl.scanning import scan, sections
 from medfl.sections import SECTIONS
 from medfl.settings import DataRecord, PartitionRecord, Run
 from medfl.site import snapshot
 from medfl.storage import cache_folder
 from medfl.training import fit
-from medfl.untrusted import shown
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 _STATES = 8
@@ -188,7 +188,7 @@ def _inspected(found: Preflight, asked: Asked) -> bool:
             found.add("policy", OK, text)
         if asked.policy.outbound.formal:
             with found.about("policy"):
-                from medfl.privacy import epsilon_of
+                from medfl.partner.privacy import epsilon_of
 
                 first = epsilon_of({asked.policy.outbound.multiplier: 1}, asked.policy.outbound.delta)
                 found.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {asked.policy.outbound.delta:g}")

@@ -1,4 +1,4 @@
-"""One picture of a federation from its sites' statistics (`medfl.site_stats`): how far they are from each other.
+"""One picture of a federation from its sites' statistics (`partner.statistics`): how far they are from each other.
 
 Distances are Jensen-Shannon's (Lin, 1991), the root of the divergence in bits: 0 where a site is as all together, 1
 where they have nothing in common. A count that a site does not tell is taken as its equal share of what is left of the
@@ -20,8 +20,8 @@ from scipy.spatial.distance import jensenshannon
 from medfl import terminal
 from medfl.errors import InputError
 from medfl.partition_plot import BAND, INK, SOFT, TINTS, TITLES, shorten
-from medfl.site_stats import FORM
-from medfl.untrusted import Refused, decode, read_plain, shown
+from medfl.partner.statistics import FORM
+from medfl.partner.untrusted import Refused, decode, read_plain, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

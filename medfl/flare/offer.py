@@ -12,8 +12,8 @@ from typing import Any
 from medfl import methods
 from medfl.bundle import shipped
 from medfl.errors import InputError
+from medfl.flare.job import recipe, require_flare, write
 from medfl.flare_files import RUN_FILE
-from medfl.flare_job import recipe, require_flare, write
 from medfl.folder import RunFolder
 from medfl.opening import PHANTOM
 from medfl.planning import Request, plan
@@ -96,7 +96,7 @@ def export(
         InputError: something is not allowed; nothing was written.
     """
     require_flare()
-    from medfl.flare_parts import RemoteController, RemoteExecutor
+    from medfl.flare.parts import RemoteController, RemoteExecutor
 
     tolerance = Tolerance(min_replies, deadline)
     RunFolder.refuse_used(out)

@@ -51,10 +51,10 @@ def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable
 
 
 def _export(options: Any, show: Callable[..., int]) -> int:
-    from medfl.export_formats import chosen
+    from medfl.export.formats import chosen
 
     formats = chosen(options.formats)
-    from medfl.export import export
+    from medfl.export.writing import export
 
     document = export(
         options.run, options.out, which=options.which, site=options.site, formats=formats, data=options.data, say=_say
@@ -63,7 +63,7 @@ def _export(options: Any, show: Callable[..., int]) -> int:
 
 
 def _lines(document: Mapping[str, Any]) -> list[str]:
-    from medfl.export_formats import tiny
+    from medfl.export.formats import tiny
 
     lines = []
     for one in document["bundles"]:

@@ -31,8 +31,8 @@ from nvflare.app_common.workflows.model_controller import ModelController
 
 from medfl import flare_tensors
 from medfl.errors import InputError, MedflError
+from medfl.flare.own import FILE, OwnSite, open_server, open_site, taken, unlimited
 from medfl.flare_files import failed, participants, read_run
-from medfl.flare_own import FILE, OwnSite, open_server, open_site, taken, unlimited
 from medfl.folder import RunFolder
 from medfl.planning import repeat
 from medfl.report import write_report

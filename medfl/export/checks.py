@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 
 from medfl.configuration import config_file, read
-from medfl.export_formats import quiet
+from medfl.export.formats import quiet
 from medfl.seeding import stream
 
 LARGE = 25_000_000
 """Bytes from which the zoo wants a file in large_files.yml."""
-SCHEMA = Path(__file__).parent / "schemas" / "bundle_metadata.json"
+SCHEMA = Path(__file__).parents[1] / "schemas" / "bundle_metadata.json"
 _ANY = 64
 """Pixels along an axis that takes any size."""
 _NECESSARY = ("configs/metadata.json", "LICENSE", "docs/README.md", "models/model.pt")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl import terminal
 from medfl.errors import InputError, RunError
-from medfl.untrusted import shown
+from medfl.partner.untrusted import shown
 
 if TYPE_CHECKING:
     from medfl.message import Message

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl import serve, terminal
+from medfl import terminal
 from medfl.arguments import number
 from medfl.errors import InputError
+from medfl.partner import serve
 
 _EXAMPLES = """\
 examples
@@ -115,8 +116,8 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 
 def _inspect(options: Any, show: Callable[..., int]) -> int:
     from medfl.configuration import shipped_folders
-    from medfl.inspection import inspect
-    from medfl.policy import Policy
+    from medfl.partner.inspection import inspect
+    from medfl.partner.policy import Policy
 
     policy = Policy.read(options.policy) if options.policy is not None else Policy()
     folder = shipped_folders().get(options.bundle, Path(options.bundle))
@@ -146,7 +147,7 @@ def _can_write(target: Path, folder: Path) -> None:
 
 
 def _text(document: Mapping[str, Any], width: int) -> list[str]:
-    from medfl.untrusted import shown
+    from medfl.partner.untrusted import shown
 
     pinned = "every file is as the policy says" if document["pinned"] else "not pinned: --policy names no files"
     lines = [f"bundle {shown(document['bundle'])} in {shown(document['folder'], 200)}", "", f"Files ({pinned})"]
@@ -199,9 +200,9 @@ def _config(given: list[str]) -> dict[str, Any]:
 
 
 def _check(options: Any, show: Callable[..., int]) -> int:
-    from medfl.connection import address
-    from medfl.policy import Policy
-    from medfl.preflight import Asked, check
+    from medfl.partner.connection import address
+    from medfl.partner.policy import Policy
+    from medfl.partner.preflight import Asked, check
 
     asked = Asked(
         options.bundle,
@@ -228,8 +229,8 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
     if options.out is not None:
         _new(options.out)
     from medfl.opening import with_data
-    from medfl.policy import Policy
-    from medfl.site_stats import Asked, bins_of, encoded, gather, text
+    from medfl.partner.policy import Policy
+    from medfl.partner.statistics import Asked, bins_of, encoded, gather, text
 
     policy = Policy.read(options.policy) if options.policy is not None else Policy()
     accepted(options.bundle, policy)
@@ -257,7 +258,7 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
 def _collect(options: Any, show: Callable[..., int]) -> int:
     if options.bundle is not None or options.data is not None:
         raise InputError("--collect with a bundle or --data", "it reads what sites have written", "drop them")
-    from medfl.heterogeneity import draw, read
+    from medfl.partner.heterogeneity import draw, read
 
     found = read(options.collect)
     lines = found.table(terminal.width())
@@ -268,7 +269,7 @@ def _collect(options: Any, show: Callable[..., int]) -> int:
 
 
 def _audit(options: Any, show: Callable[..., int]) -> int:
-    from medfl import audit
+    from medfl.partner import audit
 
     found = audit.verified(options.file, options.noted)
     show(options, found.as_dict(), lambda: "\n".join(audit.text(found, terminal.width())))
@@ -283,7 +284,7 @@ def accepted(bundle: str, policy: Any) -> None:
         InputError: it is refused.
     """
     from medfl.configuration import shipped_folders
-    from medfl.inspection import inspect
+    from medfl.partner.inspection import inspect
 
     inspect(shipped_folders().get(bundle, Path(bundle)), policy).require()
 

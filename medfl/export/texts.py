@@ -22,8 +22,8 @@ import jinja2
 
 from medfl import methods
 from medfl.configuration import target_name
-from medfl.export_formats import Agreement, Seen, tiny
-from medfl.export_models import Model, RunResult
+from medfl.export.formats import Agreement, Seen, tiny
+from medfl.export.models import Model, RunResult
 from medfl.opening import PHANTOM
 from medfl.settings import Run
 

@@ -1,4 +1,4 @@
-"""What a site's policy says of what may leave: the key `outbound` of the policy file (`medfl.policy`).
+"""What a site's policy says of what may leave: the key `outbound` of the policy file (`medfl.partner.policy`).
 
     outbound:
       keys: [weights, scalars/samples]   # patterns of group/name, or a group; anything else refuses the round
@@ -11,7 +11,7 @@
 
 Every key may be left out; without any of them nothing changes. Names that leave: `weights/...` and other groups of a
 reply, `scalars/...`, `metrics/...` of an evaluation, `data_stats`, and `told/train_loss`, which is left out rather than
-refused. How it is done: `medfl.leaving`.
+refused. How it is done: `medfl.partner.leaving`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from medfl.errors import InputError
-from medfl.untrusted import shown
+from medfl.partner.untrusted import shown
 
 
 @dataclass(frozen=True)

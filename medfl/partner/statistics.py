@@ -1,8 +1,8 @@
 """A site's own statistics, as far as they may leave: counts, and of each channel mean, deviation and histogram.
 
 Everything is a table of images, each in one cell, so that two rules do for all: counts below a least one are not told
-(`medfl.suppression.told_counts`), and with noise each count is the true one plus a random whole number
-(`medfl.suppression.noised`). An intensity histogram tells, for each bin, the mean share of an image's pixels in it; a
+(`suppression.told_counts`), and with noise each count is the true one plus a random whole number
+(`suppression.noised`). An intensity histogram tells, for each bin, the mean share of an image's pixels in it; a
 bin to which fewer images than the least count add is not told. With noise, mean and deviation are those of the noisy
 histogram, and what is not covered is left out.
 """
@@ -24,10 +24,10 @@ from torch import Tensor
 from medfl import case_metadata, terminal
 from medfl.bundle import Bundle
 from medfl.errors import InputError
+from medfl.partner.scanning import Seen, scan, sections
+from medfl.partner.suppression import Entropy, geometric, noised, told_counts
+from medfl.partner.untrusted import shown
 from medfl.runtimes.data_stats import Bins, Sums, sums
-from medfl.scanning import Seen, scan, sections
-from medfl.suppression import Entropy, geometric, noised, told_counts
-from medfl.untrusted import shown
 
 FORM = "medfl site statistics 1"
 HIDDEN, OTHERS = "not told", "others"

@@ -1,7 +1,7 @@
 """Inspection: what a bundle would run, read as text; nothing of it is imported, evaluated or instantiated.
 
 Every file is hashed. Every configuration file (JSON and YAML in `configs/` and in the bundle's folder) is read as plain
-values and walked: each `_target_` and each `$` expression has to be on the lists of `medfl.allowed`, each reference and
+values and walked: each `_target_` and each `$` expression has to be on the lists of `allowed`, each reference and
 macro has to stay inside the configuration, each text that could be a path inside bundle or data folder. What is unknown
 is refused. Words of the site's policy widen this, one by one.
 
@@ -23,11 +23,11 @@ from datetime import date
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from medfl.allowed import MODULES, WEIGHTS_OF_THEIR_OWN, argument_refused, target_allowed
 from medfl.errors import InputError
-from medfl.expressions import DEFAULT_NAMES, Found, check_expression, check_id, check_path, imported
-from medfl.policy import WORDS, Policy
-from medfl.untrusted import Plain, Refused, decode, read_plain, shown, visible
+from medfl.partner.allowed import MODULES, WEIGHTS_OF_THEIR_OWN, argument_refused, target_allowed
+from medfl.partner.expressions import DEFAULT_NAMES, Found, check_expression, check_id, check_path, imported
+from medfl.partner.policy import WORDS, Policy
+from medfl.partner.untrusted import Plain, Refused, decode, read_plain, shown, visible
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
 _INERT = (

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from medfl.allowed import (
+from medfl.partner.allowed import (
     BUILTINS,
     MEMBERS,
     METHODS,
@@ -23,7 +23,7 @@ from medfl.allowed import (
     WORDED_MODULES,
     argument_refused,
 )
-from medfl.untrusted import Refused, shown
+from medfl.partner.untrusted import Refused, shown
 
 DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "numpy"}
 """The modules that MONAI offers every expression without an import."""

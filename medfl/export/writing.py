@@ -1,7 +1,7 @@
 """`medfl export`: a run's result as a MONAI bundle that stands on its own.
 
 The source bundle with the settings of the run, the weights in four formats, the measured agreement of these, and a
-description. It is written beside its place, read back, checked (`medfl.export_checks`) and only then put there.
+description. It is written beside its place, read back, checked (`medfl.export.checks`) and only then put there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from medfl import exported, methods
 from medfl.configuration import Configuration, config_file, own_modules, read
 from medfl.errors import InputError, RunError
-from medfl.export_checks import LARGE, problems
-from medfl.export_configs import Rewritten, adapted, starting, without_start
-from medfl.export_formats import FILES, LIMITS, Agreement, Seen, agreement, quiet, tiny, write
-from medfl.export_images import Images, plain, same_predictions, test_images
-from medfl.export_models import CPU, WHICH, Model, RunResult
-from medfl.export_texts import as_json, describe, every_option, large_files, listed, readme, record
+from medfl.export.checks import LARGE, problems
+from medfl.export.configs import Rewritten, adapted, starting, without_start
+from medfl.export.formats import FILES, LIMITS, Agreement, Seen, agreement, quiet, tiny, write
+from medfl.export.images import Images, plain, same_predictions, test_images
+from medfl.export.models import CPU, WHICH, Model, RunResult
+from medfl.export.texts import as_json, describe, every_option, large_files, listed, readme, record
 from medfl.folder import safe
 from medfl.opening import Say
 from medfl.seeding import stream

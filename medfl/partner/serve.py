@@ -2,7 +2,7 @@
 
 Before FLARE's client starts, the bundle is inspected by the site's policy, the kit is told what it may make
 (`class_allow_list`: medfl's two classes for sites with images of their own, beside FLARE's), and what the site says of
-itself is written into the kit (`local/medfl.yaml`, see `medfl.flare_own`). The server's operator uses it as well.
+itself is written into the kit (`local/medfl.yaml`, see `medfl.flare.own`). The server's operator uses it as well.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
 
 
 def _serve(options: Any, show: Callable[..., int]) -> int:
-    from medfl.flare_job import require_flare
+    from medfl.flare.job import require_flare
 
     kit = options.kit.expanduser().resolve()
     kind = _kind(kit)
@@ -85,9 +85,9 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
         InputError: there is no `local/medfl.yaml`, it is wrong, or the bundle is refused.
     """
     from medfl.bundle import Bundle
+    from medfl.flare.own import FILE, OwnSite
+    from medfl.flare.parts import ALLOWED, SIMULATED
     from medfl.flare_files import allow
-    from medfl.flare_own import FILE, OwnSite
-    from medfl.flare_parts import ALLOWED, SIMULATED
 
     own = OwnSite.read(kit / "local" / FILE)
     own.checked_policy()
@@ -144,7 +144,7 @@ def _write_own(options: Any, kit: Path) -> None:
         InputError: it is incomplete, or the kit says something else.
     """
     from medfl.configuration import shipped_folders
-    from medfl.flare_own import FILE, OwnSite
+    from medfl.flare.own import FILE, OwnSite
     from medfl.storage import write_atomic
 
     path = kit / "local" / FILE

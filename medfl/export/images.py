@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from medfl.bundle import Bundle, shipped
-from medfl.export_models import CPU, Model, RunResult
+from medfl.export.models import CPU, Model, RunResult
 from medfl.metrics import Cases
 from medfl.opening import PHANTOM, Say, bundle_of, with_data
 from medfl.prepared import Prepared, Shard

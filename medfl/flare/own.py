@@ -31,9 +31,10 @@ from medfl import methods
 from medfl.bundle import Bundle
 from medfl.configuration import shipped_folders
 from medfl.errors import InputError
-from medfl.inspection import inspect
 from medfl.opening import with_data
-from medfl.policy import Policy
+from medfl.partner.inspection import inspect
+from medfl.partner.policy import Policy
+from medfl.partner.untrusted import Refused, decode, read_plain, shown
 from medfl.prepared import Item
 from medfl.protocol import resolved
 from medfl.runtimes.federation import Federation
@@ -41,7 +42,6 @@ from medfl.runtimes.flare_remote import names_only
 from medfl.runtimes.flare_wire import flare_name
 from medfl.sections import SECTIONS
 from medfl.settings import Run
-from medfl.untrusted import Refused, decode, read_plain, shown
 
 FILE = "medfl.yaml"
 _BYTES = 100_000

@@ -1,0 +1,1 @@
+"""The result of a run as a MONAI bundle."""

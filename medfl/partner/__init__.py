@@ -1,0 +1,1 @@
+"""What a clinical partner runs: look at a bundle, decide, check, tell, keep a log."""
