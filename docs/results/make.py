@@ -77,7 +77,7 @@ class Results:
     def __init__(self, asked: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
         """Take the contents of tables.yaml and of summaries.jsonl."""
         self.asked = asked
-        self.runs = {str(record["run"]["run_hash"]): _folder(record) for record in records}
+        self.runs = {_ident(record["summary"]): _folder(record) for record in records}
 
     @classmethod
     def read(cls) -> Results:
@@ -92,7 +92,7 @@ class Results:
 
     def run(self, name: str) -> RunFolder:
         """Return a run by the beginning of its hash."""
-        found = [run for run_hash, run in self.runs.items() if run_hash.startswith(name)]
+        found = [run for ident, run in self.runs.items() if _is(ident, name)]
         if len(found) != 1:
             raise InputError(
                 f"run {name}, of which {SUMMARIES.name} has {len(found)}", "runs with one line there", "--collect it"
@@ -275,15 +275,26 @@ def collect(folders: Sequence[Path], wanted: Sequence[str]) -> list[dict[str, An
     Raises:
         InputError: a run is in neither.
     """
-    known = {str(record["run"]["run_hash"]): record for record in stored()}
+    known = {_ident(record["summary"]): record for record in stored()}
     for path in (path for folder in reversed(folders) for path in sorted(folder.rglob("run.json"), reverse=True)):
-        run_hash = str(json.loads(path.read_text()).get("run_hash"))
-        if run_hash.startswith(tuple(wanted)) and (path.parent / "summary.json").is_file():
-            known[run_hash] = _record(RunFolder.read(path.parent))
-    found = {name: [record for run_hash, record in known.items() if run_hash.startswith(name)] for name in wanted}
+        summary = path.parent / "summary.json"
+        ident = _ident(json.loads(summary.read_text())) if summary.is_file() else "@"
+        if any(_is(ident, name) for name in wanted):
+            known[ident] = _record(RunFolder.read(path.parent))
+    found = {name: [record for ident, record in known.items() if _is(ident, name)] for name in wanted}
     if missing := [name for name, records in found.items() if len(records) != 1]:
         raise InputError(f"runs {', '.join(missing)} are not there, or not one", "a folder each", "give where they are")
     return [records[0] for records in found.values()]
+
+
+def _ident(summary: Mapping[str, Any]) -> str:
+    """Return HASH@WEIGHTS: another version of medfl may give a run other bits."""
+    return f"{summary['run_hash']}@{summary['weights_sha256']}"
+
+
+def _is(ident: str, name: str) -> bool:
+    """Tell whether HASH@WEIGHTS begins as the HASH, or the HASH@WEIGHTS, that tables.yaml names."""
+    return all(whole.startswith(part) for whole, part in zip(ident.split("@"), name.split("@"), strict=False))
 
 
 def _record(folder: RunFolder) -> dict[str, Any]:
