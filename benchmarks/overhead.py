@@ -1,14 +1,14 @@
 """Seconds a round of `medfl run` against a bare PyTorch loop that does the same arithmetic.
 
-Both train FedAvg with plain SGD, one thread, one process, evaluation off. Two dimensions: 10 sites x 60 images of
-28x28, batch 8, a classifier. Three: 4 sites x 12 volumes of the hippocampus bundle's phantom, one patch of 24x40x24 a
-volume and epoch, batch 4, a U-Net with Dice + cross-entropy. The bare loop has its batches in memory and no framework
-at all: it copies weights into one network, trains, copies them out and averages. A round of medfl is what `federate`
-takes for one round more, so it includes everything that happens every round: patches drawn, broadcasts, checks, byte
-counts, logs, saved state.
+Both train FedAvg with plain SGD, one thread a process, evaluation off; the bare loop is one process, medfl has
+`--jobs`. Two dimensions: 10 sites x 60 images of 28x28, batch 8, a classifier. Three: 4 sites x 12 volumes of the
+hippocampus bundle's phantom, one patch of 24x40x24 a volume and epoch, batch 4, a U-Net with Dice + cross-entropy. The
+bare loop has its batches in memory and no framework at all: it copies weights into one network, trains, copies them out
+and averages. A round of medfl is what `federate` takes for one round more, so it includes everything that happens every
+round: patches drawn, broadcasts, checks, byte counts, logs, saved state.
 
     python benchmarks/overhead.py [--json] [--rounds 6] [--repeats 5] [--networks small_cnn,resnet18,unet8]
-                                  [--sites 10] [--images 60] [--size 28]   (of the classifiers)
+                                  [--jobs 1,2] [--sites 10] [--images 60] [--size 28]   (the last three: classifiers)
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def bare_rounds(network: str, job: Job, sites: list[list[Batch]], rounds: int) -
     return time.perf_counter() - started
 
 
-def medfl_seconds(network: str, job: Job, data: Path, partition: Path, rounds: int) -> float:
+def medfl_seconds(network: str, job: Job, data: Path, partition: Path, rounds: int, jobs: int) -> float:
     """Return the seconds of a whole `federate` call."""
     requested = {
         "data": str(data), "partition": f"file:{partition}", "rounds": rounds, "local_epochs": 1,
@@ -152,28 +152,28 @@ def medfl_seconds(network: str, job: Job, data: Path, partition: Path, rounds: i
     with tempfile.TemporaryDirectory() as out:
         started = time.perf_counter()
         config = {"network": network, "optimizer": SGD, **job.config}
-        federate(job.bundle, config=config, requested=requested, jobs=1, out=Path(out) / "run")
+        federate(job.bundle, config=config, requested=requested, jobs=jobs, out=Path(out) / "run")
         return time.perf_counter() - started
 
 
-def compare(network: str, folder: Path, options: argparse.Namespace) -> dict[str, object]:
+def compare(network: str, jobs: int, folder: Path, options: argparse.Namespace) -> dict[str, object]:
     """Time both in turn and return the median of the pairs' ratios."""
     job, rounds, repeats = job_of(network, options), options.rounds, options.repeats
     data, partition = cohort(job, folder)
     sites = job.batches()
     bare_rounds(network, job, sites, 1)
-    medfl_seconds(network, job, data, partition, 1)
+    medfl_seconds(network, job, data, partition, 1, jobs)
     bare, ours, start = [], [], []
     for _ in range(repeats):
         first = bare_rounds(network, job, sites, rounds) / rounds
-        short = medfl_seconds(network, job, data, partition, 1)
-        ours.append((medfl_seconds(network, job, data, partition, 1 + rounds) - short) / rounds)
+        short = medfl_seconds(network, job, data, partition, 1, jobs)
+        ours.append((medfl_seconds(network, job, data, partition, 1 + rounds, jobs) - short) / rounds)
         second = bare_rounds(network, job, sites, rounds) / rounds
         bare.append((first + second) / 2)
         start.append(short - ours[-1])
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
     return {
-        "name": f"overhead/{network}{'-3d' if job is VOLUMES else f'-{job.shape[1]}'}-{job.sites}-sites",
+        "name": f"overhead/{network}{'-3d' if job is VOLUMES else f'-{job.shape[1]}'}-{job.sites}-sites-jobs{jobs}",
         "ratio": statistics.median(ratios),
         "relative_to": "bare PyTorch loop, same arithmetic, batches in memory",
         "ratio_min": min(ratios),
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--networks", default="small_cnn,resnet18,unet8")
+    parser.add_argument("--jobs", default="1", help="worker processes, comma-separated")
     parser.add_argument("--sites", type=int, default=10)
     parser.add_argument("--images", type=int, default=60, help="of each site")
     parser.add_argument("--size", type=int, default=28, help="pixels a side")
@@ -211,13 +212,14 @@ def main() -> None:
     torch.set_num_threads(1)
     Pictures.finish = lambda *_: None  # type: ignore[method-assign]  # they are drawn once a run, and are no round
     with tempfile.TemporaryDirectory() as folder:
-        table = [compare(name, Path(folder), options) for name in options.networks.split(",")]
+        grid = [(name, int(jobs)) for name in options.networks.split(",") for jobs in options.jobs.split(",")]
+        table = [compare(name, jobs, Path(folder), options) for name, jobs in grid]
     if options.json:
         print(json.dumps(table))
         return
     for row in table:
         print(
-            f"{row['name']:<22} ratio {row['ratio']:.3f} (min {row['ratio_min']:.3f}, max {row['ratio_max']:.3f})  "
+            f"{row['name']:<40} ratio {row['ratio']:.3f} (min {row['ratio_min']:.3f}, max {row['ratio_max']:.3f})  "
             f"{row['seconds_per_round']:.3f} s a round, bare {row['bare_seconds_per_round']:.3f} s, "
             f"start and end {row['start_and_end_seconds']:.1f} s"
         )
