@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from medfl.cache import free_memory
 from medfl.errors import RunError
 from medfl.message import Message, Weights
 
-BUDGET = 256 * 2**20
-"""Bytes of one round's replies that stay in memory."""
+BUDGET: int | None = None
+"""Bytes of one round's replies that stay in memory; None: an eighth of what is free, at most `_MOST`."""
+_MOST = 2 * 2**30
 
 
 class Stock:
@@ -26,13 +28,14 @@ class Stock:
 
     Args:
         folder: where there is room.
-        budget: bytes that stay in memory.
+        budget: bytes that stay in memory; None: `BUDGET`.
     """
 
     def __init__(self, folder: Path, budget: int | None = None) -> None:
         """Begin with nothing."""
         self.held = 0
-        self._folder, self._budget = folder, BUDGET if budget is None else budget
+        given = BUDGET if budget is None else budget
+        self._folder, self._budget = folder, min(_MOST, free_memory() // 8) if given is None else given
         self._file: Any = None
 
     def keep(self, tensors: Weights) -> Weights:
