@@ -14,8 +14,7 @@ n replies, d numbers in each; what each stands, how long it takes, and what it l
     multikrum:F The mean of the n - F - 2 replies with the smallest of these sums (ibid., section 4; m as in Damaskinos
                 et al., 2019). Stands as many. Time n^2 d. Loses the F + 2 that are furthest out.
 
-Against the mean's time, on one core: median and trimmed mean about 10 times with 10 replies and 15 times with 50; Krum
-6 and 30 times.
+In time they cost the mean ten to some tens of times over, more with more replies: `benchmarks/aggregation_cost.py`.
 
 All but `mean` ignore sample counts, which a site could make up: every reply counts the same. Distances are over all
 floating tensors. Integers, which count batches, take the middle value, or that of the chosen replies.
