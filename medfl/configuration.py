@@ -25,6 +25,7 @@ import yaml
 from monai.bundle import ConfigParser, ReferenceResolver
 from monai.bundle.utils import merge_kv
 
+from medfl import datasets
 from medfl.errors import InputError
 from medfl.seeding import stream
 
@@ -45,12 +46,16 @@ def shipped_root() -> Path | None:
 
 
 def shipped_folders() -> dict[str, Path]:
-    """Return the folders of the shipped bundles that can be trained, by name; families of them lie one level down."""
+    """Return the folders of the shipped bundles that can be trained, by name; families of them lie one level down.
+
+    A bundle of the user's own may lie beside them: shipped are those whose data set is medfl's too.
+    """
     root = shipped_root()
     if root is None:
         return {}
     found = [path.parents[1] for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")]
-    return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
+    ours = set(datasets.names())
+    return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name) if folder.name in ours}
 
 
 def shipped() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import medfl
-from medfl import new_cli, starter
+from medfl import configuration, new_cli, starter
 from medfl.errors import InputError
 from medfl.partner.inspection import inspect
 
@@ -184,3 +184,15 @@ def test_the_verb_says_what_it_saw_and_how_to_go_on(labelled: Path, tmp_path: Pa
     assert document["classes"] == {"no": 20, "yes, it is": 20}
     assert document["next"] in text
     assert (tmp_path / "mine" / "configs" / "train.yaml").is_file()
+
+
+def test_a_bundle_beside_the_shipped_ones_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "configs").mkdir(parents=True)
+    (tmp_path / "mine" / "configs" / "train.yaml").write_text("{}")
+    shipped = configuration.shipped_folders()
+    for name in ("mednist", "natural"):
+        root = configuration.shipped_root()
+        assert root is not None
+        (tmp_path / name).symlink_to(root / name)
+    monkeypatch.setattr(configuration, "shipped_root", lambda: tmp_path)
+    assert {"mednist", "cifar10"} <= configuration.shipped_folders().keys() <= shipped.keys()
