@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.errors import InputError, RunError
-from medfl.flare_files import allow, participants, raise_failed
+from medfl.flare.files import allow, participants, raise_failed
 from medfl.runtimes.flare import BESIDE, DONE, FAILED, SAID
 from medfl.runtimes.flare_wire import wire_names
 from medfl.settings import Run

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from medfl.errors import RunError
-from medfl.flare_files import allow
+from medfl.flare.files import allow
 
 SERVER, ADMIN, _ORG = "server", "admin@medfl.org", "medfl"
 _BUILDERS = [

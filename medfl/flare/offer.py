@@ -12,8 +12,8 @@ from typing import Any
 from medfl import methods
 from medfl.bundle import shipped
 from medfl.errors import InputError
+from medfl.flare.files import RUN_FILE
 from medfl.flare.job import recipe, require_flare, write
-from medfl.flare_files import RUN_FILE
 from medfl.folder import RunFolder
 from medfl.opening import PHANTOM
 from medfl.planning import Request, plan

@@ -29,10 +29,10 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
-from medfl import flare_tensors
 from medfl.errors import InputError, MedflError
+from medfl.flare import tensors as flare_tensors
+from medfl.flare.files import failed, participants, read_run
 from medfl.flare.own import FILE, OwnSite, open_server, open_site, taken, unlimited
-from medfl.flare_files import failed, participants, read_run
 from medfl.folder import RunFolder
 from medfl.planning import repeat
 from medfl.report import write_report

@@ -85,9 +85,9 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
         InputError: there is no `local/medfl.yaml`, it is wrong, or the bundle is refused.
     """
     from medfl.bundle import Bundle
+    from medfl.flare.files import allow
     from medfl.flare.own import FILE, OwnSite
     from medfl.flare.parts import ALLOWED, SIMULATED
-    from medfl.flare_files import allow
 
     own = OwnSite.read(kit / "local" / FILE)
     own.checked_policy()

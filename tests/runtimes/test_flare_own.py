@@ -17,9 +17,9 @@ from medfl import datasets, launch
 from medfl.bundle import Bundle
 from medfl.errors import InputError
 from medfl.flare import offer as flare_offer
+from medfl.flare.files import read_run
 from medfl.flare.own import OwnSite, open_server, open_site, taken, unlimited
 from medfl.flare.parts import ALLOWED, SIMULATED
-from medfl.flare_files import read_run
 from medfl.folder import RunFolder
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation

@@ -155,9 +155,9 @@ def test_the_recipe_runs_in_flare_s_own_environment(scans: Path, tmp_path: Path)
     """`SimEnv` as FLARE's users know it, given the classes that it may make."""
     from nvflare.recipe.sim_env import SimEnv
 
+    from medfl.flare.files import allow
     from medfl.flare.job import on_one_machine
     from medfl.flare.parts import SIMULATED
-    from medfl.flare_files import allow
     from medfl.folder import RunFolder
 
     run(scans, tmp_path / "simulator", "fedavg", "simulator", rounds=1)

@@ -21,9 +21,11 @@ from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_opt.pt.decomposers import TensorDecomposer
 
-from medfl import datasets, flare_tensors
+from medfl import datasets
 from medfl.errors import InputError, RunError
 from medfl.flare import offer as flare_offer
+from medfl.flare import tensors as flare_tensors
+from medfl.flare.files import allow, failed, raise_failed, read_run
 from medfl.flare.job import recipe
 from medfl.flare.own import unlimited
 from medfl.flare.parts import (
@@ -32,7 +34,6 @@ from medfl.flare.parts import (
     RemoteController,
     RemoteExecutor,
 )
-from medfl.flare_files import allow, failed, raise_failed, read_run
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.flare import BESIDE, FAILED, SAID
 from medfl.runtimes.flare_wire import Parcel, from_model, to_model
