@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from medfl.errors import RunError
 from medfl.message import Message, Weights
+
+_BLOCK = 32768
+"""Numbers summed at a time on a CPU: their float64 sum and the buffer beside it stay in its cache."""
 
 
 def sample_shares(replies: Mapping[str, Message]) -> dict[str, float]:
@@ -35,25 +39,40 @@ def weighted_mean(replies: Mapping[str, Message], group: str, shares: Mapping[st
     Floating tensors, BatchNorm's running statistics among them, are averaged; integer counters such as
     `num_batches_tracked` take the maximum, since the mean of counters means nothing.
 
-    One tensor of one reply is read at a time and added, in place, to a float64 sum, which is rounded once at the end:
-    replies that lie on disk need not fit in memory, and many small shares lose nothing.
+    Block by block the replies are added to a float64 sum, which is rounded once at the end: replies that lie on disk
+    need not fit in memory, many small shares lose nothing, and no large tensor is written but the mean.
     """
-    first, *others = sorted(replies)
+    parts = {name: replies[name][group] for name in sorted(replies)}
+    first, *others = parts
     out: dict[str, Tensor] = {}
     with torch.no_grad():
-        for key, value in replies[first][group].items():
-            if not value.is_floating_point():
-                total = value.clone()
+        for key, like in parts[first].items():
+            if not like.is_floating_point():
+                out[key] = like.clone()
                 for name in others:
-                    torch.maximum(total, replies[name][group][key], out=total)
-                out[key] = total
+                    torch.maximum(out[key], parts[name][key], out=out[key])
                 continue
-            total = value.to(torch.float64, copy=True).mul_(shares[first])
-            wide = torch.empty_like(total)  # one conversion buffer: adding float32 to float64 takes twice as long
-            for name in others:
-                total.add_(wide.copy_(replies[name][group][key]), alpha=shares[name])
-            out[key] = total.to(value.dtype)
+            read = {name: slices(weights, key) for name, weights in parts.items()}
+            mean = torch.empty_like(like, memory_format=torch.contiguous_format)
+            flat, size = mean.view(-1), max(1, like.numel() if like.device.type != "cpu" else _BLOCK)
+            wide = torch.empty(min(size, like.numel()), dtype=torch.float64, device=like.device)
+            for start in range(0, like.numel(), size):
+                stop = min(start + size, like.numel())
+                total = read[first](start, stop).to(torch.float64, copy=True).mul_(shares[first])
+                for name in others:  # widened first: adding float32 to float64 takes twice as long
+                    total.add_(wide[: stop - start].copy_(read[name](start, stop)), alpha=shares[name])
+                flat[start:stop] = total
+            out[key] = mean
     return out
+
+
+def slices(weights: Weights, name: str) -> Callable[[int, int], Tensor]:
+    """Return what gives the numbers start..stop of a tensor; of a reply on disk those are read and no more."""
+    read = getattr(weights, "part", None)
+    if read is not None:
+        return partial(read, name)
+    flat = weights[name].reshape(-1)
+    return lambda start, stop: flat[start:stop]
 
 
 def mean_with_drift(

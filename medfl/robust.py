@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.aggregation import uniform_shares, weighted_mean
+from medfl.aggregation import slices, uniform_shares, weighted_mean
 from medfl.errors import InputError, RunError
 from medfl.message import Message, Weights
 
@@ -157,13 +157,7 @@ def _distances(parts: Sequence[Weights]) -> Tensor:
 def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (first coordinate, the replies' values (n, coordinates)) in float64, of integers in int64."""
     size, wide = max(1, _BLOCK // len(parts)), torch.float64 if like.is_floating_point() else torch.int64
+    reads = [slices(weights, name) for weights in parts]
     for start in range(0, like.numel(), size):
         stop = min(start + size, like.numel())
-        yield start, torch.stack([_part(weights, name, start, stop).to(wide) for weights in parts])
-
-
-def _part(weights: Weights, name: str, start: int, stop: int) -> Tensor:
-    """Return some coordinates of a tensor; those of a reply on disk are read and no more."""
-    read = getattr(weights, "part", None)
-    found: Tensor = weights[name].reshape(-1)[start:stop] if read is None else read(name, start, stop)
-    return found
+        yield start, torch.stack([read(start, stop).to(wide) for read in reads])

@@ -6,7 +6,9 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +34,39 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         RunError: the disk is full or the folder cannot be written; the old file is untouched.
     """
+    with replacing(path, len(data)) as temporary:
+        temporary.write_bytes(data)
+
+
+def _write_tensors(path: Path, named: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, as `write_atomic`; unlike its bytes, the file needs no second copy of the tensors."""
+    with replacing(path, sum(tensor.nbytes for tensor in named.values())) as temporary:
+        safetensors.torch.save_file(named, temporary, metadata=metadata)
+
+
+@contextmanager
+def replacing(path: Path, size: int) -> Iterator[Path]:
+    """Give a sibling file to be written, which takes the place of `path` at the end."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
+        yield temporary
         os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        reason = "no space left on the disk" if full else (error.strerror or str(error))
+    except (OSError, safetensors.SafetensorError) as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise RunError(
-            f"cannot write {path} ({len(data)} bytes): {reason}; what was saved before is intact; "
+            f"cannot write {path} ({size} bytes): {_reason(error)}; what was saved before is intact; "
             "free some space and continue with --resume"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Say why a file cannot be written; the Rust writer tells the system's error number in its text only."""
+    told = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "no space left on the disk"
+    return os.strerror(number) if number else str(error)
 
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -67,7 +89,7 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
 
     tree = json.dumps(strip(state))
     named = {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
-    write_atomic(path, safetensors.torch.save(named, metadata={"tree": tree}))
+    _write_tensors(path, named, {"tree": tree})
 
 
 def load_state(path: Path) -> State:
@@ -109,7 +131,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Write weights atomically as a plain safetensors file under their own names."""
     names = sorted(weights)
     tensors = _unshared([weights[name].detach().cpu().contiguous() for name in names])
-    write_atomic(path, safetensors.torch.save(dict(zip(names, tensors, strict=True))))
+    _write_tensors(path, dict(zip(names, tensors, strict=True)))
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

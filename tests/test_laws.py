@@ -8,11 +8,13 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from medfl import datasets, folder, storage
+from medfl import datasets, storage
 from medfl.errors import InputError, RunError
 from medfl.launch import federate
 
@@ -143,20 +145,24 @@ def test_law1_kill_inside_any_write(phantom: Path, reference: dict[str, object],
 
     def die(at: int, out: Path) -> None:
         os.setpgid(0, 0)
-        real, count = storage.write_atomic, 0
+        real, count = storage.replacing, 0
 
-        def write(path: Path, data: bytes) -> None:
+        @contextmanager
+        def replacing(path: Path, size: int) -> Iterator[Path]:
             nonlocal count
             count += 1
-            if count == at and when != "after":
-                if when == "half":
-                    path.with_name(f".{path.name}.tmp").write_bytes(data[: len(data) // 2])
+            mine = count
+            if mine == at and when == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
-            real(path, data)
-            if count == at:
+            with real(path, size) as temporary:
+                yield temporary
+                if mine == at and when == "half":
+                    os.truncate(temporary, temporary.stat().st_size // 2)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            if mine == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        storage.write_atomic = folder.write_atomic = write
+        storage.replacing = replacing
         run(phantom, out, resume=(out / "run.json").exists())
 
     context = multiprocessing.get_context("fork")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medfl.aggregation import sample_shares, weighted_mean
+from medfl.aggregation import _BLOCK, sample_shares, weighted_mean
 from medfl.errors import RunError
 from medfl.message import Message
 from medfl.methods import load, names
@@ -78,27 +78,28 @@ def test_replies_are_listed_in_the_order_of_the_sites_and_not_of_arrival(tmp_pat
     assert bits(Message.decode(replies["a"].encode())) == bits(Message.decode(messages["a"].encode()))
 
 
-def test_a_mean_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 20 replies no more than three are ever alive: the one being read, the sum and its rounded copy."""
+def test_a_mean_reads_a_block_of_one_reply_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 replies one tensor is read whole, for its form; of the others a block is alive while it is added."""
+    size = 3 * _BLOCK + 5
     replies, generator = Replies([f"{i:02}" for i in range(20)], tmp_path, 0), torch.Generator().manual_seed(0)
     plain = {}
     for i in range(20):
-        message = Message({"weights": {"w": torch.randn(1000, generator=generator)}}, {"samples": i + 1})
+        message = Message({"weights": {"w": torch.randn(size, generator=generator)}}, {"samples": i + 1})
         plain[f"{i:02}"] = message
         replies.add(f"{i:02}", message)
-    alive, most, read = [], [], Stock.read
+    alive, most, read = [], [], Stock.part
 
-    def counted(self: Stock, place: object) -> torch.Tensor:
-        tensor = read(self, place)
+    def counted(self: Stock, place: object, start: int, stop: int) -> torch.Tensor:
+        tensor = read(self, place, start, stop)
         alive.append(torch.utils.weak.WeakTensorKeyDictionary({tensor: 1}))
-        most.append(sum(len(one) for one in alive))
+        most.append(sum(key.numel() for one in alive for key in one))
         return tensor
 
-    monkeypatch.setattr(Stock, "read", counted)
+    monkeypatch.setattr(Stock, "part", counted)
     mean = weighted_mean(replies, "weights", sample_shares(replies))
     assert bits(mean) == bits(weighted_mean(plain, "weights", sample_shares(plain)))
-    assert len(most) == 20
-    assert max(most) <= 3
+    assert len(most) == 1 + 4 * 20
+    assert max(most) <= size + 2 * _BLOCK
 
 
 @pytest.mark.parametrize("name", names())
