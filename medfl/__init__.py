@@ -12,6 +12,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from medfl.importing import without_collecting
+
 if TYPE_CHECKING:
     from medfl.api import bundles as bundles
     from medfl.api import compare as compare
@@ -62,7 +64,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("medfl.methods")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'medfl' has no attribute {name!r}; its public names are {', '.join(__all__)}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    with without_collecting():
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

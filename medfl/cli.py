@@ -21,6 +21,7 @@ from medfl import arguments, new_cli, report_cli, subgroups_cli, terminal
 from medfl.errors import InputError, MedflError
 from medfl.export import cli as export_cli
 from medfl.flare import cli as flare_cli
+from medfl.importing import without_collecting
 from medfl.partner import cli as site_cli
 
 _EXIT_INTERRUPTED = 130
@@ -246,7 +247,8 @@ def _compare(options: Any) -> int:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
     jobs, set_, config = _jobs(options.jobs), _pairs("--set", options.options), _pairs("--config", options.config)
     seeds = _seeds(options.seeds or "0,1,2")
-    from medfl.compare import Entry, Grid, compare, write_tables
+    with without_collecting():
+        from medfl.compare import Entry, Grid, compare, write_tables
 
     names = [name.strip() for name in options.methods.split(",") if name.strip()] + options.entries
     if not names:
@@ -288,8 +290,9 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _paper(options: Any) -> int:
-    from medfl.papers import runs as paper_runs
-    from medfl.papers import tables as paper_tables
+    with without_collecting():
+        from medfl.papers import runs as paper_runs
+        from medfl.papers import tables as paper_tables
 
     table = paper_tables.load(options.paper)
     requested = {name: value for name in _SHARED if (value := getattr(options, name)) is not None}
@@ -327,7 +330,8 @@ _REQUESTED = (
 
 def _run(options: Any) -> int:
     jobs, set_, config = _jobs(options.jobs), _pairs("--set", options.options), _pairs("--config", options.config)
-    from medfl.launch import federate  # torch and monai take seconds to import
+    with without_collecting():
+        from medfl.launch import federate  # torch and monai take seconds to import
 
     document = federate(
         bundle=options.bundle,
