@@ -1,38 +1,105 @@
 """Bytes between the processes of one machine; never read from a network (see `message` for that).
 
-Tensors travel as NumPy buffers. PyTorch's own way, a file handle each, runs out of handles with thousands of tensors.
+Tensors travel as NumPy buffers, large ones through memory that both processes share. PyTorch's own way, a file handle
+each, runs out of handles with thousands of tensors.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+_ALIGNED = 64
+_SMALL = 4096
+"""Bytes below which a tensor travels with the rest."""
 
-def pack(value: Any) -> bytes:
-    """Pickle a value with its CPU tensors as arrays."""
+
+class Shared:
+    """Memory for the tensors of one packed value, shared with the processes forked after it was made.
+
+    One process packs into it, the other unpacks, in turn. What is never touched takes no memory.
+
+    Args:
+        size: bytes; tensors that no longer fit travel with the rest.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Reserve the memory; it is given back when no tensor points to it any more."""
+        self.bytes = torch.frombuffer(mmap.mmap(-1, max(size, _ALIGNED)), dtype=torch.uint8)
+        self.used = 0
+
+    def put(self, tensor: Tensor) -> tuple[int, torch.dtype, torch.Size] | None:
+        """Copy a tensor in and return where it is, None if there is no room."""
+        start = -(-self.used // _ALIGNED) * _ALIGNED
+        if tensor.nbytes < _SMALL or start + tensor.nbytes > len(self.bytes):
+            return None
+        self.used = start + tensor.nbytes
+        self.at((start, tensor.dtype, tensor.shape)).copy_(tensor)
+        return start, tensor.dtype, tensor.shape
+
+    def at(self, place: tuple[int, torch.dtype, torch.Size]) -> Tensor:
+        """Return the tensor of a place; it is the memory itself."""
+        start, dtype, shape = place
+        return self.bytes[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def pack(value: Any, shared: Shared | None = None) -> bytes:
+    """Pickle a value with its CPU tensors as arrays, or in memory that is shared with the reader."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(value)
+    if shared is not None:
+        shared.used = 0
+    _Pickler(buffer, shared).dump(value)
     return buffer.getvalue()
 
 
-def unpack(data: bytes) -> Any:
-    """Invert `pack`; only for bytes that a process of this run made."""
-    return pickle.loads(data)
+def unpack(data: bytes, shared: Shared | None = None, *, copy: bool = True) -> Any:
+    """Invert `pack`; only for bytes that a process of this run made.
+
+    Args:
+        data: the bytes.
+        shared: the memory that the value was packed into.
+        copy: False: tensors in shared memory are that memory, good until the next value is packed into it.
+    """
+    return _Unpickler(io.BytesIO(data), shared, copy).load()
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, shared: Shared | None) -> None:
+        super().__init__(file, protocol=5)
+        self._shared = shared
+
+    def persistent_id(self, obj: Any) -> Any:
+        if self._shared is None or not _is_plain(obj):
+            return None
+        return self._shared.put(obj.detach())
+
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not Tensor and type(obj) is not nn.Parameter:
+        if not _is_plain(obj):
             return NotImplemented
         plain = obj.detach().cpu().contiguous()
         if plain.dtype == torch.bfloat16:  # NumPy has no such type
             return _from_bits, (plain.view(torch.int16).numpy(),)
         return torch.from_numpy, (plain.numpy(),)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: Shared | None, copy: bool) -> None:
+        super().__init__(file)
+        self._shared, self._copy = shared, copy
+
+    def persistent_load(self, place: Any) -> Tensor:
+        assert self._shared is not None, "packed into shared memory, which the reader does not have"
+        found = self._shared.at(place)
+        return found.clone() if self._copy else found
+
+
+def _is_plain(obj: Any) -> bool:
+    return type(obj) is Tensor or type(obj) is nn.Parameter
 
 
 def _from_bits(bits: Any) -> Tensor:

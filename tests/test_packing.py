@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
 
 from medfl.errors import InputError
 from medfl.message import Message
-from medfl.packing import pack, unpack
+from medfl.packing import Shared, pack, unpack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
@@ -25,3 +27,49 @@ def test_parameters_views_messages_and_errors_arrive() -> None:
     assert torch.equal(message["weights"]["w"], view)
     error = unpack(pack(InputError("a", "b", "c")))
     assert str(error) == "a; b; c"
+
+
+LARGE = {"w": torch.arange(5000.0).reshape(50, 100).t(), "b": torch.arange(9000).to(torch.bfloat16), "n": torch.ones(3)}
+
+
+def test_large_tensors_go_through_shared_memory_and_small_ones_do_not() -> None:
+    shared = Shared(2**20)
+    packed = pack(LARGE, shared)
+    assert len(packed) < 1000 < len(pack(LARGE))
+    got = unpack(packed, shared)
+    assert {name: tensor.dtype for name, tensor in got.items()} == {name: t.dtype for name, t in LARGE.items()}
+    assert all(torch.equal(got[name], LARGE[name]) for name in LARGE)
+
+
+def test_a_copy_outlives_the_next_value_and_the_memory_itself_does_not() -> None:
+    shared = Shared(2**20)
+    packed = pack(LARGE, shared)
+    copied, same = unpack(packed, shared), unpack(packed, shared, copy=False)
+    pack({name: -tensor for name, tensor in LARGE.items()}, shared)
+    assert torch.equal(copied["w"], LARGE["w"])
+    assert torch.equal(same["w"], -LARGE["w"])
+    assert torch.equal(same["n"], LARGE["n"])
+
+
+def test_what_does_not_fit_travels_with_the_rest() -> None:
+    shared = Shared(24_000)  # 20,000 bytes of w; b has 18,000
+    packed = pack(LARGE, shared)
+    assert 18_000 < len(packed) < 20_000
+    assert all(torch.equal(tensor, LARGE[name]) for name, tensor in unpack(packed, shared).items())
+
+
+def test_a_forked_process_reads_what_was_packed_and_answers() -> None:
+    there, back = Shared(2**20), Shared(2**20)
+    context = multiprocessing.get_context("fork")
+    here, link = context.Pipe()
+
+    def answer() -> None:
+        value = unpack(link.recv_bytes(), there, copy=False)
+        link.send_bytes(pack({name: tensor * 2 for name, tensor in value.items()}, back))
+
+    process = context.Process(target=answer)
+    process.start()
+    here.send_bytes(pack(LARGE, there))
+    got = unpack(here.recv_bytes(), back)
+    process.join(10)
+    assert all(torch.equal(got[name], tensor * 2) for name, tensor in LARGE.items())
