@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from medfl.errors import RunError
 from medfl.flare.files import allow
 
 SERVER, ADMIN, _ORG = "server", "admin@medfl.org", "medfl"
-_BUILDERS = [
+_BUILDERS: list[Mapping[str, Any]] = [
     {"path": "nvflare.lighter.impl.workspace.WorkspaceBuilder", "args": {"template_file": ["master_template.yml"]}},
     {"path": "nvflare.lighter.impl.static_file.StaticFileBuilder", "args": {"config_folder": "config"}},
     {"path": "nvflare.lighter.impl.cert.CertBuilder"},
@@ -39,10 +39,16 @@ class Loopback:
         sites: FLARE's names.
         allowed: class paths that FLARE may make besides its own, at the server and the sites.
         environment: further variables of the processes.
+        builders: further builders of FLARE's provisioning; what they make is signed.
     """
 
     def __init__(
-        self, folder: Path, sites: Sequence[str], allowed: Sequence[str], environment: dict[str, str] | None = None
+        self,
+        folder: Path,
+        sites: Sequence[str],
+        allowed: Sequence[str],
+        environment: dict[str, str] | None = None,
+        builders: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Provision; nothing is started."""
         self.folder, self.sites = folder.resolve(), list(sites)
@@ -50,7 +56,7 @@ class Loopback:
         self._session: Any = None
         self.folder.mkdir(parents=True, exist_ok=True)
         self._environment = {**os.environ, **(environment or {})}
-        self._provision()
+        self._provision([*_BUILDERS[:-1], *builders, _BUILDERS[-1]])
         for name in (SERVER, *self.sites):
             allow(self.kit(name) / "local" / "resources.json", allowed)
         self._own_storage()
@@ -59,7 +65,7 @@ class Loopback:
         """Return a startup kit's folder."""
         return self.folder / "kits" / "medfl" / "prod_00" / name
 
-    def _provision(self) -> None:
+    def _provision(self, builders: Sequence[Mapping[str, Any]]) -> None:
         ports = _free_ports(2)
         server: dict[str, Any] = {"name": SERVER, "type": "server", "org": _ORG, "default_host": "127.0.0.1"}
         server |= {"fed_learn_port": ports[0], "admin_port": ports[1]}
@@ -67,7 +73,7 @@ class Loopback:
         people.append({"name": ADMIN, "type": "admin", "org": _ORG, "role": "project_admin"})
         project = {"api_version": 3, "name": "medfl", "description": "one machine", "participants": people}
         path = self.folder / "project.yml"
-        path.write_text(yaml.safe_dump({**project, "builders": _BUILDERS}))
+        path.write_text(yaml.safe_dump({**project, "builders": list(builders)}))
         command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", str(path), "-w", str(self.folder / "kits")]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=self.folder,
