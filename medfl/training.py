@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from medfl.capturing import Steps
 from medfl.errors import RunError
 from medfl.networks.heads import entering_head
 from medfl.seeding import stream
@@ -33,11 +34,15 @@ class FitReport:
         steps: optimiser updates.
         loss: mean training loss over the steps (NaN if there was none).
         optimizer_state: the optimiser's state, only if it was asked for.
+        replayed: updates that were replays of a captured step (`medfl.capturing`).
+        eager: why none could be, "" where some were, or where nobody asked for it.
     """
 
     steps: int
     loss: float
     optimizer_state: State | None = None
+    replayed: int = 0
+    eager: str = ""
 
 
 def fit(
@@ -73,35 +78,51 @@ def fit(
     optimizer = site.settings.optimizer(model)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * site.settings.lr_factor
-    if optimizer_state:
-        _restore(optimizer, optimizer_state)
     objective = penalised(objective or (lambda net, x, y: site.loss(net(x), y)), site.penalty)
     # float16 gradients need scaling; disabled, every call on the scaler passes through
     scaler = torch.amp.GradScaler("cuda", enabled=site.settings.amp and site.device.type == "cuda")
+
+    def step(x: Any, y: Any) -> Tensor:
+        for parameter in parameters:  # also those that the optimiser leaves out, which a hook may read
+            parameter.grad = None
+        with one_sample_safe(model, x), autocast(site):
+            loss = objective(model, x, y)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        if gradient_hook is not None:
+            gradient_hook(parameters)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    settings = site.settings
+    alike = settings.epochs * max(1, len(site.train) // settings.batch_size)
+    steps = Steps(step, optimizer, site.device, alike, _obstacle(site, scaler, epoch_factor))
+    if optimizer_state:
+        _restore(optimizer, optimizer_state)
     losses: list[Tensor] = []
     with stream(site.seed, purpose) as generator:
-        for _ in range(site.settings.epochs):
+        for _ in range(settings.epochs):
             done = len(losses)
-            for x, y in site.train.batches(site.settings.batch_size, generator):
-                x, y = _to(x, site.device), _to(y, site.device)
-                for parameter in parameters:  # also those that the optimiser leaves out, which a hook may read
-                    parameter.grad = None
-                with one_sample_safe(model, x), autocast(site):
-                    loss = objective(model, x, y)
-                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-                scaler.unscale_(optimizer)
-                if gradient_hook is not None:
-                    gradient_hook(parameters)
-                scaler.step(optimizer)
-                scaler.update()
-                losses.append(loss.detach())
+            for x, y in site.train.batches(settings.batch_size, generator):
+                losses.append(steps(_to(x, site.device), _to(y, site.device)))
             _check_finite(losses, done, site)
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * epoch_factor
     mean = float(torch.stack(losses).mean()) if losses else float("nan")
-    report = FitReport(len(losses), mean, None if optimizer_state is None else _captured(optimizer))
+    kept = None if optimizer_state is None else _captured(optimizer)
+    report = FitReport(len(losses), mean, kept, steps.replayed, steps.eager)
     site.journal.append(report)
     return report
+
+
+def _obstacle(site: Site, scaler: torch.amp.GradScaler, epoch_factor: float) -> str:
+    """Return why the steps of a visit cannot be captured, as far as the settings tell."""
+    if scaler.is_enabled():
+        return "mixed precision in float16 reads back whether gradients are finite"
+    if epoch_factor != 1 and site.settings.epochs > 1:
+        return "the learning rate changes within a visit"
+    return ""
 
 
 def penalised(objective: Objective, penalty: Penalty | None) -> Objective:

@@ -1,0 +1,264 @@
+"""Captured steps on the CPU, a recorder in the graph's place: replays give the bits of eager steps, or are not used.
+
+What a replay would get wrong is what the recorder gets wrong too (`tests.recorder`), so these tests can fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medfl import capturing, methods
+from medfl.capturing import CudaGraph, allowed
+from medfl.seeding import stream
+from medfl.site import snapshot
+from medfl.training import clip, fit, in_turn, pull, push
+from tests.helpers import (
+    WITHOUT_IMAGES,
+    Toy,
+    adam,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    public_blobs,
+    sgd,
+    simulate,
+)
+from tests.recorder import Recorder, compared, installed, make, of, trained
+
+OPTIMIZERS = {
+    "sgd": sgd(0.1),
+    "momentum": sgd(0.1, momentum=0.9),
+    "decay": sgd(0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
+    return installed(monkeypatch)
+
+
+# What is captured
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("network", [classifier(), classifier(norm=True, dropout=0.4)], ids=["plain", "norm-dropout"])
+def test_replays_give_the_bits_of_eager_steps(optimizer: Any, network: Any) -> None:
+    """Of 12 full batches three are warm-ups; the three short ones are eager."""
+    report = compared(make(optimizer=optimizer, network=network), lambda model: {"optimizer_state": {}})
+    assert (report.steps, report.replayed, report.eager) == (15, 9, "")
+
+
+def test_a_batch_of_one_image_is_captured() -> None:
+    pixels, pooled = [nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)], [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    generator = torch.Generator().manual_seed(0)
+    data = {"a": (torch.randn(6, 1, 8, 8, generator=generator), torch.tensor([0, 1, 2] * 2))}
+    network = nn.Sequential(*pixels, *pooled, nn.BatchNorm1d(2), nn.Linear(2, 3))
+    toy = Toy(data, lambda: network, cross_entropy, sgd(0.1), batch_size=1, epochs=2)
+    assert compared(toy).replayed == 9
+
+
+def test_a_site_with_fewer_items_than_a_batch_has_one_shape_too() -> None:
+    assert compared(make(batch_size=100, epochs=8)).replayed == 5
+
+
+def test_hooks_are_captured() -> None:
+    def arguments(model: nn.Module) -> dict[str, Any]:
+        start = snapshot(model)
+        terms = {name: torch.full_like(value, 0.01) for name, value in start.items()}
+        return {"gradient_hook": in_turn(pull(model, start, 0.3), push(model, terms), clip(0.5))}
+
+    assert compared(make(), arguments).replayed == 9
+
+
+def test_a_hook_may_add_up_and_put_other_gradients_in_place() -> None:
+    totals: list[Tensor] = []
+
+    def arguments(model: nn.Module) -> dict[str, Any]:
+        total = torch.zeros_like(next(model.parameters()))
+        totals.append(total)
+
+        def hook(parameters: Any) -> None:
+            total.add_(parameters[0].grad)
+            for parameter in parameters:
+                parameter.grad = parameter.grad.sign()
+
+        return {"gradient_hook": hook}
+
+    assert compared(make(), arguments).replayed == 9
+    assert bits(totals[0]) == bits(totals[1])
+
+
+def test_a_penalty_is_captured() -> None:
+    toy = make()
+    site = replace(toy.site("a"), penalty=lambda features, targets: 0.1 * features.square().mean())
+    assert compared(toy, site=site).replayed == 9
+
+
+def test_an_optimiser_goes_on_with_its_state() -> None:
+    toy = make(optimizer=sgd(0.1, momentum=0.9))
+    first, _ = trained(toy, False, lambda model: {"optimizer_state": {}}, None)
+    assert compared(toy, lambda model: {"optimizer_state": first.optimizer_state}).replayed == 9
+
+
+def test_frozen_parameters_stay() -> None:
+    def arguments(model: Any) -> dict[str, Any]:
+        model[0].requires_grad_(False)
+        return {}
+
+    assert compared(make(), arguments).replayed == 9
+
+
+def test_mixed_precision_in_bfloat16_is_captured() -> None:
+    assert compared(make(amp=True)).replayed == 9
+
+
+# Failures
+
+
+class Failing(Recorder):
+    """Gives up amid the step, as a graph does at an operation that it does not know."""
+
+    tried = 0
+
+    def capture(self, step: Callable[[], Tensor]) -> Tensor:
+        type(self).tried += 1
+        raise RuntimeError("operation not permitted when stream is capturing\nmore about it")
+
+
+def test_a_capture_that_fails_leaves_the_training_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(capturing.GRAPHS, "cpu", Failing)
+    monkeypatch.setattr(Failing, "tried", 0)
+    for _ in range(2):
+        report = compared(make(optimizer=sgd(0.1, momentum=0.9)))
+        why = "a capture failed: operation not permitted when stream is capturing"
+        assert (report.replayed, report.eager) == (0, why)
+    assert Failing.tried == 1, "it is not tried again"
+
+
+def test_an_error_of_the_step_is_told_as_it_is() -> None:
+    def broken(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(network(x), y[:, None, None])
+
+    with pytest.raises((RuntimeError, ValueError)) as eager:
+        trained(make(), False, of(broken), None)
+    with pytest.raises(eager.type, match=str(eager.value)[:20]):
+        trained(make(), True, of(broken), None)
+
+
+# Verdicts
+
+
+def test_a_verdict_holds_for_the_next_visits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another site and round, the same code and numbers: one warm-up instead of three; other numbers ask again."""
+    toy = Toy(blobs({"a": 18, "b": 18}), classifier(), cross_entropy, sgd(0.1), batch_size=4, epochs=3)
+
+    def replayed(site: str, round_: int, factor: float) -> int:
+        there = toy.site(site, round_)
+        model = there.model(toy.initial)
+        return fit(model, there, objective=lambda net, x, y: factor * there.loss(net(x), y)).replayed
+
+    with allowed():
+        assert [replayed("a", 1, 1.0), replayed("b", 2, 1.0), replayed("b", 2, 0.5)] == [9, 11, 9]
+
+
+# Every method
+
+
+@pytest.fixture
+def federation() -> Toy:
+    network, public = classifier(norm=True, dropout=0.3), public_blobs(12)
+    optimizer, data = sgd(0.1, momentum=0.9, weight_decay=0.01), blobs({"a": 13, "b": 11})
+    return Toy(data, network, cross_entropy, optimizer, epochs=3, batch_size=2, public=public)
+
+
+@pytest.fixture
+def visits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[capturing.Steps]]:
+    """Collect all visits."""
+    made: list[capturing.Steps] = []
+    begin = capturing.Steps.__init__
+
+    def noted(self: capturing.Steps, *arguments: Any) -> None:
+        made.append(self)
+        begin(self, *arguments)
+
+    monkeypatch.setattr(capturing.Steps, "__init__", noted)
+    return made
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    **WITHOUT_IMAGES,
+    "fccl": {"public_epochs": 2, "public_batch_size": 2},
+    "fedmd": {"digest_epochs": 2, "digest_batch_size": 2},
+}
+"""With steps on public data that are enough of them for a capture."""
+
+BY_HALVES = {"fedtype", "pfedpm"}
+"""Methods that have visits of either kind: FedType's large model asks a generator of its own, its proxy does not, and
+PFedPM's features are compared with `one_hot`, which on the CPU reads its classes, from round 2."""
+
+EAGER = {"fedhelp", "fedkemf", "perfedavg", "pfedbayes", "pfedme", "proxyfl"}
+"""Methods with a counter or a generator of their own in each step."""
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_each_method_gives_the_same_bits(name: str, federation: Toy, visits: list[capturing.Steps]) -> None:
+    method = methods.load(name, OPTIONS.get(name, {}))
+
+    def run() -> Any:
+        outcome = simulate(method, replace(federation).adapted(method), 2)
+        return bits([outcome.server, outcome.states, outcome.replies])
+
+    eager = run()
+    visits.clear()
+    with allowed():
+        assert run() == eager
+    long = [visit for visit in visits if visit.replayed or visit.eager]
+    captured = [visit for visit in long if visit.replayed]
+    if name in EAGER:
+        assert long
+        assert not captured
+    elif name in BY_HALVES:
+        assert 0 < len(captured) < len(long)
+    else:
+        assert captured == long
+        assert captured
+
+
+# The recorder, and what of the CUDA graph needs no GPU
+
+
+def test_the_recorder_repeats_operations_and_not_python() -> None:
+    x, total, calls = torch.ones(3), torch.zeros(3), []
+
+    def step() -> Tensor:
+        calls.append(1)
+        total.add_(2 * x.view(3, 1)[:, 0] + len(calls))
+        return torch.rand(1) + total.sum()
+
+    recorder = Recorder(torch.device("cpu"))
+    with stream(0, "draws") as _:
+        loss = recorder.capture(step)
+        first = loss.item()
+        x.fill_(5)
+        recorder.replay()
+    with stream(0, "draws") as _:
+        drawn = torch.rand(1).item(), torch.rand(1).item()
+    assert total.tolist() == [3 + 11] * 3
+    assert (first, loss.item()) == pytest.approx((9 + drawn[0], 42 + drawn[1]))
+    assert (len(calls), recorder.replays) == (1, 1)
+
+
+def test_an_optimiser_is_told_to_count_on_the_device() -> None:
+    network: Any = classifier()()
+    counting, plain = adam(0.1)(network), sgd(0.1)(network)
+    for optimizer in (counting, plain):
+        CudaGraph.prepare(None, optimizer)  # type: ignore[arg-type]  # it needs no graph
+    assert [group["capturable"] for group in counting.param_groups] == [True]
+    assert "capturable" not in plain.param_groups[0]
