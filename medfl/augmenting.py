@@ -308,7 +308,7 @@ class Affine:
 
         def resample(part: Tensor) -> Tensor:
             matrices = torch.stack([self.matrix(row, shape) for row in draws[where, 1:]]).to(part.device)
-            grid = torch.as_tensor(create_grid(shape, backend="torch"), dtype=torch.float32, device=part.device)
+            grid = torch.as_tensor(create_grid(shape, device=part.device, backend="torch"), dtype=torch.float32)
             moved = (matrices @ grid.flatten(1))[:, : len(shape)].double()
             sides = torch.tensor([2.0 / max(2, side) for side in shape], dtype=torch.float64, device=part.device)
             places = (moved * sides[:, None]).flip(1).transpose(1, 2).reshape(len(part), *shape, len(shape))

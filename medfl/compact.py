@@ -47,6 +47,11 @@ class Coded:
         return self.codes.shape
 
     @property
+    def device(self) -> torch.device:
+        """Where codes and table are."""
+        return self.codes.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes and table."""
         return self.codes.nbytes + self.values.nbytes

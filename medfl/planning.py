@@ -33,7 +33,7 @@ from medfl.settings import LOSSLESS, MEAN, PartitionRecord, Run
 _LEAST = {"rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0}
 _REPEATED = (
     "method", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed", "device", "amp", "threads", "eval_every",
-    "messages", "aggregation",
+    "messages", "aggregation", "tf32", "channels_last", "capture",
 )  # fmt: skip
 
 
@@ -47,6 +47,9 @@ class Request:
         presets: names of presets of the bundle's protocol, laid over it in this order.
         messages: how messages are made smaller (`medfl.compression`).
         aggregation: how replies are made into one (`medfl.robust`).
+        tf32: let a GPU round the factors of products to TF32.
+        channels_last: keep kernels in memory with their channels last.
+        capture: replay captured training steps on a GPU.
     """
 
     bundle: str
@@ -69,6 +72,9 @@ class Request:
     presets: Sequence[str] = ()
     messages: str = LOSSLESS
     aggregation: str = MEAN
+    tf32: bool = False
+    channels_last: bool = False
+    capture: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,9 @@ def plan(request: Request, say: Say = str) -> Plan:
         public=public.record if public else None,
         messages=messages,
         aggregation=aggregation,
+        tf32=request.tf32,
+        channels_last=request.channels_last,
+        capture=request.capture,
     )
     notes = opened.notes + tuple(public.notes(bundle, sections) if public else ())
     return Plan(run, bundle, method, notes, public)

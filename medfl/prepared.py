@@ -65,7 +65,10 @@ class Prepared(ABC):
 
     Attributes:
         geometry: one per item where the transforms keep track of it, else empty.
+        pinned: whether a shard's batches come in pinned memory, from which a GPU copies without being waited for.
     """
+
+    pinned = False
 
     def __init__(self, items: Sequence[Item]) -> None:
         """Keep the data list entries; index i below always means `items[i]`."""
@@ -90,6 +93,11 @@ class Prepared(ABC):
     def nbytes(self) -> int:
         """Bytes that its tensors take, 0 where they are no two stacked tensors."""
         return 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are, and its batches are made."""
+        return torch.device("cpu")
 
     def to(self, device: torch.device, budget: int) -> Prepared:
         """Return the same items held on a device, from which batches then come.
@@ -116,6 +124,11 @@ class Stacked(Prepared):
         """Bytes of inputs and targets."""
         return self.inputs.nbytes + self.targets.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        """Where inputs and targets are."""
+        return self.inputs.device
+
     def to(self, device: torch.device, budget: int) -> Prepared:
         """Return the same items with both tensors on a device, this very object where they do not fit."""
         if self.nbytes > budget:
@@ -128,8 +141,13 @@ class Stacked(Prepared):
         """Yield batches; `generator` is not used, there is nothing random."""
         batch = max(1, size * self.inputs.shape[1:].numel())
         for chunk in torch.split(indices, size * max(1, min(_AHEAD, _GATHERED // batch))):
-            inputs, targets = plain(self.inputs[chunk]), plain(self.targets[chunk])
+            inputs, targets = map(plain, self.rows(chunk))
             yield from zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
+
+    def rows(self, indices: Tensor) -> tuple[Column, Column]:
+        """Return inputs and targets at indices (B,) int64, gathered where they are."""
+        inputs, targets = (column[indices.to(column.device)] for column in (self.inputs, self.targets))
+        return inputs, targets
 
 
 class Recipe(Protocol):
@@ -168,10 +186,19 @@ class Augmented(Prepared):
         """Bytes of inputs and targets where they are stacked."""
         return self.kept.nbytes if isinstance(self.kept, Stacked) else 0
 
+    @property
+    def device(self) -> torch.device:
+        """Where inputs and targets are."""
+        return self.kept.device if isinstance(self.kept, Stacked) else super().device
+
     def to(self, device: torch.device, budget: int) -> Prepared:
         """Return the same items with both tensors on a device, where they are then transformed too."""
         held = self.kept.to(device, budget) if isinstance(self.kept, Stacked) else self.kept
-        return self if held is self.kept else Augmented(self.items, held, self.recipe)  # type: ignore[arg-type]
+        if held is self.kept:
+            return self
+        made = Augmented(self.items, held, self.recipe)  # type: ignore[arg-type]
+        made.geometry = self.geometry
+        return made
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield batches, random transforms drawn on the CPU from the generator, or without one by each position."""
@@ -185,7 +212,7 @@ class Augmented(Prepared):
 
     def _rows(self, chunk: Tensor) -> tuple[Rows, Any]:
         if isinstance(self.kept, Stacked):
-            return self.kept.inputs[chunk], self.kept.targets[chunk]
+            return self.kept.rows(chunk)
         samples = [self.kept[index] for index in chunk.tolist()]
         images, labels = ([_untracked(sample[key]) for sample in samples] for key in ("image", "label"))
         masks = all(isinstance(label, Coded) or getattr(label, "ndim", 0) > 1 for label in labels)
@@ -326,7 +353,13 @@ class Shard:
             return iter(())
         if generator is not None:
             order = order[torch.randperm(len(order), generator=generator)]
-        return self.prepared.batches(order, size, generator)
+        batches = self.prepared.batches(order, size, generator)
+        return map(_pinned, batches) if self.prepared.pinned else batches
+
+
+def _pinned(batch: Batch) -> Batch:
+    x, y = (value.pin_memory() if isinstance(value, Tensor) else value for value in batch)
+    return x, y
 
 
 def check_channels(items: Sequence[Item], images: Sequence[Tensor | Coded]) -> None:

@@ -28,7 +28,7 @@ def class_counts(shard: Shard, num_classes: int, batch_size: int = 256) -> Tenso
     """Return how many items of each class a site has, (K,) int64; from the data list where it has labels."""
     labels = torch.tensor(shard.labels, dtype=torch.int64)
     if len(labels) < len(shard):
-        labels = torch.cat([class_indices(y) for _, y in shard.batches(batch_size)])
+        labels = torch.cat([class_indices(y).cpu() for _, y in shard.batches(batch_size)])
     return torch.bincount(labels, minlength=num_classes)
 
 

@@ -20,6 +20,7 @@ from medfl.export.models import RunResult
 from medfl.folder import read_run
 from medfl.metrics import Cases
 from medfl.planning import Plan, repeat
+from medfl.precision import tf32
 from medfl.prepared import Prepared, Shard
 from medfl.report import RunFolder, write_report
 from medfl.sections import SECTIONS
@@ -277,7 +278,8 @@ class Result:
         else:
             prepared = inputs.prepared(self._trained(which).bundle, images)
             shard = Shard.of(prepared, range(len(prepared)))
-        return activation_maps.of(network, shard, self.classes, self.device, target=target, method=method)
+        with tf32(self.run.tf32):
+            return activation_maps.of(network, shard, self.classes, self.device, target=target, method=method)
 
     # Parts
 
@@ -308,20 +310,22 @@ class Result:
         network, bundle = self.network(which, site), self._trained(which).bundle
         prepared = inputs.prepared(bundle, images)
         shard = Shard.of(prepared, range(len(prepared)))
-        if self.task == "segmentation":
-            return inputs.masks(bundle, network, shard, self.device)
-        self._refuse_others("predictions of new images")
-        rows = self._records(bundle.evaluator(network, shard, self.device))
+        with tf32(self.run.tf32):
+            if self.task == "segmentation":
+                return inputs.masks(bundle, network, shard, self.device)
+            self._refuse_others("predictions of new images")
+            rows = self._records(bundle.evaluator(network, shard, self.device))
         return [{key: value for key, value in row.items() if key != "label"} for row in rows]
 
     def _judge(
         self, network: nn.Module, prepared: Prepared, ids: Sequence[str] | None, owner: Mapping[str, str]
     ) -> list[Record]:
         shard = Shard.of(prepared, range(len(prepared))) if ids is None else _shard(prepared, ids)
-        rows = self._records(self.plan.bundle.evaluator(network, shard, self.device))
-        if self.task == "segmentation" and not isinstance(self.plan.bundle.evaluator, ClassEvaluator):
-            drawn = inputs.masks(self.plan.bundle, network, shard, self.device)
-            rows = [{**row, "mask": each["mask"]} for row, each in zip(rows, drawn, strict=True)]
+        with tf32(self.run.tf32):
+            rows = self._records(self.plan.bundle.evaluator(network, shard, self.device))
+            if self.task == "segmentation" and not isinstance(self.plan.bundle.evaluator, ClassEvaluator):
+                drawn = inputs.masks(self.plan.bundle, network, shard, self.device)
+                rows = [{**row, "mask": each["mask"]} for row, each in zip(rows, drawn, strict=True)]
         return [{"id": row["id"], "site": owner.get(row["id"], ""), **row} for row in rows]
 
     def _records(self, cases: Cases) -> list[Record]:

@@ -14,7 +14,13 @@ from medfl.errors import InputError
 _NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts")
 """Where things lie and what was said about them cannot change a weight."""
 LOSSLESS, MEAN = "lossless", "mean"
-_NEUTRAL = {"messages": LOSSLESS, "aggregation": MEAN}
+_NEUTRAL: Mapping[str, Any] = {
+    "messages": LOSSLESS,
+    "aggregation": MEAN,
+    "tf32": False,
+    "channels_last": False,
+    "capture": False,
+}
 """Settings that came later: where they change nothing a record has none, and its hash is what it was."""
 
 
@@ -97,6 +103,9 @@ class Run:
         public: the public data, None for a method that uses none.
         messages: how messages are made smaller (`medfl.compression`).
         aggregation: how the server makes one set of weights of the replies' (`medfl.robust`).
+        tf32: whether convolutions and matrix products on a GPU may round their factors to TF32.
+        channels_last: whether kernels lie in memory with their channels last; their values are the same.
+        capture: whether training steps on a GPU are captured and replayed (`medfl.capturing`).
     """
 
     bundle: str
@@ -122,6 +131,9 @@ class Run:
     public: PublicRecord | None = None
     messages: str = LOSSLESS
     aggregation: str = MEAN
+    tf32: bool = False
+    channels_last: bool = False
+    capture: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values; without `public` where there are none, and what is neutral."""
@@ -144,7 +156,7 @@ class Run:
             values = {
                 field.name: document[field.name] for field in dataclasses.fields(cls) if field.name not in optional
             }
-            values |= {name: str(document.get(name, neutral)) for name, neutral in _NEUTRAL.items()}
+            values |= {name: type(neutral)(document.get(name, neutral)) for name, neutral in _NEUTRAL.items()}
             values["data"], partition = _data_record(values["data"]), dict(values["partition"])
             values["partition"] = PartitionRecord(**{**partition, "notes": tuple(partition["notes"])})
             if document.get("public") is not None:

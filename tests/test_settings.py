@@ -33,6 +33,9 @@ CHANGES = {
     "versions": {"medfl": "1"},
     "messages": "topk:0.01",
     "aggregation": "median",
+    "tf32": True,
+    "capture": True,
+    "channels_last": True,
 }
 PUBLIC = PublicRecord(
     "pictures", "3" * 64, {"image_size": 32}, DataRecord("real", "/data/p", "4" * 64, "official", {"test": 9}),
@@ -42,7 +45,7 @@ DATA = {"source": "real", "checksum": "2" * 64, "split": "flamby"}
 PARTITION = {"spec": "centre", "seed": 3, "sites": {"x": {"train": ["train1"]}}}
 
 
-LATER = ("public", "messages", "aggregation")
+LATER = ("public", "messages", "aggregation", "tf32", "channels_last", "capture")
 """Settings that older records do not have."""
 
 

@@ -82,7 +82,7 @@ def _example(federation: Federation, site: str, ident: str, rank: str, cases: Ca
         rank,
         ident,
         {name: float(value) for name, value in row.items()},
-        image[0].float().numpy(),
+        image[0].float().numpy(force=True),
         masks.reference.numpy(),
         masks.prediction.numpy(),
         shard.prepared.geometry[index] if shard.prepared.geometry else None,

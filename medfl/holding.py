@@ -1,0 +1,76 @@
+"""Prepared data on a GPU: what fits is held there; of the rest each batch is copied while the GPU computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+
+from medfl.prepared import Prepared
+
+Free = Callable[[torch.device], int]
+"""Device -> bytes that tensors may still take on it."""
+
+_GB = 1e9
+
+
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes a CUDA device can still give this process, those included that torch keeps for it."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+
+def hold(
+    sections: Mapping[str, Prepared], device: torch.device, free: Free = free_memory
+) -> tuple[dict[str, Prepared], str]:
+    """Move prepared data to a device, one after the other as long as they fit in half of its free memory.
+
+    Batches of what was moved are gathered and randomly transformed on the device, with the draws of the CPU. Batches of
+    the rest are pinned on a CUDA device, so that their copies need not be waited for.
+
+    Args:
+        sections: name -> items; one object under two names is moved once.
+        device: the networks'; on the CPU nothing is done.
+        free: tells how much memory the device has left.
+
+    Returns:
+        name -> items, and a line for the user, "" on the CPU.
+    """
+    if device.type == "cpu":
+        return dict(sections), ""
+    memory = free(device)
+    left = memory // 2
+    made: dict[int, Prepared] = {}
+    told: dict[str, list[str]] = {"held": [], "large": [], "single": []}
+    for name, prepared in sections.items():
+        here = made.get(id(prepared))
+        if here is None:
+            here = prepared.to(device, left) if prepared.nbytes else prepared
+            left -= 0 if here is prepared else prepared.nbytes
+            made[id(prepared)] = _pinned(prepared) if here is prepared and device.type == "cuda" else here
+        fate = "single" if not prepared.nbytes else "large" if made[id(prepared)].device.type == "cpu" else "held"
+        told[fate].append(f"{name} ({_size(prepared.nbytes)})" if prepared.nbytes else name)
+    return {name: made[id(prepared)] for name, prepared in sections.items()}, _line(told, device, memory)
+
+
+def _pinned(prepared: Prepared) -> Prepared:
+    """Return the same items, whose batches come in pinned memory."""
+    made = copy.copy(prepared)
+    made.pinned = True
+    return made
+
+
+def _line(told: Mapping[str, list[str]], device: torch.device, memory: int) -> str:
+    parts = [f"data held on {device}: {', '.join(told['held']) or 'none'}"]
+    if told["large"]:
+        parts.append(
+            f"copied batch by batch, as they do not fit in half of its free {_size(memory)}: {', '.join(told['large'])}"
+        )
+    if told["single"]:
+        parts.append(f"made item by item on the CPU: {', '.join(told['single'])}")
+    return "; ".join(parts)
+
+
+def _size(number: int) -> str:
+    return f"{number / _GB:.1f} GB" if number >= _GB / 10 else f"{number / 1e6:.1f} MB"
