@@ -51,9 +51,17 @@ class Asking:
         return present(names, answers, self.tolerance.min_replies, missing, "introductions", self.say)
 
     def trained(
-        self, round_: int, server: State, names: Sequence[str], judge: Sequence[str], left_out: dict[str, str]
+        self,
+        round_: int,
+        server: State,
+        names: Sequence[str],
+        judge: Sequence[str],
+        left_out: dict[str, str],
+        came: Callable[[], object],
     ) -> Iterator[tuple[str, tuple[StepResult, bool]]]:
-        """Yield what training gave at each site, and whether there is a new State.
+        """Begin with the training of a round; yield what it gave at each site, and whether there is a new State.
+
+        It goes on while something else is asked, if the workers can do both.
 
         Args:
             round_: in which round.
@@ -61,6 +69,7 @@ class Asking:
             names: the cohort.
             judge: sections that the trained models are scored on.
             left_out: takes the reason of each site without a reply.
+            came: called whenever a site's answer has come.
 
         Raises:
             RunError: too few sites replied.
@@ -71,7 +80,13 @@ class Asking:
             return train, (round_, name, self._kept(name), fresh, self._broadcast(round_, server, name), tuple(judge))
 
         # longest site first: it has the most training items, for the local epochs are the same everywhere
-        answers = self.workers.run([partial(task, name) for name in names], self._sizes(names, "train"))
+        answers = self.workers.begin(
+            [partial(task, name) for name in names],
+            self._sizes(names, "train"),
+            round_=round_,
+            came=came,
+            folder=self.folder.path,
+        )
         whole = ((index, self._whole(names[index], answer)) for index, answer in answers)
         return present(names, whole, self.tolerance.min_replies, left_out, f"round {round_}", self.say)
 

@@ -19,12 +19,13 @@ from torch import nn
 from medfl.errors import InputError, RunError
 from medfl.message import Message
 from medfl.methods import load, names
+from medfl.runtimes import stock
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import introduce, site_step
 from medfl.runtimes.workers import Task, Workers
 from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
-STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7)
+STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7, networks=SimpleNamespace(initial={}))
 
 
 def add(federation: Any, x: float, wait: float = 0.0) -> float:
@@ -113,6 +114,72 @@ def test_a_task_is_made_when_it_is_its_turn(jobs: int) -> None:
             done += 1
             assert value == 7 + index
     assert sorted(made) == list(range(12))
+
+
+# Tasks that are begun and go on while others are run
+
+
+def begin(workers: Workers, tasks: list[Task], folder: Path, came: Any = None, **rest: Any) -> Any:
+    return workers.begin(tasks, round_=1, came=came or (lambda: None), folder=folder, **rest)
+
+
+def test_what_is_begun_first_is_given_out_first_and_the_rest_fills_the_gaps(tmp_path: Path) -> None:
+    """Four tasks on two workers, the longest first; of two that are run meanwhile one gets the first free worker."""
+    came, given = [], []
+
+    def task(name: Any) -> Task:
+        given.append(name)
+        return add, (0, 0.02)
+
+    with Workers(STAND_IN, 2) as workers:
+        assert workers.overlaps
+        tasks: Any = [partial(task, i) for i in range(4)]
+        answers = begin(workers, tasks, tmp_path, lambda: came.append(len(given)), sizes=[1, 4, 2, 3])
+        assert given == [1, 3]
+        assert workers.all([partial(task, "a"), partial(task, "b")]) == [7, 7]
+        assert given == [1, 3, 2, 0, "a", "b"]
+        assert came[:3] == [2, 3, 4], "four were given when the third came, and 'a' then, beside the last of them"
+        assert dict(answers) == dict.fromkeys(range(4), 7)
+        assert len(came) == 4
+
+
+@pytest.mark.parametrize("budget", [0, None])
+def test_answers_that_wait_are_those_that_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: Any) -> None:
+    monkeypatch.setattr(stock, "BUDGET", budget)
+    with Workers(STAND_IN, 2) as workers:
+        answers = begin(workers, [(echo, (value,)) for value in VALUES.values()], tmp_path)
+        assert workers.all([(add, (i,)) for i in range(4)]) == [7, 8, 9, 10]
+        again = begin(workers, [(echo, (value,)) for value in VALUES.values()], tmp_path)
+        found = dict(again), dict(answers)
+        assert bits(list(found)) == bits([dict(enumerate(VALUES.values()))] * 2)
+        assert list(begin(workers, [], tmp_path)) == []
+
+
+def test_one_job_begins_when_it_is_asked(tmp_path: Path) -> None:
+    came: list[None] = []
+    with Workers(STAND_IN, 1) as workers:
+        assert not workers.overlaps
+        answers = begin(workers, [(when, (0.0,))] * 2, tmp_path, lambda: came.append(None))
+        between = workers.all([(when, (0.0,))])
+        assert not came
+        assert min(value for _, value in answers) > between[0]
+        assert len(came) == 2
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_begun_task_fails_when_it_is_asked_for(tmp_path: Path, jobs: int) -> None:
+    with Workers(STAND_IN, jobs) as workers:
+        answers = begin(workers, [(add, (1,)), (fail, ("run",)), (add, (2,))], tmp_path)
+        assert workers.all([(add, (i,)) for i in range(4)]) == [7, 8, 9, 10]
+        with pytest.raises(RunError, match="^site 'a': the loss is nan$"):
+            list(answers)
+
+
+def test_a_worker_that_dies_at_a_begun_task_is_reported_to_whoever_waits(tmp_path: Path) -> None:
+    with Workers(STAND_IN, 2) as workers:
+        begin(workers, [(die, ("kill",)), (add, (1,))], tmp_path)
+        with pytest.raises(RunError, match=r"exit code -9.*--resume"):
+            workers.all([(add, (i, 0.1)) for i in range(4)])
 
 
 def test_one_job_is_this_process_and_more_are_others() -> None:
@@ -234,7 +301,7 @@ import os, signal, sys
 from types import SimpleNamespace
 from medfl.runtimes.workers import Workers
 from tests.runtimes.test_workers import whoami
-workers = Workers(SimpleNamespace(run=SimpleNamespace(threads=1)), 3)
+workers = Workers(SimpleNamespace(run=SimpleNamespace(threads=1), networks=SimpleNamespace(initial={})), 3)
 print(*sorted(set(workers.all([(whoami, (0.1,))] * 9))), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
