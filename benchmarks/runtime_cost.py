@@ -5,11 +5,12 @@ FedAvg with plain SGD, one thread a process, no evaluation: resnet18 on 2 sites 
 its own: medfl's simulator in one process, MONAI FL's ClientAlgo in one process, and FLARE's simulator with a process
 for the server and one for each site. Seconds are the median of the rounds after the first, as rounds.jsonl has them;
 with FLARE the sites work at the same time, so with a core for each a round may take less than the simulator's. Memory
-is the largest resident size of any process of its kind. Bytes on the wire are what the loopback device carried between
-the first and the last round, over the encoded messages of these rounds; let nothing else use it meanwhile.
+is the largest resident size of any process of its kind. Bytes on the wire are what the TCP sockets of the federation's
+own processes took in between the first and the last round, FLARE's own talk among them, over the encoded messages of
+these rounds; other traffic does not count.
 
     pip install 'medfl[flare]'
-    python benchmarks/runtime_cost.py [--json] [--rounds 6] [--networks resnet18,unet8] [--runtimes ...]
+    python benchmarks/runtime_cost.py [--json] [--rounds 6] [--networks resnet18,unet8] [--runtimes ...] [--images 60]
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from typing import Any
 
 import psutil
 from overhead import SGD, cohort, job_of
+from sockets import Received
 
 from medfl.launch import federate
 
 SITES, IMAGES, SIZE = 2, 60, 28
 RUNTIMES = ("simulator", "monai-fl", "flare")
-DEVICE = "lo"
+LOOK_EVERY = 1.0
+"""Seconds between two looks at the sockets in a round; one that closes in between is missed by what came since."""
 
 
 def run_one(task: dict[str, Any]) -> None:
@@ -42,9 +45,10 @@ def run_one(task: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def measure(runtime: str, network: str, folder: Path, rounds: int) -> dict[str, Any]:
+def measure(runtime: str, network: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one runtime on one network and return its figures."""
-    job = job_of(network, argparse.Namespace(sites=SITES, images=IMAGES, size=SIZE))
+    rounds = options.rounds
+    job = job_of(network, argparse.Namespace(sites=SITES, images=options.images, size=SIZE))
     data, partition = cohort(job, folder)
     out = folder / f"{network}-{runtime}"
     requested = {
@@ -60,11 +64,14 @@ def measure(runtime: str, network: str, folder: Path, rounds: int) -> dict[str, 
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     memory: dict[str, int] = {}
     carried: dict[int, int] = {}
+    received, looked = Received(), 0.0
     while child.poll() is None:
-        _look(child.pid, memory)
+        pids = _look(child.pid, memory)
         log = out / "rounds.jsonl"
         done = log.read_text().count("\n") if log.is_file() else 0
-        carried.setdefault(done, psutil.net_io_counters(pernic=True)[DEVICE].bytes_sent)
+        if runtime == "flare" and (done not in carried or time.monotonic() - looked > LOOK_EVERY):
+            carried.setdefault(done, received.look(pids))
+            looked = time.monotonic()
         time.sleep(0.02)
     assert child.returncode == 0, (runtime, network)
     entries = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
@@ -78,21 +85,24 @@ def measure(runtime: str, network: str, folder: Path, rounds: int) -> dict[str, 
     }
 
 
-def _look(pid: int, memory: dict[str, int]) -> None:
-    """Note the resident sizes of a program's processes by what they are."""
+def _look(pid: int, memory: dict[str, int]) -> list[int]:
+    """Note the resident sizes of a program's processes by what they are; return the processes."""
+    pids: list[int] = []
     try:
         root = psutil.Process(pid)
         for process in [root, *root.children(recursive=True)]:
+            pids.append(process.pid)
             words = " ".join(process.cmdline())
             kind = "site" if "simulator_worker" in words else "server" if "simulator.simulator" in words else "command"
             memory[kind] = max(memory.get(kind, 0), process.memory_info().rss)
     except psutil.Error:  # it has ended
-        return
+        pass
+    return pids
 
 
-def compare(network: str, runtimes: list[str], folder: Path, rounds: int) -> list[dict[str, Any]]:
+def compare(network: str, runtimes: list[str], folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each runtime."""
-    found = {runtime: measure(runtime, network, folder, rounds) for runtime in ["simulator", *runtimes]}
+    found = {runtime: measure(runtime, network, folder, options) for runtime in ["simulator", *runtimes]}
     base = found["simulator"]["seconds_per_round"]
     return [
         {
@@ -110,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--images", type=int, default=IMAGES, help="of each site, for classifiers")
     parser.add_argument("--networks", default="resnet18,unet8")
     parser.add_argument("--runtimes", default=",".join(RUNTIMES))
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -120,7 +131,7 @@ def main() -> None:
     assert options.rounds > 1, "the first round is not counted"
     runtimes = [runtime for runtime in options.runtimes.split(",") if runtime != "simulator"]
     with tempfile.TemporaryDirectory() as folder:
-        rows = [r for n in options.networks.split(",") for r in compare(n, runtimes, Path(folder), options.rounds)]
+        rows = [r for n in options.networks.split(",") for r in compare(n, runtimes, Path(folder), options)]
     if options.json:
         print(json.dumps(rows))
         return

@@ -82,9 +82,17 @@ def machine(parser: Any) -> Any:
     """Add the flags about the machine that can change a result; return their group."""
     group = parser.add_argument_group("machine")
     group.add_argument("--device", metavar="auto|cpu|cuda[:i]", help="where networks are trained; default cpu")
-    group.add_argument("--amp", action="store_true", default=None, help="automatic mixed precision")
+    computing(group)
     number(group, "--threads", "T", "threads of each worker; default 1; more may change the last bits")
     return group
+
+
+def computing(group: Any) -> None:
+    """Add the flags about how numbers are computed."""
+    group.add_argument("--amp", action="store_true", default=None, help="automatic mixed precision")
+    group.add_argument("--tf32", action="store_true", default=None, help="let a GPU round products to TF32")
+    group.add_argument("--channels-last", action="store_true", default=None, help="lay images out with channels last")
+    group.add_argument("--capture", action="store_true", default=None, help="replay captured training steps on a GPU")
 
 
 def robustness(parser: Any) -> Any:

@@ -184,6 +184,7 @@ def _run_flags(run: Any) -> None:
         "--profile", action="store_true",
         help="say where the time of the rounds went, and write profile.json, a trace for Perfetto or chrome://tracing",
     )  # fmt: skip
+    output.add_argument("--track", metavar="mlflow[:URI]", help="write the numbers to MLflow as well")
     output.add_argument("--quiet", action="store_true", help="say nothing but errors while running")
 
 
@@ -318,13 +319,13 @@ def _paper(options: Any) -> int:
 
 
 _SHARED = (
-    "presets", "data", "sites", "cohort", "rounds", "local_epochs", "batch_size", "lr", "device", "amp", "threads",
-    "eval_every", "messages",
+    "presets", "data", "sites", "cohort", "rounds", "local_epochs", "batch_size", "lr", "device", "amp", "tf32",
+    "channels_last", "capture", "threads", "eval_every", "messages",
 )  # fmt: skip
 
 _REQUESTED = (
     "method", "presets", "data", "sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed",
-    "device", "amp", "threads", "eval_every", "messages", "aggregation",
+    "device", "amp", "tf32", "channels_last", "capture", "threads", "eval_every", "messages", "aggregation",
 )  # fmt: skip
 
 
@@ -345,6 +346,7 @@ def _run(options: Any) -> int:
         with_local=options.with_local,
         save_predictions=options.save_predictions,
         profile=options.profile,
+        track=options.track,
         runtime=options.runtime,
         min_replies=options.min_replies,
         deadline=options.deadline,

@@ -8,12 +8,14 @@ stop the others.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import multiprocessing
 import os
 import shlex
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from tabulate import LATEX_ESCAPE_RULES
 from tqdm import tqdm
 
 from medfl import curves, methods, tables
@@ -31,11 +34,15 @@ from medfl.errors import InputError, MedflError
 from medfl.folder import safe
 from medfl.launch import Shared, federate
 from medfl.planning import Request, plan
+from medfl.report import RunFolder
+from medfl.settings import Run
 from medfl.storage import write_atomic
 
 Say = Callable[[str], object]
 GRID = "compare.json"
 _FAILED = "failed.txt"
+_HEADS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
+_FITS = 9  # columns on a page of LaTeX
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,9 @@ def compare(
     missing = [cell for cell in cells if not cell.done(rounds)]
     shared = Shared()
     for cell in {(cell.entry.label, cell.partition): cell for cell in missing}.values():  # refuse before any run
-        shared.sections(plan(_request(grid, cell)))
+        planned = plan(_request(grid, cell))
+        _check_runs(planned.run, [other.folder for other in cells if other.done(rounds)])
+        shared.sections(planned)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     say(f"{len(cells)} runs, {len(cells) - len(missing)} of them there already")
@@ -192,21 +201,31 @@ def write_tables(
             written[name] = out / f"{name}.png"
             write_atomic(written[name], curves.curves(runs).png)
     for form in tables.FORMATS:
-        mark, parts = {"md": "##", "tex": "%"}[form], []
+        parts: list[tuple[str, str]] = []
         for partition in found.partitions:
-            parts += [f"{mark} Partition {partition}, {found.describe()}", tables.results(found, partition, form)]
+            parts += [(f"Partition {partition}", tables.results(found, partition, form))]
             value = found.target_value(target or against, partition)
-            parts += [
-                f"{mark} To reach {100 * value:.1f} on the validation set ({target or against})",
-                tables.to_target(found, partition, value, form),
-            ]
+            title = f"To reach {100 * value:.1f} on the validation set ({target or against}), partition {partition}"
+            parts += [(title, tables.to_target(found, partition, value, form))]
         if tests := found.tests(against):
-            parts += [f"{mark} Paired over the seeds: {found.judged_by.title}", tables.tested(tests, form)]
+            parts += [(f"Paired over the seeds: {found.judged_by.title}", tables.tested(tests, form))]
         if ranks := found.ranks():
-            parts += [f"{mark} Mean ranks over partitions and seeds", tables.ranked(ranks, form)]
+            parts += [("Mean ranks over partitions and seeds", tables.ranked(ranks, form))]
         written[form] = out / f"tables.{form}"
-        write_atomic(written[form], ("\n\n".join(parts) + "\n").encode())
+        texts = [titled(f"{title}; {found.describe()}", table, form) for title, table in parts]
+        write_atomic(written[form], ("\n\n".join([*_HEADS[form], *texts]) + "\n").encode())
     return written
+
+
+def titled(title: str, table: str, form: str) -> str:
+    """Return a table with its title, in LaTeX as its caption, and no wider than the page."""
+    if form == "md":
+        return f"## {title}\n\n{table}"
+    caption = "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in title).replace("–", "--")
+    lines = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}"]
+    wide = len(table.partition("\n")[0].rpartition("{")[2]) > _FITS + 1
+    body = ["\\resizebox{\\textwidth}{!}{%", f"{table}}}"] if wide else [table]
+    return "\n".join([*lines, *body, "\\end{table}"])
 
 
 def _check_folder(grid: Grid, out: Path) -> None:
@@ -216,14 +235,39 @@ def _check_folder(grid: Grid, out: Path) -> None:
         before = json.loads((out / GRID).read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--out {out}", "a new folder, or one of an earlier comparison", "choose another") from error
-    now = grid.settings()
-    for name in now:
-        if now[name] != before.get(name):
-            raise InputError(
-                f"--out {out}: {name} {json.dumps(now[name])[:80]}",
-                f"the comparison there has {json.dumps(before.get(name))[:80]}",
-                "repeat its settings (methods, partitions and seeds may differ), or choose another folder",
-            )
+    now, there = _flat(grid.settings()), _flat(before)
+    differing = [name for name in {**there, **now} if now.get(name) != there.get(name)]
+    if differing:
+        told = [", ".join(f"{name} {known.get(name, 'not set')}" for name in differing) for known in (now, there)]
+        raise InputError(
+            f"--out {out} with {told[0]}",
+            f"the comparison there has {told[1]}",
+            "repeat its settings (methods, partitions and seeds may differ), or choose another folder",
+        )
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of a grid by their own names, short enough for a line."""
+    flat = {"bundle": settings.get("bundle")}
+    for part, prefix in (("requested", ""), ("options", "--set "), ("config", "--config ")):
+        flat |= {f"{prefix}{name}": value for name, value in (settings.get(part) or {}).items()}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in flat.items()}
+
+
+def _check_runs(planned: Run, there: Sequence[Path]) -> None:
+    """Refuse to go on beside runs on other data or with another version of the bundle than those to come have."""
+    for folder in there:
+        run = RunFolder.read(folder).run
+        for what, now, before in (
+            ("images", planned.data.source, run["data"]["source"]),
+            ("bundle", planned.bundle_sha256[:16], str(run.get("bundle_sha256") or planned.bundle_sha256)[:16]),
+        ):
+            if now != before:
+                raise InputError(
+                    f"{what} {now}, and {before} in {folder}",
+                    "one comparison has the same images and bundle throughout",
+                    "choose another folder, or remove the runs there",
+                )
 
 
 def _request(grid: Grid, cell: Cell) -> Request:
@@ -310,6 +354,7 @@ def remaining(
 
 def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
     """Run one cell in this process, which was made for it; what it says goes to a file beside its folder."""
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     told = cell.folder.with_name(f"{cell.folder.name}-{_FAILED}")
     told.unlink(missing_ok=True)
@@ -338,10 +383,13 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
             sys.exit(1)
 
 
-_REQUESTED = (
-    "method", "presets", "data", "sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed",
-    "device", "amp", "threads", "eval_every", "messages",
-)  # fmt: skip
+_REQUESTED = tuple(f.name for f in dataclasses.fields(Request) if f.name not in ("bundle", "options", "config"))
+
+
+def _end_with(parent: Any) -> None:
+    """End this process when its parent is gone, were it killed: whoever starts the grid again finds the folder free."""
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 @contextmanager

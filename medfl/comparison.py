@@ -127,6 +127,7 @@ class Comparison:
         for what, values in (
             ("bundles", {run.run["bundle"] for run in runs}),
             ("key metrics", {run.key for run in runs}),
+            ("kinds of images", {str(run.run["data"]["source"]) for run in runs}),
             ("data", _checksums(runs)),
         ):
             if len(values) > 1:
@@ -152,10 +153,15 @@ class Comparison:
         """The partitions, in the order of the runs."""
         return list(dict.fromkeys(row.partition for row in self.rows))
 
+    @property
+    def phantom(self) -> bool:
+        """Whether the images were drawn by a program."""
+        return next(iter(self.rows[0].runs.values())).phantom
+
     def describe(self) -> str:
         """Say on which data the runs were made."""
         run = next(iter(self.rows[0].runs.values()))
-        source = "PHANTOM data, drawn by a program" if run.phantom else "real data"
+        source = "PHANTOM data, drawn by a program" if self.phantom else "real data"
         return f"{source}: {run.run['bundle']}"
 
     def on(self, partition: str) -> list[Row]:

@@ -45,6 +45,13 @@ def curves(runs: Sequence[RunFolder]) -> Picture:
     keys = sorted({run.key for run in runs})
     if len(keys) > 1:
         raise InputError(f"runs judged by {', '.join(keys)}", "one picture shows one metric", "draw them apart")
+    for what, of in (("bundles", "bundle"), ("kinds of images", "data")):
+        found = {str(run.run[of]["source"] if of == "data" else run.run[of]) for run in runs}
+        if len(found) > 1:
+            told = " and ".join(sorted(found))
+            raise InputError(
+                f"runs of different {what}: {told}", "one picture compares like with like", "draw them apart"
+            )
     named = list(zip(labels(runs), (progress(run) for run in runs), strict=True))
     sent = [(label, [(so_far / 1e6, value) for _, so_far, _, value in found if so_far > 0]) for label, found in named]
     took = [(label, [(seconds, value) for _, _, seconds, value in found if seconds > 0]) for label, found in named]
@@ -55,6 +62,7 @@ def curves(runs: Sequence[RunFolder]) -> Picture:
     names = list(dict.fromkeys(label for label, found in named if found))
     tone = dict(zip(names, colours(len(names)), strict=True))
     title = f"{metrics.title(keys[0])} against what was sent and how long it took"
+    title += ", PHANTOM data" if runs[0].phantom else ""
 
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 

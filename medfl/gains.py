@@ -37,6 +37,7 @@ class Gains:
         values: method -> site -> the metric of the model that the site is judged by, one a seed.
         gains: method -> reference -> site -> difference to the reference's run with the same seed, positive where the
             method is better; without seeds that the reference lacks.
+        phantom: whether the images were drawn by a program.
     """
 
     key: str
@@ -45,6 +46,7 @@ class Gains:
     small: frozenset[str]
     values: Mapping[str, Mapping[str, list[float]]]
     gains: Mapping[str, Mapping[str, Mapping[str, list[float]]]]
+    phantom: bool = False
 
     @property
     def methods(self) -> list[str]:
@@ -110,6 +112,8 @@ def gains(folders: Sequence[Path]) -> Gains:
     keys = sorted({run.key for run in runs})
     if len(keys) > 1:
         raise InputError(f"runs judged by {', '.join(keys)}", "one table shows one metric", "compare them apart")
+    if len({run.phantom for run in runs}) > 1:
+        raise InputError("runs on phantoms and runs on real images", "gains compare the same images", "give them apart")
     names = {tuple(sorted(run.site_names)) for run in runs}
     if len(names) > 1:
         raise InputError(
@@ -143,7 +147,15 @@ def gains(folders: Sequence[Path]) -> Gains:
     large = {name.strip() for run in runs for name in str((run.run.get("options") or {}).get("large", "")).split(",")}
     sites = runs[0].site_names
     small = frozenset(site for site in sites if site not in large) if large - {""} else frozenset()
-    return Gains(keys[0], sites, {site: runs[0].size(site, "train") or 0 for site in sites}, small, values, gained)
+    return Gains(
+        keys[0],
+        sites,
+        {site: runs[0].size(site, "train") or 0 for site in sites},
+        small,
+        values,
+        gained,
+        runs[0].phantom,
+    )
 
 
 def _same(run: RunFolder) -> tuple[Any, ...]:
@@ -170,7 +182,7 @@ def draw(found: Gains) -> Picture:
     """Draw each site's gain under each method: a panel a reference, a group a site, small sites on a grey ground."""
     shown = [reference for reference in REFERENCES if any(found.gains[name].get(reference) for name in found.methods)]
     tone = dict(zip(found.methods, colours(len(found.methods)), strict=True))
-    title = f"{metrics.title(found.key)}: what each site gains"
+    title = f"{metrics.title(found.key)}: what each site gains" + (", PHANTOM data" if found.phantom else "")
 
     def fill(figure: Figure) -> None:
         figure.set_layout_engine("constrained")

@@ -19,11 +19,14 @@ from medfl.configuration import shipped_folders
 from medfl.errors import InputError
 from medfl.flare import job as flare_job
 from medfl.folder import RunFolder, read_run
+from medfl.holding import free_memory
 from medfl.partner.inspection import inspect
 from medfl.partner.policy import Policy
 from medfl.planning import Plan, Request, again, plan, repeat
+from medfl.precision import tf32
 from medfl.prepared import Prepared
 from medfl.report import write_report
+from medfl.runtimes import tracking
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.memory import jobs_that_fit
@@ -74,6 +77,7 @@ def federate(
     with_local: bool = False,
     save_predictions: bool = False,
     profile: bool = False,
+    track: str | None = None,
     shared: Shared | None = None,
     runtime: str = "simulator",
     min_replies: int | None = None,
@@ -96,6 +100,7 @@ def federate(
         with_local: run the method Local first, into `out`/local, as each site's reference.
         save_predictions: write the masks that are predicted for the test items, on the grid of their images' files.
         profile: say where the time of the rounds went, and write profile.json, a trace for a viewer.
+        track: "mlflow" or "mlflow:URI": write the numbers there as well.
         shared: images that other runs have prepared, or will take.
         runtime: "simulator", or with the same results "monai-fl", whose sites are `ClientAlgo`s of MONAI FL, or
             "flare", where server and sites are processes of a job on NVIDIA FLARE's simulator, or "flare-poc", where
@@ -112,6 +117,8 @@ def federate(
     """
     requested = dict(requested or {})
     _check_runtime(runtime, jobs, profile)
+    if track is not None:
+        tracking.parse(track)
     tolerance = Tolerance(min_replies, deadline)
     if deadline is not None and runtime not in FLARE:
         raise InputError(
@@ -121,7 +128,8 @@ def federate(
         )
     if out is not None and not resume:
         RunFolder.refuse_used(Path(out), _BESIDE)
-    made = _plan(bundle, options or {}, config or {}, requested, out, resume, source, say)
+    with tf32(False):  # what teachers know and answer is kept for other runs too
+        made = _plan(bundle, options or {}, config or {}, requested, out, resume, source, say)
     run = made.run
     if save_predictions:
         _refuse_unsaved(made)
@@ -134,8 +142,9 @@ def federate(
         say(f"note: {note}")
     say(_division(made))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
-    with _threads(run.threads):
-        public = made.public.prepare(jobs=workers, progress=progress, say=say) if made.public else None
+    with _threads(run.threads), tf32(run.tf32):
+        with tf32(False):
+            public = made.public.prepare(jobs=workers, progress=progress, say=say) if made.public else None
         prepared = shared.sections(made) if shared is not None else None
         federation = Federation(
             made.bundle, made.method, run, prepared=prepared, public=public, jobs=workers, progress=progress
@@ -143,6 +152,8 @@ def federate(
         tolerance.check(federation)
         if save_predictions:
             _refuse_unplaced(federation)
+        if run.device != "cpu" and runtime not in FLARE:  # whose sites hold their own
+            say(federation.hold(free_memory))
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
         execute = partial(
             _execute, jobs=workers, runtime=runtime, tolerance=tolerance, progress=progress, command=command, say=say
@@ -161,7 +172,7 @@ def federate(
                 local, Federation(local.bundle, local.method, local.run, prepared=federation.sections), path / "local"
             )
             say(f"now {run.method}")
-        summary = execute(made, federation, path, save_predictions=save_predictions, profile=profile)
+        summary = execute(made, federation, path, save_predictions=save_predictions, profile=profile, track=track)
         if with_local and run.method != "local":
             summary = _add_local(path)
     write_report(path)
@@ -214,7 +225,10 @@ def site_algo(
 
     def federation() -> Federation:
         public = made.public.prepare(say=say) if made.public else None
-        return Federation(made.bundle, made.method, run, public=public)
+        found = Federation(made.bundle, made.method, run, public=public)
+        if run.device != "cpu":
+            say(found.hold(free_memory))
+        return found
 
     return MedflClientAlgo(federation, name, folder=folder, host=host, outbound=rules, audit=audit, say=say)
 
@@ -355,6 +369,7 @@ def _execute(
     say: Say,
     save_predictions: bool = False,
     profile: bool = False,
+    track: str | None = None,
 ) -> dict[str, Any]:
     """Run a plan in a new folder, or continue the run that is there (`federate` has refused other folders)."""
     resume = (path / "run.json").is_file()
@@ -368,6 +383,7 @@ def _execute(
     try:
         if runtime in FLARE:
             settings = {"poc": runtime == "flare-poc", "save_predictions": save_predictions, **tolerance.record()}
+            settings |= {"track": track} if track is not None else {}
             return flare_job.execute(made.run, path, say=say, **settings)
         simulator = Simulator(
             federation,
@@ -379,6 +395,7 @@ def _execute(
             profile=profile,
             workers=_workers(runtime),
             tolerance=tolerance,
+            track=track,
         )
         return simulator.execute(resume)
     except InputError:

@@ -53,7 +53,7 @@ def _new(options: Any, show: Callable[..., int]) -> int:
     document = {
         "bundle": str(folder), "kind": seen.kind, "data": seen.folder,
         "classes": dict(zip(seen.classes, seen.counts, strict=True)), "channels": seen.channels,
-        "sides": list(seen.sides), "next": command,
+        "sides": list(seen.sides), "data_source": "phantom" if seen.phantom else "real", "next": command,
     }  # fmt: skip
     return show(options, document, lambda: _text(folder, seen, command))
 
@@ -64,6 +64,7 @@ def _text(folder: Path, seen: Seen, command: str) -> str:
     unit = "voxels" if seen.kind == "volumes" else "pixels"
     lines = [
         f"{counts}; {colour}, sides of {seen.sides[0]} to {seen.sides[1]} {unit}; every file was read",
+        *([f"PHANTOM: {seen.phantom} holds drawn images, not real ones; runs on them say so"] if seen.phantom else []),
         f"bundle: {folder}",
         f"next: {command}",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from medfl import datasets
 from medfl.bundle import Bundle, shipped
+from medfl.datasets import own
 from medfl.errors import InputError
 from medfl.sections import SECTIONS
 from medfl.seeding import stream
@@ -72,7 +73,8 @@ class Opened:
         """Describe the images; hashes them, so this comes after what is quick to refuse."""
         bundle, counts = self.bundle, {section: len(self.bundle.data(section)) for section in SECTIONS}
         if not bundle.is_shipped:
-            return DataRecord("real", self.folder, _foreign_checksum(bundle), self.split, counts, self.notes)
+            source = PHANTOM if _cohort(bundle, self.folder) else "real"
+            return DataRecord(source, self.folder, _foreign_checksum(bundle), self.split, counts, self.notes)
         source = PHANTOM if datasets.is_phantom(self.folder) else "real"
         notes = tuple(datasets.notes(bundle.name, self.folder))
         checksum = datasets.checksum(bundle.name, self.folder, self.split)
@@ -140,6 +142,8 @@ def _foreign(name: str, data: str | None, config: Mapping[str, Any], device: str
         config = {**config, "dataset_dir": str(Path(data).expanduser().resolve())}
     bundle = Bundle(name, config, device)
     notes = bundle.notes
+    if _cohort(bundle, str(config.get("dataset_dir", ""))):
+        notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
     if not bundle.has_test:
         notes += ("this bundle names no test data: the validation items serve as test items, so 'best' is optimistic",)
     return Opened(bundle, str(config.get("dataset_dir", "")), OWN_SPLIT, notes)
@@ -152,9 +156,21 @@ def _foreign_checksum(bundle: Bundle) -> str:
         data = bundle.data(section)
         for record, index in zip(bundle.items(section), range(len(data)), strict=True):
             digest.update(json.dumps([section, record], sort_keys=True).encode())
-            entry = data[index] if isinstance(data, list | tuple) else None
-            for value in entry.values() if isinstance(entry, Mapping) else []:
-                for part in value if isinstance(value, list | tuple) else [value]:
-                    if isinstance(part, str | os.PathLike) and Path(part).is_file():
-                        digest.update(str(Path(part).stat().st_size).encode())
+            for path in _paths(data[index] if isinstance(data, list | tuple) else None):
+                if path.is_file():
+                    digest.update(str(path.stat().st_size).encode())
     return digest.hexdigest()
+
+
+def _cohort(bundle: Bundle, folder: str) -> Path | None:
+    """Return the phantom cohort in which images of a bundle that is not ours lie, None where none is known to."""
+    lists = [data for section in SECTIONS if isinstance(data := bundle.data(section), list | tuple)]
+    return own.cohort_of([*([folder] if folder else []), *(path for data in lists for e in data for path in _paths(e))])
+
+
+def _paths(entry: object) -> Iterator[Path]:
+    """Give all texts and paths in an entry of a bundle's own data list."""
+    for value in entry.values() if isinstance(entry, Mapping) else ():
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(part, str | os.PathLike):
+                yield Path(part)

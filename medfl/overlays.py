@@ -65,7 +65,14 @@ def ranked(dice: Mapping[str, float]) -> dict[str, str]:
     return {order[0]: "best", order[(len(order) - 1) // 2]: "median", order[-1]: "worst"} if order[2:] else chosen
 
 
-def masks(name: str, site: str, examples: Sequence[Example], structures: Sequence[str], median: float) -> Picture:
+def masks(
+    name: str,
+    site: str,
+    examples: Sequence[Example],
+    structures: Sequence[str],
+    median: float,
+    title: str | None = None,
+) -> Picture:
     """Draw a site's cases, each with the reference, the prediction and where these differ.
 
     Args:
@@ -74,6 +81,7 @@ def masks(name: str, site: str, examples: Sequence[Example], structures: Sequenc
         examples: its cases.
         structures: names of the foreground classes.
         median: of the Dice of all its test cases; kept as the picture's mark.
+        title: in the place of which cases these are.
     """
     rows = [
         (example, planes(example.image, example.reference, example.prediction, example.geometry))
@@ -83,7 +91,7 @@ def masks(name: str, site: str, examples: Sequence[Example], structures: Sequenc
     scales = [_scale(cut, panel) for _, cut in rows]
     heights = [_CASE + sum(p.size[0] / scale + _GAP for p in cut) for (_, cut), scale in zip(rows, scales, strict=True)]
     tall = _TITLE + sum(heights) + _LEGEND
-    title = f"{shorten(site, 50)}: {_TITLES[len(examples)]}"
+    title = f"{shorten(site, 50)}: {title or _TITLES[len(examples)]}"
     confused = len(structures) > 1
 
     def fill(figure: Figure) -> None:

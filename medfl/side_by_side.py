@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl import charts, curves, intervals, metrics, roc
+from medfl import charts, curves, intervals, methods, metrics, roc
 from medfl.errors import InputError
 from medfl.report import RunFolder
 from medfl.report.outcomes import Outcomes, outcomes
@@ -141,7 +141,20 @@ def _differing(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
         every.append(own)
     known = dict.fromkeys(name for own in every for name in own)
     table = [(name, [own.get(name, "–") for own in every]) for name in known]
-    return [(name, values) for name, values in table if len(set(values)) > 1]
+    usual = {f"{name} (option)": setting(value) for run in runs for name, value in _defaults(run).items()}
+    return [
+        (name, values)
+        for name, values in table
+        if len(set(values)) > 1 and not set(values) <= {"–", usual.get(name, "")}
+    ]
+
+
+def _defaults(run: RunFolder) -> dict[str, Any]:
+    """Return the defaults of a shipped method; none of another, whose module a report does not import."""
+    name = str(run.run["method"])
+    if name not in methods.names():
+        return {}
+    return {entry["name"]: entry["default"] for entry in methods.options_of(methods.method_class(name))}
 
 
 def _learning(runs: Sequence[RunFolder], named: Sequence[str]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -48,6 +48,7 @@ class Seen:
         sides: least and largest side of the images, in pixels or voxels.
         patch: of volumes, a training patch.
         images, masks: names of the folders in `folder`, "" of labelled pictures.
+        phantom: the phantom cohort that some of them are of, "" where all may be real.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Seen:
     patch: tuple[int, ...] = ()
     images: str = ""
     masks: str = ""
+    phantom: str = ""
 
 
 def look(images: str | Path, masks: str | Path | None = None, *, progress: bool = False) -> Seen:
@@ -155,7 +157,9 @@ def _labelled(place: Path, progress: bool) -> Seen:
     counts = tuple(sum(name == other for other, _ in files) for name in classes)
     for section in ("train", "validate", "test"):
         own.labelled(place, classes, section)
-    return Seen("labelled", str(place), tuple(classes), counts, *_pixels([(p.shape, p.dtype) for p in seen]))
+    pixels_seen = _pixels([(p.shape, p.dtype) for p in seen])
+    drawn = _cohort(uri for _, uri in files)
+    return Seen("labelled", str(place), tuple(classes), counts, *pixels_seen, phantom=drawn)
 
 
 def _segmented(place: Path, other: Path, progress: bool) -> Seen:
@@ -187,7 +191,12 @@ def _segmented(place: Path, other: Path, progress: bool) -> Seen:
     counts = tuple(sum(k in values for values in present) for k in range(classes))
     pixels_seen = _pixels(shapes) if not solid else (1, 0, _sides([shape for shape, _ in shapes]))
     patch, kind = (_patch([shape for shape, _ in shapes]), "volumes") if solid else ((), "pictures")
-    return Seen(kind, str(place.parent), names, counts, *pixels_seen, patch, place.name, other.name)
+    drawn = _cohort(path for record in records for path in (record.image, record.mask))
+    return Seen(kind, str(place.parent), names, counts, *pixels_seen, patch, place.name, other.name, drawn)
+
+
+def _cohort(files: Iterable[str]) -> str:
+    return str(own.cohort_of(files) or "")
 
 
 def _picture_classes(uri: str) -> set[int]:

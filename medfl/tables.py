@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def results(found: Comparison, partition: str, form: str) -> str:
         cells = [row.method, str(len(row.runs))]
         for column in found.columns:
             spread = Spread.of(list(row.values(column).values()))
-            cells.append(cell(spread, column, form, marked=spread is not None and spread.mean == best[column.name]))
+            cells.append(cell(spread, column, marked=spread is not None and spread.mean == best[column.name]))
         lines.append(cells)
     return rendered(heads, lines, form)
 
@@ -70,25 +71,31 @@ def as_csv(found: Comparison) -> str:
     """Return every run as a line of CSV: partition, method, seed, folder and all columns, unrounded."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["partition", "method", "seed", "run_hash", "folder", *(column.name for column in found.columns)])
+    about_runs = ["partition", "method", "seed", "data_source", "run_hash", "folder"]
+    writer.writerow([*about_runs, *(column.name for column in found.columns)])
     for row in found.rows:
         for seed, run in sorted(row.runs.items()):
             values = [column.read(run) for column in found.columns]
-            about = [row.partition, row.method, seed, (run.summary or {}).get("run_hash", ""), str(run.path)]
+            source, run_hash = run.run["data"]["source"], (run.summary or {}).get("run_hash", "")
+            about = [row.partition, row.method, seed, source, run_hash, str(run.path)]
             writer.writerow([*about, *("" if value is None else repr(value) for value in values)])
     return file.getvalue()
 
 
-def cell(spread: Spread | None, column: Column, form: str, *, marked: bool = False) -> str:
-    """Return mean ± sd in the column's unit; in markdown the best is bold."""
+def cell(spread: Spread | None, column: Column, *, marked: bool = False) -> str:
+    """Return mean ± sd in the column's unit; the best is bold."""
     unit, _ = _UNITS[column.scale]
     text = _spread(spread, unit, 1)
-    return f"**{text}**" if marked and form == "md" else text
+    return f"**{text}**" if marked else text
 
 
 def rendered(heads: Sequence[str], lines: Sequence[Sequence[Any]], form: str) -> str:
     """Return a table with these headings."""
-    return str(tabulate(lines, heads, tablefmt=FORMATS[form], disable_numparse=True))
+    align = ["left", *["right"] * (len(heads) - 1)] if form == "tex" else None
+    made = str(tabulate(lines, heads, tablefmt=FORMATS[form], disable_numparse=True, colalign=align))
+    if form == "md":
+        return made
+    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", made).replace("±", r"$\pm$").replace("–", "--")
 
 
 def _head(column: Column) -> str:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import medfl
 from medfl import cli, datasets
 from medfl.compare import Cell, Entry, _next, remaining
 from medfl.errors import InputError
@@ -60,8 +65,82 @@ def test_a_grid_runs_resumes_and_writes_tables(scans: Path, tmp_path: Path, caps
     assert "| fedavg   | local" in told.out
 
     # other settings belong into another folder
-    assert compare(scans, out, *grid, "--lr", "0.5") == 2
-    assert "requested" in capsys.readouterr().err
+    assert compare(scans, out, *grid, "--lr", "0.5", "--set", "mu=1") == 2
+    assert f"--out {out} with lr 0.5, --set mu 1; the comparison there has lr not set" in capsys.readouterr().err
+    for name in ("tables.md", "tables.tex"):
+        assert (out / name).read_text().count("PHANTOM data, drawn by a program: mednist") == 4, "at every table"
+
+
+def test_what_has_changed_since_is_told_before_anything_runs(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "data", tmp_path / "grid"
+    shutil.copytree(scans, data)
+    grid = ("--methods", "fedavg", "--partition", "iid", "--rounds", "1")
+    assert compare(data, out, *grid, "--seeds", "0") == 0
+    record = out / "iid" / "fedavg" / "seed-0" / "run.json"
+    run, before = json.loads(record.read_text()), record.read_text()
+    record.write_text(json.dumps({**run, "bundle_sha256": "0" * 64}))
+    assert compare(data, out, *grid, "--seeds", "0,1") == 2
+    assert "error: bundle " in capsys.readouterr().err
+    record.write_text(before)
+    (data / "PHANTOM.json").unlink()  # now they are real, as far as can be told
+    assert compare(data, out, *grid, "--seeds", "0,1") == 2
+    assert f"error: images real, and phantom in {record.parent}; " in capsys.readouterr().err
+    assert not record.parent.with_name("seed-1").exists()
+
+
+def test_every_setting_of_a_grid_reaches_its_runs(scans: Path, tmp_path: Path) -> None:
+    settings = {
+        "sites": 3,
+        "rounds": 1,
+        "local_epochs": 1,
+        "batch_size": 8,
+        "aggregation": "median",
+        "messages": "int8",
+    }
+    config = {"network": "small_cnn", "image_size": 16}
+    medfl.compare(
+        "mednist", ["fedavg"], out=tmp_path, seeds=(0,), partitions=("iid",), config=config, data=scans, say=str,
+        jobs=1, **settings,
+    )  # fmt: skip
+    run = json.loads((tmp_path / "iid" / "fedavg" / "seed-0" / "run.json").read_text())
+    assert {name: run[name] for name in ("rounds", "aggregation", "messages")} == {
+        name: settings[name] for name in ("rounds", "aggregation", "messages")
+    }
+
+
+@pytest.mark.slow
+def test_a_killed_grid_leaves_no_run_behind_and_goes_on(scans: Path, tmp_path: Path) -> None:
+    """SIGKILL cannot be caught, so the runs themselves notice that nobody waits for them."""
+    out = tmp_path / "grid"
+    arguments = ["compare", "mednist", "--data", str(scans), "--out", str(out), *SMALL, "--rounds", "40", "--quiet"]
+    arguments += ["--methods", "fedavg,fedprox", "--partition", "iid", "--seeds", "0", "--jobs", "2"]
+    started = subprocess.Popen([sys.executable, "-m", "medfl", *arguments])
+    folders = [out / "iid" / method / "seed-0" for method in ("fedavg", "fedprox")]
+    _until(lambda: all((path / "rounds.jsonl").is_file() for path in folders))
+    runs = [int(pid) for pid in Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()]
+    assert len(runs) >= 2
+    started.kill()
+    started.wait()
+    _until(lambda: not any(_works(pid) for pid in runs))
+    assert not any((path / "summary.json").is_file() for path in folders)
+    assert cli.main(arguments) == 0
+    assert all(json.loads((path / "summary.json").read_text())["rounds"] == 40 for path in folders)
+
+
+def _until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _works(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_run_that_fails_stops_no_other(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 from medfl import tables
+from medfl.compare import titled
 from medfl.comparison import Comparison, Spread, progress, read
 from medfl.errors import InputError
 from medfl.report import RunFolder
@@ -125,6 +126,8 @@ def test_the_tables(tmp_path: Path) -> None:
     assert "\\toprule" in latex
     assert "\\%" in latex
     assert "fedprox" in latex
+    assert "\\textbf{68.3 $\\pm$ 8.5}" in latex
+    assert latex.isascii()
     assert "+8.3" in tables.tested(found.tests("fedavg"), "md")
     assert "| fedprox  | 1.00" in tables.ranked(found.ranks(), "md"), (
         "a partition that not all methods have counts for none"
@@ -132,4 +135,26 @@ def test_the_tables(tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(tables.as_csv(found))))
     assert len(rows) == 10
     assert float(rows[0]["global_last_accuracy"]) == 0.5
+    assert {row["data_source"] for row in rows} == {"phantom"}
     assert "3 of 3" in tables.to_target(found, "iid", 0.3, "md")
+
+
+def test_a_table_in_latex_has_its_title_as_caption() -> None:
+    table = tables.rendered(["a", *"bcd"], [["x", "1", "2", "3"]], "tex")
+    made = titled("50 % of data_1; PHANTOM data", table, "tex")
+    assert made.splitlines()[:3] == [
+        "\\begin{table}", "\\centering", "\\caption{50 \\% of data\\_1; PHANTOM data}"
+    ]  # fmt: skip
+    assert made.splitlines()[3].startswith("\\begin{tabular}{lrrr}")
+    assert made.count("\\begin") == made.count("\\end") == 2
+    wide = titled("x", tables.rendered(["a", *"bcdefghijk"], [["x"] * 11], "tex"), "tex")
+    assert "\\resizebox{\\textwidth}{!}{%\n\\begin{tabular}" in wide
+    assert "\\end{tabular}}\n" in wide
+
+
+def test_runs_on_phantoms_and_on_real_images_make_no_table(tmp_path: Path) -> None:
+    real = finished(tmp_path, "fedavg", 1, 0.5)
+    run = json.loads((real / "run.json").read_text())
+    (real / "run.json").write_text(json.dumps({**run, "data": {**run["data"], "source": "real"}}))
+    with pytest.raises(InputError, match="different kinds of images: phantom, real"):
+        read([finished(tmp_path, "fedavg", 0, 0.5), real])

@@ -51,7 +51,7 @@ def test_silent_runs_are_named_not_drawn(tmp_path: Path) -> None:
     runs = [RunFolder.read(folder(tmp_path, "a")), RunFolder.read(folder(tmp_path, "b", "local", sent=0))]
     picture = curves(runs)
     assert "Dashed" not in picture.caption
-    assert picture.title == "Accuracy against what was sent and how long it took"
+    assert picture.title == "Accuracy against what was sent and how long it took, PHANTOM data"
     assert picture.caption.endswith("Not drawn on the left, as they send nothing or were not scored: local.")
     unscored = RunFolder.read(folder(tmp_path, "c", rounds=0))
     with pytest.raises(InputError, match="1 runs without scored rounds"):
@@ -72,6 +72,24 @@ def test_runs_with_different_metrics_are_not_compared(tmp_path: Path) -> None:
         curves([RunFolder.read(run) for run in runs])
 
 
+def test_runs_on_other_images_are_not_compared(tmp_path: Path) -> None:
+    runs = [
+        RunFolder.read(folder(tmp_path, "a")),
+        RunFolder.read(folder(tmp_path, "b", bundle="other")),
+        RunFolder.read(folder(tmp_path, "c", data={"source": "real"})),
+    ]
+    with pytest.raises(InputError, match="different bundles: other and toy"):
+        curves(runs[:2])
+    with pytest.raises(InputError, match="different kinds of images: phantom and real"):
+        curves([runs[0], runs[2]])
+
+
+def test_a_picture_of_drawn_images_says_so(tmp_path: Path) -> None:
+    drawn, real = folder(tmp_path, "a"), folder(tmp_path, "b", data={"source": "real"})
+    assert curves([RunFolder.read(drawn)]).title.endswith(", PHANTOM data")
+    assert "PHANTOM" not in curves([RunFolder.read(real)]).title
+
+
 def test_the_command_writes_the_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +98,6 @@ def test_the_command_writes_the_picture(
     file = tmp_path / "new" / "curves.png"
     assert main(["report", *runs, "--curves", str(file)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(file)
-    assert Picture.read(file).title == "Accuracy against what was sent and how long it took"
+    assert Picture.read(file).title == "Accuracy against what was sent and how long it took, PHANTOM data"
     assert main(["report", *runs, "--curves", str(tmp_path / "curves.txt")]) == 2
     assert "the curves are a PNG file" in capsys.readouterr().err

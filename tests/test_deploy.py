@@ -81,6 +81,42 @@ def test_the_commands_run_one_after_the_other(hospital: Path, capsys: pytest.Cap
     assert account["words"].startswith("1 reply: no formal privacy")
 
 
+FLARE = {
+    "medfl flare simulate": "test_docs_commands.py",
+    "medfl flare poc": "test_docs_commands.py",
+    "pip install": "an installation",
+    "python docs/examples/encrypted/run.py": "runtimes/test_flare_encrypted.py",
+    "nvflare job submit": "needs a running server; runtimes/test_flare_faults.py submits such jobs to one",
+}
+"""Commands of the FLARE section that are not run here, and where."""
+
+
+def test_the_commands_of_server_and_site_run(hospital: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With a startup kit that has no certificates, and whose FLARE client is a line of text."""
+    pytest.importorskip("nvflare")
+    datasets.write_phantom("pneumonia", hospital / "data" / "pneumonia", per_class=10, size=16)
+    kit = hospital / "kits" / "north"
+    for folder in ("startup", "local"):
+        (kit / folder).mkdir(parents=True)
+    (kit / "startup" / "fed_client.json").write_text("{}")
+    (kit / "startup" / "sub_start.sh").write_text("echo FLARE has begun\n")
+    listed = {"class_list_enforcement_mode": "enforce", "class_allow_list": []}
+    (kit / "local" / "resources.json.default").write_text(json.dumps(listed))
+    inspected = ["site", "inspect", "pneumonia", "--write-policy", "policies/pneumonia.yaml"]
+    assert cli.main(inspected) == 0
+    section = PAGE.partition(OTHERS)[2].partition("\n## ")[0]
+    lines = "".join(re.findall(r"^```(?:sh)?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    run = [line for line in lines.splitlines() if not line.startswith(tuple(FLARE))]
+    assert len(lines.splitlines()) - len(run) == len(FLARE)
+    assert len(run) == 3
+    for line in run:
+        words = [str(hospital / word[1:]) if word.startswith("/") else word for word in shlex.split(line)]
+        assert cli.main(words[1:]) == 0, capfd.readouterr().err
+    assert len(list(Path("jobs").glob("medfl-*/meta.json"))) == 1
+    assert (kit / "local" / "medfl.yaml").is_file()
+    assert "FLARE has begun" in capfd.readouterr().out
+
+
 def _drive(program: str) -> None:
     """Be the host of the page's site for a round."""
     small = 'config={"network": "small_cnn", "image_size": 16}, requested={"batch_size": 32, "local_epochs": 1, '

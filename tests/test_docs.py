@@ -15,60 +15,13 @@ from types import ModuleType
 
 import pytest
 import yaml
-from PIL import Image
 
 import medfl
 from medfl import cli, methods
 from medfl.bundle import shipped
+from tests.pages import DOCS, FLARE, NOT_RUN, PAGES, README, blocks, commands, inline
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = sorted(path.relative_to(DOCS).as_posix() for path in [*DOCS.glob("*.md"), *(DOCS / "methods").glob("*.md")])
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
-
-# What is not executed here, with the reason; everything else runs as it stands, but for `SHORTER`.
-NOT_RUN = {
-    "pip install": "an installation, which every fresh environment of the tests is",
-    "--device cuda": "needs a GPU; test_gpu.py has runs on one",
-}
-ELSEWHERE = {
-    "deploy.md": "commands of a site and of a server; run by tests of these verbs",
-    "papers.md": "grids of hours; test_paper_runs.py expands and runs them small",
-    "performance.md": "benchmarks, whose figures are those of the machine that it names",
-    "results.md": "runs of minutes to days on real images; each row names its run hash",
-}
-# Appended to a command, so that it takes seconds: of a flag given twice the last one counts.
-SHORTER = {
-    "run": "--rounds 2 --eval-every 2 --config image_size=32 --jobs 1 --quiet",
-    "compare": "--rounds 1 --config image_size=32 --quiet",
-}
-OTHERWISE = {"--resume": "--quiet", "--from": "--quiet", "bundles/mine": "--rounds 1 --quiet", "mybundle": "--quiet"}
-"""The same for commands with one of these words, which have a configuration of their own."""
-
-
-def blocks(page: str, *languages: str) -> list[str]:
-    """Return the fenced blocks of a page in some languages."""
-    found, inside, language = [], None, ""
-    for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
-        if not line.startswith("```"):
-            if inside is not None:
-                inside.append(line)
-        elif inside is None:
-            inside, language = [], line[3:].strip()
-        else:
-            found += ["\n".join(inside) + "\n"] if language in languages else []
-            inside = None
-    assert inside is None, f"{page}: a block does not end"
-    return found
-
-
-def commands(page: str) -> list[str]:
-    """Return the commands of a page, one a line."""
-    lines = "".join(blocks(page, "sh", "")).replace("\\\n", " ").splitlines()
-    return [" ".join(line.partition(" #")[0].split()) for line in lines if line.strip()]
-
-
-def is_run(command: str) -> bool:
-    return not any(word in command for word in NOT_RUN)
 
 
 @pytest.fixture(scope="module")
@@ -133,110 +86,43 @@ def test_options_that_a_methods_page_names_exist(page: str) -> None:
     assert blocks(page, "sh")
 
 
-# Commands and Python
+# Commands: that they are understood (test_docs_commands.py runs them)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])
+@pytest.mark.parametrize("page", [README, *PAGES])
 def test_every_command_is_understood(page: str) -> None:
     for command in commands(page):
         words = shlex.split(command)
-        assert words[0] in ("medfl", "pip", "export"), command
+        assert words[0] in ("medfl", "pip", "export", "make", "nvflare", "python", "python3", "medfl/bin/pip"), command
         if words[0] == "medfl" and words[1] != "--version":
             options = cli._parser().parse_args(words[1:])
             assert getattr(options, "method", None) in (None, *methods.names()) or "." in options.method
+            if words[1] == "run" and options.bundle and "/" not in options.bundle and page != "extend.md":
+                assert options.bundle in shipped()
+
+
+def test_every_flag_that_the_text_names_with_its_verb_exists() -> None:
+    """Commands in the middle of a sentence may have names for values, and words left out; verbs and flags are real."""
+    known = 0
+    for page in [README, *PAGES]:
+        for words in inline(page, "medfl"):
+            parser = cli._parser()
+            while parser._subparsers is not None:
+                actions = parser._subparsers._group_actions[0].choices
+                if len(words) < 2 or words[1].startswith("-"):
+                    break
+                assert words[1] in actions, (page, words)
+                parser, words = actions[words[1]], words[1:]
+            for flag in (word.partition("=")[0] for word in words if word.startswith("--") and word != "--"):
+                assert flag in parser._option_string_actions, (page, words)
+                known += 1
+    assert known > 20
 
 
 def test_what_is_not_run_is_in_the_docs() -> None:
-    given = [command for page in PAGES for command in commands(page)]
-    for word in NOT_RUN:
-        assert any(word in command for command in given), f"drop {word!r} from NOT_RUN"
-    assert set(ELSEWHERE) <= set(PAGES)
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder without real data, where a page's modules can be imported."""
-    before = set(sys.modules)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MEDFL_DATA", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] == "mypackage":
-            del sys.modules[name]
-
-
-def execute(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command of a page, shortened; return what it printed."""
-    words = shlex.split(command)
-    if words[0] == "export" or command == "medfl --version":
-        return ""
-    own = [extra for word, extra in OTHERWISE.items() if word in words[2:]]
-    extra = shlex.split((own or [SHORTER[words[1]]])[0]) if words[1] in SHORTER else []
-    capsys.readouterr()
-    assert cli.main([*words[1:], *extra]) == 0, f"{command}\n{capsys.readouterr().err}"
-    return capsys.readouterr().out
-
-
-def write_files(page: str, folder: Path) -> None:
-    """Write the blocks that begin with a path in a comment to that path."""
-    for text in blocks(page, "python", "yaml"):
-        if found := re.match(r"# (\S+/\S+\.(?:py|yaml))\n", text):
-            path = folder / found[1]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-
-
-def run_python(page: str) -> None:
-    """Run the blocks of Python that are no file."""
-    for text in blocks(page, "python"):
-        if not re.match(r"# \S+/\S+\.py\n", text):
-            exec(compile(text, page, "exec"), {"__name__": "__main__"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", METHOD_PAGES)
-def test_a_methods_command_runs(page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = commands(page)
-    for command in given:
-        assert is_run(command)
-        out = execute(command, capsys)
-        assert out.splitlines()[-1].startswith("PHANTOM data")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in ELSEWHERE and page not in METHOD_PAGES and blocks(page, "sh")]
-)
-def test_a_pages_commands_and_python_run_in_their_order(
-    page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_files(page, elsewhere)
-    draw_pictures(elsewhere)
-    for command in filter(is_run, commands(page)):
-        execute(command, capsys)
-    run_python(page)
-
-
-def draw_pictures(folder: Path) -> None:
-    """Put there what a reader of the pages has: pictures of two classes."""
-    for index in range(60):
-        path = folder / "pictures" / ("ill" if index % 2 else "well") / f"{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (40, 40), 120 * (index % 2) + index).save(path)
-
-
-@pytest.mark.slow
-def test_the_runtime_of_the_docs_gives_the_bits_of_medfl_run(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = next(block for block in blocks("extend.md", "python") if "site_step(" in block)
-    exec(compile(text, "extend.md", "exec"), {})
-    printed = capsys.readouterr().out.split()[-1]
-    config = {"network": "small_cnn", "image_size": 28}
-    requested = {"method": "scaffold", "data": "phantom", "sites": 2, "partition": "iid", "rounds": 2}
-    summary = medfl.federate("mednist", config=config, requested=requested, out="runs/same", jobs=1)
-    assert summary["weights_sha256"] == printed
+    given = [command for page in [README, *PAGES] for command in commands(page)]
+    for word in (*NOT_RUN, *FLARE):
+        assert any(word in command for command in given), f"drop {word!r}"
 
 
 # The site

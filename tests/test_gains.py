@@ -91,7 +91,7 @@ def test_a_runs_own_local_reference_counts(tmp_path: Path) -> None:
 def test_the_picture_says_what_is_in_it(tmp_path: Path) -> None:
     picture = draw(gains(three(tmp_path)))
     assert picture.png.startswith(b"\x89PNG")
-    assert picture.title == "Accuracy: what each site gains"
+    assert picture.title == "Accuracy: what each site gains, PHANTOM data"
     assert "Small sites on grey" in picture.caption
 
 
@@ -107,6 +107,16 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: pytest.Capt
         gains([unfinished])
     assert main(["report", str(alone), "--gains", str(tmp_path / "g.pdf")]) == 2
     assert "the gains are a PNG file" in capsys.readouterr().err
+
+
+def test_drawn_images_are_told_from_real_ones(tmp_path: Path) -> None:
+    runs = [finished(tmp_path, method, {"big": 0.5, "tiny": 0.6}) for method in ("local", "fedavg")]
+    assert draw(gains(runs)).title.endswith(", PHANTOM data")
+    real = finished(tmp_path, "fedprox", {"big": 0.5, "tiny": 0.6})
+    run = json.loads((real / "run.json").read_text())
+    (real / "run.json").write_text(json.dumps({**run, "data": {**run["data"], "source": "real"}}))
+    with pytest.raises(InputError, match="runs on phantoms and runs on real images"):
+        gains([*runs, real])
 
 
 def test_the_verb_writes_the_picture_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

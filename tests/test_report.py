@@ -330,3 +330,13 @@ def test_run_that_hides_its_data_source_is_refused(make: Make) -> None:
     (folder / "report.html").unlink(missing_ok=True)
     with pytest.raises(InputError, match="real or phantom"):
         result_table(folder)
+
+
+def test_remarks_on_the_images_do_not_tell_where_they_lie(make: Make) -> None:
+    run = make("a")
+    record = json.loads((run / "run.json").read_text())
+    record["data"] |= {"folder": "/home/somebody/images", "notes": ["/home/somebody/images is a phantom: drawn images"]}
+    (run / "run.json").write_text(json.dumps(record))
+    text = write_report(run).read_text()
+    assert "The data folder is a phantom: drawn images." in text
+    assert "somebody" not in text

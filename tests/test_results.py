@@ -17,7 +17,10 @@ from medfl.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text()
+README = (ROOT / "README.md").read_text()
 DECIMAL = re.compile(r"(?<![\w.])\d[\d,]*\.\d+")
+CODE = r"(?<!`)`(?![\d.,±% ]+`)[^`\n]+`"
+"""Inline code that is more than a number."""
 HASH = re.compile(r"`([0-9a-f]{12,64})`")
 
 
@@ -46,7 +49,7 @@ def _blank(text: str, *patterns: str) -> str:
 
 def _unaccounted(page: str) -> list[str]:
     """Return the decimal numbers of the text that no piece of tables.yaml holds."""
-    prose = _blank(page, r"<!-- table.*?<!-- end -->", r"```.*?```", r"(?<!`)`[^`\n]+`")
+    prose = _blank(page, r"<!-- table.*?<!-- end -->", r"```.*?```", CODE)
     spans = RESULTS.spans(page)
     return [
         found.group()
@@ -95,6 +98,37 @@ def test_a_changed_digit_of_a_given_figure_is_refused() -> None:
 def test_every_decimal_number_of_the_text_is_accounted_for() -> None:
     assert _unaccounted(PAGE) == []
     assert _unaccounted(f"{PAGE}\nHere FedAvg reaches 0.123, a third of 1,234.5.\n") == ["0.123", "1,234.5"]
+
+
+def test_a_figure_cannot_hide_in_marks_code_or_templates() -> None:
+    asked = RESULTS.asked["tables"]
+    assert sorted(re.findall(r"<!-- table: (\S+) -->", PAGE)) == sorted(asked), "each once, and no other"
+    assert PAGE.count("<!-- end -->") == PAGE.count("<!--") / 2 == len(asked)
+    assert _unaccounted(f"{PAGE}\nIt reaches `0.987`.\n") == ["0.987"]
+    shown = [line for block in re.findall(r"^```.*?^```$", PAGE, re.M | re.S) for line in block.splitlines()[1:-1]]
+    assert all(line.startswith(("medfl run ", "  -")) for line in shown), "commands, and nothing that they printed"
+    templates = [text for table in asked.values() for text in table["columns"].values()]
+    for table in asked.values():
+        for label, entry in table["rows"].items():
+            templates += [label, *(entry.get("cells", {}).values() if isinstance(entry, dict) else ())]
+    bare = [_blank(make._FIELD.sub("", str(text)), CODE, r"\([^)]*=[^)]*\)", r"topk:\S+") for text in templates]
+    assert [text for text in bare if DECIMAL.search(text)] == []
+
+
+def test_a_figure_that_no_run_gave_says_whence_it_is() -> None:
+    for entry in (entry for entry in RESULTS.asked["said"] if not entry.get("from")):
+        assert all(make._FIELD.search(text) for text in entry["texts"]), entry
+        bare = [_blank(make._FIELD.sub("", text), CODE, r"(?:both at|default of) [\d.]+") for text in entry["texts"]]
+        assert not any(map(DECIMAL.search, bare)), entry
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page() -> None:
+    told = README.partition("<!-- result -->")[2].partition("<!-- /result -->")[0]
+    figures, names = DECIMAL.findall(told), HASH.findall(told)
+    assert len(figures) > 5
+    assert names
+    assert [figure for figure in figures if figure not in DECIMAL.findall(PAGE)] == []
+    assert _unknown_hashes(told) == []
 
 
 def test_every_hash_of_the_page_is_a_run_or_checksum_that_is_stored() -> None:

@@ -53,6 +53,18 @@ def test_runs_stand_side_by_side(make: Make, tmp_path: Path) -> None:
     assert len(anchors) == 8
 
 
+def test_defaults_of_options_that_one_method_has_are_not_told(make: Make, tmp_path: Path) -> None:
+    options = {"classifier": "text_distribution", "tau": 9.0, "g_iterations": 2}
+    _, page = page_of(tmp_path, make("a", method="fedbm", options=options), make("b", method="fedavg", options={}))
+    differing = page.text.split("What differs")[1].split("Learning")[0].replace(" ", "")
+    assert "classifier" not in differing
+    assert "tau(option)9.0–" in differing
+    assert "g_iterations(option)2–" in differing
+    unknown = make("c", method="somebodys.method", options={"tau": 12.5})
+    _, page = page_of(tmp_path, unknown, make("d", method="fedavg", options={}))
+    assert "tau(option)12.5–" in page.text.replace(" ", "")
+
+
 def test_same_folders_same_bytes(make: Make, tmp_path: Path) -> None:
     folders = make("a", rounds=2), make("b", rounds=2, seed=1)
     assert page_of(tmp_path, *folders)[0] == page_of(tmp_path, *folders)[0]

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import medfl
-from medfl import configuration, new_cli, starter
+from medfl import cli, configuration, datasets, new_cli, starter
 from medfl.errors import InputError
 from medfl.partner.inspection import inspect
 
@@ -68,8 +68,8 @@ def solid(tmp_path: Path) -> Path:
 
 
 def train(bundle: Path, data: Path, out: Path, **settings: Any) -> medfl.Result:
-    requested = {"sites": 2, "rounds": 1, "lr": 0.01, **settings}
-    return medfl.run(bundle, data=data, out=out, jobs=1, say=str, **requested)
+    requested = {"sites": 2, "rounds": 1, "lr": 0.01, "say": str, **settings}
+    return medfl.run(bundle, data=data, out=out, jobs=1, **requested)
 
 
 def checked(bundle: Path) -> None:
@@ -196,3 +196,32 @@ def test_a_bundle_beside_the_shipped_ones_is_none_of_them(tmp_path: Path, monkey
         (tmp_path / name).symlink_to(root / name)
     monkeypatch.setattr(configuration, "shipped_root", lambda: tmp_path)
     assert {"mednist", "cifar10"} <= configuration.shipped_folders().keys() <= shipped.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "images", "masks"), [("kvasir_v2", "kvasir-dataset-v2", None), ("lung_cxr", "images", "masks")]
+)
+def test_drawn_images_stay_drawn_in_a_bundle_of_ones_own(
+    name: str, images: str, masks: str | None, tmp_path: Path
+) -> None:
+    cohort = datasets.write_phantom(name, tmp_path / "cohort", per_class=10, size=16)
+    seen = starter.look(cohort / images, masks and cohort / masks)
+    assert seen.phantom == str(cohort)
+    bundle = starter.write(tmp_path / "mine", seen, size=16)
+    checked(bundle)
+    said: list[str] = []
+    run = train(
+        bundle, Path(seen.folder), tmp_path / "run", partition="iid", config={"image_size": 16}, say=said.append
+    )
+    assert any("of a PHANTOM cohort" in line for line in said)
+    assert run.summary["data_source"] == "phantom"
+    assert ", PHANTOM data, " in repr(run)
+
+
+def test_the_verb_says_that_images_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cohort = datasets.write_phantom("lung_cxr", tmp_path / "cohort", per_class=10, size=16)
+    told = ["--images", str(cohort / "images"), "--masks", str(cohort / "masks")]
+    assert cli.main(["new", str(tmp_path / "mine"), *told]) == 0
+    assert f"PHANTOM: {cohort} holds drawn images" in capsys.readouterr().out
+    assert cli.main(["new", str(tmp_path / "other"), *told, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["data_source"] == "phantom"

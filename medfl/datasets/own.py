@@ -8,12 +8,14 @@ and test images; which, a hash of the patient or file name says, so that a site 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from medfl.datasets import pairs, tables
-from medfl.datasets.base import Item
+from medfl.datasets.base import MARKER, Item
+from medfl.datasets.reading import split_uri
 from medfl.datasets.splitting import SECTIONS, Record, by_group, given
 from medfl.datasets.volumes import SUFFIXES, volume_index
 from medfl.errors import InputError
@@ -61,6 +63,17 @@ def paired(folder: str | Path, images: str, masks: str, section: str) -> list[It
 def class_folders(root: Path) -> list[str]:
     """Return the names of the folders that hold images, sorted."""
     return [p.name for p in sorted(root.iterdir()) if p.is_dir() and p.name[0] not in "._" and tables.image_files(p)]
+
+
+def cohort_of(places: Iterable[str | Path]) -> Path | None:
+    """Return the phantom cohort in which one of these folders or files lies, None where none is known to.
+
+    What is not there is passed over; a link counts for what it leads to.
+    """
+    given_ = {Path(split_uri(str(place))[0]) for place in places}
+    there = {whole for path in given_ if os.path.exists(path) for whole in (path.absolute(), path.resolve())}
+    above = {folder for path in there for folder in (path, *path.parents)}
+    return next((folder for folder in sorted(above) if (folder / MARKER).is_file()), None)
 
 
 def pairs_of(images: Path, masks: Path) -> list[Record]:

@@ -36,8 +36,8 @@ examples
       go on with what the server and the sites have kept"""
 
 _REQUESTED = (
-    "method", "presets", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed", "amp", "threads", "eval_every",
-    "messages", "aggregation",
+    "method", "presets", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed", "amp", "tf32", "channels_last",
+    "capture", "threads", "eval_every", "messages", "aggregation",
 )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def _export_flags(export: Any) -> None:
     arguments.number(sites, "--cohort", "FRACTION", "fraction of the sites in each round", float)
     arguments.number(arguments.training(export), "--seed", "S", "seed of everything random; default 0")
     robust = arguments.robustness(export)
-    robust.add_argument("--amp", action="store_true", default=None, help="automatic mixed precision")
+    arguments.computing(robust)
     arguments.number(robust, "--threads", "T", "threads of each site; default 1")
     output = export.add_argument_group("output")
     output.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder for the job")

@@ -10,6 +10,7 @@ The site's file, `local/medfl.yaml` in its startup kit, never comes over a wire:
     device: cpu
     audit: audit.jsonl             # log of what came and left
     threads: 8                     # most that a run may ask for
+    track: mlflow                  # at the server: where its numbers go besides the run folder, as medfl run --track
 
 `bundle` and `folder` are needed; paths are meant from the folder of the file. Of a run the site takes numbers and names
 from a fixed list, and only for the very bundle that it has: no path, no component, no expression.
@@ -61,6 +62,7 @@ class OwnSite:
         device: where it trains.
         audit: file of its audit log; "" for none.
         threads: most that a run may ask for.
+        track: at the server, where its numbers go besides the run folder; "" for nowhere.
     """
 
     bundle: str
@@ -71,6 +73,7 @@ class OwnSite:
     device: str = "cpu"
     audit: str = ""
     threads: int = 8
+    track: str = ""
 
     @classmethod
     def read(cls, path: Path) -> OwnSite:
@@ -150,6 +153,9 @@ _SCHEMA = {
         "lr_decay": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "seed": _WHOLE,
         "amp": {"type": "boolean"},
+        "tf32": {"type": "boolean"},
+        "channels_last": {"type": "boolean"},
+        "capture": {"type": "boolean"},
         "threads": _COUNT,
         "eval_every": _WHOLE,
         "messages": _TEXT,
@@ -226,7 +232,9 @@ def open_site(offered: Run, name: str, own: OwnSite) -> Federation:
     items = {section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS}
     sites = {site: items if site == name else {} for site in run.partition.sites}
     run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=str(opened.bundle.root))
-    return Federation(opened.bundle, method, run)
+    federation = Federation(opened.bundle, method, run)
+    federation.hold()
+    return federation
 
 
 def open_server(offered: Run, own: OwnSite) -> Federation:

@@ -174,15 +174,22 @@ class MedflController(_Controller):
         folder: the run folder, where run.json lies already.
         start: folder that relative paths of the run are meant from.
         save_predictions: write the masks that are predicted for the test items.
+        track: where the numbers go besides, as `--track` says; "" for nowhere.
         min_replies, deadline: as in every run.
     """
 
     def __init__(
-        self, folder: str, start: str, save_predictions: bool = False, min_replies: int = 0, deadline: float = 0.0
+        self,
+        folder: str,
+        start: str,
+        save_predictions: bool = False,
+        track: str = "",
+        min_replies: int = 0,
+        deadline: float = 0.0,
     ) -> None:
         """Keep the arguments under their names."""
         super().__init__(min_replies, deadline)
-        self.folder, self.start, self.save_predictions = folder, start, save_predictions
+        self.folder, self.start, self.save_predictions, self.track = folder, start, save_predictions, track
 
     def _place(self) -> Path:
         return Path(self.folder)
@@ -196,7 +203,7 @@ class MedflController(_Controller):
         public = made.public.prepare(say=say) if made.public else None
         federation = Federation(made.bundle, made.method, made.run, public=public)
         folder = RunFolder.existing(path)
-        self._simulate(federation, folder, say, True, save_predictions=self.save_predictions)
+        self._simulate(federation, folder, say, True, save_predictions=self.save_predictions, **_tracked(self.track))
 
 
 class RemoteController(_Controller):
@@ -232,7 +239,7 @@ class RemoteController(_Controller):
         about |= {"key_metric": bundle.key_metric, "command": "a FLARE job", "runtime": "flare"}
         folder.write_run(run, about)
         say(f"run folder: {path}")
-        self._simulate(federation, folder, say, False)
+        self._simulate(federation, folder, say, False, **_tracked(self._own.track))
         say(f"report: {write_report(path)}")
 
 
@@ -295,7 +302,9 @@ class MedflExecutor(_Executor):
 
         def federation() -> Federation:
             public = made.public.prepare() if made.public else None
-            return Federation(made.bundle, made.method, made.run, public=public)
+            federation = Federation(made.bundle, made.method, made.run, public=public)
+            federation.hold()
+            return federation
 
         algo = MedflClientAlgo(federation, names[called], folder=folder / SITES)
         return FlareSite(algo, names[called], RunFolder(folder))
@@ -327,6 +336,10 @@ def _read(result: Shareable, site: str) -> Parcel:
         return from_model(FLModelUtils.from_shareable(result), f"site {site!r}")
     except Exception as error:  # whatever a client made of it
         return wire.failure(error)
+
+
+def _tracked(track: str) -> dict[str, str]:
+    return {"track": track} if track else {}
 
 
 def _paths(*parts: type) -> list[str]:

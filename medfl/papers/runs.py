@@ -91,7 +91,8 @@ def run(
         folder = out / (grid.bundle if len(table.grids) == 1 else f"{number}-{grid.bundle}")
         found, failed = compare(grid, folder, at_once=at_once, progress=progress, say=say)
         document["failed"] |= failed
-        lines += ["", f"## {told}"]
+        drawn = "PHANTOM images, not the paper's: " if found is not None and found.phantom else ""
+        lines += ["", f"## {drawn}{told}"]
         if found is None:
             lines.append("no run finished")
         else:

@@ -246,7 +246,7 @@ def _told(figure: Figure, ours: Spread | None) -> list[str]:
     def text(value: float, form: str = "") -> str:
         return f"{value:{form}.5g}" if figure.metric in COUNTS else f"{100 * value:{form}.1f}"
 
-    shown = "–" if ours is None else f"{text(ours.mean)} ± {text(ours.sd)}"
+    shown = "–" if ours is None else text(ours.mean) + (f" ± {text(ours.sd)}" if ours.count > 1 or ours.sd else "")
     theirs = text(figure.mean) + (f" ± {text(figure.sd)}" if figure.sd is not None else "")
     apart = "–" if ours is None else text(ours.mean - figure.mean, "+")
     return [figure.name, figure.metric, shown, theirs, apart]

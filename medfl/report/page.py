@@ -62,7 +62,7 @@ def context(folder: RunFolder) -> dict[str, Any]:
     pooled = folder.pooled()
     picture = folder.path / "partition.png"
     return {
-        "run": run,
+        "run": {**run, "data": {**run["data"], "notes": _notes(run["data"])}},
         "key": folder.key,
         "higher": higher,
         "judged": judged,
@@ -94,6 +94,12 @@ def context(folder: RunFolder) -> dict[str, Any]:
         **_pictures(folder),
         "settings": _settings(run),
     }
+
+
+def _notes(data: Mapping[str, Any]) -> list[str]:
+    """Return the remarks on the images without the folder where they lie, for reports are passed on."""
+    place = str(data.get("folder") or "")
+    return [note.replace(place, "the data folder") if place else note for note in data.get("notes") or ()]
 
 
 def _predicted(folder: RunFolder) -> dict[str, Any]:
@@ -145,7 +151,7 @@ def _traffic(folder: RunFolder) -> dict[str, Any] | None:
 
 def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Every setting of the run as text; the data folder stays out, for reports are passed on."""
-    names = ("runtime", "seed", "device", "amp", "threads")
+    names = ("runtime", "seed", "device", "amp", "tf32", "channels_last", "capture", "threads")
     rows = [(name, words.setting(run[name])) for name in names if name in run]
     for section in ("options", "config"):
         rows += [(f"{name} ({section[:6]})", words.setting(value)) for name, value in (run.get(section) or {}).items()]

@@ -15,12 +15,9 @@ from medfl.compression import Compression
 from medfl.errors import RunError
 from medfl.message import Message, Weights, is_finite
 from medfl.prepared import Batch, Shard
-from medfl.runtimes.federation import Federation
+from medfl.runtimes.federation import LIKE_PARAMETERS, Federation
 
 Form = tuple[torch.Size, torch.dtype]
-
-_LIKE_PARAMETERS = ("control", "personal", "rho")
-"""Groups whose tensors have the names and forms of the network's."""
 
 
 class Aborted(RunError):
@@ -90,7 +87,7 @@ class AtSite(Federation):
         for group, part in message.tensors.items():
             if group == "weights":
                 self._check_weights(part)
-            elif group in _LIKE_PARAMETERS:
+            elif group in LIKE_PARAMETERS:
                 self._check_forms(group, part, self._forms)
             for name, tensor in part.items():
                 self._check_finite(f"{group}/{name}", tensor)

@@ -1,39 +1,75 @@
-"""A run's numbers as TensorBoard events."""
+"""A run's numbers as curves: TensorBoard events in the run folder, and other places that are asked for (`tracking`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+
+class Place(Protocol):
+    """Where numbers go besides; nothing that happens there ends a run."""
+
+    def open(self, done: int) -> None:
+        """Begin, or go on after so many rounds."""
+
+    def log(self, round_: int, numbers: Mapping[str, float]) -> None:
+        """Write a round's numbers."""
+
+    def close(self, finished: bool) -> None:
+        """End; `finished` unless the run was cut short."""
 
 
 class Events:
-    """TensorBoard event files of a run of which `done` rounds are done, continued after a resume."""
+    """TensorBoard event files of a run of which `done` rounds are done, continued after a resume.
 
-    def __init__(self, path: Path, done: int) -> None:
+    Args:
+        path: folder of the files.
+        done: rounds.
+        places: where the numbers go besides.
+    """
+
+    def __init__(self, path: Path, done: int, *places: Place) -> None:
         """Point at the folder of the files."""
-        self.path, self.done = path, done
+        self.path, self.done, self.places = path, done, places
 
-    def __enter__(self) -> Any:
-        """Open the files."""
+    def __enter__(self) -> Events:
+        """Open the files, and the other places."""
         from torch.utils.tensorboard import SummaryWriter  # imports for a second
 
-        self.writer: Any = SummaryWriter(str(self.path), purge_step=self.done + 1 if self.done else None)  # type: ignore[no-untyped-call]
-        return self.writer
+        self._writer: Any = SummaryWriter(str(self.path), purge_step=self.done + 1 if self.done else None)  # type: ignore[no-untyped-call]
+        for place in self.places:
+            place.open(self.done)
+        return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close them."""
-        self.writer.close()
+        self._writer.close()
+        for place in self.places:
+            place.close(kind is None)
+
+    def add_image(self, name: str, pixels: Any, step: int, dataformats: str) -> None:
+        """Write a picture."""
+        self._writer.add_image(name, pixels, step, dataformats=dataformats)
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Write a round's numbers."""
+        numbers = scalars(entry)
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, entry["round"])
+        for place in self.places:
+            place.log(entry["round"], numbers)
 
 
-def log(events: Any, entry: Mapping[str, Any]) -> None:
-    """Write a round's numbers as TensorBoard scalars."""
-    step = entry["round"]
-    events.add_scalar("train/loss", entry["train_loss"], step)
+def log(events: Events, entry: Mapping[str, Any]) -> None:
+    """Write a round's numbers."""
+    events.log(entry)
+
+
+def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of rounds.jsonl that become curves."""
+    found = {"train/loss": entry["train_loss"]}
     for group in ("val_global", "val_personal"):
-        for metric, value in (entry[group] or {}).items():
-            events.add_scalar(f"{group}/{metric}", value, step)
-    for name, value in entry.get("observed", {}).items():
-        events.add_scalar(f"observed/{name}", value, step)
-    for name in ("bytes_up", "bytes_down", "seconds"):
-        events.add_scalar(f"cost/{name}", entry[name], step)
+        found |= {f"{group}/{metric}": value for metric, value in (entry[group] or {}).items()}
+    found |= {f"observed/{name}": value for name, value in entry.get("observed", {}).items()}
+    return found | {f"cost/{name}": entry[name] for name in ("bytes_up", "bytes_down", "seconds")}

@@ -137,7 +137,9 @@ class _RunFiles:
     def newest(self, round_: int) -> State | None:
         return None if self._kept is None else moved(load_state(Path(self._kept)), self._device)
 
-    def keep(self, round_: int, state: State) -> None:
+    of = newest
+
+    def keep(self, round_: int, state: State, base: int | None = None) -> None:
         if state and self._fresh is not None:
             save_state(Path(self._fresh), state)
             self.written = True

@@ -10,13 +10,17 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from medfl.bundle import Bundle
 from medfl.caps import Caps
+from medfl.capturing import allowed
 from medfl.compression import Compression
 from medfl.errors import InputError, RunError
+from medfl.holding import Free, free_memory, hold
 from medfl.message import Message, is_finite
 from medfl.methods.base import Method
+from medfl.precision import channels_last, tf32
 from medfl.prepared import Prepared, Shard
 from medfl.public import Public
 from medfl.robust import Aggregation
@@ -27,6 +31,9 @@ from medfl.site import Host, LocalSettings, Networks, Site
 from medfl.storage import State
 from medfl.task import Task
 
+_MOST_ITEMS = 2.0**53
+LIKE_PARAMETERS = ("control", "personal", "rho")
+"""Groups of any message whose tensors have the names and forms of the network's."""
 POOLED = "central"
 """Name of the one participant of a method that pools the data."""
 
@@ -101,9 +108,11 @@ class Federation:
             method.check(self.site(name, 0))
 
     def _pool(self, bundle: Bundle) -> Networks:
-        return Networks(
-            lambda: self.method.adapt(bundle.network(), self.task), self.run.seed, torch.device(self.run.device)
-        )
+        def network() -> nn.Module:
+            made = self.method.adapt(bundle.network(), self.task)
+            return channels_last(made) if self.run.channels_last else made
+
+        return Networks(network, self.run.seed, torch.device(self.run.device))
 
     def _dealt(self, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, _Body]:
         """Return each participant's body; sites with the same network share one."""
@@ -192,6 +201,24 @@ class Federation:
             shards[name] = Shard.of(prepared, [position[ident] for ident in ids.get(section, [])])
         return shards
 
+    def hold(self, free: Free = free_memory) -> str:
+        """Hold the prepared data on the device of the networks, as far as they fit in half of its free memory.
+
+        Args:
+            free: tells how many bytes the device has left.
+
+        Returns:
+            what is held there and what is not, "" on the CPU.
+        """
+        public = {} if self.public is None else {"public": self.public.shard.prepared}
+        held, said = hold({**self.sections, **public}, self.networks.device, free)
+        if self.public is not None:
+            self.public = replace(self.public, shard=replace(self.public.shard, prepared=held.pop("public")))
+        self.sections = held
+        for section, shards in self._shards.items():
+            self._shards[section] = {name: replace(shard, prepared=held[section]) for name, shard in shards.items()}
+        return said
+
     def shard(self, name: str, section: str) -> Shard:
         """Return a site's items in a section."""
         return self._shards[section][name]
@@ -236,8 +263,14 @@ class Federation:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Take every network that a site leased inside back when the block ends, whichever pool it is from."""
+        """Take every network that a site leased inside back when the block ends, whichever pool it is from.
+
+        TF32 and captured steps are inside as the run has them, whatever the process that the site is in.
+        """
         with ExitStack() as stack:
+            stack.enter_context(tf32(self.run.tf32))
+            if self.run.capture:
+                stack.enter_context(allowed())
             for pool in self._pools:
                 stack.enter_context(pool.scope())
             yield
@@ -282,8 +315,20 @@ class Federation:
                         f"site {name!r}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}; "
                         f"expected {tuple(form[0])} {form[1]}"
                     )
+            elif key.partition("/")[0] in LIKE_PARAMETERS:
+                self._check_like(name, key, tensor)
             if not is_finite(tensor):
                 raise RunError(f"site {name!r}: {key!r} has NaN or infinite values; the last good round is kept")
+
+    def _check_like(self, name: str, key: str, tensor: torch.Tensor) -> None:
+        like = self._bodies[name].networks.initial.get(key.partition("/")[2])
+        if like is None:
+            raise RunError(f"site {name!r}: {key!r} is no tensor of the network")
+        if (like.shape, like.dtype) != (tensor.shape, tensor.dtype):
+            raise RunError(
+                f"site {name!r}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}; "
+                f"expected {tuple(like.shape)} {like.dtype}"
+            )
 
     def check_whole(self, name: str, reply: Message) -> None:
         """Make sure that a reply lacks none of the weights, and for FedAvg's server half has the number of items.
@@ -297,7 +342,7 @@ class Federation:
             missing = wanted - reply.tensors.get("weights", {}).keys()
             if missing:
                 raise RunError(f"site {name!r}: 'weights/{min(missing)}' is missing in its reply ({len(missing)} such)")
-        if not reply.scalars.get("samples", -1 if plain else 0) >= 0:
+        if not 0 <= reply.scalars.get("samples", -1 if plain else 0) <= _MOST_ITEMS:
             raise RunError(f"site {name!r}: its reply does not say of how many items it is")
 
     def arrived(self, name: str, named: Mapping[Any, Any]) -> Message:
@@ -314,7 +359,7 @@ class Federation:
         Raises:
             RunError: there are too few replies.
         """
-        with self.networks.scope():
+        with self.networks.scope(), tf32(self.run.tf32):
             if not self.aggregation.is_mean:
                 return {**server, "weights": self.aggregation.combined(replies, "weights")}
             return self.method.aggregate(self.host(round_), server, replies, len(self.participants))

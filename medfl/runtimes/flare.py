@@ -10,6 +10,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -75,6 +76,7 @@ class _Question:
         message: what the method says, as it crosses; None at the introduction.
         read: makes the task's result of the answer.
         extra: further tensors.
+        kept: round of the site's newest reply that was taken with a State, 0 for none.
     """
 
     index: int
@@ -84,6 +86,7 @@ class _Question:
     message: Message | None
     read: Callable[[Parcel], Any]
     extra: Mapping[str, torch.Tensor]
+    kept: int
 
     def same_as(self, other: _Question) -> bool:
         """Tell whether two sites are told the same."""
@@ -99,8 +102,9 @@ class _Question:
 class FlareWorkers(Workers):
     """What a `Simulator` runs its tasks with: the sites of a FLARE job, which all work at the same time.
 
-    The sites keep their States; nothing of them is in the run folder. A site that fails, vanishes, misses the deadline
-    or sends what is refused is `Absent`.
+    The sites keep their States; in the run folder are the names that the files would have, and so the round from whose
+    State each site goes on, which it is told with every question. A site that fails, vanishes, misses the deadline or
+    sends what is refused is `Absent`.
 
     Args:
         federation: the run, as the server sees it.
@@ -143,34 +147,41 @@ class FlareWorkers(Workers):
         """Return what a task asks of a site, None if it is the server's own."""
         if function is introduce:
             (name,) = arguments
-            return _Question(index, name, wire.INTRODUCE, wire.asked(0), None, self._introduction(name), {})
+            return _Question(index, name, wire.INTRODUCE, wire.asked(0), None, self._introduction(name), {}, 0)
         if function is visits.train:
-            round_, name, _, _, down, judge = arguments
+            round_, name, kept, _, down, judge = arguments
             message = self._wire(round_, name, down)
             read = self._trained(name, down, judge, message.num_bytes)
-            return _Question(index, name, wire.TRAIN, wire.asked(round_, judge), message, read, {})
+            return _Question(index, name, wire.TRAIN, wire.asked(round_, judge), message, read, {}, _round(kept))
         if function is visits.tried:
-            round_, name, _, down, judge = arguments
-            return self._told(index, wire.TRY, round_, name, down, self._cases(name, judge), judge)
+            round_, name, kept, down, judge = arguments
+            return self._told(index, wire.TRY, round_, name, kept, down, self._cases(name, judge), judge)
         if function is visits.scored and (self._shown or arguments[0] not in _NOTHING):
             return self._scored(index, *arguments)
         return None
 
     def _scored(
-        self, index: int, function: Callable[..., Any], round_: int, name: str, _: str | None, down: Message, *rest: Any
+        self,
+        index: int,
+        function: Callable[..., Any],
+        round_: int,
+        name: str,
+        kept: str | None,
+        down: Message,
+        *rest: Any,
     ) -> _Question:
         if function is site_judge:
             (sections,) = rest
-            return self._told(index, wire.JUDGE, round_, name, down, self._cases(name, sections), sections)
+            return self._told(index, wire.JUDGE, round_, name, kept, down, self._cases(name, sections), sections)
         if function is site_abroad:
-            return self._told(index, wire.ABROAD, round_, name, down, self._abroad(name))
+            return self._told(index, wire.ABROAD, round_, name, kept, down, self._abroad(name))
         if function is site_weights:
-            return self._told(index, wire.WEIGHTS, round_, name, down, lambda parcel: parcel.under("own"))
+            return self._told(index, wire.WEIGHTS, round_, name, kept, down, lambda parcel: parcel.under("own"))
         assert function is site_masks, function
         wanted, folder = rest
         ids = self._federation.shard(name, "test").ids
         positions = torch.tensor([ids.index(ident) for ident in wanted], dtype=torch.int64)
-        question = self._told(index, wire.MASKS, round_, name, down, self._masks(name, ids))
+        question = self._told(index, wire.MASKS, round_, name, kept, down, self._masks(name, ids))
         question.numbers = {**question.numbers, wire.SAVE: int(folder is not None)}
         question.extra = {"positions/test": positions}
         return question
@@ -181,12 +192,13 @@ class FlareWorkers(Workers):
         word: str,
         round_: int,
         name: str,
+        kept: str | None,
         down: Message,
         read: Callable[[Parcel], Any],
         sections: Sequence[str] = (),
     ) -> _Question:
         message = self._wire(round_, name, down)
-        return _Question(index, name, word, wire.asked(round_, sections), message, read, {})
+        return _Question(index, name, word, wire.asked(round_, sections), message, read, {}, _round(kept))
 
     def _wire(self, round_: int, name: str, down: Message) -> Message:
         """Return a broadcast as it crosses."""
@@ -202,7 +214,8 @@ class FlareWorkers(Workers):
         waiting: dict[tuple[int, str], _Question] = {}
         for group in _grouped(questions):
             first = group[0]
-            parcel = wire.said(first.message or Message(), first.numbers, first.extra)
+            extra = {**first.extra, **wire.counting({question.site: question.kept for question in group})}
+            parcel = wire.said(first.message or Message(), first.numbers, extra)
             number = self._link.ask(first.word, [question.site for question in group], parcel, answers)
             waiting |= {(number, question.site): question for question in group}
         given = None if self.deadline is None else self.deadline + (0.0 if self._begun else _START)
@@ -276,7 +289,8 @@ class FlareWorkers(Workers):
             cases = self._cases(name, judge)(parcel)
             steps, self.samples[name] = parcel.whole(wire.STEPS), parcel.whole(wire.SAMPLES)
             loss = float(parcel.numbers.get(wire.LOSS, float("nan")))  # a site need not tell it
-            return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), False
+            renewed = bool(parcel.whole(wire.RENEWED))
+            return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
         return read
 
@@ -307,6 +321,11 @@ class FlareWorkers(Workers):
     def _arrived(self, name: str, parcel: Parcel) -> Message:
         message = self._federation.arrived(name, parcel.under("message"))
         return moved_message(message, self._federation.networks.device)
+
+
+def _round(kept: str | None) -> int:
+    """Return the round that a site's State is of, by the name that its file has in the run folder, 0 for none."""
+    return 0 if kept is None else int(Path(kept).name.partition("-")[0])
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

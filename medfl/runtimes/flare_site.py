@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ from medfl.partner.untrusted import shown
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_wire import Parcel
-from medfl.runtimes.monai_fl import JUDGE, LOSS, ROUND, MedflClientAlgo
-from medfl.runtimes.states import States
+from medfl.runtimes.monai_fl import JUDGE, KEPT, LOSS, ROUND, MedflClientAlgo
 from medfl.runtimes.step import site_abroad, site_judge, site_masks, site_step, site_weights
 from medfl.storage import State
 
@@ -92,15 +90,14 @@ class FlareSite:
             **({} if loss is None else {wire.LOSS: loss}),  # the site's policy may keep it back
             wire.STEPS: told.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS],
             wire.SAMPLES: told.statistics[FlStatistics.DATA_COUNT],
+            wire.RENEWED: int(self.algo.renewed),
         }
         answer = Parcel(_prefixed(told.weights or {}), numbers, metrics=metrics)
         return wire.with_cases(answer, cases) if self._shows else answer
 
     def _try(self, parcel: Parcel) -> Parcel:
-        """Train once more only to score what comes out, from the State of the last round."""
-        with _up_to(self.algo, parcel.whole(wire.ROUND) - 1):
-            result = self.algo.visit(site_step, self._said(parcel), parcel.sections)
-        return self._scored(result.cases)
+        """Train once more only to score what comes out."""
+        return self._scored(self.algo.visit(site_step, self._said(parcel), parcel.sections).cases)
 
     def _judge(self, parcel: Parcel) -> Parcel:
         return self._scored(self.algo.visit(site_judge, self._said(parcel), parcel.sections))
@@ -127,7 +124,7 @@ class FlareSite:
         return Parcel(wire.copied(named))
 
     def _said(self, parcel: Parcel) -> Any:
-        statistics = {ROUND: parcel.whole(wire.ROUND)}
+        statistics = {ROUND: parcel.whole(wire.ROUND), KEPT: wire.counts(parcel, self.name)}
         return ExchangeObject(weights=parcel.under("message"), weight_type=WeightType.WEIGHTS, statistics=statistics)
 
     def _scored(self, cases: Mapping[str, Cases]) -> Parcel:
@@ -172,32 +169,6 @@ def _told(cases: Mapping[str, Cases]) -> dict[str, float]:
 
 def _prefixed(named: Mapping[str, Any]) -> dict[str, Any]:
     return {f"message/{name}": tensor for name, tensor in named.items()}
-
-
-@contextmanager
-def _up_to(algo: MedflClientAlgo, last: int) -> Iterator[None]:
-    """Let a site see no State of a later round: one may be left from a server that died before it committed."""
-    states = algo.states
-    algo.states = _UpTo(states, last)
-    try:
-        yield
-    finally:
-        algo.states = states
-
-
-@dataclass(frozen=True)
-class _UpTo:
-    """States of which the later ones are not seen."""
-
-    states: States
-    last: int
-
-    def newest(self, round_: int) -> State | None:
-        """Return the newest State of a round up to this one."""
-        return self.states.newest(min(round_, self.last))
-
-    def keep(self, round_: int, state: State) -> None:
-        """Keep nothing."""
 
 
 @contextmanager

@@ -28,8 +28,9 @@ INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = WORDS = (
 """What a site may be asked for. The last three are for a simulation, where the sites show what stays with them else."""
 
 ROUND, LOSS, STEPS, SAMPLES, SAVE, FAILED = "round", "train_loss", "steps", "samples", "save", "failed"
-NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, *SECTIONS})
-"""Names of the numbers in `meta`; a section's number is 1 where it is asked for."""
+RENEWED = "renewed"
+NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, RENEWED, *SECTIONS})
+"""Names of the numbers in `meta`: 1 for a section that is asked for, and for `RENEWED` where training left a State."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", re.ASCII)
 _RESERVED = frozenset({"server", "admin", "relay"})
@@ -87,6 +88,26 @@ def copied(named: Weights) -> dict[str, Tensor]:
 def asked(round_: int, sections: Iterable[str] = (), **numbers: float) -> dict[str, float]:
     """Return the numbers of a question."""
     return {ROUND: round_, **dict.fromkeys(sections, 1), **numbers}
+
+
+def counting(kept: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return what tells each site the round of the State that it goes on from (0: none), as `kept/<site>`.
+
+    In a tensor for each, so that what is the same for several sites still crosses as one question.
+    """
+    return {f"kept/{site}": torch.tensor(round_, dtype=torch.int64) for site, round_ in kept.items()}
+
+
+def counts(parcel: Parcel, site: str) -> int:
+    """Return the round of the State that a site goes on from.
+
+    Raises:
+        RunError: the server does not say it.
+    """
+    told = parcel.tensors.get(f"kept/{site}")
+    if told is None or told.dtype != torch.int64 or told.ndim or told < 0:
+        raise RunError(f"site {site!r}: the server does not say which of its States it is to go on from")
+    return int(told)
 
 
 def failure(why: object) -> Parcel:

@@ -52,8 +52,10 @@ from medfl.seeding import derive
 from medfl.storage import State
 
 HOSTS = ("medfl", "averaging")
-ROUND, LOSS = "round", "train_loss"
-"""Names in `statistics`: of the round that a broadcast belongs to, and of a reply's mean training loss."""
+ROUND, KEPT, LOSS = "round", "kept", "train_loss"
+"""Names in `statistics`: of the round that a broadcast belongs to, of the round whose State the site goes on from (that
+of its newest reply that the server took, 0 for none; not said: the newest State), and of a reply's mean training loss.
+"""
 JUDGE, SECTION = "judge", "section"
 """Names in `extra`: of the sections on which `train` scores the trained model, and of the one that `evaluate` uses."""
 _PARTS = {"train": "train", "eval": "validate"}
@@ -90,6 +92,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         states: where the State is.
         cases: section -> outcomes of the trained model, for the sections that `train` was asked to score; they stay
             here.
+        renewed: whether the last training left a State.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.phase = FlPhase.IDLE
         self.states: States = InMemory()
         self.cases: dict[str, Cases] = {}
+        self.renewed = False
         self._made = federation
         self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say)
         self._stop = threading.Event()
@@ -160,15 +164,16 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         own, judge = self._ready(), tuple((extra or {}).get(JUDGE, ()))
         self._reply, self._trained, self.cases = None, True, {}
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as doing:
-            round_, received = self._received(own, data, doing)
+            round_, base, received = self._received(own, data, doing)
+            own.require(base is None or base < round_, f"its round is {round_}, after a State of round {base}")
             with profiling.during(profiling.CHECKPOINT):
-                before = self.states.newest(round_ - 1)
+                before = self._state(round_ - 1, base)
             result = self._called(profiling.STEP, site_step, round_, before, received, judge)
             with profiling.during(profiling.MESSAGES):
                 reply, state = self._replied(own, round_, result, received)
             with profiling.during(profiling.CHECKPOINT):
-                self.states.keep(round_, state)
-            self._reply, self.cases = reply, result.cases
+                self.states.keep(round_, state, base)
+            self._reply, self.cases, self.renewed = reply, result.cases, bool(state)
 
     def get_weights(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
         """Return the newest that the site has to say, with the number of its training items in `statistics`.
@@ -222,9 +227,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """
         own = self._ready()
         with self._busy(FlPhase.EVALUATE, self.states.last) as doing:
-            round_, received = self._received(own, data, doing)
+            round_, base, received = self._received(own, data, doing)
             with profiling.during(profiling.CHECKPOINT):
-                state = self.states.newest(round_)
+                state = self._state(round_, base)
             found = self._called(part, function, round_, state, received, *rest)
             self._guard.scored(Doing(doing.kind, round_), function.__name__, found, state)
             return found
@@ -290,19 +295,28 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         own.go_on()
         return found
 
-    def _received(self, own: AtSite, data: ExchangeObject, doing: Doing) -> tuple[int, Message]:
-        """Return the round, which the site counts itself where the host does not, and the message."""
+    def _state(self, newest: int, base: int | None) -> State | None:
+        """Return the State of round `base`; where the host does not say, the newest up to a round."""
+        try:
+            return self.states.newest(newest) if base is None else self.states.of(base)
+        except RunError as error:
+            raise RunError(f"site {self.name!r}: {error}") from error
+
+    def _received(self, own: AtSite, data: ExchangeObject, doing: Doing) -> tuple[int, int | None, Message]:
+        """Return the round, which the site counts itself where the host does not, its State's, and the message."""
         with profiling.during(profiling.MESSAGES):
             own.require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
             named: Any = data.weights
             own.require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")
             own.require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
             own.require(data.optim is None, "it has the state of an optimiser")
-            round_ = (data.statistics or {}).get(ROUND, doing.round)
-            own.require(type(round_) is int and round_ >= 0, f"its round is {str(round_)[:40]!r}, no whole number")
+            numbers = {ROUND: doing.round, **(data.statistics or {})}
+            round_, base = numbers[ROUND], numbers.get(KEPT)
+            for value in (round_, 0 if base is None else base):
+                own.require(type(value) is int and value >= 0, f"its round is {str(value)[:40]!r}, no whole number")
             received = own.averaged(named) if self.host == "averaging" else own.received(named)
             self._guard.came(Doing(doing.kind, round_), partial(self._crossed, named))
-            return round_, received
+            return round_, base, received
 
     def _crossed(self, named: Mapping[str, Any]) -> Message:
         """Return what came as the message that it is."""

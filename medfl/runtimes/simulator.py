@@ -17,13 +17,16 @@ from medfl.errors import InputError
 from medfl.folder import RunFolder
 from medfl.message import Message
 from medfl.runtimes.absent import Say, Tolerance
+from medfl.runtimes.ahead import Training
 from medfl.runtimes.asking import Asking
 from medfl.runtimes.events import Events, log
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.pictures import Pictures
 from medfl.runtimes.scoring import Final, Scoring
+from medfl.runtimes.settling import begin, settle
 from medfl.runtimes.step import StepResult
 from medfl.runtimes.stock import Replies
+from medfl.runtimes.tracking import tracked
 from medfl.runtimes.workers import Workers
 from medfl.settings import PublicRecord
 from medfl.storage import State, moved, write_atomic
@@ -45,6 +48,7 @@ class Simulator:
         profile: say where the time of the rounds went, and write profile.json.
         workers: what runs tasks at the sites: (federation, jobs) -> workers.
         tolerance: how many sites may fail to answer, and how long they have.
+        track: where the numbers go besides the folder, as `--track` says; None: where they went before, if anywhere.
 
     Raises:
         InputError: the tolerance does not fit the run.
@@ -62,8 +66,10 @@ class Simulator:
         profile: bool = False,
         workers: Callable[[Federation, int], Workers] = Workers,
         tolerance: Tolerance | None = None,
+        track: str | None = None,
     ) -> None:
         """Take the parts; nothing runs yet."""
+        self.track, self.eager = track, list[str]()
         self._make_workers, self.tolerance = workers, tolerance or Tolerance()
         self.tolerance.check(federation)
         self.federation, self.folder, self.say, self.progress = federation, folder, say, progress
@@ -119,20 +125,12 @@ class Simulator:
         self.say(self.federation.policy())
         if not resumed:
             self._start()
-        with Events(self.folder.path / "events", self.done) as events:
+        with Events(self.folder.path / "events", self.done, *tracked(self.folder, self.track, self.say)) as events:
             pictures = Pictures(self.federation, self.folder, events, self.done)
             if not resumed:
                 pictures.begin()
             with self._bar() as bar:
-                for round_ in range(self.done + 1, self.run.rounds + 1):
-                    with profiling.in_round(round_):
-                        entry = self._round(round_, bar)
-                        if self._evaluated(round_):
-                            with profiling.during(profiling.EVALUATION):
-                                pictures.after(round_, self.server)
-                        with profiling.during(profiling.CHECKPOINT):
-                            log(events, entry)
-                            self.folder.commit(round_, self.server, self.record)
+                self._rounds(events, pictures, bar)
             summary, cases = self._finish()
             masks, written = self.scoring.masks(self.server, cases, self.save_predictions)
             if written is not None:
@@ -153,8 +151,8 @@ class Simulator:
             introductions.add(name, message)
             self.record["bytes_up"] += message.num_bytes
         federation.leave_out(self.record["absent"])
-        with federation.networks.scope():
-            self.server = self.method.init_server(federation.host(0), federation.networks.initial, introductions)
+        self.server = begin(federation, introductions, self.tolerance, self.record["absent"], self.say)
+        federation.leave_out(self.record["absent"])
 
     def _evaluated(self, round_: int) -> bool:
         return round_ == self.run.rounds or (self.run.eval_every > 0 and round_ % self.run.eval_every == 0)
@@ -173,31 +171,61 @@ class Simulator:
         bar.set_description(f"round {self.done}/{self.run.rounds}")
         return bar
 
-    def _round(self, round_: int, bar: Any) -> dict[str, Any]:
-        federation, started = self.federation, time.perf_counter()
-        cohort = federation.cohort(round_)
-        evaluate = self._evaluated(round_)
+    def _rounds(self, events: Any, pictures: Pictures, bar: Any) -> None:
+        """Run the rounds that are left.
+
+        Where the workers can do both, the training of the next round goes on beside the evaluation of this one, which
+        fills its gaps. Nothing of it is looked at before this round is committed, so the order of all else is the same.
+        """
+        first, begun = self.done + 1, None
+        for round_ in range(first, self.run.rounds + 1):
+            with profiling.in_round(round_):
+                entry, results = self._train(begun or self._begin(round_, bar))
+                self._note(results)
+                # the first commit of a process removes what a kill has left: all States that it does not know
+                ahead = self.workers.overlaps and first < round_ < self.run.rounds
+                begun = self._begin(round_ + 1, bar) if ahead else None
+                self._evaluate(entry, results, begun)
+                self._show(bar, entry)
+                if self._evaluated(round_):
+                    with profiling.during(profiling.EVALUATION):
+                        pictures.after(round_, self.server)
+                with profiling.during(profiling.CHECKPOINT):
+                    log(events, entry)
+                    self.folder.commit(round_, self.server, self.record)
+
+    def _begin(self, round_: int, bar: Any) -> Training:
+        """Begin with the training of a round."""
+        cohort, evaluate = self.federation.cohort(round_), self._evaluated(round_)
         judge = ("validate",) if evaluate and self.method.judged == "global" and not self.method.pools_data else ()
         bar.set_description(f"round {round_}/{self.run.rounds}")
+        training = Training(round_, cohort, bar.update)
+        training.answers = self.asking.trained(round_, self.server, cohort, judge, training.left_out, training.came)
+        return training
+
+    def _train(self, training: Training) -> tuple[dict[str, Any], dict[str, StepResult]]:
+        """Wait for the replies of a round and aggregate them; return its entry, and the results without replies."""
+        federation, since = self.federation, time.perf_counter() if training.beside else training.began
+        round_, cohort, left_out = training.round, training.cohort, training.left_out
         samples = {name: len(federation.work(name, "train")) for name in cohort}
         results: dict[str, StepResult] = {}
         replies = Replies(cohort, self.folder.path)
         renewed: list[str] = []
-        left_out: dict[str, str] = {}
-        for name, (result, saved) in self.asking.trained(round_, self.server, cohort, judge, left_out):
+        for name, (result, saved) in training.answers:
             with profiling.during(profiling.MESSAGES):
                 replies.add(name, result.reply)
             results[name] = replace(result, reply=Message())
             renewed += [name] * saved
-            bar.update()
-        bar.update(len(left_out))
         trained = time.perf_counter()
         with profiling.during(profiling.AGGREGATION):
-            self.server = federation.aggregate(round_, self.server, replies)
+            settled = settle(federation, round_, self.server, replies, self.tolerance, left_out, self.say)
+        self.server, observed = settled.server, settled.observed
+        for name in left_out:
+            results.pop(name, None)
+        renewed = [name for name in renewed if name not in left_out]
         self.folder.renewed(round_, renewed)
         self.folder.refused(round_, left_out)
         self.record["left_out"] = dict(Counter(self.record["left_out"]) + Counter(left_out.keys()))
-        served = time.perf_counter()
         bytes_up = sum(result.bytes_up for result in results.values())
         bytes_down = sum(result.bytes_down for result in results.values())
         self.record["bytes_up"] += bytes_up
@@ -205,28 +233,37 @@ class Simulator:
         left_out = dict(sorted(left_out.items()))  # not in the order in which they failed
         replied = [name for name in cohort if name in results]
         loss = sum(results[name].loss * samples[name] for name in replied) / max(1, sum(samples[n] for n in replied))
-        entry: dict[str, Any] = {"round": round_, "cohort": cohort, **({"left_out": left_out} if left_out else {})}
-        scores: dict[str, Any] = {"val": {}, "val_global": None, "val_personal": None, "sites": {}}
-        if evaluate:
-            with profiling.during(profiling.EVALUATION):
-                scores = self.scoring.evaluate(round_, self.server, results)
-        ended = time.perf_counter()
-        entry |= {
-            "seconds": ended - started, "seconds_train": trained - started, "seconds_server": served - trained,
-            "seconds_eval": ended - served, "bytes_up": bytes_up, "bytes_down": bytes_down, "train_loss": loss,
-            "judged": self.method.judged, **scores,
+        entry: dict[str, Any] = {
+            "round": round_, "cohort": cohort, **({"left_out": left_out} if left_out else {}), "seconds": 0.0,
+            "seconds_train": training.beside + trained - since, "seconds_server": time.perf_counter() - trained,
+            "seconds_eval": 0.0, "bytes_up": bytes_up, "bytes_down": bytes_down, "train_loss": loss,
+            "judged": self.method.judged, "val": {}, "val_global": None, "val_personal": None, "sites": {},
+            **({"observed": observed} if observed else {}),
         }  # fmt: skip
-        with profiling.during(profiling.AGGREGATION):
-            observed = self.method.observed(self.server, replies)
-        entry |= {"observed": dict(observed)} if observed else {}
-        for name in replied:
-            entry["sites"].setdefault(name, {}).update(train_loss=results[name].loss, steps=results[name].steps)
+        return entry, {name: results[name] for name in replied}
+
+    def _evaluate(self, entry: dict[str, Any], results: Mapping[str, StepResult], begun: Training | None) -> None:
+        """Complete a round's entry: score its models if it is their turn, beside the training that has begun."""
+        round_, started = entry["round"], time.perf_counter()
+        if self._evaluated(round_):
+            with profiling.during(profiling.EVALUATION):
+                entry |= self.scoring.evaluate(round_, self.server, results)
+        for name, result in results.items():
+            entry["sites"].setdefault(name, {}).update(train_loss=result.loss, steps=result.steps)
+        ended = time.perf_counter()
+        entry["seconds_eval"] = begun.rest(ended) if begun else ended - started
+        entry["seconds"] = sum(entry[f"seconds_{part}"] for part in ("train", "server", "eval"))
         self.record["seconds"] += entry["seconds"]
         self.record["seconds_rounds"] += entry["seconds"]
         with profiling.during(profiling.CHECKPOINT):
             self.folder.append_round(entry)
-        self._show(bar, entry)
-        return entry
+
+    def _note(self, results: Mapping[str, StepResult]) -> None:
+        """Say once why steps that were to be captured are not."""
+        for result in results.values():
+            if result.eager and result.eager not in self.eager:
+                self.eager.append(result.eager)
+                self.say(f"note: training steps that are not captured: {result.eager}")
 
     def _show(self, bar: Any, entry: Mapping[str, Any]) -> None:
         """Show loss and best metric on the bar, short enough for 80 columns; without a bar, as one line a round."""

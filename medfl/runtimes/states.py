@@ -1,12 +1,18 @@
-"""Where a site that is its own process keeps its State: by the round that made it, so that a round can be repeated."""
+"""Where a site that is its own process keeps its State: by the round that made it, so that a round can be repeated.
+
+Which of its States counts is the server's to say: a reply that it refused never happened, and neither did the State
+that came with it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from medfl.errors import RunError
 from medfl.storage import State, load_state, moved, save_state
 
 
@@ -20,8 +26,21 @@ class States(Protocol):
     def newest(self, round_: int) -> State | None:
         """Return the newest State of a round up to this one, None if there is none."""
 
-    def keep(self, round_: int, state: State) -> None:
-        """Keep the State of a round, and of the older ones the newest; later ones are of a past that is no more."""
+    def of(self, round_: int) -> State | None:
+        """Return the State of just this round; None for round 0, and where there was nothing to keep.
+
+        Raises:
+            RunError: it is not there.
+        """
+
+    def keep(self, round_: int, state: State, base: int | None = None) -> None:
+        """Keep the State of a round and the one that it was made from; all others are of a past that is no more.
+
+        Args:
+            round_: the round.
+            state: may be empty: then it says that the round is over.
+            base: round of the State that it was made from; None: the newest before.
+        """
 
 
 class InMemory:
@@ -38,13 +57,17 @@ class InMemory:
 
     def newest(self, round_: int) -> State | None:
         """Return the newest State of a round up to this one."""
-        made = max((made for made in self._held if made <= round_), default=None)
-        return None if made is None else self._held[made] or None
+        return self._held.get(_before(self._held, round_)) or None
 
-    def keep(self, round_: int, state: State) -> None:
+    def of(self, round_: int) -> State | None:
+        """Return the State of just this round."""
+        _require(round_, self._held)
+        return self._held.get(round_) or None
+
+    def keep(self, round_: int, state: State, base: int | None = None) -> None:
         """Keep the State of a round."""
-        before = [made for made in self._held if made < round_]
-        self._held = {made: self._held[made] for made in sorted(before)[-1:]} | {round_: state}
+        base = _before(self._held, round_ - 1) if base is None else base
+        self._held = {made: self._held[made] for made in self._held if made == base} | {round_: state}
 
 
 class InFolder:
@@ -66,15 +89,19 @@ class InFolder:
 
     def newest(self, round_: int) -> State | None:
         """Return the newest State of a round up to this one."""
-        made = max((made for made in self._rounds() if made <= round_), default=None)
-        return None if made is None else moved(load_state(self._file(made)), self._device) or None
+        return self.of(_before(self._rounds(), round_))
 
-    def keep(self, round_: int, state: State) -> None:
-        """Keep the State of a round, also an empty one: its file says that the round is over."""
+    def of(self, round_: int) -> State | None:
+        """Return the State of just this round."""
+        _require(round_, self._rounds())
+        return moved(load_state(self._file(round_)), self._device) or None if round_ else None
+
+    def keep(self, round_: int, state: State, base: int | None = None) -> None:
+        """Keep the State of a round, also an empty one."""
+        base = _before(self._rounds(), round_ - 1) if base is None else base
         self.folder.mkdir(parents=True, exist_ok=True)
         save_state(self._file(round_), state)
-        kept = {round_, *[made for made in self._rounds() if made < round_][-1:]}
-        for made in set(self._rounds()) - kept:
+        for made in set(self._rounds()) - {round_, base}:
             self._file(made).unlink()
 
     def _rounds(self) -> list[int]:
@@ -82,3 +109,18 @@ class InFolder:
 
     def _file(self, round_: int) -> Path:
         return self.folder / f"{round_:06d}.safetensors"
+
+
+def _before(rounds: Iterable[int], round_: int) -> int:
+    """Return the newest of these rounds up to one, 0 if there is none."""
+    return max((made for made in rounds if made <= round_), default=0)
+
+
+def _require(round_: int, rounds: Iterable[int]) -> None:
+    """Raise RunError if a State is asked for that is not there."""
+    if round_ and round_ not in rounds:
+        held = ", ".join(map(str, sorted(rounds))) or "none"
+        raise RunError(
+            f"the server goes on from its State of round {round_}, which it does not have (those that it has: {held}); "
+            "put back the folder of its States, or start the run anew"
+        )

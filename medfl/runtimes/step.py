@@ -35,6 +35,7 @@ class StepResult:
         steps: optimiser updates.
         bytes_up, bytes_down: of the reply and of the broadcast as they crossed.
         cases: section -> outcomes of the locally trained model, for the sections asked for.
+        eager: why steps were not captured though the run asked for it, "" where they were.
     """
 
     state: State
@@ -44,6 +45,7 @@ class StepResult:
     cases: dict[str, Cases]
     bytes_up: int
     bytes_down: int
+    eager: str = ""
 
 
 def site_step(
@@ -78,7 +80,8 @@ def site_step(
             federation.check(name, arrived)
     report = site.journal[0]
     kept = {**state, UNSENT: unsent} if unsent else state
-    return StepResult(kept, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down)
+    eager = next((report.eager for report in site.journal if report.eager), "")
+    return StepResult(kept, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down, eager)
 
 
 def site_judge(
@@ -132,7 +135,7 @@ def global_masks(
     federation: Federation, round_: int, server: State, name: str, wanted: Sequence[str], folder: str | None
 ) -> dict[str, Masks]:
     """Segment a site's test items with the server's network, as `site_masks`."""
-    with federation.networks.scope():
+    with federation.scope():
         network = federation.method.global_predictor(federation.host(round_), server)
         return {} if network is None else _masks(federation, network, name, wanted, folder)
 
@@ -141,7 +144,7 @@ def global_cases(
     federation: Federation, round_: int, server: State, section: str, start: int, stop: int
 ) -> Cases | None:
     """Score the server's network on positions start..stop of the pooled section; None if there is no such network."""
-    with federation.networks.scope():
+    with federation.scope():
         network = federation.method.global_predictor(federation.host(round_), server)
         if network is None:
             return None

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from medfl.datasets import own
+from medfl.datasets.base import MARKER
 from medfl.datasets.own import labelled, paired
 from medfl.errors import InputError
 
@@ -94,3 +96,17 @@ def test_images_and_masks_are_paired_by_name(tmp_path: Path) -> None:
     picture(tmp_path / "masks" / "odd.png")
     with pytest.raises(InputError, match=r"odd\.png has no image"):
         paired(tmp_path, "images", "masks", "train")
+
+
+def test_the_phantom_cohort_of_a_file_is_found_wherever_it_lies_in_it(tmp_path: Path) -> None:
+    drawn, other = tmp_path / "cohort" / "a" / "b" / "1.zip", tmp_path / "mine" / "2.png"
+    for path in (drawn, other):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    (tmp_path / "cohort" / MARKER).touch()
+    link = tmp_path / "mine" / "link.zip"
+    link.symlink_to(drawn)
+    cohort = tmp_path / "cohort"
+    assert own.cohort_of([other, drawn]) == own.cohort_of([cohort]) == own.cohort_of([f"{drawn}!1.png"]) == cohort
+    assert own.cohort_of([link]) == cohort
+    assert own.cohort_of([other]) is own.cohort_of([cohort / "a" / "gone.png", "x" * 5000, "ill"]) is None

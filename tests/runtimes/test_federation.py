@@ -319,8 +319,12 @@ def test_replies_are_held_to_the_policy() -> None:
     for tensors, text in wrong:
         with pytest.raises(RunError, match=f"site 'x': {text}"):
             made.check("x", Message({"weights": tensors}))
-    with pytest.raises(RunError, match="'control/c' has NaN"):
-        made.check("x", Message({"control": {"c": torch.tensor(torch.inf)}}))
+    with pytest.raises(RunError, match="'control/c' is no tensor of the network"):
+        made.check("x", Message({"control": {"c": torch.zeros(6)}}))
+    with pytest.raises(RunError, match=r"'control/0.bias' is \(7,\) torch.float32; expected \(6,\)"):
+        made.check("x", Message({"control": {"0.bias": torch.zeros(7)}}))
+    with pytest.raises(RunError, match="'control/0.bias' has NaN"):
+        made.check("x", Message({"control": {"0.bias": torch.full((6,), torch.inf)}}))
     with pytest.raises(RunError, match="'scalars/samples' has NaN"):
         made.check("x", Message({}, {"samples": float("nan")}))
 

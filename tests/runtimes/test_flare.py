@@ -19,6 +19,7 @@ pytest.importorskip("nvflare")
 
 from medfl.errors import RunError
 from medfl.folder import RunFolder
+from medfl.message import Message
 from medfl.methods import load, names
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.absent import Absent, Tolerance
@@ -29,6 +30,7 @@ from medfl.runtimes.flare_wire import Parcel, from_model, to_model
 from medfl.runtimes.monai_fl import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import introduce
+from medfl.runtimes.visits import train
 from medfl.runtimes.workers import Workers
 from medfl.storage import load_state, load_weights
 from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
@@ -277,6 +279,95 @@ def test_a_job_that_is_ended_from_outside_ends_the_run(tmp_path: Path) -> None:
     assert links[0].dropped == [1]
 
 
+# A reply that is refused never happened, and neither did the State that came with it
+
+
+class Spoilt(Workers):
+    """The simulator's, whose site y replies without a tensor in round 2, with its State saved."""
+
+    def run(self, tasks: Sequence[Any], sizes: Sequence[float] | None = None) -> Any:
+        made = [task() if callable(task) else task for task in tasks]
+        for index, answer in super().run(made, sizes):
+            function, arguments = made[index]
+            if function is train and arguments[:2] == (2, "y"):
+                result, saved = answer
+                weights = {n: t for n, t in result.reply["weights"].items() if n != "0.bias"}
+                reply = Message({**result.reply.tensors, "weights": weights}, result.reply.scalars)
+                answer = replace(result, reply=reply), saved
+            yield index, answer
+
+
+def second(change: Callable[[Parcel], Parcel | None]) -> Callable[[str, str, Parcel], Parcel | None]:
+    """Change what site y says of its second training."""
+    said = []
+
+    def changed(site: str, word: str, parcel: Parcel) -> Parcel | None:
+        said.extend([word] if (site, word) == ("y", "train") else [])
+        return change(parcel) if (site, word) == ("y", "train") and len(said) == 2 else parcel
+
+    return changed
+
+
+def outcome(left: dict[str, Any]) -> dict[str, Any]:
+    """What does not depend on the reason of a refusal."""
+    rounds = [{k: v for k, v in entry.items() if k != "left_out"} for entry in left["rounds"]]
+    return {**left, "rounds": rounds}
+
+
+@pytest.mark.parametrize("method", ["scaffold", "ditto", "fedrep"])
+def test_a_site_goes_on_from_the_state_before_a_reply_that_was_refused(tmp_path: Path, method: str) -> None:
+    """The same as in the simulator, whether the server refused it, or it came too late, or the server was replaced."""
+    bearing = {"tolerance": Tolerance(min_replies=2)}
+    expected = executed(tmp_path / "simulator", federation(method, rounds=4), Spoilt, **bearing)
+    assert [list(entry.get("left_out", {})) for entry in expected["rounds"]] == [[], ["y"], [], []]
+    wrong, out = second(without("message/weights/0.bias")), tmp_path / "refused"
+    assert executed(out, federation(method, rounds=4), near(out, wrong), **bearing) == expected
+
+    out = tmp_path / "late"
+    late = {"tolerance": Tolerance(min_replies=2, deadline=2.0)}
+    left = executed(out, federation(method, rounds=4), near(out, second(lambda _: None)), **late)
+    assert left["rounds"][1]["left_out"] == {"y": "no answer within 2 s"}
+    assert outcome(left) == outcome(expected)
+
+    out = tmp_path / "replaced"
+    executed(out, federation(method, rounds=2), near(out, second(without("message/weights/0.bias"))), **bearing)
+    assert executed(out, federation(method, rounds=4), near(out), **bearing) == expected
+
+
+def test_the_state_of_a_refused_reply_would_make_a_difference(tmp_path: Path) -> None:
+    """So that the test above cannot pass by chance."""
+    whole = executed(tmp_path / "whole", federation("ditto", rounds=4), Workers)
+    spoilt = executed(tmp_path / "spoilt", federation("ditto", rounds=4), Spoilt, tolerance=Tolerance(min_replies=2))
+    assert whole["weights"] != spoilt["weights"]
+
+
+def test_a_site_that_has_lost_its_state_says_so_and_is_left_out(tmp_path: Path) -> None:
+    links: list[Near] = []
+    executed(tmp_path, federation("ditto", rounds=1), near(tmp_path))
+
+    def losing(made: Federation, jobs: int) -> FlareWorkers:
+        workers = near(tmp_path, links=links)(made, jobs)
+        (file,) = (tmp_path / "sites").rglob("y/*.safetensors")
+        file.unlink()
+        return workers
+
+    left = executed(tmp_path, federation("ditto", rounds=2), losing, tolerance=Tolerance(min_replies=2))
+    assert left["rounds"][1]["left_out"] == {
+        "y": "the server goes on from its State of round 1, which it does not have (those that it has: none); "
+        "put back the folder of its States, or start the run anew"
+    }
+
+
+def test_the_server_knows_from_its_own_folder_which_states_count(tmp_path: Path) -> None:
+    out, bearing = tmp_path / "run", {"tolerance": Tolerance(min_replies=2)}
+    executed(out, federation("ditto", rounds=2), near(out, second(wire.failure)), **bearing)
+    counted = json.loads((out / "state" / "manifest.json").read_text())["sites"]
+    assert {name: file[:6] for name, file in counted.items()} == {"x": "000002", "y": "000001", "z": "000002"}
+    assert not list((out / "state").glob("*-site-*"))
+    executed(tmp_path / "without", federation("fedavg", rounds=1), near(tmp_path / "without"))
+    assert json.loads((tmp_path / "without" / "state" / "manifest.json").read_text())["sites"] == {}
+
+
 # The site's half
 
 
@@ -289,7 +380,8 @@ def down(made: Federation, round_: int = 1, sections: Sequence[str] = ()) -> Par
     """What the server of a run that has just begun says."""
     with made.scope():
         server = made.method.init_server(made.host(0), made.networks.initial, {})
-        return wire.said(made.method.broadcast(made.host(round_), server, "x"), wire.asked(round_, sections))
+        message = made.method.broadcast(made.host(round_), server, "x")
+        return wire.said(message, wire.asked(round_, sections), wire.counting({"x": 0}))
 
 
 def test_a_site_with_its_own_data_tells_numbers_and_nothing_of_single_cases() -> None:
@@ -312,6 +404,11 @@ def test_what_only_a_simulation_shows_is_refused_elsewhere(word: str) -> None:
     assert not told.tensors
 
 
+def kept(round_: int | Tensor, **more: Tensor) -> Parcel:
+    """What the server says in round 1 to site x, but for its message."""
+    return Parcel({"kept/x": torch.as_tensor(round_), **more}, {"round": 1})
+
+
 @pytest.mark.parametrize(
     ("word", "parcel", "text"),
     [
@@ -319,8 +416,14 @@ def test_what_only_a_simulation_shows_is_refused_elsewhere(word: str) -> None:
         ("../../x\n", Parcel(), "site 'x' is asked for '../../x\\n'"),
         (wire.TRAIN, Parcel(), "the number 'round' is None"),
         (wire.TRAIN, Parcel(numbers={"round": 1.5}), "the number 'round' is 1.5"),
-        (wire.TRAIN, Parcel(numbers={"round": 1}), "site 'x', round 1: training fails with the server's message"),
-        (wire.JUDGE, Parcel({"message/weights/0.bias": torch.ones(1)}, {"round": 1}), "missing 'weights/"),
+        (wire.TRAIN, Parcel(numbers={"round": 1}), "site 'x': the server does not say which of its States"),
+        (wire.TRAIN, kept(0), "site 'x', round 1: training fails with the server's message"),
+        (wire.TRAIN, kept(1), "its round is 1, after a State of round 1"),
+        (wire.TRAIN, kept(-1), "does not say which of its States"),
+        (wire.TRAIN, kept(torch.zeros(2, dtype=torch.int64)), "does not say which of its States"),
+        (wire.TRAIN, kept(torch.tensor(0.0)), "does not say which of its States"),
+        (wire.JUDGE, kept(1), "site 'x': the server goes on from its State of round 1, which it does not have"),
+        (wire.JUDGE, kept(0, **{"message/weights/0.bias": torch.ones(1)}), "missing 'weights/"),
     ],
 )
 def test_a_bad_question_is_answered_in_one_line(word: str, parcel: Parcel, text: str) -> None:

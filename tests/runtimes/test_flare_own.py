@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import Tensor
 
 pytest.importorskip("nvflare")
 
@@ -21,6 +23,7 @@ from medfl.flare.files import read_run
 from medfl.flare.own import OwnSite, open_server, open_site, taken, unlimited
 from medfl.flare.parts import ALLOWED, SIMULATED
 from medfl.folder import RunFolder
+from medfl.prepared import Batch, Prepared
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare import FlareWorkers
@@ -28,8 +31,9 @@ from medfl.runtimes.flare_remote import ToldFolder, told_mean
 from medfl.runtimes.flare_site import FlareSite
 from medfl.runtimes.monai_fl import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
+from medfl.sections import SECTIONS
 from medfl.settings import Run
-from medfl.storage import load_weights
+from medfl.storage import load_state, load_weights
 from tests.helpers import bits
 from tests.runtimes.test_flare import Near
 
@@ -299,13 +303,75 @@ def test_a_server_with_images_of_its_own_scores_the_global_model_on_them(
     )
 
 
+class Joined(Prepared):
+    """The images of several folders, one after the other."""
+
+    def __init__(self, parts: Mapping[str, Prepared]) -> None:
+        super().__init__(
+            [{**item, "id": f"{name}/{item['id']}"} for name, part in parts.items() for item in part.items]
+        )
+        self.parts = parts
+
+    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+        start = 0
+        for part in self.parts.values():
+            here = indices[(indices >= start) & (indices < start + len(part))] - start
+            if len(here):
+                yield from part.batches(here, size, generator)
+            start += len(part)
+
+
+def together(run: Run, scans: dict[str, Path]) -> Federation:
+    """The same sites in one place: the images of all folders, each of them its site's."""
+    apart = {name: open_site(run, name, own(scans, name)) for name in SITES}
+    prepared: dict[str, Prepared] = {}
+    sites: dict[str, dict[str, list[str]]] = {name: {} for name in SITES}
+    for section in SECTIONS:
+        prepared[section] = Joined({name: made.sections[section] for name, made in apart.items()})
+        for name in SITES:
+            sites[name][section] = [i["id"] for i in prepared[section].items if i["id"].startswith(f"{name}/")]
+    partition = replace(run.partition, sites=sites)
+    return Federation(
+        apart["north"].bundle, apart["north"].method, replace(run, partition=partition), prepared=prepared
+    )
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "ditto"])
+def test_law1_a_federation_of_own_folders_gives_the_simulator_s_bits(
+    scans: dict[str, Path], tmp_path: Path, method: str
+) -> None:
+    run = offer(method, requested={"rounds": 3})
+    far, _ = executed(tmp_path / "apart", run, scans)
+    made = together(run, scans)
+    near = RunFolder.create(tmp_path / "together")
+    near.write_run(made.run, {})
+    Simulator(made, near).execute()
+    assert [(e["bytes_up"], e["bytes_down"]) for e in far.rounds()] == [
+        (e["bytes_up"], e["bytes_down"]) for e in near.rounds()
+    ]
+    for mine, other in zip(far.rounds(), near.rounds(), strict=True):
+        for name in SITES:
+            assert {k: mine["sites"][name][k] for k in ("train_loss", "steps")} == {
+                k: other["sites"][name][k] for k in ("train_loss", "steps")
+            }
+    servers = [load_state(next((folder.path / "state").glob("*3-server.safetensors"))) for folder in (far, near)]
+    assert bits(servers[0]) == bits(servers[1])
+    states = [
+        [load_state(next(tmp_path.glob(f"apart-states/{name}/*/{name}/000003.safetensors"))) for name in SITES],
+        [load_state(path) if (path := near.kept(name)) else {} for name in SITES],
+    ]
+    assert bits(states[0]) == bits(states[1])
+    assert bool(states[0][0]) == (method != "fedavg")
+
+
 def test_a_site_s_reply_is_that_of_a_site_of_a_host_of_monai_fl(scans: dict[str, Path], tmp_path: Path) -> None:
     """`launch.site_algo` gives the same site: seeds depend on the run's seed, the round and the name alone."""
     run = offer("scaffold")
     federation = open_server(run, OwnSite("mednist", str(tmp_path)))
     with federation.scope():
         server = federation.method.init_server(federation.host(0), federation.networks.initial, {})
-        down = wire.said(federation.method.broadcast(federation.host(1), server, "north"), wire.asked(1))
+        message = federation.method.broadcast(federation.host(1), server, "north")
+        down = wire.said(message, wire.asked(1), wire.counting({"north": 0}))
     requested = {"method": "scaffold", "data": str(scans["north"]), "rounds": 2, "local_epochs": 1, "batch_size": 8}
     hosted = launch.site_algo("mednist", "north", config=CONFIG, requested=requested)
     sites = [MedflClientAlgo(lambda: open_site(run, "north", own(scans)), "north"), hosted]

@@ -29,7 +29,6 @@ from medfl.runtimes.exchange import Exchange
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.states import InFolder, InMemory
 from medfl.runtimes.workers import Workers
 from medfl.seeding import stream
 from medfl.settings import PartitionRecord
@@ -278,16 +277,23 @@ def test_a_round_that_the_server_repeats_begins_from_the_same_state(tmp_path: Pa
         assert site.states.last == 2
 
 
-def test_states_keep_the_round_and_the_one_before(tmp_path: Path) -> None:
-    for states in (InMemory(), InFolder(tmp_path / "s", torch.device("cpu"))):
-        assert (states.last, states.newest(9)) == (0, None)
-        for round_ in (1, 3, 4):
-            states.keep(round_, {"a": torch.tensor(float(round_))})
-        assert [states.newest(r) for r in (2, 3, 4)] == [None, {"a": torch.tensor(3.0)}, {"a": torch.tensor(4.0)}]
-        states.keep(3, {"a": torch.tensor(5.0)})
-        assert (states.last, states.newest(4)) == (3, {"a": torch.tensor(5.0)})
-        states.keep(5, {})
-        assert (states.last, states.newest(5)) == (5, None)
+def test_a_server_may_say_which_state_counts() -> None:
+    """The reply of round 2 was refused: round 3 begins from the State of round 1."""
+    made = federation("ditto")
+    replies = {}
+    for refused in (False, True):
+        site = started(made)["x"]
+        for round_, kept in ((1, 0), (2, 1), (3, 1)) if refused else ((1, 0), (3, 1)):
+            asked = broadcast(made, "x", round_)
+            asked.statistics["kept"] = kept
+            site.train(asked)
+        replies[refused] = bits(site.get_weights().weights), bits(site.states.of(3))
+    assert replies[True] == replies[False]
+    for kept, text in ((2, "its State of round 2, which it does not have"), ("1", "its round is '1', no whole number")):
+        asked = broadcast(made, "x", 4)
+        asked.statistics["kept"] = kept
+        with pytest.raises(RunError, match=text):
+            site.train(asked)
 
 
 def test_a_site_with_nothing_but_its_own_images_replies_as_in_the_whole_federation() -> None:

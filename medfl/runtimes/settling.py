@@ -1,0 +1,284 @@
+"""Which replies of a round the server's half goes on with: what it can do nothing with is refused, its site named.
+
+A reply is checked on arrival for all that is known of every method's (`Federation.check`, `check_whole`). What else a
+method puts into its replies only its own server half knows: class means of the classes that a site has, covariances,
+a selector. So it is asked. A reply is refused
+
+    if a tensor has another form than in most others' replies, or a group whose tensors are named by class another one
+        for each class; with as many for either form, the server's own message decides, and without one all are refused;
+    if the server's half fails with it, or its next State has NaN or infinite values, another form than before under the
+        same name, or a group of tensors with other names (a State may gain groups, classes and sites); what it says
+        next and what it tells of the round (`observed`) is tried too.
+
+Only then are replies left out to see who is to blame: those that fail alone, found by halving, or else those without
+which the others do. So a round in which nothing is wrong costs a look at the State. The server's half is a function of
+its arguments, and what is tried leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from medfl.errors import InputError, MedflError, RunError
+from medfl.message import Message, is_finite
+from medfl.partner.untrusted import shown
+from medfl.runtimes.absent import Absent, Say, Tolerance, present
+from medfl.runtimes.federation import LIKE_PARAMETERS, Federation
+from medfl.storage import State
+
+_ARRIVED = frozenset({"weights", *LIKE_PARAMETERS})
+"""Groups whose forms were checked on arrival."""
+
+Form = tuple[tuple[int, ...], str]
+
+
+class Settled(NamedTuple):
+    """What a round has come to.
+
+    Attributes:
+        server: the server's next State.
+        replies: those that it is made of.
+        observed: what the method tells of the round.
+    """
+
+    server: State
+    replies: Mapping[str, Message]
+    observed: Mapping[str, float]
+
+
+def settle(
+    federation: Federation,
+    round_: int,
+    server: State,
+    replies: Mapping[str, Message],
+    tolerance: Tolerance,
+    left_out: dict[str, str],
+    say: Say,
+) -> Settled:
+    """Return the server's next State, made of the replies that it can be made of.
+
+    Args:
+        federation: sites and server.
+        round_: in which round.
+        server: the server's State.
+        replies: of the cohort, as they passed `Federation.check`.
+        tolerance: how many may be missing.
+        left_out: has the reason of each site without a reply, and takes those of the refused.
+        say: where lines for the user go.
+
+    Raises:
+        RunError: a reply is refused and too few are left; names site and tensor. Or the server's half fails with each.
+        InputError: as it does.
+    """
+    cohort, refused = federation.cohort(round_), dict[str, str]()
+
+    def refuse(why: Mapping[str, str]) -> None:
+        refused.update(why)
+        said = [(cohort.index(name), Absent(name, text)) for name, text in why.items()]
+        for _ in present(cohort, said, tolerance.min_replies, left_out, f"round {round_}", say):
+            pass
+
+    def attempt(names: Sequence[str]) -> Settled:
+        return _tried(federation, round_, server, {name: replies[name] for name in names})
+
+    with federation.networks.scope():
+        told = [federation.method.broadcast(federation.host(round_), server, name) for name in cohort[:1]]
+    refuse(odd(replies, told[0].tensors if told else {}))
+    while True:
+        names = [name for name in replies if name not in refused]
+        try:
+            settled = attempt(names)
+        except Exception as error:  # a reply of any form may make it fail in any way
+            refuse(_blamed(names, attempt, error, f"round {round_}"))
+            continue
+        return settled._replace(replies=replies) if not refused else settled
+
+
+def begin(
+    federation: Federation,
+    introductions: Mapping[str, Message],
+    tolerance: Tolerance,
+    absent: dict[str, str],
+    say: Say,
+) -> State:
+    """Return the server's first State, made of the introductions that it can be made of.
+
+    Args:
+        federation: sites and server.
+        introductions: of the sites, as they passed `Federation.check`.
+        tolerance: how many may be missing.
+        absent: has the reason of each site without one, and takes those of the refused.
+        say: where lines for the user go.
+
+    Raises:
+        RunError: an introduction is refused and too few are left, or the server's half fails with each.
+        InputError: the sites do not go together.
+    """
+    asked, method = [*introductions, *absent], federation.method
+
+    def attempt(names: Sequence[str]) -> State:
+        with federation.networks.scope():
+            given = introductions if len(names) == len(introductions) else {name: introductions[name] for name in names}
+            first = method.init_server(federation.host(0), federation.networks.initial, given)
+        for why in _unsound(first, None, "", federation.names, federation.task.num_classes):
+            raise _Unsound(f"the server's first State: {why}")
+        return first
+
+    while True:
+        names = [name for name in introductions if name not in absent]
+        try:
+            return attempt(names)
+        except InputError:
+            raise
+        except Exception as error:  # as above
+            why = _blamed(names, attempt, error, "introductions")
+        said = [(asked.index(name), Absent(name, text)) for name, text in why.items()]
+        for _ in present(asked, said, tolerance.min_replies, absent, "introductions", say):
+            pass
+
+
+class _Unsound(Exception):
+    """The server cannot go on from a State."""
+
+
+def _tried(federation: Federation, round_: int, server: State, replies: Mapping[str, Message]) -> Settled:
+    """Return the server's next State; `_Unsound` if it cannot go on from there."""
+    after = federation.aggregate(round_, server, replies)
+    for why in _unsound(after, server, "", federation.names, federation.task.num_classes):
+        raise _Unsound(f"the server's next State: {why}")
+    with federation.networks.scope():
+        for name in replies:
+            federation.method.broadcast(federation.host(round_ + 1), after, name)
+        return Settled(after, replies, dict(federation.method.observed(after, replies)))
+
+
+# Whose fault it is
+
+
+def _blamed(
+    names: Sequence[str], attempt: Callable[[Sequence[str]], Any], error: Exception, what: str
+) -> dict[str, str]:
+    """Return whose replies an attempt failed because of, and why.
+
+    Raises:
+        RunError: it fails with each of several alone: that is not theirs, or theirs all together.
+        InputError: as above, if it is one.
+    """
+
+    def failure(some: Sequence[str]) -> Exception | None:
+        try:
+            attempt(some)
+        except Exception as found:  # as above
+            return found
+        return None
+
+    def alone(some: Sequence[str], failed: Exception | None) -> dict[str, Exception]:
+        if failed is None:
+            return {}
+        half = len(some) // 2
+        parts = [some[:half], some[half:]] if half else []
+        return {n: e for part in parts for n, e in alone(part, failure(part)).items()} if half else {some[0]: failed}
+
+    found = alone(names, error) if names else {}
+    if len(found) == len(names) > 1 or not names:
+        if isinstance(error, MedflError):
+            raise error
+        sites = ", ".join(map(repr, names)) or "nobody"
+        raise RunError(f"{what}: the server's half fails with each reply ({sites}): {_told(error)}") from error
+    if not found:
+        healing = [name for name in names if failure([other for other in names if other != name]) is None]
+        found = dict.fromkeys(healing or names, error)
+    return {name: "the server's half can do nothing with its reply: " + _told(why) for name, why in found.items()}
+
+
+def _told(error: Exception) -> str:
+    """Return an error in one line, without what is said to somebody who could do something about it."""
+    if isinstance(error, KeyError) and error.args:
+        text = str(error.args[0])
+        return shown(text, 200) if " " in text else f"'{shown(text)}' is missing"
+    text = error._parts[0] if isinstance(error, InputError) else str(error)
+    kind = "" if isinstance(error, MedflError | _Unsound) else f"{type(error).__name__}: "
+    return kind + shown(" ".join(text.split()), 200).replace("\\'", "'")
+
+
+# Forms
+
+
+def odd(replies: Mapping[str, Message], told: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Return which replies have a tensor of another form than most, and what is odd about it.
+
+    Args:
+        replies: site -> reply.
+        told: what the server says, group -> name -> tensor; it decides where the replies do not.
+    """
+    forms = {name: _forms(message.tensors) for name, message in replies.items()}
+    expected, found = _forms(told), dict[str, str]()
+    for key in sorted({key for form in forms.values() for key in form}):
+        owners = {name: form[key] for name, form in forms.items() if key in form}
+        (most, count), *others = Counter(f for form in owners.values() for f in form.values()).most_common()
+        tied = {form for form, n in others if n == count}
+        right = most if not tied else next(iter({most, *tied} & {*expected.get(key, {}).values()}), None)
+        for name, form in owners.items():
+            wrong = [tensor for tensor, own in form.items() if own != right]
+            if wrong and name not in found:
+                wanted = "the other sites' is another" if right is None else f"expected {_written(right)}"
+                found[name] = f"{shown(wrong[0], 80)!r} is {_written(form[wrong[0]])}; {wanted}"
+    return found
+
+
+def _forms(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Form]]:
+    """Return key -> flat name -> form; tensors that are named by class have one key in common."""
+    found: dict[str, dict[str, Form]] = {}
+    for group, members in tensors.items():
+        for name, tensor in members.items() if group not in _ARRIVED else ():
+            form = tuple(tensor.shape), str(tensor.dtype)
+            found.setdefault(f"{group}/{'#' if _is_class(name) else name}", {})[f"{group}/{name}"] = form
+    return found
+
+
+def _written(form: Form) -> str:
+    return f"{form[0]} {form[1]}"
+
+
+def _is_class(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def _unsound(after: Any, before: Any, path: str, sites: Sequence[str], classes: int) -> Iterator[str]:
+    """Say what is wrong with a part of a State, given what it was before, or None."""
+    if isinstance(after, Tensor):
+        if not is_finite(after):
+            yield f"{path!r} has NaN or infinite values"
+        if isinstance(before, Tensor) and (before.shape, before.dtype) != (after.shape, after.dtype):
+            form, was = ((tuple(t.shape), str(t.dtype)) for t in (after, before))
+            yield f"{path!r} is {_written(form)}; before it was {_written(was)}"
+    elif isinstance(after, float) and (after != after or abs(after) == float("inf")):
+        yield f"{path!r} is {after}"
+    elif isinstance(after, Mapping):
+        named = before if isinstance(before, Mapping) else {}
+        if path and (after or named) and all(isinstance(value, Tensor) for value in (*after.values(), *named.values())):
+            yield from _misnamed(after, named, path, sites, classes)
+        for name, value in after.items():
+            yield from _unsound(value, named.get(name), f"{path}/{name}" if path else str(name), sites, classes)
+    elif isinstance(after, list | tuple):
+        listed = before if isinstance(before, list | tuple) else ()
+        for index, value in enumerate(after):
+            old = listed[index] if index < len(listed) else None
+            yield from _unsound(value, old, f"{path}/{index}", sites, classes)
+
+
+def _misnamed(
+    after: Mapping[str, Tensor], was: Mapping[str, Tensor], path: str, sites: Sequence[str], classes: int
+) -> Iterator[str]:
+    """Say what is wrong with the names of a group of tensors in a State."""
+    lost, new = was.keys() - after.keys(), after.keys() - was.keys() - set(sites)
+    by_class = any(_is_class(name) for name in after) and all(_is_class(name) for name in was)
+    if lost:
+        yield f"{path + '/' + min(lost)!r} is gone"
+    for name in sorted(new) if was or by_class else ():
+        if not by_class or not _is_class(name) or (classes and int(name) >= classes):
+            yield f"{shown(path + '/' + name, 80)!r} was not in it before" + (" and is no class" if by_class else "")

@@ -1,0 +1,90 @@
+"""What the simulator does with replies that its method's server half can do nothing with, and with MLflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medfl.errors import RunError
+from medfl.folder import RunFolder
+from medfl.message import Message
+from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.visits import train
+from medfl.runtimes.workers import Workers
+from tests.runtimes.test_flare import Parcel, executed, federation, near, replace, second
+
+
+def lacking(group: str, name: str) -> Any:
+    """Site y's second reply lacks a group or a tensor."""
+
+    def change(parcel: Parcel) -> Parcel:
+        start = f"message/{group}/{name}"
+        return replace(parcel, tensors={k: v for k, v in parcel.tensors.items() if not k.startswith(start)})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("method", "group"),
+    [
+        ("scaffold", "control"),
+        ("feddc", "control"),
+        ("fednh", "prototypes"),
+        ("pfedpm", "counts"),
+        ("fedsm", "selector"),
+    ],
+)
+def test_a_round_goes_on_without_a_reply_that_lacks_something(tmp_path: Path, method: str, group: str) -> None:
+    bearing = {"tolerance": Tolerance(2)}
+    left = executed(
+        tmp_path / "a", federation(method, rounds=3), near(tmp_path / "a", second(lacking(group, ""))), **bearing
+    )
+    assert [list(e.get("left_out", {})) for e in left["rounds"]] == [[], ["y"], []]
+    assert "can do nothing with its reply" in left["rounds"][1]["left_out"]["y"]
+    assert "y" not in {n for n, s in left["rounds"][1]["sites"].items() if "train_loss" in s}
+    with pytest.raises(RunError, match="^site 'y': the server's half can do nothing"):
+        executed(tmp_path / "b", federation(method, rounds=3), near(tmp_path / "b", second(lacking(group, ""))))
+
+
+class Lacking(Workers):
+    """The simulator's, whose site y replies without its control variates in round 2, with its State saved."""
+
+    def run(self, tasks, sizes=None):
+        made = [task() if callable(task) else task for task in tasks]
+        for index, answer in super().run(made, sizes):
+            function, arguments = made[index]
+            if function is train and arguments[:2] == (2, "y"):
+                result, saved = answer
+                answer = (
+                    replace(result, reply=Message({"weights": result.reply["weights"]}, result.reply.scalars)),
+                    saved,
+                )
+            yield index, answer
+
+
+def test_the_state_of_such_a_reply_does_not_count(tmp_path: Path) -> None:
+    bearing = {"tolerance": Tolerance(2)}
+    sim = executed(tmp_path / "s", federation("scaffold", rounds=4), Lacking, **bearing)
+    out = tmp_path / "f"
+    assert executed(out, federation("scaffold", rounds=4), near(out, second(lacking("control", ""))), **bearing) == sim
+    assert [list(e.get("left_out", {})) for e in sim["rounds"]] == [[], ["y"], [], []]
+
+
+def test_a_tracked_run_goes_on_in_mlflow_and_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "store").as_uri()
+    out = tmp_path / "run"
+    executed(out, federation("fedavg", rounds=2), Workers, track=f"mlflow:{uri}")
+    executed(out, federation("fedavg", rounds=4), Workers)
+    from mlflow.tracking import MlflowClient
+
+    c = MlflowClient(uri)
+    (run,) = c.search_runs([c.get_experiment_by_name("medfl").experiment_id])
+    got = {m.step: m.value for m in c.get_metric_history(run.info.run_id, "train/loss")}
+    assert got == {e["round"]: e["train_loss"] for e in RunFolder(out).rounds()}
+    plain = executed(tmp_path / "plain", federation("fedavg", rounds=4), Workers)
+    again = executed(tmp_path / "plain2", federation("fedavg", rounds=4), Workers, track=f"mlflow:{uri}")
+    assert plain == again
