@@ -1,4 +1,7 @@
-"""RunFolder: what a run leaves in `--out`, written so that a kill at any moment loses at most the round in progress."""
+"""RunFolder: what a run leaves in `--out`, written so that a kill at any moment loses at most the round in progress.
+
+With several workers it may lose the round before it too, while that is still being evaluated.
+"""
 
 from __future__ import annotations
 
