@@ -12,7 +12,6 @@ After "CUDA Graphs", whole-network capture, in PyTorch's documentation.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
+from medfl.importing import without_collecting
 from medfl.watching import Remembered, Storages, Watch, indexed
 
 Step = Callable[[Any, Any], Tensor]
@@ -93,7 +93,7 @@ class CudaGraph:
         generator = torch.cuda.default_generators[self._device.index]
         drawn = generator.get_state()
         try:
-            with self.warming(), _no_collection():
+            with self.warming(), without_collecting():  # which could free device memory amid a capture
                 self._graph.capture_begin(pool=self._pools[self._device], capture_error_mode="thread_local")
                 try:
                     loss = step()
@@ -260,15 +260,3 @@ def _listened() -> str:
     """Tell whether something wants to hear of every step of every optimiser, which replays do not tell of."""
     hooks = (_optimizers._global_optimizer_pre_hooks, _optimizers._global_optimizer_post_hooks)
     return "every step of an optimiser is listened to (--profile)" if any(hooks) else ""
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from freeing device memory amid a capture."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

@@ -1,4 +1,4 @@
-"""Imports of torch and MONAI without the garbage collector, which takes a third of their time and finds nothing."""
+"""Work without the garbage collector: it takes a third of the time in which torch and MONAI are imported."""
 
 from __future__ import annotations
 
