@@ -74,7 +74,7 @@ def test_a_bundle_without_a_protocol_gets_plain_defaults(chest: str, other_bundl
     assert (run.method, run.partition.spec, len(run.partition.sites)) == ("fedavg", "iid", 4)
     assert (run.cohort, run.rounds, run.local_epochs, run.lr, run.lr_decay) == (1.0, 10, 1, None, 1.0)
     assert run.batch_size == 16  # of its data loader
-    assert (run.data.source, run.data.split) == ("real", "bundle")
+    assert (run.data.source, run.data.split) == ("phantom", "bundle"), "its folder is a drawn cohort"
     assert not [note for note in made.notes if "names no test data" in note]
 
 
