@@ -119,7 +119,7 @@ SMALLEST = {
     "method_cost": "--batch 2 --size 28 --network small_cnn --large resnet20 --steps 1 --repeats 1 --iterations 1",
     "scale": "--rounds 2 --sites 10 --methods fedavg",
     "startup": "--repeats 1",
-    "runtime_cost": "--rounds 2 --networks resnet18 --images 8 --runtimes simulator,monai-fl",
+    "runtime_cost": "--rounds 2 --networks small_cnn --images 40 --runtimes simulator,monai-fl",
 }
 
 
