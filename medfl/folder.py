@@ -25,6 +25,8 @@ from medfl.message import Weights
 from medfl.settings import Run
 from medfl.storage import State, load_state, save_state, save_weights, write_atomic
 
+SITES = "sites"
+"""Where in the run folder the sites of a FLARE federation on one machine keep their States."""
 _MANIFEST, _BEST = "manifest.json", "best-server.safetensors"
 
 
@@ -114,6 +116,14 @@ class RunFolder:
         """Return the file of a site's newest State, None if it has none."""
         file = self._known().get(name)
         return None if file is None else self.state / file
+
+    def readable(self, name: str, run_hash: str) -> Path | None:
+        """Return the file of a site's newest State as it can be read: here, or where a site of FLARE keeps it."""
+        kept = self.kept(name)
+        if kept is None or kept.is_file():
+            return kept
+        apart = self.path / SITES / run_hash[:16] / safe(name) / f"{kept.name.partition('-')[0]}.safetensors"
+        return apart if apart.is_file() else kept
 
     def renewed(self, round_: int, names: Collection[str]) -> None:
         """Take the States that these sites saved in a round, not committed yet, as their newest."""

@@ -227,3 +227,17 @@ def test_a_grid_is_run_and_compared(lesions: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert [row.method for row in found.rows] == ["fedavg", "fedprox"]
     assert (tmp_path / "grid" / "tables.md").is_file()
+
+
+def test_a_sites_state_is_found_where_a_site_of_flare_keeps_it(personal: Result, tmp_path: Path) -> None:
+    shutil.copytree(personal.path, tmp_path / "apart")
+    digest = json.loads((personal.path / "run.json").read_text())["run_hash"][:16]
+    for name in personal.run.partition.sites:
+        (kept,) = (tmp_path / "apart" / "state").glob(f"*-site-{name}.safetensors")
+        place = tmp_path / "apart" / "sites" / digest / name / "000002.safetensors"
+        place.parent.mkdir(parents=True)
+        kept.rename(place)
+    moved = load_run(tmp_path / "apart")
+    for name in personal.run.partition.sites:
+        own = personal.network(site=name).state_dict()
+        assert all(torch.equal(own[key], value) for key, value in moved.network(site=name).state_dict().items())

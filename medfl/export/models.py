@@ -235,7 +235,7 @@ class _States:
 
     def site_network(self, name: str) -> nn.Module:
         """Return a copy of the network that a site is judged by after the last round."""
-        federation, kept = self.federation, self.result.folder.kept(name)
+        federation, kept = self.federation, self._file(name)
         assert self.result.manifest is not None
         round_ = int(self.result.manifest["round"])
         with federation.networks.scope():
@@ -244,6 +244,9 @@ class _States:
         state = None if kept is None else load_state(kept)
         with _judged(federation, round_, name, state, down) as (network, _):
             return deepcopy(network)
+
+    def _file(self, name: str) -> Path | None:
+        return self.result.folder.readable(name, self.result.run.run_hash)
 
     def _server(self) -> State:
         assert self.result.manifest is not None

@@ -33,7 +33,7 @@ from medfl.errors import InputError, MedflError
 from medfl.flare import tensors as flare_tensors
 from medfl.flare.files import failed, participants, read_run
 from medfl.flare.own import FILE, OwnSite, open_server, open_site, taken, unlimited
-from medfl.folder import RunFolder
+from medfl.folder import SITES, RunFolder
 from medfl.planning import repeat
 from medfl.report import write_report
 from medfl.runtimes import flare_wire as wire
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from medfl.runtimes.flare_site import FlareSite
 
 Say = Callable[[str], object]
-SITES = "sites"
-"""Where in the run folder the sites of one machine keep their States."""
 
 
 class _Controller(ModelController):  # type: ignore[misc]
