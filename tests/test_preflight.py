@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from medfl import cli, datasets
+from medfl.bundle import Bundle
 from medfl.opening import with_data
 from medfl.partner import preflight
 from medfl.partner.case_findings import Findings
@@ -208,6 +211,33 @@ def test_the_command_exits_with_2_if_anything_failed(
     assert captured.err.count("\n") == 1
     assert cli.main([*command, "--server", "nowhere"]) == 2
     assert cli.main([*command, "--config", "x"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("free", "level", "text"),
+    [(2**40, "ok", "one step with 4 images takes "), (1, "FAILED", "; 0 MiB are free"), (0, "FAILED", "does not fit")],
+)
+def test_what_a_step_takes_of_a_gpu_is_held_against_what_is_free(
+    moles: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str, text: str
+) -> None:
+    """With the counters of a GPU that is not there: a peak of 1 MiB beside four copies of the weights."""
+    asked = Asked("ham10000", str(moles), config=SMALL, batch_size=4)
+    made = preflight._sample(asked, Bundle("ham10000", {**SMALL, "dataset_dir": str(moles)}))
+    made.run = replace(made.run, device="cuda")
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
+    monkeypatch.setattr(preflight.holding, "free_memory", lambda device: free)
+    if not free:
+        monkeypatch.setattr(preflight, "fit", out_of_memory)
+    found = Preflight("ham10000", str(moles))
+    with found.about("memory"):
+        preflight._memory(found, made)
+    assert text in said(found, "memory", level)
+    assert ("on the GPU" in said(found, "memory")) == bool(free)
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.cuda.OutOfMemoryError
 
 
 @pytest.mark.gpu

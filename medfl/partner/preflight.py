@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from medfl import datasets, methods, terminal
+from medfl import datasets, holding, methods, terminal
 from medfl.bundle import Bundle
 from medfl.cache import budget, free_memory
 from medfl.configuration import shipped_folders
@@ -290,7 +290,7 @@ def _memory(found: Preflight, federation: Federation) -> None:
     where = "on the GPU" if run.device.startswith("cuda") else "of memory"
     if run.device.startswith("cuda"):
         needed = _cuda_step(federation)
-        free = torch.cuda.mem_get_info(run.device)[0] + torch.cuda.memory_reserved(run.device)
+        free = holding.free_memory(torch.device(run.device))
     else:
         needed, free = step_bytes(federation), free_memory()
     if not needed:
