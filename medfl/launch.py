@@ -140,6 +140,9 @@ def federate(
         _refuse_elsewhere(path, runtime)
     for note in made.notes:
         say(f"note: {note}")
+    idle = [f"--{name}" for name in ("tf32", "capture") if getattr(run, name) and run.device == "cpu"]
+    if idle:
+        say(f"note: {' and '.join(idle)}: of no effect on a CPU")
     say(_division(made))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with _threads(run.threads), tf32(run.tf32):

@@ -57,8 +57,10 @@ def test_a_run_trains_without_it_unless_asked(
     chest = str(datasets.write_phantom("pneumonia", tmp_path / "data", per_class=10, size=28))
     requested = {"data": chest, "sites": 2, "partition": "iid", "rounds": 1, "local_epochs": 1, **asked}
     out = tmp_path / "run"
-    federate("pneumonia", config={"network": "small_cnn"}, requested=requested, out=out, jobs=1)
+    said: list[str] = []
+    federate("pneumonia", config={"network": "small_cnn"}, requested=requested, out=out, jobs=1, say=said.append)
     expected = bool(asked)
+    assert ("note: --tf32: of no effect on a CPU" in said) is expected
     assert seen == [(expected, expected)]
     assert allowed() == (True, False)
     run, document = read_run(out / "run.json")
