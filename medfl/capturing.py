@@ -1,20 +1,22 @@
 """Captured steps: on a GPU one training step is recorded as a CUDA graph and replayed for the others of its shape.
 
 With batches of 8 a GPU waits for Python to launch one small kernel after the other; a replay launches all of them at
-once. Within one visit to a site the first steps run eagerly, then one is captured, and it is replayed for every later
-batch of the same shape. All of them are steps of the training, and the numbers are drawn as in eager steps.
+once. The first steps of a visit to a site run eagerly, then one is captured, and it is replayed for every later batch
+of the same shape. All of them are steps of the training, and the numbers are drawn as in eager steps.
 
 What cannot be captured runs eagerly by itself (`medfl.watching` finds out before anything is captured); why is in the
-report of `fit`. The verdict on a step holds for all visits with the same code, numbers and shapes, so it is found once.
+report of `fit`. The verdict on a step holds for all visits with the same code, numbers and shapes, so it is found once,
+and the recording serves them all from their second step on (`medfl.recordings`).
 
 After "CUDA Graphs", whole-network capture, in PyTorch's documentation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -23,18 +25,21 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
 from medfl.importing import without_collecting
+from medfl.recordings import Home, Recording, Repeatable, forget, keep, kept
 from medfl.watching import Remembered, Storages, Watch, indexed
 
-Step = Callable[[Any, Any], Tensor]
-"""(inputs, targets) of a batch -> its loss, detached; trains the network on the way."""
+Step = Callable[..., Tensor]
+"""The tensors of a batch -> its loss, detached; trains the network on the way."""
 
 ENOUGH = 32
-"""Steps of one shape in a visit from which a capture is worth its cost. An estimate, not measured."""
+"""Steps of one shape in a visit from which a capture pays even if no other visit is like it. An estimate."""
 
 _KNOWN = 4096  # verdicts kept
+_WATCHED = 4  # steps of a visit in which a verdict can be found: one makes what lasts, two are watched, one is captured
+_ALONE = 64  # verdicts that no second visit asked for, from which on short visits are not watched
 
 
-class Graph(Protocol):
+class Graph(Repeatable, Protocol):
     """What records a step and repeats it."""
 
     def prepare(self, optimizer: Optimizer) -> None:
@@ -42,19 +47,6 @@ class Graph(Protocol):
 
     def warming(self) -> AbstractContextManager[None]:
         """Return the context of the eager steps before the capture."""
-
-    def capture(self, step: Callable[[], Tensor]) -> Tensor:
-        """Do a step and record it.
-
-        Returns:
-            The step's loss, in memory where each replay writes its own.
-
-        Raises:
-            RuntimeError: it cannot be recorded; the step was not done.
-        """
-
-    def replay(self) -> None:
-        """Repeat the recorded operations."""
 
 
 class CudaGraph:
@@ -120,7 +112,6 @@ GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
 """Type of device -> what records steps there; on all others they run eagerly."""
 
 _ALLOWED: ContextVar[bool] = ContextVar("capturing", default=False)
-_VERDICTS: dict[Any, str] = {}
 _FAILED: dict[str, str] = {}
 
 
@@ -132,6 +123,51 @@ def allowed(yes: bool = True) -> Iterator[None]:
         yield
     finally:
         _ALLOWED.reset(token)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found out about a step.
+
+    Attributes:
+        obstacle: why it cannot be captured, "" if it can.
+        used: which of the tensors that it reaches it uses, by their place (`Remembered.tensors`).
+        complete: whether these are all that it uses besides its batch, all on its device.
+    """
+
+    obstacle: str
+    used: tuple[int, ...] = ()
+    complete: bool = False
+
+
+class Verdicts:
+    """The verdicts of a process, by code, numbers and shapes of a step."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._known: dict[Hashable, Verdict] = {}
+        self._unused: set[Hashable] = set()
+
+    def get(self, key: Hashable) -> Verdict | None:
+        """Return a verdict that an earlier visit found."""
+        self._unused.discard(key)
+        return self._known.get(key)
+
+    def add(self, key: Hashable, verdict: Verdict) -> None:
+        """Keep a verdict."""
+        if len(self._known) >= _KNOWN:
+            self._known.clear()
+            self._unused.clear()
+        self._known[key] = verdict
+        self._unused.add(key)
+
+    @property
+    def useful(self) -> bool:
+        """Whether it pays to look at the steps of a short visit, as others like it come."""
+        return len(self._unused) < _ALONE
+
+
+_VERDICTS = Verdicts()
 
 
 class Steps:
@@ -155,17 +191,16 @@ class Steps:
             obstacle: why it cannot be captured, as far as the caller knows.
         """
         self.replayed, self.eager = 0, ""
-        self._step, self._device = step, device
+        self._step, self._device, self._expected = step, device, expected
         self._graph: Graph | None = None
+        self._recording: Recording | None = None
+        self._home: Home | None = None
         self._form: Any = None
-        self._inputs: tuple[Tensor, Tensor] | None = None
-        self._loss: Tensor | None = None
-        self._done = 0
-        self._verdict: str | None = None
         self._first: Watch | None = None
+        self._verdict: Verdict | None = None
         self._seen: tuple[Tensor, ...] = ()
         self._storages = Storages()
-        if not _ALLOWED.get() or device.type not in GRAPHS or expected < ENOUGH:
+        if not _ALLOWED.get() or device.type not in GRAPHS or expected < 2:
             return
         self.eager = obstacle or _FAILED.get(device.type, "") or _listened()
         if not self.eager:
@@ -173,48 +208,65 @@ class Steps:
             self._graph = GRAPHS[device.type](self._device)
             self._graph.prepare(optimizer)
 
-    def __call__(self, x: Any, y: Any) -> Tensor:
+    def __call__(self, *batch: Any) -> Tensor:
         """Do the step of a batch and return its loss, which no later step overwrites."""
         if self._graph is None:
-            return self._step(x, y)
-        form = _form(x, y)
+            return self._step(*batch)
+        form = _form(batch)
         if form is None:
-            return self._refuse("a batch is no pair of tensors")(x, y)
-        self._form = self._form or form
+            return self._refuse("a batch is not made of plain tensors")(*batch)
+        if self._form is None:  # the first step makes what lasts
+            self._form, self._seen = form, batch
+            with self._graph.warming():
+                return self._step(*batch)
         if form != self._form:
-            return self._step(x, y)
-        self._done += 1
-        if self._loss is not None and self._inputs is not None:
-            for kept, new in zip(self._inputs, (x, y), strict=True):
-                kept.copy_(new, non_blocking=True)
-            self._graph.replay()
-            self.replayed += 1
-            return self._loss.clone()
-        return self._warm(self._graph, x, y)
+            self.finish()
+            return self._step(*batch)
+        if self._recording is None:
+            return self._warm(self._graph, batch)
+        assert self._home is not None
+        if not self._recording.busy:
+            self._recording.enter(self._home)
+        self._recording.replay(batch)
+        self.replayed += 1
+        return self._recording.loss
 
-    def _warm(self, graph: Graph, x: Tensor, y: Tensor) -> Tensor:
-        """Do one of the first steps: the first makes what lasts, two are watched unless the verdict is known."""
-        if self._done == 1:
-            self._seen = x, y
-            with graph.warming():
-                return self._step(x, y)
-        if self._verdict is None:
-            return self._watch(graph, x, y)
-        if self._verdict:
-            return self._refuse(self._verdict)(x, y)
-        return self._capture(graph, x, y)
+    def finish(self) -> None:
+        """Bring the values home that replays left in the recording's memory; to be called after the last step."""
+        if self._recording is not None and self._home is not None and self._recording.busy:
+            self._recording.leave(self._home)
 
-    def _watch(self, graph: Graph, x: Tensor, y: Tensor) -> Tensor:
-        """Do a step and look at it; the second one of two gives the verdict."""
+    def _warm(self, graph: Graph, batch: tuple[Tensor, ...]) -> Tensor:
+        """Do a step before there is a recording: look for one, for a verdict, or make them."""
         before = Remembered(self._step, self._seen, self._storages, self._device)
-        key = (before.kind, self._form, self._device.type)
-        if self._first is None and key in _VERDICTS:
-            self._verdict = _VERDICTS[key]
-            return self._warm(graph, x, y)
-        watch = Watch(self._device, (x, y), self._storages)
+        key = (before.kind, self._form, self._device, _arithmetic())
+        if self._first is None:
+            self._verdict = _VERDICTS.get(key)
+        if self._verdict is None:
+            few = self._few() if self._first is None else ""
+            return self._refuse(few)(*batch) if few else self._watch(graph, key, before, batch)
+        if self._verdict.obstacle:
+            return self._refuse(self._verdict.obstacle)(*batch)
+        self._home = Home([before.tensors[place] for place in self._verdict.used])
+        self._recording = kept((key, self._home.layout)) if self._verdict.complete else None
+        if self._recording is not None:
+            return self(*batch)
+        return self._capture(graph, key, batch)
+
+    def _few(self) -> str:
+        """Return why steps of which nothing is known are not watched."""
+        if self._expected >= ENOUGH or (self._expected >= _WATCHED and _VERDICTS.useful):
+            return ""
+        if self._expected < _WATCHED:
+            return f"a visit has fewer than {_WATCHED} steps of the same shape"
+        return "each visit has few steps, with code or numbers of its own"
+
+    def _watch(self, graph: Graph, key: Hashable, before: Remembered, batch: tuple[Tensor, ...]) -> Tensor:
+        """Do a step and look at it; the second one of two gives the verdict."""
+        watch = Watch(self._device, batch, self._storages)
         with graph.warming(), watch:
-            loss = self._step(x, y)
-        self._seen = (x, y)
+            loss = self._step(*batch)
+        self._seen = batch
         after = Remembered(self._step, self._seen, self._storages, self._device)
         obstacle = before.obstacle or after.obstacle or watch.obstacle
         if not obstacle and before.state != after.state:
@@ -222,34 +274,34 @@ class Steps:
         if not obstacle and self._first is not None and self._first.operations != watch.operations:
             obstacle = "two steps in a row differ in what they do"
         if obstacle or self._first is not None:
-            self._verdict = obstacle
-            if len(_VERDICTS) >= _KNOWN:
-                _VERDICTS.clear()
-            _VERDICTS[key] = obstacle
+            used, complete = after.among(watch.outside)
+            self._verdict = Verdict(obstacle, used, complete)
+            _VERDICTS.add(key, self._verdict)
         self._first = watch
         return loss
 
-    def _capture(self, graph: Graph, x: Tensor, y: Tensor) -> Tensor:
+    def _capture(self, graph: Graph, key: Hashable, batch: tuple[Tensor, ...]) -> Tensor:
         """Capture this step; if that fails, do it eagerly, and all others of the process too."""
-        self._first = None
-        self._inputs = torch.empty_like(x), torch.empty_like(y)
-        for kept, new in zip(self._inputs, (x, y), strict=True):
-            kept.copy_(new)
+        assert self._home is not None
+        assert self._verdict is not None
         try:
-            loss = graph.capture(lambda: self._step(*self._inputs))  # type: ignore[misc]
+            self._recording = Recording(graph, self._step, self._home, batch)
         except RuntimeError as error:
             _FAILED[self._device.type] = f"a capture failed: {str(error).splitlines()[0]}"
-            return self._refuse(_FAILED[self._device.type])(x, y)
-        self._loss = loss
+            forget()
+            return self._refuse(_FAILED[self._device.type])(*batch)
+        if self._verdict.complete:
+            keep((key, self._home.layout), self._recording)
+        self._recording.busy = True
         self.replayed += 1
-        return loss.clone()
+        return self._recording.loss
 
     def _refuse(self, why: str) -> Step:
         self._graph, self._first, self.eager = None, None, why
         return self._step
 
 
-def _form(*batch: Any) -> tuple[Any, ...] | None:
+def _form(batch: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return shapes and types of a batch, None if it is not made of plain tensors."""
     if any(type(part) is not Tensor for part in batch):
         return None
@@ -260,3 +312,10 @@ def _listened() -> str:
     """Tell whether something wants to hear of every step of every optimiser, which replays do not tell of."""
     hooks = (_optimizers._global_optimizer_pre_hooks, _optimizers._global_optimizer_post_hooks)
     return "every step of an optimiser is listened to (--profile)" if any(hooks) else ""
+
+
+def _arithmetic() -> tuple[Any, ...]:
+    """Return the settings of the process that choose the kernels of a step."""
+    backends, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    chosen = (backends.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, torch.get_num_threads())
+    return (*chosen, torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled())

@@ -26,6 +26,10 @@ GradientHook = Callable[[Sequence[nn.Parameter]], None]
 `.grad`."""
 
 
+Feed = Callable[[Any, Any], tuple[Any, Any]]
+"""(inputs, targets) of a batch, on the device -> those that the step trains on in its place."""
+
+
 @dataclass(frozen=True)
 class FitReport:
     """What one call of `fit` did.
@@ -51,6 +55,7 @@ def fit(
     *,
     objective: Objective | None = None,
     gradient_hook: GradientHook | None = None,
+    feed: Feed | None = None,
     purpose: str = "local",
     optimizer_state: State | None = None,
     epoch_factor: float = 1.0,
@@ -65,6 +70,7 @@ def fit(
         site: data, loss and settings.
         objective: the loss; default `site.loss(model(x), y)`.
         gradient_hook: edits gradients between backward and step (after unscaling with mixed precision).
+        feed: changes each batch before its step; what draws by itself belongs here, for a captured step cannot.
         purpose: name of the random stream.
         optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh
             optimiser, not kept.
@@ -105,10 +111,12 @@ def fit(
         for _ in range(settings.epochs):
             done = len(losses)
             for x, y in site.train.batches(settings.batch_size, generator):
-                losses.append(steps(_to(x, site.device), _to(y, site.device)))
+                batch = _to(x, site.device), _to(y, site.device)
+                losses.append(steps(*(feed(*batch) if feed else batch)))
             _check_finite(losses, done, site)
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * epoch_factor
+        steps.finish()
     mean = float(torch.stack(losses).mean()) if losses else float("nan")
     kept = None if optimizer_state is None else _captured(optimizer)
     report = FitReport(len(losses), mean, kept, steps.replayed, steps.eager)

@@ -21,7 +21,7 @@ import re
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -68,6 +68,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         operations: of each its name, its arguments, and for a tensor where it comes from.
+        outside: names of the memory that was there before the step, its batch aside, and that it used.
         obstacle: why the step cannot be recorded, "" where nothing was seen.
     """
 
@@ -75,6 +76,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Be about to watch a step on an `indexed` device with these inputs, which differ from step to step."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Any] = []
+        self.outside: set[int] = set()
         self.obstacle = ""
         self._device, self._storages = device, storages
         self._generator = _default_generator(device)
@@ -107,6 +109,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, place, start = self._origin.get(name, ("outside", name, 0))
         if kind == "input":  # a batch may be a part of a larger tensor
             return kind, place, leaf.storage_offset() - start, leaf.shape, leaf.dtype
+        if kind == "outside":
+            self.outside.add(name)
         return kind, place, start, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
 
     def _name(self, tensor: Tensor) -> int:
@@ -150,12 +154,16 @@ class Remembered:
         state: equal for two moments between which nothing changed but values of tensors.
         kind: equal for two steps with the same code and the same numbers, on tensors of the same shapes: they do the
             same. A site's seed, name and round are not in it.
+        tensors: what it reaches, `inputs` aside, in an order that only `kind` decides.
         obstacle: what could not be looked into, "" where all could.
     """
 
     def __init__(self, root: object, inputs: Sequence[Tensor], storages: Storages, device: torch.device) -> None:
         """Look at what `root` reaches; the newest `inputs` are the same thing as those of another moment."""
         self.obstacle = ""
+        self.tensors: list[Tensor] = []
+        self._names: list[int] = []
+        self._device = device
         self._kinds: list[Any] = []
         self._states: list[Any] = [_drawing(device)]
         self._storages = storages
@@ -216,6 +224,18 @@ class Remembered:
         form = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype), str(tensor.device), tensor.requires_grad)
         self._kinds.append((place, *form))
         self._states.append((name, tensor.storage_offset()) if place is None else place)
+        if place is None:
+            self.tensors.append(tensor)
+            self._names.append(name)
+
+    def among(self, names: Collection[int]) -> tuple[tuple[int, ...], bool]:
+        """Tell which of the tensors lie in some memory, by their places, and whether these are all that is there.
+
+        They are not if it holds something that cannot be reached, or that is on another device than the step.
+        """
+        places = [place for place, name in enumerate(self._names) if name in names]
+        here = [place for place in places if self.tensors[place].device == self._device]
+        return tuple(here), here == places and {self._names[place] for place in here} == set(names)
 
 
 _PLAIN = (

@@ -8,6 +8,7 @@ it, all tensors of a step live as long as the recording does.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medfl import capturing
+from medfl import capturing, recordings
 from medfl.site import Site, snapshot
 from medfl.training import FitReport, fit
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd
@@ -61,7 +62,9 @@ class _Listener(TorchDispatchMode):
 
 
 def _kept(tree: Any) -> Any:
-    """Copy the lists, which their owners may change, and not the tensors."""
+    """Copy the lists, which their owners may change, and of the tensors where they are: a recording knows memory."""
+    if isinstance(tree, Tensor):
+        return tree.detach()
     if isinstance(tree, dict):
         return {key: _kept(value) for key, value in tree.items()}
     return type(tree)(map(_kept, tree)) if type(tree) in (list, tuple) else tree
@@ -96,7 +99,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
     monkeypatch.setitem(capturing.GRAPHS, "cpu", graph)
     monkeypatch.setattr(capturing, "ENOUGH", 5)
-    monkeypatch.setattr(capturing, "_VERDICTS", {})
+    monkeypatch.setattr(capturing, "_VERDICTS", capturing.Verdicts())
+    monkeypatch.setattr(recordings, "_KEPT", OrderedDict())
     monkeypatch.setattr(capturing, "_FAILED", {})
     return made
 

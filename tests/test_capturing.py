@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl import capturing, methods
+from medfl import capturing, methods, recordings
 from medfl.capturing import CudaGraph, allowed
 from medfl.seeding import stream
 from medfl.site import snapshot
@@ -155,17 +155,122 @@ def test_an_error_of_the_step_is_told_as_it_is() -> None:
 # Verdicts
 
 
-def test_a_verdict_holds_for_the_next_visits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another site and round, the same code and numbers: one warm-up instead of three; other numbers ask again."""
-    toy = Toy(blobs({"a": 18, "b": 18}), classifier(), cross_entropy, sgd(0.1), batch_size=4, epochs=3)
+def replayed(toy: Toy, site: str, round_: int, factor: float = 1.0) -> int:
+    there = toy.site(site, round_)
+    model = there.model(toy.initial)
+    return fit(model, there, objective=lambda net, x, y: factor * there.loss(net(x), y)).replayed
 
-    def replayed(site: str, round_: int, factor: float) -> int:
-        there = toy.site(site, round_)
-        model = there.model(toy.initial)
-        return fit(model, there, objective=lambda net, x, y: factor * there.loss(net(x), y)).replayed
 
+def recorded(recorders: list[Recorder]) -> int:
+    return sum(bool(recorder.listener.operations) for recorder in recorders)
+
+
+def two(**changes: Any) -> Toy:
+    """Return two sites of 18 items, as `make` has one."""
+    toy = make(**changes)
+    toy.data = blobs({"a": 18, "b": 18})
+    return toy
+
+
+def test_one_recording_serves_all_sites_and_rounds_with_the_same_code_and_numbers(recorders: list[Recorder]) -> None:
+    """The first visit warms up with three steps of twelve, each later one with one; other numbers ask again."""
+    toy = two()
     with allowed():
-        assert [replayed("a", 1, 1.0), replayed("b", 2, 1.0), replayed("b", 2, 0.5)] == [9, 11, 9]
+        counts = [replayed(toy, *visit) for visit in (("a", 1), ("b", 1), ("a", 2), ("b", 2, 0.5), ("a", 3))]
+    assert counts == [9, 11, 11, 9, 11]
+    assert recorded(recorders) == 2
+
+
+def test_short_visits_are_served_too() -> None:
+    """Four steps: the verdict and the recording are found in the first visit, and replayed in the others."""
+    toy = two(epochs=1)
+    with allowed():
+        assert [replayed(toy, *visit) for visit in (("a", 1), ("b", 1), ("a", 2))] == [1, 3, 3]
+
+
+def test_visits_too_short_for_a_verdict_say_so() -> None:
+    report = compared(make(epochs=1, batch_size=6))
+    assert (report.steps, report.replayed) == (3, 0)
+    assert report.eager == "a visit has fewer than 4 steps of the same shape"
+
+
+def test_short_visits_that_nothing_is_like_are_looked_at_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capturing, "_ALONE", 2)
+    monkeypatch.setattr(capturing, "ENOUGH", 20)
+    toy = two()
+    with allowed():
+        assert [replayed(toy, "a", 1, factor) for factor in (1.0, 0.5, 0.25)] == [9, 9, 0]
+        assert replayed(toy, "a", 2, 0.5) == 11
+        assert [replayed(toy, "a", 1, factor) for factor in (0.25, 0.125)] == [9, 0]
+
+
+def test_a_recording_has_memory_of_its_own() -> None:
+    """Two networks change places: what was the teacher's memory in one visit is the student's in the next."""
+    toy = two()
+
+    def visits() -> Any:
+        there = toy.site("a")
+        first, second = there.model(toy.initial), there.model(toy.initial)
+        for round_, (student, teacher) in enumerate([(first, second), (second, first), (first, second)]):
+            teacher.requires_grad_(False)
+            student.requires_grad_(True)
+
+            def objective(net: nn.Module, x: Tensor, y: Tensor, teacher: nn.Module = teacher) -> Tensor:
+                with torch.no_grad():
+                    wanted = teacher(x)
+                return cross_entropy(net(x), y) + (net(x) - wanted).square().mean()
+
+            counts.append(fit(student, toy.site("a", round_), objective=objective).replayed)
+        return bits([snapshot(first), snapshot(second)])
+
+    counts: list[int] = []
+    eager = visits()
+    with allowed():
+        assert visits() == eager
+    assert counts[3:] == [9, 11, 11]
+
+
+class Tied(nn.Module):
+    """Two layers whose weights may lie in the same memory."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        both = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)) / 3
+        self.one.weight.data = both[:8]
+        self.two.weight.data = both[:8] if shared else both[8:].clone()
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.two(self.one(x)))
+
+
+def test_a_recording_serves_only_who_shares_memory_in_the_same_way(recorders: list[Recorder]) -> None:
+    """Shapes and code are the same, but a step on shared memory writes both weights."""
+    toy = make()
+
+    def trained_as(shared: bool) -> tuple[int, Any]:
+        torch.manual_seed(0)
+        model = Tied(shared)
+        report = fit(model, toy.site("a"))
+        return report.replayed, bits([snapshot(model)])
+
+    eager = {shared: trained_as(shared)[1] for shared in (False, True)}
+    with allowed():
+        found = [trained_as(shared) for shared in (False, True, False, True)]
+    assert [weights for _, weights in found] == [eager[shared] for shared in (False, True, False, True)]
+    assert [count for count, _ in found] == [9, 11, 11, 11]
+    assert recorded(recorders) == 2
+
+
+def test_only_so_many_recordings_are_kept(recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "_MOST", 2)
+    toy, factors = two(), [1.0, 2.0, 3.0, 1.0, 3.0]
+    with allowed():
+        for factor in factors:
+            replayed(toy, "a", 1, factor)
+    assert recorded(recorders) == 4, "the first was gone, the last was not"
+    assert len(recordings._KEPT) == 2
 
 
 # Every method

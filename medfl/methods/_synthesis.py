@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,10 @@ class Source:
         if self.kind == "noise+onehot":
             z = torch.cat([z, nn.functional.one_hot(labels, classes).to(z.dtype)], 1)
         return z
+
+    def places(self, count: int, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Draw crops and flips for so many images of a shape (channels, height, width)."""
+        return self.augmentation.places(count, shape, self.draws).to(device)
 
     def augment(self, images: Tensor) -> Tensor:
         """Return generated images (B, C, H, W) as a network takes them."""

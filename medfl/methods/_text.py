@@ -21,7 +21,7 @@ from medfl.site import Host, Site, snapshot
 from medfl.storage import State
 from medfl.task import Task
 from medfl.text_classifier import CLASSIFIERS, adapt, embeddings_for, embeddings_of, install
-from medfl.training import Objective, fit
+from medfl.training import Feed, Objective, fit
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ class TextOptions:
 
     # Site half
 
-    def trained(self, model: nn.Module, site: Site, state: State, objective: Objective | None) -> tuple[State, Message]:
+    def trained(
+        self, model: nn.Module, site: Site, state: State, objective: Objective | None, feed: Feed | None = None
+    ) -> tuple[State, Message]:
         """Train; return the next State, with the optimiser's if that is kept, and the reply."""
         factor = 1.0
         if self.decay_per == "epoch":  # counted over all rounds
@@ -108,7 +110,7 @@ class TextOptions:
             done = (site.round - 1) * settings.epochs
             site = replace(site, settings=replace(settings, lr_factor=factor**done))
         kept = state.get("optimizer", {}) if self.keep_optimizer else None
-        report = fit(model, site, objective=objective, optimizer_state=kept, epoch_factor=factor)
+        report = fit(model, site, objective=objective, feed=feed, optimizer_state=kept, epoch_factor=factor)
         if self.keep_optimizer:
             state = {**state, "optimizer": report.optimizer_state}
         return state, Message({"weights": snapshot(model)}, {"samples": site.num_samples})

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from medfl.capturing import Steps
 from medfl.message import Message, Weights
 from medfl.methods._synthesis import AXES, CONDITIONS, Source, common_shape, shape_of
 from medfl.methods._text import TextOptions, opened, shared
@@ -41,7 +43,7 @@ from medfl.site import Host, Site, snapshot
 from medfl.storage import State
 from medfl.task import Task
 from medfl.text_classifier import Gaussians, TextHead, embeddings_of, text_objective
-from medfl.training import Objective
+from medfl.training import Feed
 
 _BETAS = (0.5, 0.999)
 _AT_ONCE = 16  # images of a picture that are made together
@@ -159,11 +161,20 @@ class FedBM(Method):
         if server["generator"]:
             network.load_state_dict(server["generator"])
         optimizer = torch.optim.Adam(network.parameters(), self.g_lr, betas=_BETAS)
+
+        def step(z: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            augment = partial(source.augmentation.moved, places=places)
+            loss = self.generator_loss(teacher, network(z), z, labels, augment)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            return loss.detach()
+
+        steps = Steps(step, optimizer, host.device, self.g_iterations)
         for _ in range(self.g_iterations):
             labels, z = source.draw(self.g_batch, host.device)
-            optimizer.zero_grad()
-            self.generator_loss(teacher, network(z), z, labels, source.augment).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            steps(z, labels, source.places(self.g_batch, server["image"], host.device))
+        steps.finish()
         return snapshot(network)
 
     def generator_loss(self, teacher: nn.Module, images: Tensor, z: Tensor, labels: Tensor, augment: Any) -> Tensor:
@@ -209,12 +220,11 @@ class FedBM(Method):
         if "generator" in down:
             state = {**state, "generator": down["generator"], **{k: int(v) for k, v in down.scalars.items()}}
         objective = text_objective() if self._text.built else None
-        if state.get("generator"):
-            objective = self.mixed(site, state, objective or (lambda net, x, y: site.loss(net(x), y)))
-        return self._text.trained(model, site, state, objective)
+        feed = self.mixing(site, state) if state.get("generator") else None
+        return self._text.trained(model, site, state, objective, feed)
 
-    def mixed(self, site: Site, state: State, objective: Objective) -> Objective:
-        """Return the objective over the union of a real batch and fresh synthetic images (eq. 11).
+    def mixing(self, site: Site, state: State) -> Feed:
+        """Return what makes the union of a real batch and fresh synthetic images (eq. 11).
 
         What is generated is drawn on a stream of its own, so that real batches are those of a run without generator.
         """
@@ -223,7 +233,7 @@ class FedBM(Method):
         network = Generator.restored(state["generator"], [state[axis] for axis in AXES], site.device)
         steps, done = -(-len(site.train) // site.settings.batch_size), 0
 
-        def mix(net: nn.Module, x: Any, y: Any) -> Tensor:
+        def mix(x: Any, y: Any) -> tuple[Tensor, Tensor]:
             nonlocal done
             if done == 0 or (self.pool_per_round and done % steps == 0):
                 draws.manual_seed(seed)
@@ -231,7 +241,7 @@ class FedBM(Method):
             labels, z = source.draw(self.synthetic_batch, site.device)
             with torch.no_grad():
                 images = source.augment(network(z))
-            return objective(net, torch.cat([x, images.to(x.dtype)]), torch.cat([class_indices(y), labels]))
+            return torch.cat([x, images.to(x.dtype)]), torch.cat([class_indices(y), labels])
 
         return mix
 

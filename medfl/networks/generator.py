@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,24 +117,42 @@ class Augmentation:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     per_image: bool = False
+    _constants: dict[Any, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Return images ready for the classifier, same shape; differentiable. `generator` is on the CPU."""
-        groups = torch.split(images, 1) if self.per_image else (images,)
-        moved = torch.cat([self._move(group, generator) for group in groups])
-        return self.normalised(moved)
+        return self.moved(images, self.places(len(images), images.shape[1:], generator).to(images.device))
+
+    def places(self, count: int, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Draw where the pixels of images of a shape (C, H, W) come from.
+
+        Returns:
+            (count or 1, H W), on the CPU: places in the padded image, of each image or of all.
+        """
+        return torch.stack([_place(shape[1], shape[2], generator) for _ in range(count if self.per_image else 1)])
+
+    def moved(self, images: Tensor, places: Tensor) -> Tensor:
+        """Return images (B, C, H, W) as `__call__` does, by `places` that were drawn before; nothing waits."""
+        padded = functional.pad(images, [_PADDING] * 4).flatten(2)
+        taken = padded.gather(2, places[:, None].expand(*padded.shape[:2], -1))
+        return self.normalised(taken.view_as(images))
 
     def normalised(self, images: Tensor) -> Tensor:
         """Return images (B, C, H, W) in 0 to 1 as the classifier takes them, neither cropped nor flipped."""
-        mean, std = (images.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
+        key = str(images.device), images.dtype
+        if key not in self._constants:  # once, since each copy to a GPU makes it wait
+            self._constants[key] = [images.new_tensor(values)[:, None, None] for values in (self.mean, self.std)]
+        mean, std = self._constants[key]
         return (images - mean) / std
 
-    def _move(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        height, width = images.shape[2:]
-        top, left = torch.randint(2 * _PADDING + 1, (2,), generator=generator).tolist()
-        axes = [axis for axis, flip in zip((3, 2), torch.rand(2, generator=generator) < 0.5, strict=True) if flip]
-        padded = functional.pad(images, [_PADDING] * 4)
-        return padded[:, :, top : top + height, left : left + width].flip(axes)
+
+def _place(height: int, width: int, generator: torch.Generator) -> Tensor:
+    """Draw a crop and flips; return (H W,) places in an image padded on all sides."""
+    top, left = torch.randint(2 * _PADDING + 1, (2,), generator=generator).tolist()
+    mirrored, overturned = (torch.rand(2, generator=generator) < 0.5).tolist()
+    rows, columns = torch.arange(top, top + height), torch.arange(left, left + width)
+    rows, columns = rows.flip(0) if overturned else rows, columns.flip(0) if mirrored else columns
+    return (rows[:, None] * (width + 2 * _PADDING) + columns).flatten()
 
 
 def diversity_loss(images: Tensor, z: Tensor, labels: Tensor, num_classes: int) -> Tensor:
@@ -148,13 +167,13 @@ def diversity_loss(images: Tensor, z: Tensor, labels: Tensor, num_classes: int) 
         labels: (B,) pseudo-labels.
         num_classes: K.
     """
-    total = images.new_zeros(())
-    for label in range(num_classes):
-        own = labels == label
-        if own.sum() > 1:
-            apart, conditions = (functional.pdist(part[own].flatten(1), 1) for part in (images, z))
-            total = total + (1 / (apart / conditions + _EPSILON)).mean()
-    return total / num_classes
+    same = labels[:, None] == labels
+    i, j = torch.triu_indices(len(labels), len(labels), 1, device=labels.device)  # the order of pdist
+    paired, members = same[i, j], same.sum(1)[i]
+    apart, conditions = (functional.pdist(part.flatten(1), 1) for part in (images, z))
+    each = 1 / (apart / torch.where(paired, conditions, 1) + _EPSILON)
+    pairs = (members * (members - 1) / 2).clamp(min=1)
+    return torch.where(paired, each / pairs, 0).sum() / num_classes
 
 
 @contextmanager

@@ -359,7 +359,7 @@ class Federation:
         Raises:
             RunError: there are too few replies.
         """
-        with self.networks.scope(), tf32(self.run.tf32):
+        with self.scope():
             if not self.aggregation.is_mean:
                 return {**server, "weights": self.aggregation.combined(replies, "weights")}
             return self.method.aggregate(self.host(round_), server, replies, len(self.participants))

@@ -121,7 +121,7 @@ def begin(
     asked, method = [*introductions, *absent], federation.method
 
     def attempt(names: Sequence[str]) -> State:
-        with federation.networks.scope():
+        with federation.scope():
             given = introductions if len(names) == len(introductions) else {name: introductions[name] for name in names}
             first = method.init_server(federation.host(0), federation.networks.initial, given)
         for why in _unsound(first, None, "", federation.names, federation.task.num_classes):

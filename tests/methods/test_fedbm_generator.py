@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from medfl.capturing import allowed
 from medfl.methods import load
 from medfl.methods.fedbm import FedBM
 from medfl.networks import build
@@ -22,6 +23,7 @@ from medfl.task import Task
 from medfl.text_classifier import Gaussians
 from medfl.training import fit
 from tests.helpers import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
+from tests.recorder import installed
 from tests.squares import EMBEDDINGS, QUICK, federation, quick, run
 
 # The site's step
@@ -47,7 +49,7 @@ def test_a_step_is_one_forward_of_real_and_synthetic_images() -> None:
     site = toy.site("a", 2)
     with toy.networks.scope():
         model = site.model(outcome.server["weights"])
-        report = fit(model, site, objective=method.mixed(site, state, objective))
+        report = fit(model, site, objective=objective, feed=method.mixing(site, state))
         counter = int(model[1].num_batches_tracked)
     (x, y), start = rows[0], outcome.server["weights"]
     assert x.shape == (24, 1, 16, 16)
@@ -58,6 +60,25 @@ def test_a_step_is_one_forward_of_real_and_synthetic_images() -> None:
     before = nn.functional.conv2d(x, start["0.weight"], start["0.bias"], 2, 1)
     mean = 0.9 * start["1.running_mean"] + 0.1 * before.mean((0, 2, 3))
     torch.testing.assert_close(model[1].running_mean, mean)
+
+
+def test_the_servers_and_the_sites_steps_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Crops, flips, pairs and synthetic images wait for no number; SGD, since Adam counts on a GPU only."""
+    monkeypatch.setattr(torch.optim, "Adam", lambda parameters, lr, betas: torch.optim.SGD(parameters, lr))
+    recorders, method = installed(monkeypatch), quick(g_iterations=8, augment="image", condition="noise+onehot")
+
+    def weights() -> bytes:
+        outcome = run(method, 2, epochs=4)
+        return bits([outcome.server, outcome.states, outcome.replies])
+
+    eager = weights()
+    assert not recorders
+    with allowed():
+        assert weights() == eager
+    replays = [recorder.replays for recorder in recorders if recorder.listener.operations]
+    # of 8 full batches (sites a and c), of 4 (b), and of 8 steps of the generator a visit: three before the capture
+    # where nothing is known yet, and the capture; one where it is
+    assert replays == [4 + 3 + 7, 4 + 7, 4 + 3 + 7], "real batches in round 1, the generator, mixed ones in round 2"
 
 
 def _synthetic(method: FedBM, epochs: int = 1, round_: int = 2) -> list[tuple[Tensor, Tensor]]:
@@ -77,7 +98,7 @@ def _synthetic(method: FedBM, epochs: int = 1, round_: int = 2) -> list[tuple[Te
 
     site = toy.site("c", round_)
     with toy.networks.scope():
-        fit(site.model(outcome.server["weights"]), site, objective=method.mixed(site, state, objective))
+        fit(site.model(outcome.server["weights"]), site, objective=objective, feed=method.mixing(site, state))
     assert bits(state) == kept, "check 11: the site's generator is used, never changed"
     return rows
 
