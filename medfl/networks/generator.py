@@ -155,6 +155,28 @@ def _place(height: int, width: int, generator: torch.Generator) -> Tensor:
     return (rows[:, None] * (width + 2 * _PADDING) + columns).flatten()
 
 
+class _Distances(torch.autograd.Function):
+    """L1 distances (P,) of the P pairs of rows of x (B, D), in the order of `torch.triu_indices`.
+
+    Row by row, in memory of the size of x: `pdist` takes B times that for its gradient on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.cat([(x[row + 1 :] - x[row]).abs().sum(1) for row in range(len(x))])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gradient, parts = torch.zeros_like(x), grads[0].split([*range(len(x) - 1, -1, -1)])
+        for row, part in enumerate(parts):
+            pull = (x[row + 1 :] - x[row]).sign_().mul_(part[:, None])
+            gradient[row + 1 :] += pull
+            gradient[row] -= pull.sum(0)
+        return gradient
+
+
 def diversity_loss(images: Tensor, z: Tensor, labels: Tensor, num_classes: int) -> Tensor:
     """Return L_div (eq. 7): small where images of a class differ as much as their conditions do.
 
@@ -168,9 +190,9 @@ def diversity_loss(images: Tensor, z: Tensor, labels: Tensor, num_classes: int) 
         num_classes: K.
     """
     same = labels[:, None] == labels
-    i, j = torch.triu_indices(len(labels), len(labels), 1, device=labels.device)  # the order of pdist
+    i, j = torch.triu_indices(len(labels), len(labels), 1, device=labels.device)
     paired, members = same[i, j], same.sum(1)[i]
-    apart, conditions = (functional.pdist(part.flatten(1), 1) for part in (images, z))
+    apart, conditions = (_Distances.apply(part.flatten(1)) for part in (images, z))
     each = 1 / (apart / torch.where(paired, conditions, 1) + _EPSILON)
     pairs = (members * (members - 1) / 2).clamp(min=1)
     return torch.where(paired, each / pairs, 0).sum() / num_classes

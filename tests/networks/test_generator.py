@@ -8,7 +8,14 @@ from torch import Tensor, nn
 
 from medfl.errors import InputError
 from medfl.networks import build
-from medfl.networks.generator import NORMALISATIONS, Augmentation, Generator, diversity_loss, statistics_gap
+from medfl.networks.generator import (
+    NORMALISATIONS,
+    Augmentation,
+    Generator,
+    _Distances,
+    diversity_loss,
+    statistics_gap,
+)
 
 
 def draws(seed: int = 0) -> torch.Generator:
@@ -155,6 +162,21 @@ def test_the_l1_norms_are_sums() -> None:
     factor = 3 * 16**2 / 8
     assert (averaged / diversity_loss(images, z, labels, 1)).item() == pytest.approx(factor, rel=1e-4)
     assert 3 * 128**2 / 512 == 96
+
+
+def test_the_distances_are_those_of_pdist() -> None:
+    """Value and gradient, with rows that are alike in some places; and the gradient by finite differences."""
+    x = normal(7, 30)
+    x[3, :10] = x[5, :10]
+    weights, gradients = normal(21, 1, seed=2)[:, 0], []
+    for function in (_Distances.apply, lambda rows: nn.functional.pdist(rows, 1)):
+        own = x.clone().requires_grad_()
+        found = function(own)
+        (found * weights).sum().backward()
+        gradients.append((found.detach(), own.grad))
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert torch.autograd.gradcheck(_Distances.apply, normal(4, 5).requires_grad_())
+    assert _Distances.apply(x[:1]).shape == (0,)
 
 
 def test_the_diversity_loss_moves_images_apart() -> None:
