@@ -30,6 +30,10 @@ Feed = Callable[[Any, Any], tuple[Any, Any]]
 """(inputs, targets) of a batch, on the device -> those that the step trains on in its place."""
 
 
+_SCALES = 40
+"""How often a step halves the scale of its float16 gradients: from 2^16 to below the smallest float16."""
+
+
 @dataclass(frozen=True)
 class FitReport:
     """What one call of `fit` did.
@@ -85,20 +89,20 @@ def fit(
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * site.settings.lr_factor
     objective = penalised(objective or (lambda net, x, y: site.loss(net(x), y)), site.penalty)
-    # float16 gradients need scaling; disabled, every call on the scaler passes through
-    scaler = torch.amp.GradScaler("cuda", enabled=site.settings.amp and site.device.type == "cuda")
+    scaler = _scaler(site)
 
     def step(x: Any, y: Any) -> Tensor:
         for parameter in parameters:  # also those that the optimiser leaves out, which a hook may read
             parameter.grad = None
         with one_sample_safe(model, x), autocast(site):
             loss = objective(model, x, y)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        scaler.unscale_(optimizer)
+        if scaler.is_enabled():
+            _scaled_backward(loss, scaler, optimizer, parameters, site)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
         if gradient_hook is not None:
             gradient_hook(parameters)
-        scaler.step(optimizer)
-        scaler.update()
+        optimizer.step()
         return loss.detach()
 
     settings = site.settings
@@ -122,6 +126,41 @@ def fit(
     report = FitReport(len(losses), mean, kept, steps.replayed, steps.eager)
     site.journal.append(report)
     return report
+
+
+def _scaler(site: Site) -> torch.amp.GradScaler:
+    """Return what scales float16 gradients; disabled where the site computes with another precision."""
+    return torch.amp.GradScaler("cuda", enabled=site.settings.amp and site.device.type == "cuda")
+
+
+def _scaled_backward(
+    loss: Tensor,
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    site: Site,
+) -> None:
+    """Leave finite gradients of the loss in `.grad`: where its scale is too large, half the scale is tried.
+
+    So a hook never reads an infinite gradient, and every batch is trained on: a scaler alone leaves such batches out,
+    which for a site of few batches are all of them.
+
+    Raises:
+        RunError: the gradients are not finite at any scale; names the site.
+    """
+    for _ in range(_SCALES):
+        scaler.scale(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        scaler.update()
+        norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None], float("inf"))
+        if torch.stack(norms).isfinite().all():
+            return
+        for parameter in parameters:
+            parameter.grad = None
+    raise RunError(
+        f"site {site.name!r}, round {site.round}: gradients in float16 are not finite at any scale; "
+        "the last good round is kept; run it without --amp, lower the learning rate or look at this site's data"
+    )
 
 
 def _obstacle(site: Site, scaler: torch.amp.GradScaler, epoch_factor: float) -> str:

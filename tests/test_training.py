@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from medfl import training
 from medfl.errors import RunError
 from medfl.seeding import stream
 from medfl.site import Site, snapshot
@@ -373,3 +374,46 @@ def test_mixed_precision_on_the_cpu_computes_in_bfloat16() -> None:
         assert fit(model, site, objective=objective).loss > 0
         assert all(p.dtype == torch.float32 for p in model.parameters())
     assert outputs == [torch.float32] * 3 + [torch.bfloat16] * 3
+
+
+@pytest.fixture
+def overflowing(monkeypatch: pytest.MonkeyPatch) -> list[torch.amp.GradScaler]:
+    """A scale of the loss at which float32 gradients overflow, as 2^16 does in float16 on a GPU."""
+    made: list[torch.amp.GradScaler] = []
+
+    def scaler(site: Site) -> torch.amp.GradScaler:
+        made.append(torch.amp.GradScaler("cpu", init_scale=2.0**120))
+        return made[-1]
+
+    monkeypatch.setattr(training, "_scaler", scaler)
+    return made
+
+
+def test_a_batch_whose_scaled_gradients_overflow_is_trained_on(overflowing, monkeypatch) -> None:
+    """And the hook reads the gradients of the plain loop: a power of two takes nothing of a float32 away."""
+    seen: list[list[Tensor]] = []
+    results = []
+    for amp in (True, False):
+        toy = make(
+            network=classifier(norm=True, dropout=0.4),
+            loss=lambda z, y: 4096 * cross_entropy(z, y),
+            optimizer=sgd(1e-4),
+        )
+        site = toy.site("a")
+        if not amp:
+            monkeypatch.undo()
+        model, read = site.model(toy.initial), []
+        report = fit(model, site, gradient_hook=lambda ps, read=read: read.extend(p.grad.clone() for p in ps))
+        seen.append(read)
+        results.append((bits(snapshot(model)), report.steps, report.loss))
+    assert overflowing[0].get_scale() < 2.0**120
+    assert all(gradient.isfinite().all() for gradient in seen[0])
+    assert bits(seen[0]) == bits(seen[1])
+    assert results[0] == results[1]
+
+
+def test_gradients_that_no_scale_makes_finite_end_the_run_by_name(overflowing) -> None:
+    toy = make(loss=lambda output, y: (output * float("inf")).sum())
+    site = toy.site("a")
+    with pytest.raises(RunError, match=r"site 'a', round 1: gradients in float16 are not finite at any scale"):
+        fit(site.model(toy.initial), site)
