@@ -70,6 +70,7 @@ def training(parser: Any) -> Any:
     number(group, "--local-epochs", "E", "passes over a site's data a round")
     number(group, "--batch-size", "B", "images a step")
     number(group, "--lr", "X", "learning rate of round 1", float)
+    number(group, "--lr-decay", "G", "what one round multiplies the learning rate with; 1 keeps it", float)
     number(group, "--eval-every", "N", "rounds between evaluations; 0: after the last only; default 1")
     group.add_argument(
         "--messages", metavar="FORM",

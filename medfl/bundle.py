@@ -419,7 +419,10 @@ class Bundle:
         usual = isinstance(sampler, RandomSampler | SequentialSampler | None)
         said = (
             (modules, f"its own Python ({', '.join(modules)}) runs with your rights"),
-            (any(config.nodes("LrScheduleHandler")), "its learning rate schedule is not run; see lr_decay"),
+            (
+                any(config.nodes("LrScheduleHandler")),
+                "its learning rate schedule is not run; --lr-decay multiplies the rate after each round",
+            ),
             (any(config.nodes("CheckpointLoader")), "its checkpoints are not loaded"),
             (
                 amp and config.content(f"{self._trainer}#amp"),

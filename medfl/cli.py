@@ -319,13 +319,14 @@ def _paper(options: Any) -> int:
 
 
 _SHARED = (
-    "presets", "data", "sites", "cohort", "rounds", "local_epochs", "batch_size", "lr", "device", "amp", "tf32",
-    "channels_last", "capture", "threads", "eval_every", "messages",
+    "presets", "data", "sites", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "device", "amp",
+    "tf32", "channels_last", "capture", "threads", "eval_every", "messages",
 )  # fmt: skip
 
 _REQUESTED = (
-    "method", "presets", "data", "sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed",
-    "device", "amp", "tf32", "channels_last", "capture", "threads", "eval_every", "messages", "aggregation",
+    "method", "presets", "data", "sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr",
+    "lr_decay", "seed", "device", "amp", "tf32", "channels_last", "capture", "threads", "eval_every", "messages",
+    "aggregation",
 )  # fmt: skip
 
 

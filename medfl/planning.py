@@ -32,8 +32,8 @@ from medfl.settings import LOSSLESS, MEAN, PartitionRecord, Run
 
 _LEAST = {"rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0}
 _REPEATED = (
-    "method", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed", "device", "amp", "threads", "eval_every",
-    "messages", "aggregation", "tf32", "channels_last", "capture",
+    "method", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "seed", "device", "amp", "threads",
+    "eval_every", "messages", "aggregation", "tf32", "channels_last", "capture",
 )  # fmt: skip
 
 
@@ -64,6 +64,7 @@ class Request:
     local_epochs: int | None = None
     batch_size: int | None = None
     lr: float | None = None
+    lr_decay: float | None = None
     seed: int = 0
     device: str = "cpu"
     amp: bool = False
@@ -127,7 +128,7 @@ def plan(request: Request, say: Say = str) -> Plan:
     checked(request.bundle, config, device)
     chosen = {
         name: protocol[name] if (value := getattr(request, name)) is None else value
-        for name in ("cohort", "rounds", "local_epochs", "batch_size", "lr")
+        for name in ("cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay")
     }
     schedule = {"rounds": int(chosen["rounds"])} if methods.has_option(request.method, "rounds") else {}
     method = methods.load(request.method, {**schedule, **options_for(protocol, request.method), **request.options})
@@ -164,7 +165,7 @@ def plan(request: Request, say: Say = str) -> Plan:
         local_epochs=int(chosen["local_epochs"]),
         batch_size=int(chosen["batch_size"] or bundle.batch_size),
         lr=None if chosen["lr"] is None else float(chosen["lr"]),
-        lr_decay=float(protocol["lr_decay"]),
+        lr_decay=float(chosen["lr_decay"]),
         seed=request.seed,
         device=device,
         amp=request.amp,
@@ -313,3 +314,5 @@ def _check_numbers(request: Request) -> None:
         raise InputError(f"--cohort {request.cohort:g}", "a fraction of the sites, above 0 and at most 1", "correct it")
     if request.lr is not None and not 0 < request.lr < math.inf:
         raise InputError(f"--lr {request.lr:g}", "a learning rate above 0", "correct it")
+    if request.lr_decay is not None and not 0 < request.lr_decay <= 1:
+        raise InputError(f"--lr-decay {request.lr_decay:g}", "a factor above 0 and at most 1", "correct it")

@@ -159,6 +159,8 @@ def _sees(line: str, *texts: str) -> None:
         (("--lr", "nan"), ("--lr nan", "above 0")),
         (("--lr", "inf"), ("--lr inf", "above 0")),
         (("--lr", "fast"), ("--lr fast", "a number")),
+        (("--lr-decay", "0"), ("--lr-decay 0", "above 0 and at most 1")),
+        (("--lr-decay", "1.1"), ("--lr-decay 1.1", "above 0 and at most 1")),
         (("--seed", "-1"), ("--seed -1", "at least 0")),
         (("--eval-every", "-1"), ("--eval-every -1", "at least 0")),
         (("--jobs", "x"), ("--jobs x", "auto or a whole number")),

@@ -58,11 +58,12 @@ def test_what_is_not_asked_for_comes_from_the_protocol(skin: str) -> None:
 def test_what_is_asked_for_wins(skin: str) -> None:
     request = Request(
         "ham10000", "fedprox", {"mu": "0.5"}, {**CONFIG, "split": "dermamnist", "image_size": "24"}, skin, 3, "iid",
-        cohort=1.0, rounds=2, local_epochs=3, batch_size=4, lr=0.5,
+        cohort=1.0, rounds=2, local_epochs=3, batch_size=4, lr=0.5, lr_decay=0.9,
     )  # fmt: skip
     run = plan(request).run
     assert run.options == {"mu": 0.5}
     assert (run.cohort, run.rounds, run.local_epochs, run.batch_size, run.lr) == (1.0, 2, 3, 4, 0.5)
+    assert run.lr_decay == again(run).lr_decay == 0.9
     assert run.data.split == "dermamnist"
     assert run.config == {**CONFIG, "split": "dermamnist", "image_size": 24}
     assert [*run.partition.sites] == ["site-1", "site-2", "site-3"]

@@ -35,9 +35,8 @@ def test_the_python_example_runs(
 
 def test_the_method_example_is_fedprox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "METHOD = FedProx" in block)
-    head = "from dataclasses import dataclass\nfrom medfl import Method, fit, option\nfrom medfl.training import pull\n"
     (tmp_path / "readme_pkg").mkdir()
-    (tmp_path / "readme_pkg" / "method.py").write_text(head + code)
+    (tmp_path / "readme_pkg" / "method.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     data = datasets.write_phantom("pneumonia", tmp_path / "data", per_class=20, size=28)
     requested = {"data": str(data), "sites": 2, "partition": "iid", "rounds": 1, "local_epochs": 1}

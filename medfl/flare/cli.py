@@ -36,8 +36,8 @@ examples
       go on with what the server and the sites have kept"""
 
 _REQUESTED = (
-    "method", "presets", "cohort", "rounds", "local_epochs", "batch_size", "lr", "seed", "amp", "tf32", "channels_last",
-    "capture", "threads", "eval_every", "messages", "aggregation",
+    "method", "presets", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "seed", "amp", "tf32",
+    "channels_last", "capture", "threads", "eval_every", "messages", "aggregation",
 )  # fmt: skip
 
 
