@@ -69,6 +69,10 @@ def band(age: float | None) -> str:
     return f"{first}+" if first == _OLDEST else f"{first}–{first + _BAND - 1}"
 
 
+BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))
+"""All bands, from young to old."""
+
+
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a row that are known here, under the names that they have here."""
     lower = {str(key).strip().lower(): value for key, value in row.items()}

@@ -1,9 +1,9 @@
 """Metrics by subgroup: by centre, site, sex, age or localisation, with intervals, and silence where a group is small.
 
-A group of fewer than `min_count` cases is not told. The area of a class is told only where it has at least so many
+A group of fewer than `min_count` cases is not told, nor are others with it, so that its size and metrics do not follow
+from those of all cases (`partner.suppression`). The area of a class is told only where it has at least so many
 cases in the group, and so do all others together; balanced accuracy and AUROC only where this holds for every class in
-the group: a number that rests on three patients says little, and may say who they are. Totals that are told elsewhere
-may still give a single small group away.
+the group: a number that rests on three patients says little, and may say who they are.
 
 Balanced accuracy is the mean recall and AUROC the mean one-versus-rest area over the classes in the group; of two
 classes the second's area. Intervals are of 95 %: Wilson's for accuracy, DeLong's for an area of a single class
@@ -23,6 +23,7 @@ from scipy.stats import binomtest
 from medfl import case_metadata, delong, intervals
 from medfl.delong import Area
 from medfl.errors import InputError
+from medfl.partner.suppression import told_counts
 
 MIN_COUNT = 10
 _NO_GROUPS = ("id", "label", "predicted", "group")
@@ -44,7 +45,7 @@ class Subgroup:
 
     Attributes:
         name: the value.
-        count: cases; None where they are too few to be told.
+        count: cases; None where they are too few to be told, or would give away others that are.
         metrics: name -> estimate; those that rest on too few cases are left out.
         areas: class -> its area against the others, of the classes that are told.
         silent: classes with a case here but too few to be told.
@@ -89,7 +90,8 @@ class Subgroups:
     def notes(self) -> list[str]:
         """Return what a reader of the records must know."""
         few = [group.name for group in self.groups if group.count is None]
-        said = [f"not told, fewer than {self.min_count} cases: {', '.join(few)}"] if few else []
+        why = f"fewer than {self.min_count} cases, or it would give such a one away"
+        said = [f"not told, {why}: {', '.join(few)}"] if few else []
         thin = {group.name: group.silent for group in self.groups if group.silent}
         if thin:
             told = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in thin.items())
@@ -124,17 +126,19 @@ def of(
         raise InputError(f"min_count {min_count}", "a whole number of at least 1", "give 10")
     values = _values(rows, by)
     members = {name: np.flatnonzero(values == name) for name in sorted(set(values.tolist()), key=_order)}
-    kept = [index for index in members.values() if len(index) >= min_count]
+    told, _ = told_counts({name: len(index) for name, index in members.items()}, min_count)
+    kept = [index for name, index in members.items() if told[name] is not None]
+
+    together = np.sort(np.concatenate(kept)) if kept else np.empty(0, np.int64)
 
     def group(name: str, index: NDArray[np.int64]) -> Subgroup:
         own = [rows[i] for i in index]
-        if len(own) < min_count:
+        if not own or (index is not together and told[name] is None):
             return Subgroup(name, None, {}, {})
         if classes:
             return _classified(name, own, classes, min_count, seed, draws)
         return _measured(name, own, seed, draws)
 
-    together = np.sort(np.concatenate(kept)) if kept else np.empty(0, np.int64)
     return Subgroups(by, tuple(group(*entry) for entry in members.items()), group("all of these", together), min_count)
 
 

@@ -78,7 +78,7 @@ def text(found: Subgroups, width: int) -> list[str]:
     rows = [
         [
             group.name,
-            f"< {found.min_count}" if group.count is None else str(group.count),
+            "not told" if group.count is None else str(group.count),
             *(_cell(group.metrics.get(name)) for name in names),
         ]
         for group in (*found.groups, found.told)

@@ -173,3 +173,30 @@ def test_the_command_shows_the_table_and_refuses_a_broken_log(
     assert captured.err.startswith("error: audit log ")
     assert "line 3 does not follow the one before it" in captured.err
     assert cli.main(["site", "audit", str(tmp_path / "none")]) == 2
+
+
+def test_a_hostile_message_stays_a_line_that_can_be_read(tmp_path: Path) -> None:
+    """Names of 500 characters with line ends in them, of tens of thousands of numbers, groups and tensors."""
+    long = "\n" + "x" * 499
+    groups = {f"{i}{long}": {f"{j}{long}": torch.ones(1) for j in range(3)} for i in range(3000)}
+    message = Message(groups, {f"{i}{long}": 1.0 for i in range(20_000)})
+    log = Audit(tmp_path / "log", "clinic")
+    about = described(message)
+    log.add({"direction": "came", **about})
+    log.add({"direction": "refused", "reason": "y" * 3_000_000, "what": [long] * 10_000})
+    log.add({"direction": "came", **described(Message({}, {"samples": 1}))})
+    found = verified(tmp_path / "log")
+    assert (len(found.entries), found.problems, found.notes) == (3, (), ())
+    came, refused, _ = found.entries
+    assert (came["tensors"], came["all_groups"], came["all_numbers"]) == (9000, 3000, 20_000)
+    assert came["sha256"] == hashlib.sha256(message.encode()).hexdigest()
+    assert (len(refused["reason"]), refused["cut"] > 1_000_000) == (4000, True)
+    assert max(len(line) for line in (tmp_path / "log").read_bytes().splitlines()) < 1 << 19
+
+
+@pytest.mark.parametrize("noted", ["", "abc", "xyz12345", "0" * 65])
+def test_what_identifies_no_line_is_no_noted_hash(noted: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "log")
+    with pytest.raises(InputError, match="8 to 64 hexadecimal digits"):
+        verified(path, noted)
+    assert cli.main(["site", "audit", str(path), "--noted", noted]) == 2

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 from pathlib import Path
 
 import pytest
+import torch
 from scipy.optimize import brentq
 from scipy.stats import norm
 
 from medfl.errors import RunError
-from medfl.partner.privacy import Account, epsilon_of
+from medfl.message import Message
+from medfl.partner.leaving import Gate
+from medfl.partner.outbound import Outbound
+from medfl.partner.privacy import Account, account_file, epsilon_of
 
 pytest.importorskip("dp_accounting")
 
@@ -86,3 +91,58 @@ def test_a_damaged_account_is_told_and_never_begun_anew(text: str, tmp_path: Pat
     path.write_text(text)
     with pytest.raises(RunError, match=r"the privacy account .* cannot be read"):
         Account.open(path, 1e-5)
+
+
+def test_two_jobs_on_the_same_images_spend_from_one_account_and_never_beyond_the_budget(tmp_path: Path) -> None:
+    """Each has looked before the other spends; only what is left at the moment of spending counts."""
+    rules = Outbound(clip=1.0, noise=8.0, epsilon=epsilon_of({4.0: 3}, 1e-5) + 1e-6)
+    path = account_file(tmp_path, str(tmp_path / "images"))
+    gates = [Gate(rules, Account.open(path, 1e-5), name) for name in ("a", "b")]
+    reply = Message({"weights": {"w": torch.ones(1)}})
+    left = 0
+    for _ in range(2):
+        for each in gates:
+            each.enter()
+        for each in gates:
+            if left < 3:
+                each.spend(reply, 1)
+                left += 1
+            else:
+                with pytest.raises(RunError, match="another reply would make it"):
+                    each.spend(reply, 1)
+    assert (left, Account.open(path, 1e-5).replies) == (3, 3)
+
+
+def _spends(path: Path) -> None:
+    account = Account.open(path, 1e-5)
+    for _ in range(10):
+        account.spend(None)
+
+
+def test_processes_that_spend_at_the_same_time_are_all_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.privacy.json"
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_spends, args=(path,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert Account.open(path, 1e-5).plain == 30
+
+
+def test_an_account_is_of_a_data_folder_by_whatever_name_it_is_reached(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "images")
+    one, other = (account_file(tmp_path, str(tmp_path / name)) for name in ("images", "link"))
+    assert one == other != account_file(tmp_path, str(tmp_path / "others"))
+
+
+def test_the_account_of_an_earlier_version_is_taken_in_once(tmp_path: Path) -> None:
+    old, path = tmp_path / "clinic.privacy.json", account_file(tmp_path, "images")
+    Account.open(old, 1e-5).spend(4.0, {"scalars/steps": 1})
+    for _ in range(2):
+        account = Account.open(path, 1e-5)
+        account.take_in(old)
+        assert (account.replies, dict(account.uncovered)) == (1, {"scalars/steps": 1})
+    assert Account.open(path, 1e-5).replies == 1
+    assert not old.exists()

@@ -85,6 +85,35 @@ def test_a_lease_is_as_new_whatever_was_done_to_it() -> None:
         assert all(parameter.requires_grad for parameter in again.parameters())
 
 
+class Remembering(nn.Module):
+    """Keeps of what it sees: a sum in a buffer that is not saved, a mean in the place of one that is, and a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("total", torch.zeros(()), persistent=False)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("last", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total += x.sum()
+        self.mean, self.last = x.mean(0), x
+        return self.layer(x)
+
+
+def test_nothing_of_one_sites_images_is_left_in_a_network_for_the_next() -> None:
+    networks = Networks(Remembering, 0, torch.device("cpu"))
+    with networks.scope():
+        seen = networks.lease(networks.initial)
+        seen(torch.ones(3, 2))
+        assert snapshot(seen)["mean"].tolist() == [1, 1]
+    with networks.scope():
+        again = networks.lease({**networks.initial, "mean": torch.tensor([5.0, 6.0])})
+        assert again is seen
+        assert (again.total.item(), again.mean.tolist(), again.last) == (0, [5, 6], None)
+        assert snapshot(again)["mean"].tolist() == [5, 6]
+
+
 def test_what_the_bundle_froze_stays_frozen() -> None:
     def frozen() -> nn.Module:
         network = classifier()()

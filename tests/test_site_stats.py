@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from medfl.bundle import Bundle
 from medfl.errors import InputError
 from medfl.opening import with_data
 from medfl.partner.scanning import scan
-from medfl.partner.statistics import FORM, OTHERS, Asked, bins_of, encoded, gather, text
+from medfl.partner.statistics import FORM, OTHERS, UNRECORDED, Asked, _Counts, bins_of, encoded, gather, text
 from medfl.runtimes.data_stats import Bins
 from tests.test_leaving import repeated
 from tests.zoo.build import ZOO
@@ -113,8 +114,47 @@ def test_noise_is_in_every_number_and_repeats_with_the_same_entropy_alone(
     close = noisy(1, 99.0)["sections"]["train"]
     assert close["images"] == true["images"]
     assert close["intensity"]["channels"][0]["mean"] == pytest.approx(true["intensity"]["channels"][0]["mean"], abs=0.1)
-    # images, classes, centre, longest side and a histogram for each of three channels
+    # images, five tables, and a histogram for each of three channels
+    assert set(train["tables"]) == {"class", "age", "sex", "longest side", "widest spacing"}
     assert one["epsilon_of_one_image"] == 0.5 * (1 + len(train["tables"]) + 3)
+
+
+def test_with_noise_cells_are_known_beforehand_and_empty_ones_have_noise_too(
+    bundle: Bundle, moles: Path, tmp_path: Path
+) -> None:
+    """Another patient, of another age and an odd sex, changes no name of a table or a cell."""
+    documents = []
+    for sexes in ("F", "X"):
+        folder = tmp_path / sexes
+        folder.mkdir()
+        with (folder / "patients.csv").open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["image_id", "age", "sex"])
+            rows.writerows([[item["id"], 30, sexes] for item in bundle.items("train")])
+        asked = Asked(BINS, least=0, epsilon=0.5, entropy=repeated(3))
+        documents.append(gather(bundle, str(folder), asked)["sections"]["train"]["tables"])
+    one, other = documents
+    assert {name: list(cells) for name, cells in one.items()} == {name: list(cells) for name, cells in other.items()}
+    assert list(one["sex"]) == ["female", "male", "other", UNRECORDED]
+    assert "centre" not in one
+    empty = [count for cell, count in one["age"].items() if cell != "20–39"]
+    assert len(empty) == 5
+    assert any(empty)
+    exact = gather(bundle, str(tmp_path / "F"), Asked(BINS, least=0, epsilon=99.0))["sections"]["train"]["tables"]
+    count = len(bundle.items("train"))
+    assert exact["sex"] == {"female": count, "male": 0, "other": 0, UNRECORDED: 0}
+    assert exact["widest spacing"][UNRECORDED] == count
+    assert all(sum(cells.values()) == count for cells in exact.values())
+
+
+def test_how_many_are_not_recorded_is_a_cell_as_any_other(bundle: Bundle, moles: Path) -> None:
+    """Were it left out, it would follow from the number of images."""
+    made = _Counts(bundle, BINS)
+    made._images = 50
+    made._open = {"centre": Counter({"a": 26, "b": 20})}
+    told = made.told(Asked(BINS, least=10))["tables"]["centre"]
+    assert told == {"b": 20, OTHERS: None}
+    assert made.told(Asked(BINS, least=0))["tables"]["centre"] == {"a": 26, "b": 20, UNRECORDED: 4}
 
 
 def test_structures_are_counted_as_present_or_absent(tmp_path: Path) -> None:

@@ -54,14 +54,15 @@ def test_of_two_classes_the_area_has_delong_s_interval() -> None:
 
 
 def test_small_groups_are_not_told_and_do_not_enter_the_total() -> None:
-    found = of(rows({"large": (12, 12, 12), "small": (3, 3, 3)}), "centre", CLASSES)
-    large, small = found.groups
-    assert (large.count, small.count) == (36, None)
+    found = of(rows({"large": (12, 12, 12), "next": (10, 10, 10), "small": (3, 3, 3)}), "centre", CLASSES)
+    next_, large, small = (next(one for one in found.groups if one.name == n) for n in ("next", "large", "small"))
+    assert (next_.count, large.count, small.count) == (30, None, None)  # small would be what is left of all cases
     assert not small.metrics
-    assert found.told.count == 36
+    assert found.told.count == 30
     record = next(row for row in found.records() if row["centre"] == "small")
     assert [record[name] for name in ("cases", "accuracy", "auroc_low")] == [None, None, None]
-    assert found.notes()[0] == "not told, fewer than 10 cases: small"
+    why = "fewer than 10 cases, or it would give such a one away"
+    assert found.notes()[0] == f"not told, {why}: large, small"
 
 
 def test_where_a_class_has_few_cases_only_accuracy_and_the_other_areas_are_told() -> None:

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from medfl.partner.suppression import geometric, noised, told_counts
+from medfl.partner.suppression import geometric, hidden_bins, noised, told_counts
 from tests.test_leaving import repeated
 
 
 def test_cells_below_the_least_count_are_not_told() -> None:
-    told, total = told_counts({"a": 40, "b": 9, "c": 0, "d": 50}, 10)
-    assert told == {"a": 40, "b": None, "c": None, "d": 50}  # b + c = 9: both may be anything below 10
-    assert total == 99
+    told, total = told_counts({"a": 40, "b": 9, "c": 0, "d": 4, "e": 50}, 10)
+    assert told == {"a": 40, "b": None, "c": None, "d": None, "e": 50}  # 13 together: each may be anything below 10
+    assert total == 103
 
 
-def test_one_small_cell_takes_the_smallest_others_with_it() -> None:
-    """b = 3 of 63 would be 63 - 60. With c = 20 hidden too, all that is known is b + c = 23, c at least 10: b below 14,
-    so b may be anything below 10.
-    """
-    assert told_counts({"a": 40, "b": 3, "c": 20}, 10)[0] == {"a": 40, "b": None, "c": None}
+def test_one_small_cell_takes_the_next_others_with_it() -> None:
+    """b = 3 of 63 would be 63 - 60. With a = 40 hidden too, all that is known is a + b = 43."""
+    assert told_counts({"a": 40, "b": 3, "c": 20}, 10)[0] == {"a": None, "b": None, "c": 20}
+
+
+def test_the_others_are_not_chosen_by_their_size() -> None:
+    """Were the smallest other one hidden, a = 9 would follow: of 29 together c has at most b's 20."""
+    assert told_counts({"a": 9, "b": 20, "c": 20}, 10)[0] == {"a": None, "b": None, "c": 20}
+    assert told_counts({"a": 1, "b": 28, "c": 20}, 10)[0] == {"a": None, "b": None, "c": 20}
 
 
 def test_tables_without_small_cells_are_told_as_they_are_and_small_totals_are_not() -> None:
@@ -33,27 +37,37 @@ def test_tables_without_small_cells_are_told_as_they_are_and_small_totals_are_no
     assert told_counts({"a": 0, "b": 5}, 0) == ({"a": 0, "b": 5}, 5)
 
 
-def possible(told: dict[str, int | None], total: int, small: set[str], least: int) -> dict[str, set[int]]:
-    """All values of the small cells that fit what is told, to somebody who knows which cells are small."""
-    hidden = [name for name, count in told.items() if count is None]
-    rest = total - sum(count for count in told.values() if count is not None)
-    ranges = [range(least) if name in small else range(least, rest + 1) for name in hidden]
-    fits = [values for values in itertools.product(*ranges) if sum(values) == rest]
-    return {name: {values[i] for values in fits} for i, name in enumerate(hidden) if name in small}
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("cells", "least", "most"), [(1, 3, 9), (2, 2, 12), (2, 4, 18), (3, 2, 12), (3, 3, 15), (4, 2, 9), (4, 3, 12)]
+)
+def test_all_values_below_the_least_stay_possible_to_who_knows_all_that_is_told_and_the_rule(
+    cells: int, least: int, most: int, first: int
+) -> None:
+    """By trying all tables, of cells from `first`: those with the same told cells and total may be the true one."""
+    names = "abcd"[:cells]
+    possible: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
+    for table in itertools.product(range(first, most + 1), repeat=cells):
+        if sum(table) <= most:  # then all tables of the same total are tried
+            told, total = told_counts(dict(zip(names, table, strict=True)), least)
+            assert all(count is None or (count >= least and count == table[i]) for i, count in enumerate(told.values()))
+            beside = sum(table) if first == 0 and sum(table) >= least else total  # as the number of images is told
+            possible[beside, tuple(told.values())].append(table)
+    looked = 0
+    for (total, told_cells), tables in possible.items():
+        for i, count in enumerate(told_cells):
+            small = {table[i] for table in tables if table[i] < least}
+            if count is None and small:
+                assert small == set(range(first, least)), (total, told_cells, names[i])
+                looked += 1
+    assert looked > 0
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=4), st.integers(2, 4))
-def test_nothing_follows_from_the_total_but_that_small_cells_are_small(counts: list[int], least: int) -> None:
-    """By trying all values. Where all cells are hidden that is not always so: the total itself is then all there is."""
-    named = {str(i): count for i, count in enumerate(counts)}
-    told, total = told_counts(named, least)
-    small = {name for name, count in named.items() if count < least}
-    assert all(told[name] is None for name in small)
-    assert all(count is None or count == named[name] for name, count in told.items())
-    if total is not None and any(count is not None for count in told.values()):
-        for values in possible(told, total, small, least).values():
-            assert values == set(range(least))
+def test_bins_of_few_images_hide_one_of_more_with_them() -> None:
+    assert hidden_bins([0, 12, 30], 10) == [True, True, False]
+    assert hidden_bins([12, 3, 2, 30], 10) == [True, True, True, False]
+    assert hidden_bins([12, 30], 10) == [False, False]
+    assert hidden_bins([1, 2], 10) == [True, True]
 
 
 def test_noise_is_the_geometric_mechanism() -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,12 @@ def require_flare() -> None:
         raise InputError("the runtime flare", "it needs NVIDIA FLARE", "pip install 'medfl[flare]'") from error
 
 
-def recipe(run: Run, carried: Path, clients: list[str], controller: Any, executor: Any, least: int) -> Any:
+def recipe(run: Run, carried: Sequence[Path], clients: list[str], controller: Any, executor: Any, least: int) -> Any:
     """Return the recipe of a run, for `SimEnv`, `PocEnv`, `ProdEnv` or `export`.
 
     Args:
         run: the run.
-        carried: file with its record, which the job takes along.
+        carried: files that the job takes along: its record, and what goes with it.
         clients: FLARE's names of the sites.
         controller: of the server's job process.
         executor: of each site's.
@@ -60,7 +60,8 @@ def recipe(run: Run, carried: Path, clients: list[str], controller: Any, executo
     job.to_server({"server": {"task_request_interval": ASK_EVERY}})
     job.to_clients(executor, tasks=["*"])
     for give in (job.to_server, job.to_clients):
-        give(_Carried(carried))
+        for path in carried:
+            give(_Carried(path))
     return MedflRecipe(job)
 
 
@@ -93,7 +94,7 @@ def on_one_machine(run: Run, folder: Path, *, min_replies: int = 0, **settings: 
     places = (str(folder.resolve()), os.getcwd())
     controller = MedflController(*places, min_replies=min_replies, **settings)
     executor = MedflExecutor(*places)
-    return recipe(run, folder / "run.json", clients, controller, executor, min_replies or len(clients)), clients
+    return recipe(run, [folder / "run.json"], clients, controller, executor, min_replies or len(clients)), clients
 
 
 def execute(run: Run, folder: Path, *, say: Say, poc: bool = False, **settings: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl import methods
-from medfl.bundle import shipped
+from medfl import methods, run_text
+from medfl.bundle import Bundle, shipped
 from medfl.errors import InputError
 from medfl.flare.files import RUN_FILE
 from medfl.flare.job import recipe, require_flare, write
@@ -105,11 +105,20 @@ def export(
     if least > len(sites):
         raise InputError(f"--min-replies {least}", f"there are {len(sites)} sites", "ask for at most as many")
     with tempfile.TemporaryDirectory() as place:
+        method = methods.load(run.method, run.options)
+        texts = run_text.carry(Bundle(bundle), run, method, Path(place))
+        if run.text is not None:  # where the embeddings lay here means nothing elsewhere
+            run = replace(run, options={**run.options, "plm": _named(run.text.plm)})
         carried = Path(place) / RUN_FILE
         carried.write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}, indent=1))
         controller = RemoteController(resume=resume, **tolerance.record())
-        job = write(recipe(run, carried, list(sites), controller, RemoteExecutor(), least), out)
+        job = write(recipe(run, [carried, *texts], list(sites), controller, RemoteExecutor(), least), out)
     return {
         "job": str(job), "sites": list(sites), "bundle": run.bundle, "bundle_sha256": run.bundle_sha256,
         "method": run.method, "rounds": run.rounds, "run_hash": run.run_hash, "data_source": run.data.source,
     }  # fmt: skip
+
+
+def _named(plm: str) -> str:
+    """Return a language model's name; of a folder that has none the folder's own name."""
+    return plm.rstrip("/").rpartition("/")[2] or "carried"

@@ -10,6 +10,7 @@ The site's file, `local/medfl.yaml` in its startup kit, never comes over a wire:
     device: cpu
     audit: audit.jsonl             # log of what came and left
     threads: 8                     # most that a run may ask for
+    classes: []                    # further class paths that a job may name, besides medfl's own
     track: mlflow                  # at the server: where its numbers go besides the run folder, as medfl run --track
 
 `bundle` and `folder` are needed; paths are meant from the folder of the file. Of a run the site takes numbers and names
@@ -28,7 +29,7 @@ from typing import Any
 import yaml
 from jsonschema import Draft202012Validator
 
-from medfl import methods
+from medfl import methods, run_text
 from medfl.bundle import Bundle
 from medfl.configuration import shipped_folders
 from medfl.errors import InputError
@@ -46,6 +47,7 @@ from medfl.settings import Run
 
 FILE = "medfl.yaml"
 _BYTES = 100_000
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ ,:=.+-]{0,200}", re.ASCII)
 
 
@@ -62,6 +64,7 @@ class OwnSite:
         device: where it trains.
         audit: file of its audit log; "" for none.
         threads: most that a run may ask for.
+        classes: further class paths that a job may name, besides medfl's own.
         track: at the server, where its numbers go besides the run folder; "" for nowhere.
     """
 
@@ -73,6 +76,7 @@ class OwnSite:
     device: str = "cpu"
     audit: str = ""
     threads: int = 8
+    classes: tuple[str, ...] = ()
     track: str = ""
 
     @classmethod
@@ -94,11 +98,14 @@ class OwnSite:
         if not isinstance(given, dict) or not {"bundle", "folder"} <= given.keys() <= set(known):
             raise InputError(f"{path}", f"the keys bundle and folder, and of {', '.join(known)} as you like", advice)
         for name, value in given.items():
-            kind: type = {"permits": list, "threads": int}.get(name, str)
+            kind: type = {"permits": list, "classes": list, "threads": int}.get(name, str)
             wrong = not isinstance(value, kind) or isinstance(value, bool)
-            if wrong or (name == "permits" and not all(isinstance(word, str) for word in given[name])):
+            if wrong or (kind is list and not all(isinstance(word, str) for word in given[name])):
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
-        given = {**given, **({"permits": tuple(given["permits"])} if "permits" in given else {})}
+        for one in given.get("classes", ()):
+            if not _CLASS.fullmatch(one):
+                raise InputError(f"{path}: classes: {shown(one)}", "whole class paths, as package.module.Class", advice)
+        given |= {name: tuple(given[name]) for name in ("permits", "classes") if name in given}
         here = path.parent
         places = {name: str(here / given[name]) for name in ("folder", "data", "policy", "audit") if given.get(name)}
         if given["bundle"] not in shipped_folders():
@@ -178,7 +185,9 @@ def taken(run: Run, name: str, own: OwnSite) -> Run:
     """
 
     def refuse(given: str, allowed: str) -> InputError:
-        return InputError(f"site {name!r} refuses the run: {given}", allowed, "ask its administrator")
+        error = InputError(f"site {name!r} refuses the run: {given}", allowed, "ask its administrator")
+        error.tellable = True
+        return error
 
     document = json.loads(json.dumps(run.to_dict()))
     error = next(iter(sorted(Draft202012Validator(_SCHEMA).iter_errors(document), key=str)), None)
@@ -213,11 +222,17 @@ def _check_config(run: Run, protocol: Mapping[str, Any], own: OwnSite, refuse: A
             raise refuse(f"config {shown(key)}={shown(value, 60)}", permitted)
 
 
-def open_site(offered: Run, name: str, own: OwnSite) -> Federation:
+def open_site(offered: Run, name: str, own: OwnSite, carried: Path | None = None) -> Federation:
     """Return the federation as a site sees it: all images of its folder are its own, the others are names.
 
+    Args:
+        offered: as it came with the job.
+        name: the site.
+        own: what the site has said about itself.
+        carried: folder of the job's configuration, which may have the run's text embeddings.
+
     Raises:
-        InputError: the bundle or the run is refused, or the images are not of the kind that the run says.
+        InputError: the bundle or the run is refused, or images or text embeddings are not those that the run says.
     """
     own.checked_policy()
     run = taken(offered, name, own)
@@ -232,13 +247,19 @@ def open_site(offered: Run, name: str, own: OwnSite) -> Federation:
     items = {section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS}
     sites = {site: items if site == name else {} for site in run.partition.sites}
     run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=str(opened.bundle.root))
+    run_text.restore(opened.bundle, run, method, carried)
     federation = Federation(opened.bundle, method, run)
     federation.hold()
     return federation
 
 
-def open_server(offered: Run, own: OwnSite) -> Federation:
+def open_server(offered: Run, own: OwnSite, carried: Path | None = None) -> Federation:
     """Return the federation as a server without the sites' images sees it, with images of its own if there are any.
+
+    Args:
+        offered: as it came with the job.
+        own: what the server has said about itself.
+        carried: as for `open_site`.
 
     Raises:
         InputError: the server has another bundle, or the method needs what sites cannot be asked for.
@@ -254,6 +275,7 @@ def open_server(offered: Run, own: OwnSite) -> Federation:
         )
     if own.data:
         bundle = with_data(own.bundle, own.data, offered.config, offered.device).bundle
+    run_text.restore(bundle, offered, method, carried)
     return names_only(bundle, method, offered, bool(own.data))
 
 

@@ -2,7 +2,7 @@
 
 FLARE makes them by their class paths, which a site lists in the `class_allow_list` of its resources: `ALLOWED` where
 sites have images of their own, `SIMULATED` where one machine plays all sites. medfl is installed at every site: a job
-of ours carries the run's record (`config/run.json`) and no code.
+of ours carries the run's record (`config/run.json`), its text embeddings (`config/text.json`) and no code.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import queue
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
-from medfl.errors import InputError, MedflError
+from medfl import run_text
+from medfl.errors import InputError, MedflError, about_what_came
 from medfl.flare import tensors as flare_tensors
 from medfl.flare.files import failed, participants, read_run
 from medfl.flare.own import FILE, OwnSite, open_server, open_site, taken, unlimited
@@ -196,7 +198,7 @@ class MedflController(_Controller):
         run = read_run(self.get_app_dir())
         os.chdir(self.start)
         torch.set_num_threads(run.threads)
-        made = repeat(run, say=say)
+        made = repeat(run, say=say, folder=path)
         made = replace(made, run=replace(made.run, rounds=run.rounds))
         public = made.public.prepare(say=say) if made.public else None
         federation = Federation(made.bundle, made.method, made.run, public=public)
@@ -218,7 +220,7 @@ class RemoteController(_Controller):
         self.resume = resume
 
     def _place(self) -> Path:
-        self._run = read_run(self.get_app_dir())
+        self._run, self._carried = read_run(self.get_app_dir()), Path(self.get_app_dir()) / "config"
         self._own = OwnSite.read(Path(self.engine.get_workspace().get_site_config_dir()) / FILE)
         path = Path(self._own.folder) / f"{self._run.bundle}-{self._run.method}-{unlimited(self._run).run_hash[:16]}"
         there = (path / "run.json").is_file()
@@ -229,12 +231,13 @@ class RemoteController(_Controller):
         return path
 
     def _execute(self, path: Path, say: Say) -> None:
-        federation = open_server(self._run, self._own)
+        federation = open_server(self._run, self._own, self._carried)
         run, bundle = federation.run, federation.bundle
         torch.set_num_threads(run.threads)
         folder = ToldFolder(path)
         about = {"medfl": run.versions.get("medfl", ""), "task": bundle.task, "classes": list(bundle.classes)}
         about |= {"key_metric": bundle.key_metric, "command": "a FLARE job", "runtime": "flare"}
+        run_text.keep(bundle, run, federation.method, path)
         folder.write_run(run, about)
         say(f"run folder: {path}")
         self._simulate(federation, folder, say, False, **_tracked(self._own.track))
@@ -248,6 +251,7 @@ class _Executor(Executor):  # type: ignore[misc]
         """Begin with nothing prepared."""
         super().__init__()
         self._site: FlareSite | None = None
+        self._carried: Path | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Let FLARE take tensors apart, and let go of everything at the end."""
@@ -261,18 +265,24 @@ class _Executor(Executor):  # type: ignore[misc]
         try:
             if self._site is None:
                 workspace = fl_ctx.get_engine().get_workspace()
-                run = read_run(workspace.get_app_dir(fl_ctx.get_job_id()))
+                app = workspace.get_app_dir(fl_ctx.get_job_id())
+                run, self._carried = read_run(app), Path(app) / "config"
                 self._site = self._opened(run, str(fl_ctx.get_identity_name()), workspace)
                 torch.set_num_threads(run.threads)
-            question = from_model(FLModelUtils.from_shareable(shareable), "the server")
+            with about_what_came():
+                question = from_model(FLModelUtils.from_shareable(shareable), "the server")
             answer = self._site.answer(task_name, question, lambda: bool(abort_signal.triggered))
         except Exception as error:  # FLARE fails the whole job for what is raised here
-            answer = wire.failure(error if isinstance(error, MedflError) else f"{type(error).__name__}: {error}")
+            answer = self._failed(error, str(fl_ctx.get_identity_name()))
         return FLModelUtils.to_shareable(to_model(answer))
 
     @abstractmethod
     def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
         """Return the site that FLARE calls so."""
+
+    def _failed(self, error: Exception, called: str) -> Parcel:
+        """Return what the server is told of an error outside of the site's own answers."""
+        return wire.failure(error if isinstance(error, MedflError) else f"{type(error).__name__}: {error}")
 
 
 class MedflExecutor(_Executor):
@@ -293,7 +303,8 @@ class MedflExecutor(_Executor):
         from medfl.runtimes.monai_fl import MedflClientAlgo
 
         os.chdir(self.start)
-        made, folder = repeat(run), Path(self.folder)
+        folder = Path(self.folder)
+        made = repeat(run, folder=folder)
         names = {there: name for name, there in wire.wire_names(participants(run)).items()}
         if called not in names:
             raise InputError(f"site {called!r}", f"sites are {', '.join(names)}", "use these names")
@@ -311,18 +322,35 @@ class MedflExecutor(_Executor):
 class RemoteExecutor(_Executor):
     """A site with images of its own; all but the run's numbers and names is in `local/medfl.yaml`."""
 
+    def __init__(self) -> None:
+        """Begin with nothing prepared."""
+        super().__init__()
+        self._own: OwnSite | None = None
+
     def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
         from medfl.runtimes.flare_site import FlareSite
         from medfl.runtimes.monai_fl import MedflClientAlgo
 
-        own = OwnSite.read(Path(workspace.get_site_config_dir()) / FILE)
+        self._own = own = OwnSite.read(Path(workspace.get_site_config_dir()) / FILE)
         policy = own.checked_policy()
         algo = MedflClientAlgo(
-            lambda: open_site(run, called, own), called,
-            folder=own.folder, outbound=policy.outbound, audit=own.audit or None,
+            lambda: open_site(run, called, own, self._carried), called,
+            folder=own.folder, outbound=policy.outbound, audit=own.audit or None, say=self._say,
         )  # fmt: skip
         taken(run, called, own)
         return FlareSite(algo, called)
+
+    def _say(self, text: str) -> None:
+        self.logger.info(text)  # FLARE's log at the site; `self.log_info` would make an event of it
+
+    def _failed(self, error: Exception, called: str) -> Parcel:
+        from medfl.runtimes.flare_site import masked
+        from medfl.runtimes.guard import Doing, Guard
+
+        if self._own is not None and self._own.audit:
+            with suppress(MedflError):  # said in the log of the process anyway
+                Guard(None, self._own.audit, None, str, called).refused(Doing("open", 0), error)
+        return masked(called, error)
 
 
 def _read(result: Shareable, site: str) -> Parcel:

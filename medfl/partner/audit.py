@@ -7,7 +7,7 @@ one says `after_torn`.
 
     {"time", "site", "round", "direction": "came" | "left" | "refused", "kind": "train" | "evaluate" | "introduce" |
      "statistics" | ..., "sha256", "bytes", "tensors", "groups": {name: {"tensors", "numbers", "names", "norm"}},
-     "numbers": {name: value}, "reason", "privacy", "before"}
+     "numbers": {name: value}, "reason", "failure", "privacy", "before"}
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,9 +33,12 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], object]
 
+_NOTED = re.compile(r"[0-9a-fA-F]{8,64}", re.ASCII)
 _BLOCK = 1 << 16
-_LINE_BYTES = 1 << 20
+_LINE_BYTES = 1 << 20  # that a reader takes
+_MOST_BYTES = 1 << 18  # that are written
 _NAMES = 3
+_MOST_GROUPS, _MOST_NUMBERS, _NAME_LENGTH, _TEXT_LENGTH = 64, 256, 200, 4000
 
 
 class Audit:
@@ -68,8 +72,7 @@ class Audit:
             before, torn = _tail(handle)
             line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "site": self.site, **entry}
             line |= {"after_torn": True} if torn else {}
-            line |= {"before": before}
-            data = (b"\n" if torn else b"") + json.dumps(line, default=str).encode() + b"\n"
+            data = (b"\n" if torn else b"") + _encoded({**line, "before": before})
             written = os.write(handle, data)
             os.fsync(handle)
             if written != len(data):
@@ -96,27 +99,48 @@ class Audit:
             ) from error
 
 
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    """Return a line; of one that is too long what identifies its message stays."""
+    cut = {key: value[:_TEXT_LENGTH] if isinstance(value, str) else value for key, value in line.items()}
+    data = json.dumps(cut, default=str).encode() + b"\n"
+    if len(data) > _MOST_BYTES:
+        cut = {key: value for key, value in cut.items() if value is None or isinstance(value, str | int | float)}
+        data = json.dumps({**cut, "cut": len(data)}).encode() + b"\n"
+    return data
+
+
 def described(message: Message, *, norms: bool = False) -> dict[str, Any]:
-    """Describe a message as it is encoded; with `norms` also how large each group is, in the L2 norm."""
+    """Describe a message as it is encoded; with `norms` also how large each group is, in the L2 norm.
+
+    Who sends it chooses its names: of many groups and numbers the first are described, and all are counted.
+    """
     encoded = message.encode()
     groups = {}
-    for group, named in sorted(message.tensors.items()):
+    for group, named in sorted(message.tensors.items())[:_MOST_GROUPS]:
         about: dict[str, Any] = {
             "tensors": len(named),
             "numbers": sum(tensor.numel() for tensor in named.values()),
-            "names": _names(sorted(named)),
+            "names": _names([shown(name, _NAME_LENGTH) for name in sorted(named)]),
         }
         if norms:
             square = sum(float(tensor.double().square().sum()) for tensor in named.values())
             about["norm"] = float(f"{square**0.5:.6g}")
-        groups[group] = about
-    return {
+        groups[shown(group, _NAME_LENGTH)] = about
+    about = {
         "sha256": hashlib.sha256(encoded).hexdigest(),
         "bytes": len(encoded),
-        "tensors": sum(about["tensors"] for about in groups.values()),
+        "tensors": sum(len(named) for named in message.tensors.values()),
         "groups": groups,
-        "numbers": dict(sorted(message.scalars.items())),
+        "numbers": numbers(message.scalars),
     }
+    counts = {"all_groups": len(message.tensors), "all_numbers": len(message.scalars)}
+    limits = {"all_groups": _MOST_GROUPS, "all_numbers": _MOST_NUMBERS}
+    return about | {name: count for name, count in counts.items() if count > limits[name]}
+
+
+def numbers(named: Mapping[str, float]) -> dict[str, float]:
+    """Return the first of some numbers, by names of limited length."""
+    return {shown(name, _NAME_LENGTH): value for name, value in sorted(named.items())[:_MOST_NUMBERS]}
 
 
 def document(content: Any) -> dict[str, Any]:
@@ -202,8 +226,10 @@ def verified(path: Path, noted: str | None = None) -> Verified:
         noted: sha256 of a line, or its first digits, as noted earlier; it must still be there.
 
     Raises:
-        InputError: the file cannot be read.
+        InputError: the file cannot be read, or nothing that identifies a line was noted.
     """
+    if noted is not None and not _NOTED.fullmatch(noted):
+        raise InputError(f"--noted {shown(noted)!r}", "8 to 64 hexadecimal digits of a line's sha256", "correct it")
     entries: list[Mapping[str, Any]] = []
     problems: list[str] = []
     notes: list[str] = []
@@ -231,7 +257,7 @@ def verified(path: Path, noted: str | None = None) -> Verified:
         raise InputError(
             f"audit log {shown(path)} ({error.strerror or error})", "a file that can be read", "check the path"
         ) from error
-    if noted and not any(found.startswith(noted.lower()) for found in hashes):
+    if noted is not None and not any(found.startswith(noted.lower()) for found in hashes):
         problems.append(f"no line has the sha256 {shown(noted)}: lines are missing at the end")
     return Verified(path, tuple(entries), tuple(problems), tuple(notes), hashes[-1] if hashes else "")
 

@@ -231,6 +231,7 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
     from medfl.opening import with_data
     from medfl.partner.policy import Policy
     from medfl.partner.statistics import Asked, bins_of, encoded, gather, text
+    from medfl.runtimes.data_stats import OWN_BINS
 
     policy = Policy.read(options.policy) if options.policy is not None else Policy()
     accepted(options.bundle, policy)
@@ -241,7 +242,7 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
         raise InputError(f"--noise {options.noise:g}", "epsilon, above 0 and below 100", "correct it")
     least = max(given, policy.outbound.min_count)
     opened = with_data(options.bundle, options.data, _config(options.config), "cpu")
-    bins = bins_of(opened.bundle, 32 if options.bins is None else options.bins, options.range)
+    bins = bins_of(opened.bundle, OWN_BINS if options.bins is None else options.bins, options.range)
     asked = Asked(bins, least, options.noise)
     document = gather(opened.bundle, opened.folder, asked, progress=sys.stderr.isatty())
     lines = text(document, terminal.width())

@@ -141,6 +141,10 @@ LEAVES = (
     "tensors and numbers that the method sends: the network's weights and, with some methods, class counts, class "
     "means or answers to public images (medfl methods NAME)",
     "their names and sizes are known once the network is built; a run prints how many leave and how many stay",
+    "with each reply the numbers of training images and of steps, whether a State was kept, and the mean training "
+    "loss, which the policy may keep back (told/train_loss)",
+    "where the server asks for scores, metrics of a section's items and how many these are "
+    "(metrics/validate/accuracy, metrics/validate/cases)",
     "no image, file name, path, text or expression",
 )
 """What leaves a site, as far as it can be said without running anything."""

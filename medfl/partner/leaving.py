@@ -4,9 +4,10 @@ Clipping and noise act on the change d = w_k - v of the weights that leave, v as
 
     d <- d min(1, C / |d|) + n,  n ~ N(0, sigma^2) in each number;  w_k = v + d is what leaves  (1)
 
-They are computed in float64 and rounded to the weights' type afterwards. With noise, counters (whole numbers) leave as
-they came, and running variances are kept at 0 or above: both need no look at the images. The noise is made of bytes of
-the operating system's own entropy, not of a seed, so that nobody can compute it, the server with the run's seed least.
+With error feedback (`compression`, topk) d has in it what earlier rounds left unsent. They are computed in float64 and
+rounded to the weights' type afterwards. With noise, counters (whole numbers) leave as they came, and running variances
+are kept at 0 or above: both need no look at the images. The noise is made of bytes of the operating system's own
+entropy, not of a seed, so that nobody can compute it, the server with the run's seed least.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from medfl.errors import RunError
 from medfl.message import Message, Weights
 from medfl.partner.outbound import Outbound
-from medfl.partner.privacy import Account
+from medfl.partner.privacy import Account, Overspent
 
 Entropy = Callable[[int], bytes]
 """Number of bytes -> so many random ones."""
@@ -58,15 +59,13 @@ class Gate:
         Raises:
             RunError: it is not.
         """
+        self.account.refresh()
         budget = self.rules.epsilon
         if budget is None:
             return
         after = self.account.epsilon(self.rules.multiplier)
         if after > budget:
-            raise self._refusal(
-                f"the budget is epsilon {budget:g} at delta {self.rules.delta:g}; "
-                f"another reply would make it {after:.3g} ({self.account.words()})"
-            )
+            raise self._overspent(after)
 
     def reply(self, message: Message, received: Message, samples: int) -> Message:
         """Return a reply as it may leave, before it is made smaller.
@@ -125,10 +124,17 @@ class Gate:
             self.account.add(self._covered(keys))
 
     def spend(self, message: Message, samples: int) -> None:
-        """Put a reply that is about to leave on the account."""
+        """Put a reply that is about to leave on the account.
+
+        Raises:
+            RunError: it is beyond the budget, as another job on the same images has spent what was left.
+        """
         formal = self.rules.formal
         uncovered = Counter(_without_noise(message, samples)) if formal else {}
-        self.account.spend(self.rules.multiplier if formal else None, uncovered)
+        try:
+            self.account.spend(self.rules.multiplier if formal else None, uncovered, self.rules.epsilon)
+        except Overspent as error:
+            raise self._overspent(error.after) from error
 
     def told(self, numbers: Mapping[str, Any], optional: str) -> dict[str, Any]:
         """Return the numbers beside a reply; an optional one stays if keys do not name it, and wherever noise is."""
@@ -176,6 +182,12 @@ class Gate:
         if noise is not None:
             made |= {name: base[name].clone() for name in made.keys() - changes.keys()}
         return made
+
+    def _overspent(self, after: float) -> RunError:
+        return self._refusal(
+            f"the budget is epsilon {self.rules.epsilon:g} at delta {self.rules.delta:g}; "
+            f"another reply would make it {after:.3g} ({self.account.words()})"
+        )
 
     def _refusal(self, why: str) -> RunError:
         return RunError(f"site {self.site!r}: its outbound policy refuses: {why}")

@@ -10,8 +10,10 @@
       min_count: 10                      # of statistics, counts below it are not told
 
 Every key may be left out; without any of them nothing changes. Names that leave: `weights/...` and other groups of a
-reply, `scalars/...`, `metrics/...` of an evaluation, `data_stats`, and `told/train_loss`, which is left out rather than
-refused. How it is done: `medfl.partner.leaving`.
+reply, `scalars/...`, `metrics/...` of an evaluation (over FLARE with the number of a section's items, as
+`metrics/validate/cases`), `data_stats`, and `told/train_loss`, which is left out rather than refused. The number of
+steps and of training images, and whether the site kept a State, come with every reply. How it is done:
+`medfl.partner.leaving`.
 """
 
 from __future__ import annotations

@@ -4,14 +4,21 @@ A reply is the Gaussian mechanism: a change of the weights whose norm is at most
 sigma in each number. For all training images of the site replaced by as many others, the change moves by at most 2 C;
 so the noise multiplier is z = sigma / 2 C. Replies are composed by the Renyi accountant (Mironov, 2017) of the library
 dp_accounting. Each reply counts, a repeated round too, for its noise is drawn anew.
+
+The account is of the images and not of a job: all jobs on one data folder share one file (`account_file`), which is
+read anew, checked and written under a lock, so that two of them at the same time cannot spend what is left twice.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,9 +55,28 @@ def epsilon_of(replies: Mapping[float, int], delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
+class Overspent(Exception):
+    """A budget would be exceeded; nothing was spent.
+
+    Attributes:
+        after: epsilon as it would be.
+    """
+
+    def __init__(self, after: float) -> None:
+        """Take epsilon as it would be."""
+        super().__init__(f"epsilon would be {after:g}")
+        self.after = after
+
+
+def account_file(folder: Path, data: str) -> Path:
+    """Return where the account of a data folder is, below the folder of a site's States: by its path without links."""
+    key = hashlib.sha256(os.fsencode(Path(data).expanduser().resolve())).hexdigest()[:16]
+    return folder / f"data-{key}.privacy.json"
+
+
 @dataclass
 class Account:
-    """What a site has told so far; kept in a file, it lasts over restarts and over runs on the same images.
+    """What a site has told so far; kept in a file, it lasts over restarts and over all runs on the same images.
 
     Attributes:
         path: the file; None: in memory.
@@ -73,15 +99,36 @@ class Account:
         Raises:
             RunError: the file is damaged; nothing may leave before somebody has looked.
         """
-        if path is None or not path.is_file():
-            return cls(path, delta)
-        try:
-            known = json.loads(path.read_text())
-            noised = Counter({float(item["multiplier"]): int(item["replies"]) for item in known["noised"]})
-            uncovered = Counter({str(name): int(times) for name, times in known["uncovered"].items()})
-            return cls(path, delta, noised, int(known["plain"]), uncovered)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"the privacy account {path} cannot be read ({error}); restore it from a copy") from error
+        made = cls(path, delta)
+        made.refresh()
+        return made
+
+    def refresh(self) -> None:
+        """Read the file again: other jobs on the same images spend too.
+
+        Raises:
+            RunError: as `open`.
+        """
+        if self.path is None or not self.path.is_file():
+            return
+        self.noised, self.plain, self.uncovered = _read(self.path)
+
+    def take_in(self, other: Path) -> None:
+        """Add what stands in the account of a site, as earlier versions kept it, and put that file aside.
+
+        Raises:
+            RunError: as `open`.
+        """
+        if self.path is None or not other.is_file():
+            return
+        with self._held():
+            if other.is_file():
+                noised, plain, uncovered = _read(other)
+                self.noised.update(noised)
+                self.uncovered.update(uncovered)
+                self.plain += plain
+                self._write()
+                other.rename(other.with_name(f"{other.name}.taken"))
 
     @property
     def replies(self) -> int:
@@ -94,27 +141,58 @@ class Account:
             return math.inf
         return epsilon_of(self.noised + Counter({} if more is None else {more: 1}), self.delta)
 
-    def spend(self, multiplier: float | None, uncovered: Mapping[str, int] | None = None) -> None:
+    def spend(
+        self, multiplier: float | None, uncovered: Mapping[str, int] | None = None, budget: float | None = None
+    ) -> None:
         """Write down a reply before it leaves.
 
         Args:
             multiplier: of its noise; None: it was not clipped, or without noise.
             uncovered: names of what leaves with it, without noise.
+            budget: the most that epsilon may be afterwards.
 
         Raises:
+            Overspent: it would be more.
             RunError: it cannot be written.
         """
-        if multiplier is None:
-            self.plain += 1
-        else:
-            self.noised[multiplier] += 1
-        self.add(uncovered or {})
+        with self._held():
+            if budget is not None:
+                after = math.inf if multiplier is None or uncovered else self.epsilon(multiplier)
+                if after > budget:
+                    raise Overspent(after)
+            if multiplier is None:
+                self.plain += 1
+            else:
+                self.noised[multiplier] += 1
+            self.uncovered.update(uncovered or {})
+            self._write()
 
     def add(self, uncovered: Mapping[str, int]) -> None:
         """Write down what leaves without noise and without a reply: an introduction, an evaluation, statistics."""
-        self.uncovered.update(uncovered)
-        if self.path is not None:
+        with self._held():
+            self.uncovered.update(uncovered)
+            self._write()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Be the only one who changes the file, with what is in it now."""
+        if self.path is None:
+            yield
+            return
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RunError(f"the privacy account {self.path} cannot be locked ({error.strerror})") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.refresh()
+            yield
+        finally:
+            os.close(lock)
+
+    def _write(self) -> None:
+        if self.path is not None:
             write_atomic(self.path, (json.dumps(self.as_dict(), indent=1) + "\n").encode())
 
     def words(self) -> str:
@@ -144,3 +222,13 @@ class Account:
             "plain": self.plain,
             "uncovered": dict(sorted(self.uncovered.items())),
         }
+
+
+def _read(path: Path) -> tuple[Counter[float], int, Counter[str]]:
+    try:
+        known = json.loads(path.read_text())
+        noised = Counter({float(item["multiplier"]): int(item["replies"]) for item in known["noised"]})
+        uncovered = Counter({str(name): int(times) for name, times in known["uncovered"].items()})
+        return noised, int(known["plain"]), uncovered
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"the privacy account {path} cannot be read ({error}); restore it from a copy") from error

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from medfl.bundle import Bundle
-from medfl.datasets.reading import UNREADABLE, archive, split_uri
+from medfl.datasets.reading import UNREADABLE, archive, orientation, split_uri
 from medfl.errors import MedflError
 from medfl.preparing import Samples
 from medfl.sections import SECTIONS
@@ -123,4 +123,4 @@ def _picture(uri: str) -> tuple[int, ...]:
         return ()
     source: Any = io.BytesIO(archive(path).read(part)) if part else path
     with Image.open(source) as image:
-        return image.height, image.width
+        return (image.height, image.width) if orientation(image) < 5 else (image.width, image.height)

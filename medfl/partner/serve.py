@@ -1,8 +1,8 @@
 """`medfl site serve`: join a FLARE federation with the startup kit that its operator sent.
 
-Before FLARE's client starts, the bundle is inspected by the site's policy, the kit is told what it may make
-(`class_allow_list`: medfl's two classes for sites with images of their own, beside FLARE's), and what the site says of
-itself is written into the kit (`local/medfl.yaml`, see `medfl.flare.own`). The server's operator uses it as well.
+Before FLARE's client starts, the bundle is inspected by the site's policy, the kit is told what a job may do there
+(`medfl.flare.kit`: make medfl's two classes for sites with images of their own, and bring no code), and what the site
+says of itself is written into the kit (`local/medfl.yaml`, see `medfl.flare.own`). The server's operator uses it too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _serve(options: Any, show: Callable[..., int]) -> int:
 
 
 def prepare(kit: Path, kind: str) -> dict[str, Any]:
-    """Check what a kit's site says of itself, and let FLARE make medfl's classes there.
+    """Check what a kit's site says of itself, and let jobs make medfl's classes there and do nothing else.
 
     Args:
         kit: the startup kit.
@@ -82,10 +82,11 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
         What would run.
 
     Raises:
-        InputError: there is no `local/medfl.yaml`, it is wrong, or the bundle is refused.
+        InputError: there is no `local/medfl.yaml`, it is wrong, the kit grants more than it may, or the bundle is
+            refused.
     """
     from medfl.bundle import Bundle
-    from medfl.flare.files import allow
+    from medfl.flare.kit import secure
     from medfl.flare.own import FILE, OwnSite
     from medfl.flare.parts import ALLOWED, SIMULATED
 
@@ -96,12 +97,14 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
     for path in (own.folder, own.audit and str(Path(own.audit).parent)):
         if path:
             Path(path).mkdir(parents=True, exist_ok=True)
-    allow(kit / "local" / "resources.json", ALLOWED, never=SIMULATED)
+    classes = [*ALLOWED, *(name for name in own.classes if name not in (*ALLOWED, *SIMULATED))]
+    secure(kit, kind, classes)
     bundle = Bundle(own.bundle)
     return {
         "kit": str(kit), "as": kind, "bundle": bundle.name, "bundle_sha256": bundle.sha256, "data": own.data,
         "folder": own.folder, "policy": own.policy or "none: nothing extra, nothing pinned",
-        "a run may set": ", ".join(own.permits) or "nothing of the bundle", "may be made": ", ".join(ALLOWED),
+        "a run may set": ", ".join(own.permits) or "nothing of the bundle", "may be made": ", ".join(classes),
+        "jobs may bring": "no code, and nobody gets a shell or logs" if kind == "site" else "no code",
     }  # fmt: skip
 
 

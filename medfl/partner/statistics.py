@@ -1,10 +1,14 @@
 """A site's own statistics, as far as they may leave: counts, and of each channel mean, deviation and histogram.
 
-Everything is a table of images, each in one cell, so that two rules do for all: counts below a least one are not told
-(`suppression.told_counts`), and with noise each count is the true one plus a random whole number
-(`suppression.noised`). An intensity histogram tells, for each bin, the mean share of an image's pixels in it; a
-bin to which fewer images than the least count add is not told. With noise, mean and deviation are those of the noisy
-histogram, and what is not covered is left out.
+Everything is a table of images, each in one cell (`not recorded`, where nothing is known of it), so that two rules do
+for all: counts below a least one are not told (`suppression.told_counts`), and with noise each count is the true one
+plus a random whole number (`suppression.noised`). An intensity histogram tells, for each bin, the mean share of an
+image's pixels in it; a bin to which fewer images than the least count add is not told.
+
+With noise nothing may depend on the data but through the noise. So which tables there are, and their cells, is known
+beforehand (`_fixed`), empty cells have noise as well, and what has no such cells, as the names of centres, is left out;
+mean and deviation are those of the noisy histogram. An image is in each table of its section once: epsilon of all that
+is told is the sum over them.
 """
 
 from __future__ import annotations
@@ -25,12 +29,13 @@ from medfl import case_metadata, terminal
 from medfl.bundle import Bundle
 from medfl.errors import InputError
 from medfl.partner.scanning import Seen, scan, sections
-from medfl.partner.suppression import Entropy, geometric, noised, told_counts
+from medfl.partner.suppression import Entropy, geometric, hidden_bins, noised, told_counts
 from medfl.partner.untrusted import shown
-from medfl.runtimes.data_stats import Bins, Sums, sums
+from medfl.runtimes.data_stats import Bins, Sums, sums, value_range
 
 FORM = "medfl site statistics 1"
-HIDDEN, OTHERS = "not told", "others"
+HIDDEN, OTHERS, UNRECORDED = "not told", "others", "not recorded"
+_SEXES = {"f": "female", "female": "female", "m": "male", "male": "male", case_metadata.UNKNOWN: UNRECORDED}
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _SPACINGS = (0.5, 1, 1.5, 2.5, 5)
 _UNIT = 1000  # of an image's share in a histogram
@@ -59,9 +64,7 @@ def bins_of(bundle: Bundle, number: int, given: str | None) -> Bins:
     Raises:
         InputError: the range is none, or there is none.
     """
-    inputs = bundle.metadata.get("network_data_format", {}).get("inputs", {})
-    known = next((about.get("value_range") for about in inputs.values() if isinstance(about, Mapping)), None)
-    ends: Any = given.split(",") if given else known
+    ends: Any = given.split(",") if given else value_range(bundle.metadata)
     if not ends:
         raise InputError(f"bundle {bundle.name!r} without a value_range", "--range LOW,HIGH", "add it, as --range 0,1")
     if number > 1000:
@@ -150,9 +153,35 @@ class _Counts:
             images = max(0, int(noised({"all": self._images}, asked.epsilon, asked.entropy)["all"]))
         if images is None or images < asked.least:
             return {"images": None, "tables": {}, "intensity": None}
-        tables = {name: _told(counts, asked) for name, counts in self._closed.items()}
-        tables |= {name: _merged(_told(counts, asked)) for name, counts in self._open.items()}
+        if asked.epsilon is not None:
+            tables = {name: _told(counts, asked) for name, counts in self._fixed().items()}
+        else:
+            tables = {name: _told(self._whole(counts), asked) for name, counts in self._closed.items()}
+            tables |= {name: _merged(_told(self._whole(counts), asked)) for name, counts in self._open.items()}
         return {"images": images, "tables": tables, "intensity": self._intensity(asked, images)}
+
+    def _whole(self, counts: Mapping[str, int]) -> Counter[str]:
+        """Return a table with all images: how many are not recorded would follow from the others."""
+        rest = self._images - sum(counts.values())
+        return Counter({**counts, **({UNRECORDED: rest} if rest else {})})
+
+    def _fixed(self) -> dict[str, Counter[str]]:
+        """Return the tables whose cells are known before any image is seen, each with all images."""
+        found: dict[str, Counter[str]] = {}
+        if self._bundle.task == "classification":
+            found["class"] = self._closed["class"]
+        for name in self._bundle.structures:
+            if name != "background":
+                cells = self._closed.get(f"structure {name}", Counter())
+                found[f"structure {name}"] = _over(("present", "absent"), cells)
+        for name, domain in _DOMAINS.items():
+            found[name] = _over(domain, self._open.get(name, Counter()), _SEXES if name == "sex" else {})
+        return {name: self._completed(cells) for name, cells in found.items()}
+
+    def _completed(self, cells: Counter[str]) -> Counter[str]:
+        if UNRECORDED in cells:
+            cells[UNRECORDED] += self._images - cells.total()
+        return cells
 
     def _intensity(self, asked: Asked, images: int) -> dict[str, Any] | None:
         if self._sums is None:
@@ -161,14 +190,12 @@ class _Counts:
         for channel, thousandths in enumerate(found.shares):
             mean, deviation = found.mean[channel], found.deviation[channel]
             shares = thousandths / _UNIT / images
-            hidden = [int(count) < asked.least for count in found.images[channel]]
+            hidden = hidden_bins(found.images[channel].tolist(), asked.least)
             if asked.epsilon is not None:
                 noise = geometric(len(shares), asked.epsilon / _UNIT, asked.entropy)
                 shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
                 mean, deviation = _moments(shares, asked.bins)
                 hidden = [False] * len(shares)
-            elif sum(hidden) == 1:  # one alone would follow from the others
-                hidden[min((i for i, hide in enumerate(hidden) if not hide), key=lambda i: shares[i], default=0)] = True
             channels.append(
                 {
                     "mean": _rounded(mean),
@@ -177,6 +204,15 @@ class _Counts:
                 }
             )
         return {"low": asked.bins.low, "high": asked.bins.high, "channels": channels}
+
+
+def _over(domain: Sequence[str], cells: Mapping[str, int], names: Mapping[str, str] | None = None) -> Counter[str]:
+    """Return a table over cells that are known beforehand; what is in no other is in the last, `not recorded`."""
+    made = Counter(dict.fromkeys((*domain, UNRECORDED), 0))
+    for name, count in cells.items():
+        known = (names or {}).get(name, name)
+        made[known if known in made else "other" if "other" in made else UNRECORDED] += count
+    return made
 
 
 def _told(counts: Mapping[str, int], asked: Asked) -> dict[str, int | None]:
@@ -217,6 +253,15 @@ def _band(value: float, ends: Sequence[float], unit: str) -> str:
 
 
 _ORDER = {band: i for ends, unit in ((_SIDES, "px"), (_SPACINGS, "mm")) for i, band in enumerate(_bands(ends, unit))}
+
+
+_DOMAINS: Mapping[str, Sequence[str]] = {
+    "age": case_metadata.BANDS,
+    "sex": ("female", "male", "other"),
+    "longest side": _bands(_SIDES, "px"),
+    "widest spacing": _bands(_SPACINGS, "mm"),
+}
+"""Cells of what the data say of an image, with noise."""
 
 
 def _tables(told: Mapping[str, Any]) -> int:
@@ -267,9 +312,10 @@ def covered(document: Mapping[str, Any]) -> list[str]:
         return [*said, "No noise: somebody who knows all images but one may learn about that one."]
     together = document["epsilon_of_one_image"]
     return [
-        f"Each count and histogram has noise with epsilon {epsilon:g} for one image that is there or not; an image is "
-        f"in several of them, together epsilon {together:g}.",
-        "The noise does not cover a patient with several images, nor the names of centres; another call adds to it.",
+        f"Each count, of empty cells too, and each histogram has noise with epsilon {epsilon:g} for one image that is "
+        f"there or not; an image is in several of them, together epsilon {together:g}.",
+        "Not told with noise: centres, and whatever else has cells whose names come from the data.",
+        "The noise does not cover a patient with several images; another call adds to it.",
         *said,
     ]
 

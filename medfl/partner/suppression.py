@@ -1,8 +1,13 @@
 """Counts that may be told: none below a least count, none that follows from the others, or with noise.
 
 Suppression (cell suppression with secondary cells; Willenborg and de Waal, Elements of Statistical Disclosure Control,
-2001): a cell below K is not told. As its table's total is known, further cells, the smallest first, are not told
-either, until nothing follows from the total but that the first ones are below K.
+2001): a cell below K is not told. As its table's total is known, further cells are not told either. Which ones depends
+on nothing but the cells' names and on sums that are known anyway, and so who knows all that is told, and this rule,
+still holds every value below K possible for each cell that is below K: from 0, or where cells are known not to be empty
+from 1. With m cells below K, of sum s:
+
+    K - 1 + m - 1 <= s <= (m - 1) (K - 1): no others; else by name, until the hidden ones have m (K - 1) + 1 more than
+    K for each of the others, so that whatever the small ones are, the others can make up for it; else all cells.  (1)
 
 Noise (the geometric mechanism; Ghosh, Roughgarden and Sundararajan, 2012): to each cell an independent whole number n
 is added with P(n) proportional to exp(-epsilon |n|). It covers one image that is there or not: an image is in one cell
@@ -12,7 +17,7 @@ of a table. It does not cover a patient with several images, and several tables 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -24,30 +29,43 @@ def told_counts(counts: Mapping[str, int], least: int) -> tuple[dict[str, int | 
     """Return a table's cells as they may be told, None for those that are not, and its total.
 
     Args:
-        counts: cell -> how many images; each image is in one cell.
-        least: K; cells below it are not told, nor is a total below it.
+        counts: cell -> how many images; each image is in one cell, so that the total is that of all images.
+        least: K; cells below it are not told, nor is a total that is so small that not all could be K - 1.
     """
     total = sum(counts.values())
-    if total < least:
+    if least > 0 and total < least + max(0, len(counts) - 1):
         return dict.fromkeys(counts), None
-    primary = [name for name, count in counts.items() if count < least]
-    secondary: list[str] = []
-    rest = sorted((name for name in counts if name not in primary), key=lambda name: (counts[name], name))
-    while primary and rest and not _protected([counts[n] for n in primary], [counts[n] for n in secondary], least):
-        secondary.append(rest.pop(0))
-    hidden = {*primary, *secondary}
+    hidden = _hidden(counts, least)
     return {name: None if name in hidden else count for name, count in counts.items()}, total
 
 
-def _protected(primary: list[int], secondary: list[int], least: int) -> bool:
-    """Tell whether the sum of hidden cells leaves each primary one anything in 0 to K - 1.
+def _hidden(counts: Mapping[str, int], least: int) -> set[str]:
+    """Return the cells that are not told (1)."""
+    small = {name for name, count in counts.items() if count < least}
+    alone, slack = len(small) * (least - 1), sum(counts[name] for name in small)
+    hidden = set(small)
+    if not small or least - 1 + len(small) - 1 <= slack <= alone - (least - 1):
+        return hidden
+    for name in sorted(counts.keys() - small):  # not by size: that would tell about the sizes
+        hidden.add(name)
+        slack += counts[name] - least
+        if slack > alone:
+            break
+    return hidden
 
-    As seen by somebody who knows which cells are below K, and that the others are not.
+
+def hidden_bins(images: Sequence[int], least: int) -> list[bool]:
+    """Tell which bins of a histogram are not told: those of too few images, and the next of more of them.
+
+    Args:
+        images: of each bin, how many images add to it; one may add to several.
+        least: bins to which fewer add are not told, nor is their sum, which follows from the others.
     """
-    loose = sum(primary) + sum(secondary) - least * len(secondary)  # what is left once the others take their least
-    if secondary:
-        return loose >= least - 1
-    return least - 1 <= loose <= (len(primary) - 1) * (least - 1)
+    hidden = [count < least for count in images]
+    if any(hidden) and not all(hidden):
+        first = hidden.index(True)
+        hidden[min((i for i, hide in enumerate(hidden) if not hide), key=lambda i: (abs(i - first), i))] = True
+    return hidden
 
 
 def noised(counts: Mapping[str, float], epsilon: float, entropy: Entropy = os.urandom) -> dict[str, float]:

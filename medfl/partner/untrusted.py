@@ -13,6 +13,10 @@ Plain = Any
 """None, bool, int, float, str, date, and lists and dicts of them."""
 
 
+_NUMBER = 64  # characters: no number that a configuration needs has more, and YAML reads 1:1:1:... for minutes
+_YAML = "tag:yaml.org,2002:"
+
+
 class Refused(Exception):
     """What is read is refused; says why in a few words."""
 
@@ -62,7 +66,9 @@ def read_plain(text: str, *, is_json: bool, nodes: int, depth: int) -> Plain:
     """
     try:
         if is_json:
-            value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+            value = json.loads(
+                text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_whole, parse_float=_real
+            )
         else:
             value = _read_yaml(text, nodes, depth)
     except RecursionError as error:
@@ -85,6 +91,20 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> float:
     raise Refused(f"{name}, which is not JSON")
+
+
+def _whole(text: str) -> int:
+    return int(_short(text))
+
+
+def _real(text: str) -> float:
+    return float(_short(text))
+
+
+def _short(text: str) -> str:
+    if len(text) > _NUMBER:
+        raise Refused(f"a number of {len(text)} characters; at most {_NUMBER}")
+    return text
 
 
 def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
@@ -116,20 +136,28 @@ def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
         raise Refused("aliases that stand for too many values")
     if depth < 0:
         raise Refused("too many levels, or an alias of itself")
+    _check_number(node)
     if isinstance(node, yaml.MappingNode):
-        seen: set[tuple[str, str]] = set()
+        seen: set[Any] = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise Refused("a key that is no text")
-            if key.tag == "tag:yaml.org,2002:merge":
+            if key.tag == f"{_YAML}merge":
                 raise Refused("the YAML merge key '<<'")
-            if (key.tag, key.value) in seen:
+            _check_number(key)
+            same = yaml.constructor.SafeConstructor().construct_object(key)  # type: ignore[no-untyped-call]
+            if same in seen:
                 raise Refused(f"key {shown(key.value)!r} twice")
-            seen.add((key.tag, key.value))
+            seen.add(same)  # 1, 0x1 and true are one key to Python
             _check_node(value, left, depth - 1)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
             _check_node(value, left, depth - 1)
+
+
+def _check_number(node: yaml.Node) -> None:
+    if isinstance(node, yaml.ScalarNode) and node.tag in (f"{_YAML}int", f"{_YAML}float"):
+        _short(node.value)
 
 
 def _measure(value: Plain, nodes: int, depth: int) -> None:

@@ -17,11 +17,14 @@ from medfl.message import Message, Weights, is_finite
 from medfl.prepared import Batch, Shard
 from medfl.runtimes.federation import LIKE_PARAMETERS, Federation
 
+_MOST_NUMBERS, _MOST_GROUPS = 1024, 256  # of a message; methods send less than a tenth of it
 Form = tuple[torch.Size, torch.dtype]
 
 
 class Aborted(RunError):
     """A site was told to stop what it was doing; nothing of it is kept."""
+
+    tellable = True
 
 
 class AtSite(Federation):
@@ -91,6 +94,9 @@ class AtSite(Federation):
                 self._check_forms(group, part, self._forms)
             for name, tensor in part.items():
                 self._check_finite(f"{group}/{name}", tensor)
+        count = len(message.scalars)
+        self.require(count <= _MOST_NUMBERS, f"it has {count} numbers; at most {_MOST_NUMBERS}")
+        self.require(len(message.tensors) <= _MOST_GROUPS, f"it has {len(message.tensors)} groups of tensors")
         for name, number in message.scalars.items():
             self.require(math.isfinite(number), f"'scalars/{name}' is {number}")
         return moved_message(message, self.networks.device)

@@ -1,13 +1,15 @@
 """NVIDIA FLARE, the site's half: answer what the server asks, with a `MedflClientAlgo`, and never die of it.
 
-FLARE fails the whole job when one site's process ends, so every error becomes an answer that says why.
+FLARE fails the whole job when one site's process ends, so every error becomes an answer: in a simulation one that says
+why, else a word and an id, by which the site's administrator finds the reason in the site's logs.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics, WeightType
 from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
-from medfl.errors import InputError, MedflError, RunError
+from medfl.errors import InputError, MedflError, RunError, about_what_came, identity
 from medfl.evaluation import Masks
 from medfl.folder import RunFolder
 from medfl.message import Message
@@ -24,9 +26,12 @@ from medfl.partner.untrusted import shown
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_wire import Parcel
+from medfl.runtimes.guard import in_words
 from medfl.runtimes.monai_fl import JUDGE, KEPT, LOSS, ROUND, MedflClientAlgo
 from medfl.runtimes.step import site_abroad, site_judge, site_masks, site_step, site_weights
 from medfl.storage import State
+
+_LOG = logging.getLogger(__name__)
 
 
 class FlareSite:
@@ -44,7 +49,7 @@ class FlareSite:
         self.algo, self.name, self._shows, self._ready = algo, name, shows, False
 
     def answer(self, word: str, parcel: Parcel, stop: Callable[[], bool] | None = None) -> Parcel:
-        """Return the answer to a question, or why there is none; raises nothing.
+        """Return the answer to a question, or that there is none; raises nothing.
 
         Args:
             word: what is asked for, of `wire.WORDS`.
@@ -61,15 +66,19 @@ class FlareSite:
             wire.MASKS: self._masks,
         }
         try:
-            if word not in answers:
-                raise RunError(f"site {self.name!r} is asked for '{shown(word, 40)}'; it answers {', '.join(answers)}")
+            with about_what_came():
+                if word not in answers:
+                    asked = f"site {self.name!r} is asked for '{shown(word, 40)}'"
+                    raise RunError(f"{asked}; it answers {', '.join(answers)}")
             with _stopped(self.algo, stop):
                 self._prepare()
                 return answers[word](parcel)
-        except MedflError as error:
-            return wire.failure(error)
-        except Exception as error:  # told to the server: the process must not end, see above
-            return wire.failure(f"site {self.name!r}: {word}: {type(error).__name__}: {error}")
+        except Exception as error:  # an answer, too: the process must not end, see above
+            if self._shows is not None:
+                return wire.failure(f"site {self.name!r}: {word}: {in_words(error)}" if _odd(error) else error)
+            with suppress(MedflError):  # a log that cannot be written stops what leaves, and this says nothing
+                self.algo.failed(shown(word, 40), error)
+            return masked(self.name, error)
 
     def _prepare(self) -> None:
         if not self._ready:
@@ -124,7 +133,8 @@ class FlareSite:
         return Parcel(wire.copied(named))
 
     def _said(self, parcel: Parcel) -> Any:
-        statistics = {ROUND: parcel.whole(wire.ROUND), KEPT: wire.counts(parcel, self.name)}
+        with about_what_came():
+            statistics = {ROUND: parcel.whole(wire.ROUND), KEPT: wire.counts(parcel, self.name)}
         return ExchangeObject(weights=parcel.under("message"), weight_type=WeightType.WEIGHTS, statistics=statistics)
 
     def _scored(self, cases: Mapping[str, Cases]) -> Parcel:
@@ -135,11 +145,28 @@ class FlareSite:
         return _told(self.algo.visit(site_judge, data, sections)) if sections else {}
 
     def _in_simulation(self, what: str) -> RunFolder:
-        if self._shows is None:
-            raise InputError(
-                f"site {self.name!r} is asked for {what}", "that stays at a site but in a simulation", "do not ask"
-            )
+        with about_what_came():
+            if self._shows is None:
+                raise InputError(
+                    f"site {self.name!r} is asked for {what}", "that stays at a site but in a simulation", "do not ask"
+                )
         return self._shows
+
+
+def masked(name: str, error: BaseException) -> Parcel:
+    """Return what the server is told of an error at a site, and write all of it into the log of the site's process.
+
+    Texts of errors have names of files, and of patients in them: the server gets a word and a random id instead, but
+    for what is about its own message.
+    """
+    if isinstance(error, MedflError) and error.tellable:
+        return wire.failure(error)
+    _LOG.error("failure %s: %s", identity(error), in_words(error), exc_info=error)
+    return wire.failure(f"site {name!r} could not answer; its administrator finds failure {identity(error)} in its log")
+
+
+def _odd(error: Exception) -> bool:
+    return not isinstance(error, MedflError)
 
 
 def _masks_at(

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medfl.errors import RunError
+from medfl.errors import MedflError, RunError, identity
 from medfl.folder import safe
 from medfl.message import Message
 from medfl.metrics import Cases, summarise
-from medfl.partner.audit import Audit, described, document
+from medfl.partner.audit import Audit, described, document, numbers
 from medfl.partner.leaving import Gate
 from medfl.partner.outbound import Outbound
-from medfl.partner.privacy import Account
+from medfl.partner.privacy import Account, account_file
 from medfl.runtimes.step import UNSENT, StepResult
 from medfl.storage import State
 
@@ -32,6 +32,12 @@ class Doing:
     round: int
 
 
+def in_words(error: BaseException) -> str:
+    """Return an error as one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, MedflError) else f"{type(error).__name__}: {text}"
+
+
 class Guard:
     """What stands between a site and everybody else.
 
@@ -40,24 +46,28 @@ class Guard:
         audit: the log's file.
         folder: where the account of the site's privacy lasts; None: in memory.
         say: where lines for the site's user go.
+        site: its name, where it is known already.
 
     Attributes:
         least: of statistics, counts below it are not told.
     """
 
-    def __init__(self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Say) -> None:
+    def __init__(
+        self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Say, site: str = ""
+    ) -> None:
         """Take the parts.
 
         Raises:
             InputError: the log cannot be written.
         """
         self._rules, self._folder, self._say = rules or Outbound(), folder, say
-        self._log = None if audit is None else Audit(audit, say=say)
+        self._log = None if audit is None else Audit(audit, site, say)
         self._gate: Gate | None = None
+        self._written: BaseException | None = None
         self.least = self._rules.min_count
 
-    def name(self, site: str) -> None:
-        """Say which site it is.
+    def name(self, site: str, data: str = "") -> None:
+        """Say which site it is, and of which data folder, on whose account all jobs spend.
 
         Raises:
             InputError: epsilon is to be told, but its library is not installed.
@@ -66,13 +76,22 @@ class Guard:
         if self._log is not None:
             self._log.site = site
         if self._rules != Outbound() and self._gate is None:
-            file = None if self._folder is None else self._folder / f"{safe(site)}.privacy.json"
-            self._gate = Gate(self._rules, Account.open(file, self._rules.delta), site)
+            own = None if self._folder is None else self._folder / f"{safe(site)}.privacy.json"
+            file = account_file(self._folder, data) if self._folder is not None and data else own
+            account = Account.open(file, self._rules.delta)
+            if own is not None and own != file:
+                account.take_in(own)
+            self._gate = Gate(self._rules, account, site)
 
     @property
     def privacy(self) -> dict[str, Any] | None:
         """What the site has told so far, None without rules."""
         return None if self._gate is None else self._gate.account.as_dict()
+
+    @property
+    def limits(self) -> bool:
+        """Whether changes of the weights are clipped or noised."""
+        return self._rules.clip is not None or self._rules.noise is not None
 
     # What comes
 
@@ -87,10 +106,11 @@ class Guard:
         if self._gate is not None and doing.kind == "train":
             self._gate.enter()
 
-    def refused(self, doing: Doing, why: object) -> None:
-        """Write down what went wrong."""
-        if self._log is not None:
-            self._add(doing, "refused", {"reason": " ".join(str(why).split())})
+    def refused(self, doing: Doing, why: BaseException) -> None:
+        """Write down what went wrong, once, with the id that the server may be told of it."""
+        if self._log is not None and why is not self._written:
+            self._written = why
+            self._add(doing, "refused", {"reason": in_words(why), "failure": identity(why)})
 
     # What leaves
 
@@ -136,11 +156,18 @@ class Guard:
             self._gate.introduction(wire, telling=telling)
         if self._log is not None:
             about = described(wire, norms=True)
-            numbers = {str(name): value for name, value in told.items()}
-            self._add(doing, "left", {**about, "numbers": {**about["numbers"], **numbers}})
+            beside = {str(name): value for name, value in told.items()}
+            self._add(doing, "left", {**about, "numbers": {**about["numbers"], **beside}})
 
-    def scored(self, doing: Doing, function: str, found: Any, state: State | None) -> None:
+    def scored(self, doing: Doing, function: str, found: Any, state: State | None, *, counted: bool = False) -> None:
         """Check and write down what the caller of a visit may tell: metrics, or in a simulation what it shows.
+
+        Args:
+            doing: the evaluation.
+            function: of `step`, by its name.
+            found: what it returned.
+            state: the site's.
+            counted: whether the number of each section's items is told beside its metrics.
 
         Raises:
             RunError: it may not leave.
@@ -155,6 +182,7 @@ class Guard:
             return
         if self._gate is not None or self._log is not None:
             named = {f"{section}/{name}": v for section, one in cases.items() for name, v in summarise(one).items()}
+            named |= {f"{section}/cases": len(one) for section, one in cases.items() if counted and len(one)}
             own = set(state or {}) - {UNSENT}
             self._numbers(doing, "metrics", named, telling=trained or bool(own) or "train" in cases)
 
@@ -170,7 +198,7 @@ class Guard:
         if self._gate is not None:
             self._gate.numbers(group, named, telling=telling)
         if self._log is not None:
-            plain = {name: value for name, value in named.items() if isinstance(value, int | float)}
+            plain = numbers({name: value for name, value in named.items() if isinstance(value, int | float)})
             self._add(doing, "left", {**document(named), "numbers": plain})
 
     def _add(self, doing: Doing, direction: str, entry: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
 from medfl import profiling
-from medfl.errors import InputError, MedflError, RunError
+from medfl.errors import InputError, MedflError, RunError, about_what_came
 from medfl.folder import safe
 from medfl.message import Message, Weights
 from medfl.metrics import Cases, summarise
@@ -119,7 +119,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.cases: dict[str, Cases] = {}
         self.renewed = False
         self._made = federation
-        self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say)
+        self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say, name)
         self._stop = threading.Event()
         self._own: AtSite | None = None
         self._reply: ExchangeObject | None = None
@@ -144,7 +144,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             run = replace(federation.run, rounds=0)  # a run may go on for more rounds than were asked for
             own = Path(self.folder) / run.run_hash[:16] / safe(called)
             self.states = InFolder(own, federation.networks.device)
-        self._guard.name(called)
+        self._guard.name(called, federation.run.data.folder)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -165,7 +165,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._reply, self._trained, self.cases = None, True, {}
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as doing:
             round_, base, received = self._received(own, data, doing)
-            own.require(base is None or base < round_, f"its round is {round_}, after a State of round {base}")
+            with about_what_came():
+                own.require(base is None or base < round_, f"its round is {round_}, after a State of round {base}")
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
             result = self._called(profiling.STEP, site_step, round_, before, received, judge)
@@ -205,11 +206,16 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         section = (extra or {}).get(SECTION, "validate")
         if section not in SECTIONS:
             raise InputError(f"section {section!r}", f"one of {', '.join(SECTIONS)}", "choose one")
-        cases = self.visit(site_judge, data, (section,))[section]
+        cases = self.visit(site_judge, data, (section,), counted=False)[section]
         return ExchangeObject(metrics=summarise(cases))
 
     def visit(
-        self, function: Callable[..., Any], data: ExchangeObject, *rest: Any, part: str = profiling.EVALUATION
+        self,
+        function: Callable[..., Any],
+        data: ExchangeObject,
+        *rest: Any,
+        part: str = profiling.EVALUATION,
+        counted: bool = True,
     ) -> Any:
         """Call a function of `step` at this site with its State and what the server says; nothing is kept or sent.
 
@@ -221,6 +227,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             data: what the server says.
             rest: further arguments.
             part: what its time is counted as.
+            counted: whether the caller tells how many items the metrics are of, too.
 
         Raises:
             RunError: what was received is not what the method expects, the function fails, or that may not leave.
@@ -231,17 +238,25 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             with profiling.during(profiling.CHECKPOINT):
                 state = self._state(round_, base)
             found = self._called(part, function, round_, state, received, *rest)
-            self._guard.scored(Doing(doing.kind, round_), function.__name__, found, state)
+            self._guard.scored(Doing(doing.kind, round_), function.__name__, found, state, counted=counted)
             return found
 
     def get_data_stats(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
         """Return counts and statistics of the training ("train") and validation ("eval") images (`data_stats`).
 
         Args:
-            extra: with `FlStatistics.HIST_BINS` and `FlStatistics.HIST_RANGE` there are histograms too.
+            extra: with `FlStatistics.HIST_BINS` and `FlStatistics.HIST_RANGE` there are histograms too. A site with a
+                least count has one choice of bins, the bundle's own: the difference of two tells of single images.
+
+        Raises:
+            InputError: the bins are none, or not the site's own.
         """
         own, bins = self._ready(), Bins.of(extra or {})
         with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as doing:
+            if bins is not None and self._guard.least and bins != (mine := Bins.own(own.bundle.metadata)):
+                allowed = "none" if mine is None else f"{mine.number} from {mine.low:g} to {mine.high:g}"
+                asked = f"{bins.number} bins from {bins.low:g} to {bins.high:g}"
+                raise InputError(f"site {self.name!r}: {asked}", f"with min_count {allowed}", "ask for these, or none")
             parts = {part: own.shard(self.name, section) for part, section in _PARTS.items()}
             found = statistics(parts, own.task, bins, self._guard.least)
             self._guard.statistics(doing, found)
@@ -251,6 +266,10 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """Stop, from another thread, what is going on: it ends with `Aborted` before its next batch."""
         if self.phase != FlPhase.IDLE:
             self._stop.set()
+
+    def failed(self, kind: str, error: BaseException) -> None:
+        """Write what went wrong with a question into the audit log, unless it stands there already."""
+        self._guard.refused(Doing(kind, self.states.last), error)
 
     def finalize(self, extra: dict[str, Any] | None = None) -> None:
         """Stop what is going on and let go of everything but a State in a folder; `initialize` begins anew."""
@@ -273,7 +292,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             raise Aborted(
                 f"site {self.name!r}: {_DOING[phase]} aborted; its State is that of the round before"
             ) from error
-        except MedflError as error:
+        except Exception as error:
             self._guard.refused(doing, error)
             raise
         finally:
@@ -300,21 +319,24 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         try:
             return self.states.newest(newest) if base is None else self.states.of(base)
         except RunError as error:
-            raise RunError(f"site {self.name!r}: {error}") from error
+            named = RunError(f"site {self.name!r}: {error}")
+            named.tellable = error.tellable
+            raise named from error
 
     def _received(self, own: AtSite, data: ExchangeObject, doing: Doing) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
         with profiling.during(profiling.MESSAGES):
-            own.require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
-            named: Any = data.weights
-            own.require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")
-            own.require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
-            own.require(data.optim is None, "it has the state of an optimiser")
-            numbers = {ROUND: doing.round, **(data.statistics or {})}
-            round_, base = numbers[ROUND], numbers.get(KEPT)
-            for value in (round_, 0 if base is None else base):
-                own.require(type(value) is int and value >= 0, f"its round is {str(value)[:40]!r}, no whole number")
-            received = own.averaged(named) if self.host == "averaging" else own.received(named)
+            with about_what_came():
+                own.require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
+                named: Any = data.weights
+                own.require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")
+                own.require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
+                own.require(data.optim is None, "it has the state of an optimiser")
+                numbers = {ROUND: doing.round, **(data.statistics or {})}
+                round_, base = numbers[ROUND], numbers.get(KEPT)
+                for value in (round_, 0 if base is None else base):
+                    own.require(type(value) is int and value >= 0, f"its round is {str(value)[:40]!r}, no whole number")
+                received = own.averaged(named) if self.host == "averaging" else own.received(named)
             self._guard.came(Doing(doing.kind, round_), partial(self._crossed, named))
             return round_, base, received
 
@@ -330,8 +352,11 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         seed = derive(own.site(self.name, round_).seed, "messages")
         averaging, samples = self.host == "averaging", len(own.work(self.name, "train"))
         reply = Message({"weights": result.reply["weights"]}) if averaging else result.reply
+        unsent = result.state.get(UNSENT, {})
+        if self._guard.limits and unsent:  # what was left of earlier rounds is part of the change that is clipped
+            reply, unsent = _added(reply, unsent), {}
         reply = self._guard.reply(reply, received, samples)
-        wire, unsent = own.wire.reply(reply, received, seed, result.state.get(UNSENT, {}))
+        wire, unsent = own.wire.reply(reply, received, seed, unsent)
         state = {key: value for key, value in result.state.items() if key != UNSENT}
         told = self._guard.told({FlStatistics.NUM_EXECUTED_ITERATIONS: result.steps, LOSS: result.loss}, LOSS)
         self._guard.spend(Doing("train", round_), reply, wire, samples)
@@ -349,6 +374,13 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         told = {**told, FlStatistics.DATA_COUNT: samples}
         self._guard.leave(doing, message, told, telling=self.host == "medfl")
         return exchange_object(message["weights"] if self.host == "averaging" else message.flat(), told)
+
+
+def _added(reply: Message, unsent: Weights) -> Message:
+    """Return a reply whose weights have the error feedback in them."""
+    weights = reply.tensors.get("weights", {})
+    whole = {name: tensor + unsent[name].to(tensor) if name in unsent else tensor for name, tensor in weights.items()}
+    return Message({**reply.tensors, **({"weights": whole} if whole else {})}, reply.scalars)
 
 
 def _refuse_plain(federation: Federation) -> None:

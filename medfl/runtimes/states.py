@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from medfl.errors import RunError
+from medfl.errors import RunError, about_what_came
 from medfl.storage import State, load_state, moved, save_state
 
 
@@ -120,7 +120,8 @@ def _require(round_: int, rounds: Iterable[int]) -> None:
     """Raise RunError if a State is asked for that is not there."""
     if round_ and round_ not in rounds:
         held = ", ".join(map(str, sorted(rounds))) or "none"
-        raise RunError(
-            f"the server goes on from its State of round {round_}, which it does not have (those that it has: {held}); "
-            "put back the folder of its States, or start the run anew"
-        )
+        with about_what_came():
+            raise RunError(
+                f"the server goes on from its State of round {round_}, which it does not have (those that it has: "
+                f"{held}); put back the folder of its States, or start the run anew"
+            )

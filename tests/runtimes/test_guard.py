@@ -178,10 +178,26 @@ def test_scores_of_a_personal_model_are_not_covered() -> None:
     assert "metrics/validate/accuracy" in noisy.summary["privacy"]["uncovered"]
 
 
+class Ranged(ToyBundle):
+    """A bundle that says what its network's inputs are."""
+
+    metadata: dict[str, Any] = {"network_data_format": {"inputs": {"image": {"value_range": [-2, 2]}}}}
+
+
+def test_the_bins_are_the_site_s_where_small_counts_are_not_told(tmp_path: Path) -> None:
+    """The difference of two histograms whose bins differ by little is of few images."""
+    strict = site(federation(bundle=Ranged()), outbound=Outbound(min_count=3), audit=tmp_path / "log")
+    for number, ends in ((4, [-2, 2]), (32, [-2, 2.001]), (33, [-2, 2])):
+        with pytest.raises(InputError, match="with min_count 32 from -2 to 2"):
+            strict.get_data_stats({FlStatistics.HIST_BINS: number, FlStatistics.HIST_RANGE: ends})
+    assert [entry["direction"] for entry in verified(tmp_path / "log").entries] == ["refused"] * 3
+    strict.get_data_stats()
+
+
 def test_statistics_keep_the_least_count_of_the_policy(tmp_path: Path) -> None:
     """Site x has three items of each section, one of each class."""
-    made = federation()
-    asked = {FlStatistics.HIST_BINS: 4, FlStatistics.HIST_RANGE: [-2, 2]}
+    made = federation(bundle=Ranged())
+    asked = {FlStatistics.HIST_BINS: 32, FlStatistics.HIST_RANGE: [-2, 2]}
     told = site(made, outbound=Outbound(min_count=3), audit=tmp_path / "log").get_data_stats(asked).statistics
     assert told["train"]["data_count"] == 3
     assert told["train"]["class_counts"] == {"p": None, "q": None, "r": None}
@@ -289,3 +305,43 @@ def test_a_policy_file_holds_for_a_site_of_a_host(tmp_path: Path) -> None:
     policy.write_text(policy.read_text().replace(pinned.files["LICENSE"], "f" * 64))
     with pytest.raises(InputError, match=r"bundle 'mednist' is refused: LICENSE: its sha256 is"):
         launch.site_algo("mednist", "clinic", requested=settings, policy=policy)
+
+
+def test_a_message_with_thousands_of_numbers_is_refused_before_it_is_described(tmp_path: Path) -> None:
+    made = federation()
+    logged = site(made, audit=tmp_path / "log")
+    data = broadcast(made, "x")
+    data.weights |= {f"scalars/{i}": torch.tensor(1.0) for i in range(2000)}
+    with pytest.raises(RunError, match="it has 2000 numbers; at most 1024"):
+        logged.train(data)
+    assert [entry["direction"] for entry in verified(tmp_path / "log").entries] == ["refused"]
+
+
+def test_the_number_of_a_section_s_items_is_checked_and_logged_where_it_is_told(tmp_path: Path) -> None:
+    made = federation(bundle=ToyBundle(norm=False))
+    some = site(made, outbound=Outbound(keys=("metrics/validate/[!c]*",)), audit=tmp_path / "log")
+    with pytest.raises(RunError, match="'metrics/validate/cases' is not among its keys"):
+        some.visit(site_judge, broadcast(made, "x"), ("validate",))
+    some.evaluate(broadcast(made, "x"))
+    every = site(made, audit=tmp_path / "other")
+    every.visit(site_judge, broadcast(made, "x"), ("validate",))
+    assert verified(tmp_path / "other").entries[-1]["numbers"]["validate/cases"] == 3
+
+
+def test_the_clip_bounds_what_leaves_with_error_feedback_too() -> None:
+    """The largest tenth leaves; what is left adds up over rounds, and was added after the clip."""
+    made = federation(bundle=Wide(), messages="topk:0.1")
+    clipped = site(made, outbound=Outbound(clip=0.01))
+    free = site(made)
+    for round_ in range(1, 6):
+        down = broadcast(made, "x", round_)
+        norms = []
+        for each in (clipped, free):
+            each.train(down)
+            wire = Message.from_flat(each.get_weights().weights)
+            received = Message.from_flat(down.weights)
+            reply = made.messages.opened_reply(wire, received, "x")["weights"]
+            moved = [reply[n].double() - t.double() for n, t in received["weights"].items() if t.is_floating_point()]
+            norms.append(math.sqrt(sum(float(part.square().sum()) for part in moved)))
+        assert 0 < norms[0] <= 0.01 * (1 + 1e-5)
+        assert norms[1] > 0.02

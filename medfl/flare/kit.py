@@ -1,0 +1,126 @@
+"""A startup kit made safe: what FLARE lets a job, and the server's people, do at a site of medfl.
+
+A job may name medfl's own classes and no others, brings no code, and gets no shell, and FLARE sends no logs. Two files
+in the kit's `local/` say so: `resources.json`, written anew each time, and `authorization.json`, which is written where
+there is none; one that grants more is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from medfl.errors import InputError
+from medfl.storage import write_atomic
+
+RESOURCES, AUTHORIZATION = "resources.json", "authorization.json"
+_SENTRY = "medfl.flare.sentry.Sentry"
+_ROLES = ("project_admin", "org_admin", "lead", "member")
+_CODE = ("byoc", "server-predeployed-flwr")
+_SHELL = ("shell_commands", "pwd", "ls", "cat", "head", "tail", "grep")
+_NEVER = {"site": (*_CODE, *_SHELL), "server": _CODE}
+"""Rights that nobody has, by whose kit it is."""
+_JOBS = ("submit_job", "clone_job", "manage_job", "download_job", "view")
+_OPERATION = ("operate", "shell_commands")
+_WITHHELD = (*_OPERATION, "show_errors", "configure_job_log", "configure_site_log", "call", *_CODE)
+
+
+def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
+    """Write and check what a kit grants.
+
+    Args:
+        kit: the startup kit.
+        kind: "site" or "server".
+        classes: all class paths that a job may name.
+
+    Raises:
+        InputError: the kit's own authorization grants code or commands, or it takes jobs that nobody has signed.
+    """
+    if kind == "site":
+        _require_signed(kit / "startup" / "fed_client.json")
+    _authorize(kit / "local" / AUTHORIZATION, kind)
+    _resources(kit / "local" / RESOURCES, kind, classes)
+
+
+def _require_signed(startup: Path) -> None:
+    if _read(startup).get("require_signed_jobs") is False:
+        raise InputError(f"{startup}: require_signed_jobs is false", "jobs that somebody signed", "take it out")
+
+
+def _authorize(path: Path, kind: str) -> None:
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(_permissions(path, kind), indent=4).encode())
+    granted = list(_granted(_read(path), _NEVER[kind]))
+    if granted:
+        role, right = granted[0]
+        raise InputError(
+            f"{path} grants {right} to {role}",
+            f"none of {', '.join(_NEVER[kind])}: a job brings no code",
+            "set it to none, or remove the file for medfl to write one",
+        )
+
+
+def _permissions(path: Path, kind: str) -> dict[str, Any]:
+    """Return a site's policy; at a server the one that came with the kit, but for what nobody may."""
+    rights = {**dict.fromkeys(_JOBS, "any"), **dict.fromkeys(_WITHHELD, "none")}
+    if kind == "site":
+        return {"format_version": "1.0", "permissions": {role: rights for role in _ROLES}}
+    default = path.with_name(f"{path.name}.default")
+    known = _read(default).get("permissions", {}) if default.is_file() else {"project_admin": "any"}
+    never = dict.fromkeys(_CODE, "none")
+    roles = {
+        role: {**(given if isinstance(given, dict) else dict.fromkeys((*_JOBS, *_OPERATION), given)), **never}
+        for role, given in known.items()
+    }
+    return {"format_version": "1.0", "permissions": roles}
+
+
+def _granted(document: dict[str, Any], never: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (role, right) of what a policy grants, as FLARE itself reads it."""
+    from nvflare.fuel.sec.authz import parse_policy_config
+    from nvflare.security.security import COMMAND_CATEGORIES
+
+    policy, error = parse_policy_config(document, COMMAND_CATEGORIES)
+    if error:
+        raise InputError(f"an authorization policy ({error})", "one that FLARE can read", "correct or remove it")
+    for role in policy.roles:
+        for right in never:
+            conditions = policy.role_right_map.get(f"{role}:*") or policy.role_right_map.get(f"{role}:{right}")
+            if conditions is not None and not _nobody(conditions.exp):
+                yield role, right
+
+
+def _nobody(expression: Any) -> bool:
+    """Tell whether an expression of FLARE's is true of nobody."""
+    words = [str(one).lower().split() for one in ([expression] if isinstance(expression, str) else expression)]
+    if any(word in (["not", "any"], ["not", "all"]) for word in words):
+        return True
+    allowed = [word for word in words if word[:1] != ["not"]]
+    return bool(allowed) and all(word in (["none"], ["no"]) for word in allowed)
+
+
+def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
+    default = path.with_name(f"{path.name}.default")
+    source = path if path.is_file() else default
+    document: dict[str, Any] = _read(source) if source.is_file() else {"format_version": 2}
+    document |= {"class_list_enforcement_mode": "enforce", "class_allow_list": list(classes)}
+    document |= {"allow_log_streaming": False}
+    document["components"] = [one for one in document.get("components", []) if "LogStreamer" not in str(one)]
+    if kind == "site":
+        document["app_validator"] = {"path": _SENTRY, "args": {"classes": list(classes)}}
+    write_atomic(path, json.dumps(document, indent=4).encode())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} cannot be read ({error})", "a JSON file of the startup kit", "unpack it anew"
+        ) from error
+    if not isinstance(document, dict):
+        raise InputError(f"{path} is a {type(document).__name__}", "a JSON object", "unpack the kit anew")
+    return document

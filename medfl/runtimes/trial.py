@@ -1,0 +1,63 @@
+"""One step with the bundle's own network and loss, before a run writes anything: what no step can be made with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from medfl.configuration import root_cause, told
+from medfl.errors import InputError, MedflError
+from medfl.prepared import Shard
+from medfl.runtimes.federation import Federation
+from medfl.seeding import stream
+from medfl.site import Networks
+from medfl.training import fit
+
+_ITEMS = (2, 5)
+"""Of a segmentation, and of a classification: unlike most numbers of classes, that shapes fit by no accident."""
+
+
+def step(federation: Federation, given: Mapping[str, Any]) -> None:
+    """Train on a few items of a site, as FedAvg would, and forget it.
+
+    Args:
+        federation: of the run that is to come.
+        given: ids of the bundle's configuration that the user overrides, to name in an error.
+
+    Raises:
+        InputError: network, loss and images do not go together, or the network has more outputs than there are classes.
+    """
+    bundle, run = federation.bundle, federation.run
+    name = next(name for name in federation.participants if len(federation.work(name, "train")))
+    site, work = federation.site(name, 0), federation.work(name, "train")
+    few = Shard.of(work.prepared, work.indices.tolist()[: _ITEMS[bundle.task == "classification"]])
+    networks = Networks(bundle.network, run.seed, torch.device(run.device))
+    site = replace(site, train=few, networks=networks, settings=replace(site.settings, epochs=1))
+    values = ", ".join(f"{key}={value}" for key, value in given.items())
+    try:
+        with stream(0, "trial step"), networks.scope():
+            model = networks.lease(networks.initial)
+            outputs: list[int] = []
+            with model.register_forward_hook(lambda _, __, output: outputs.append(_channels(output))):
+                fit(model, site)
+    except MedflError:
+        return  # a loss that is not finite is no matter of form: the run tells it
+    except Exception as error:  # whatever a network or a loss raises
+        raise InputError(
+            f"--config {values}: a step of training fails with {told(root_cause(error))}",
+            "network, loss and images of the bundle go together",
+            "correct it",
+        ) from error
+    if bundle.task == "classification" and bundle.classes and max(outputs, default=0) > len(bundle.classes):
+        raise InputError(
+            f"--config {values}: the network has {max(outputs)} outputs",
+            f"bundle {bundle.name!r} has {len(bundle.classes)} classes: {', '.join(bundle.classes)}",
+            "leave the number of classes as it is",
+        )
+
+
+def _channels(output: Any) -> int:
+    return int(output.shape[1]) if isinstance(output, torch.Tensor) and output.ndim > 1 else 0
