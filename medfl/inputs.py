@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -36,7 +37,7 @@ def prepared(bundle: Bundle, images: Images) -> Prepared:
     Args:
         bundle: whose validation transforms they go through.
         images: a folder (with all images below it), a file, or a list of files or of arrays: pictures (H, W) or
-            (H, W, 3) uint8, volumes (D1, D2, D3).
+            (H, W, 3) uint8, (H, W) uint16, volumes (D1, D2, D3).
 
     Raises:
         InputError: no such file, no image in the folder, or one that the transforms refuse; names it.
@@ -98,34 +99,43 @@ def _transforms(bundle: Bundle) -> tuple[Any, ...]:
 
 @contextmanager
 def _as_files(images: Images) -> Iterator[dict[str, Path]]:
-    """Give id -> file; arrays are written into a temporary folder, for bundles read files."""
+    """Give id -> file, an id for each that is given; arrays become files of a temporary folder, for bundles read files.
+
+    A file below a folder is named by its path there, or by its whole path where several have the same there.
+    """
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
-        files: dict[str, Path] = {}
+        found: list[tuple[str, Path]] = []
         for number, given in enumerate(listed):
             if isinstance(given, str | Path):
-                files |= _found(Path(given).expanduser())
+                found += _found(Path(given).expanduser())
             else:
-                files[f"image-{number}"] = _written(np.asarray(given), Path(folder) / f"image-{number}")
-        if not files:
+                name = f"image-{number}"
+                found.append((name, _written(np.asarray(given), Path(folder) / name)))
+        if not found:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
+        times, files = Counter(name for name, _ in found), dict[str, Path]()
+        for name, path in found:
+            ident = name if times[name] == 1 else str(path)
+            files[f"{ident}#{len(files)}" if ident in files else ident] = path  # as `preparing.records` tells them
         yield files
 
 
-def _found(path: Path) -> dict[str, Path]:
+def _found(path: Path) -> list[tuple[str, Path]]:
     if path.is_file() or (path.is_dir() and any(path.glob("*.dcm"))):
-        return {str(path): path}
+        return [(str(path), path)]
     if not path.is_dir():
         raise InputError(f"{path} is no file and no folder", "images that are there", "check the path")
     found = sorted(file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(_ENDINGS))
     if not found:
         raise InputError(f"folder {path} holds no image", f"files that end in {', '.join(_ENDINGS)}", "check the path")
-    return {file.relative_to(path).as_posix(): file for file in found}
+    return [(file.relative_to(path).as_posix(), file) for file in found]
 
 
 def _written(pixels: NDArray[Any], path: Path) -> Path:
     """Write an array without loss: a picture as PNG, a volume as NIfTI of 1 mm."""
-    if pixels.dtype == np.uint8 and (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] == 3)):
+    grey, colour = pixels.ndim == 2, pixels.ndim == 3 and pixels.shape[2] == 3
+    if (pixels.dtype == np.uint8 and (grey or colour)) or (pixels.dtype == np.uint16 and grey):
         file = path.with_name(f"{path.name}.png")
         Image.fromarray(pixels).save(file)
         return file
@@ -135,6 +145,6 @@ def _written(pixels: NDArray[Any], path: Path) -> Path:
         return file
     raise InputError(
         f"an array of shape {pixels.shape} and type {pixels.dtype}",
-        "pictures (H, W) or (H, W, 3) of type uint8, or volumes (D1, D2, D3)",
+        "pictures (H, W) or (H, W, 3) of type uint8 or (H, W) of type uint16, or volumes (D1, D2, D3)",
         "convert it, or give the file",
     )

@@ -53,7 +53,8 @@ def _new(options: Any, show: Callable[..., int]) -> int:
     document = {
         "bundle": str(folder), "kind": seen.kind, "data": seen.folder,
         "classes": dict(zip(seen.classes, seen.counts, strict=True)), "channels": seen.channels,
-        "sides": list(seen.sides), "data_source": "phantom" if seen.phantom else "real", "next": command,
+        "sides": list(seen.sides), "data_source": "phantom" if seen.phantom else "real", "notes": list(seen.notes),
+        "next": command,
     }  # fmt: skip
     return show(options, document, lambda: _text(folder, seen, command))
 
@@ -63,7 +64,8 @@ def _text(folder: Path, seen: Seen, command: str) -> str:
     colour = {1: "grey", 3: "colour"}.get(seen.channels, f"{seen.channels} channels")
     unit = "voxels" if seen.kind == "volumes" else "pixels"
     lines = [
-        f"{counts}; {colour}, sides of {seen.sides[0]} to {seen.sides[1]} {unit}; every file was read",
+        f"{counts}; {colour}, sides of {seen.sides[0]} to {seen.sides[1]} {unit}; each of these was read",
+        *(f"note: {note}" for note in seen.notes),
         *([f"PHANTOM: {seen.phantom} holds drawn images, not real ones; runs on them say so"] if seen.phantom else []),
         f"bundle: {folder}",
         f"next: {command}",

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from medfl import partition_plot
-from medfl.errors import InputError
+from medfl.errors import InputError, meant
 from medfl.partition_counts import by_counts, cut, read_count, read_limits
 from medfl.partition_draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
 
@@ -36,6 +36,7 @@ FORMS = (
     "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre[:NAME=TRAIN/TEST,...] | counts:TRAIN/TEST,... | size | "
     "file:PATH.csv"
 )
+_KINDS = ("iid", "dirichlet", "classes", "shots", "centre", "counts", "size", "file")
 OWN_SITES = ("centre", "counts", "file")
 """Kinds whose text or data say how many sites there are."""
 
@@ -183,10 +184,11 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
                 return kind, (ways, shots, spread)
     except ValueError:
         pass  # a field is no number, or a centre is there twice: told below, like a number out of range
+    advice = "give BETA as a number above 0, C, N, K and TRAIN as whole numbers from 1, STD and TEST from 0"
     raise InputError(
         f"partition {spec!r}",
         f"allowed: {FORMS}",
-        "give BETA as a number above 0, C, N, K and TRAIN as whole numbers from 1, STD and TEST from 0",
+        advice if kind in _KINDS else meant(kind, _KINDS, advice),
     )
 
 
@@ -300,6 +302,12 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
             f"partition 'centre', but {len(bare)} of {len(items)} images name no centre{first}",
             "every image must carry the centre it was taken at",
             "use iid, dirichlet:BETA, classes:C, shots:N,K,STD, counts:TRAIN/TEST,... or file:PATH.csv",
+        )
+    if {str(item["centre"]) for item in items} == {"unknown"}:  # as data sets say it
+        raise InputError(
+            f"partition 'centre', but the centres of all {len(items)} images are unknown",
+            "images of centres that are known, one or several",
+            "use --partition iid with --sites N or file:PATH.csv, or say them in column 'centre' of the data's table",
         )
     training = {str(item["centre"]) for item in data["train"]}
     homes = {

@@ -10,19 +10,21 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 from tqdm import tqdm
 
 from medfl import networks
-from medfl.datasets import own, pairs, tables, volumes
-from medfl.datasets.reading import read_pixels
+from medfl.datasets import own, pairs, surveying, tables, volumes
+from medfl.datasets.reading import Pixels, read_pixels
+from medfl.datasets.splitting import Record
 from medfl.errors import InputError
 from medfl.storage import write_atomic
 
@@ -44,11 +46,12 @@ class Seen:
         classes: names in label order; of masks with the background first.
         counts: images of each class; of masks, images that have some of it.
         channels: of an image.
-        brightest: largest value that a picture can have.
+        brightest: largest value that a picture can have: of 255 or 65535 by its type; of other types that they have.
         sides: least and largest side of the images, in pixels or voxels.
         patch: of volumes, a training patch.
         images, masks: names of the folders in `folder`, "" of labelled pictures.
         phantom: the phantom cohort that some of them are of, "" where all may be real.
+        notes: what the user should know, as of files that are left out.
     """
 
     kind: str
@@ -62,6 +65,7 @@ class Seen:
     images: str = ""
     masks: str = ""
     phantom: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def look(images: str | Path, masks: str | Path | None = None, *, progress: bool = False) -> Seen:
@@ -73,7 +77,7 @@ def look(images: str | Path, masks: str | Path | None = None, *, progress: bool 
         progress: show a bar on stderr.
 
     Raises:
-        InputError: no images, one that cannot be read, fewer than two classes, masks of other shapes; names the file.
+        InputError: no images, some that cannot be read, fewer than two classes, masks of other shapes; names the files.
     """
     place = Path(images).expanduser().resolve()
     if not place.is_dir():
@@ -141,6 +145,8 @@ def refuse(root: Path) -> None:
 
 def _labelled(place: Path, progress: bool) -> Seen:
     classes = own.class_folders(place)
+    if classes:
+        surveying.refuse_other_folders(place, classes)
     if len(classes) < _LEAST:
         raise InputError(
             f"{place} has {len(classes)} folders with pictures",
@@ -152,73 +158,149 @@ def _labelled(place: Path, progress: bool) -> Seen:
         raise InputError(
             f"class folder {reserved!r}", "a name without # @ $ % and ::, which mean something in a bundle", "rename it"
         )
+    surveying.refuse_masks_among(place, classes)
     files = [(name, uri) for name in classes for _, uri in tables.image_files(place / name)]
-    seen = [read_pixels(uri) for _, uri in _bar(files, progress)]
+    seen = _each(files, lambda file: _Picture.of(read_pixels(file[1])), progress)
     counts = tuple(sum(name == other for other, _ in files) for name in classes)
     for section in ("train", "validate", "test"):
         own.labelled(place, classes, section)
-    pixels_seen = _pixels([(p.shape, p.dtype) for p in seen])
     drawn = _cohort(uri for _, uri in files)
-    return Seen("labelled", str(place), tuple(classes), counts, *pixels_seen, phantom=drawn)
+    left = surveying.left_out(place, (uri for _, uri in files), tables.IMAGE_SUFFIXES, "in no class folder")
+    notes = (*left, *_depths(seen))
+    return Seen("labelled", str(place), tuple(classes), counts, *_pixels(seen), phantom=drawn, notes=notes)
 
 
 def _segmented(place: Path, other: Path, progress: bool) -> Seen:
     records, solid = own.pairs_of(place, other), own.is_volumes(place)
-    found: set[int] = set()
-    present: list[set[int]] = []
-    shapes: list[Any] = []
-    for record in _bar(records, progress):
-        if solid:
-            values, shape = _volume(record.image, record.mask)
-            shapes.append((shape, np.dtype(np.uint8)))
-        else:
-            pixels = read_pixels(record.image)
-            values = _picture_classes(record.mask)
-            pairs.read_pair(record.image, record.mask, classes=max(2, max(values) + 1))
-            shapes.append((pixels.shape, pixels.dtype))
-        present.append(values)
-        found |= values
-    classes = max(found) + 1
-    if not _LEAST <= classes <= _MOST_CLASSES:
-        raise InputError(
-            f"the masks in {other} have the values {sorted(found)[:5]} to {max(found)}",
-            f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure (or 0 and 255)",
-            "save class indices",
-        )
+    try:
+        seen = _each(records, _volume if solid else _picture, progress)
+        present = [values for values, _ in seen]
+        found = set[int]().union(*present)
+        _check_values(other, found)
+    except InputError as error:
+        if _swapped(records[0], solid):
+            raise InputError(
+                f"the files in {place} look like masks, those in {other} like their images",
+                "--images is the folder of the images, --masks that of the masks",
+                "swap the two",
+            ) from error
+        raise
     for section in ("train", "validate", "test"):
         own.paired(place.parent, place.name, other.name, section)
+    classes = max(found) + 1
     names = ("background", *(["structure"] if classes == 2 else [f"structure_{k}" for k in range(1, classes)]))
     counts = tuple(sum(k in values for values in present) for k in range(classes))
-    pixels_seen = _pixels(shapes) if not solid else (1, 0, _sides([shape for shape, _ in shapes]))
-    patch, kind = (_patch([shape for shape, _ in shapes]), "volumes") if solid else ((), "pictures")
+    endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
+    notes = (
+        *surveying.left_out(place, (record.image for record in records), endings, "without a mask"),
+        *surveying.left_out(other, (record.mask for record in records), endings, "of no image"),
+        *([f"no mask has the values {absent}"] if (absent := ", ".join(map(str, _absent(counts)))) else []),
+    )
     drawn = _cohort(path for record in records for path in (record.image, record.mask))
-    return Seen(kind, str(place.parent), names, counts, *pixels_seen, patch, place.name, other.name, drawn)
+    where, shown = str(place.parent), [one for _, one in seen]
+    if solid:
+        shapes = [one.shape for one in shown]
+        about = (1, 0, _sides(shapes), _patch(shapes), place.name, other.name, drawn, notes)
+        return Seen("volumes", where, names, counts, *about)
+    notes += _depths(shown)
+    return Seen("pictures", where, names, counts, *_pixels(shown), (), place.name, other.name, drawn, notes)
+
+
+class _Picture(NamedTuple):
+    """Of a picture or volume: its shape, type and largest value."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    largest: float
+
+    @classmethod
+    def of(cls, pixels: Pixels) -> _Picture:
+        return cls(pixels.shape, pixels.dtype, float(pixels.max()))
+
+    @property
+    def brightest(self) -> int:
+        """Largest value that pictures like it can have; floats in 0 to 1 have 1."""
+        if self.dtype in (np.uint8, np.uint16):
+            return int(np.iinfo(self.dtype).max)
+        usual = (1, 255, 65535) if self.dtype.kind == "f" else (255, 65535)
+        return next((value for value in usual if self.largest <= value), math.ceil(self.largest))
+
+
+def _each(entries: Sequence[Any], read: Callable[[Any], Any], progress: bool) -> list[Any]:
+    """Read each of them; those that cannot be read are told together."""
+    found, errors = [], []
+    for entry in tqdm(entries, desc="reading images", unit="image", disable=not progress, leave=False):
+        try:
+            found.append(read(entry))
+        except InputError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        told = tables.several([error._parts[0] for error in errors], "files")
+        allowed = errors[0]._parts[1]
+        raise InputError(f"{len(errors)} of {len(entries)} images: {told}", allowed, "restore or remove these")
+    if errors:
+        raise errors[0]
+    return found
+
+
+def _check_values(masks: Path, found: set[int]) -> None:
+    if found == {0}:
+        told, advice = f"the masks in {masks} have no value but 0", "check that these are the masks"
+    elif len(found) < _LEAST or max(found) >= _MOST_CLASSES:
+        some = ", ".join(map(str, sorted(found)[:5])) + (", ..." if len(found) > 5 else "")
+        told, advice = f"the masks in {masks} have the values {some}, the largest {max(found)}", "save class indices"
+    else:
+        return
+    raise InputError(
+        told,
+        f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure (or 0 and 255)",
+        advice,
+    )
+
+
+def _swapped(record: Record, solid: bool) -> bool:
+    """Tell whether an image has few values, as masks have, and its mask many."""
+
+    def values(uri: str) -> int:
+        return len(np.unique(volumes.read_volume(uri).numpy() if solid else read_pixels(uri)))
+
+    try:
+        return values(record.image) <= _MOST_CLASSES < values(record.mask)
+    except InputError:  # told as it is
+        return False
+
+
+def _absent(counts: Sequence[int]) -> list[int]:
+    return [value for value, count in enumerate(counts) if value and not count]
 
 
 def _cohort(files: Iterable[str]) -> str:
     return str(own.cohort_of(files) or "")
 
 
-def _picture_classes(uri: str) -> set[int]:
-    """Return the classes of a mask; 255 in a mask of two values is class 1."""
-    values = {int(value) for value in np.unique(read_pixels(uri))}
-    return {min(value, 1) for value in values} if values <= {0, 255} else values
+def _picture(record: Record) -> tuple[set[int], _Picture]:
+    """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1."""
+    values = {int(value) for value in np.unique(read_pixels(record.mask))}
+    values = {min(value, 1) for value in values} if values <= {0, 255} else values
+    pixels, _, _ = pairs.read_pair(record.image, record.mask, classes=max(2, max(values) + 1))
+    return values, _Picture.of(pixels)
 
 
-def _volume(image: str, mask: str) -> tuple[set[int], tuple[int, ...]]:
-    voxels = volumes.read_pair(image, mask, 256)
-    return {int(value) for value in np.unique(voxels[1].numpy())}, tuple(int(side) for side in voxels[0].shape[1:])
+def _volume(record: Record) -> tuple[set[int], _Picture]:
+    image, mask = volumes.read_pair(record.image, record.mask, 256)
+    return {int(value) for value in np.unique(mask.numpy())}, _Picture.of(image[0].numpy())
 
 
-def _bar(entries: Any, progress: bool) -> Any:
-    return tqdm(entries, desc="reading images", unit="image", disable=not progress, leave=False)
-
-
-def _pixels(seen: list[tuple[tuple[int, ...], Any]]) -> tuple[int, int, tuple[int, int]]:
+def _pixels(seen: Sequence[_Picture]) -> tuple[int, int, tuple[int, int]]:
     """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
-    channels = 3 if any(shape[-1] > 1 for shape, _ in seen) else 1
-    deep = any(dtype == np.uint16 for _, dtype in seen)
-    return channels, 65535 if deep else 255, _sides([shape[:2] for shape, _ in seen])
+    channels = 3 if any(one.shape[-1] > 1 for one in seen) else 1
+    return channels, max(one.brightest for one in seen), _sides([one.shape[:2] for one in seen])
+
+
+def _depths(seen: Sequence[_Picture]) -> tuple[str, ...]:
+    found = Counter(one.brightest for one in seen)
+    told = ", ".join(f"{count} of at most {value}" for value, count in sorted(found.items()))
+    return (f"pictures of several depths, all divided by {max(found)}: {told}",) if len(found) > 1 else ()
 
 
 def _sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:

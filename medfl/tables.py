@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +43,8 @@ def tested(tests: Sequence[Test], form: str) -> str:
     lines = [
         [
             test.row.method, test.against.method, test.row.partition, str(test.count), f"{100 * test.difference:+.1f}",
-            f"{100 * test.low:+.1f} to {100 * test.high:+.1f}", f"{test.p:.3f}", f"{test.effect:+.2f}",
+            "–" if math.isnan(test.low) else f"{100 * test.low:+.1f} to {100 * test.high:+.1f}",
+            "–" if math.isnan(test.p) else f"{test.p:.3f}", "–" if math.isnan(test.effect) else f"{test.effect:+.2f}",
         ]
         for test in tests
     ]  # fmt: skip

@@ -518,6 +518,12 @@ def test_centres_must_be_there_and_agree():
     del mixed["test"][5]["centre"]
     fails("centre", mixed, "1 of 520", "test-00005", sites=None)
     fails("centre", cohort(centres=3), "4 sites", "it has 3: hospital-0, hospital-1, hospital-2")
+    bare = cohort(centres=1)
+    for item in (item for section in bare.values() for item in section):
+        item["centre"] = "unknown"
+    fails("centre", bare, "the centres of all 520 images are unknown", "--partition iid", sites=None)
+    bare["train"][0]["centre"] = "north"
+    assert [*assign("centre", bare, sites=None, classes=CLASSES, seed=0).to_ids(bare)] == ["north", "unknown"]
     lone = cohort(centres=3)
     lone["test"][0]["centre"] = "elsewhere"
     partition = assign("centre", lone, sites=None, classes=CLASSES, seed=0)

@@ -11,10 +11,14 @@ import jsonschema
 import nibabel as nib
 import numpy as np
 import pytest
+import torch
+from monai.bundle import ConfigParser
+from monai.data import MetaTensor
 from PIL import Image
 
 import medfl
 from medfl import cli, configuration, datasets, new_cli, starter
+from medfl.datasets import own
 from medfl.errors import InputError
 from medfl.partner.inspection import inspect
 
@@ -67,6 +71,16 @@ def solid(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+def in_folders(data: Path, names: tuple[str, str]) -> None:
+    """Give each case a folder of its own, in which its files are called alike."""
+    for folder in names:
+        for path in list((data / folder).iterdir()):
+            case, dot, ending = path.name.removesuffix("_mask.png").partition(".")
+            place = data / folder / case
+            place.mkdir()
+            path.rename(place / f"{'image' if folder == 'images' else 'mask'}.{ending or 'png'}")
+
+
 def train(bundle: Path, data: Path, out: Path, **settings: Any) -> medfl.Result:
     requested = {"sites": 2, "rounds": 1, "lr": 0.01, "say": str, **settings}
     return medfl.run(bundle, data=data, out=out, jobs=1, **requested)
@@ -113,6 +127,26 @@ def test_volumes_with_masks_become_a_bundle_that_runs(solid: Path, tmp_path: Pat
     assert row["mask"].shape == (18, 20, 22)
     recorded = next(other for other in run.predictions if other["id"] == row["id"])
     assert row["dice"] == pytest.approx(recorded["dice"], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "solid"])
+def test_predicted_masks_of_files_of_one_name_stay_apart(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    data, names = request.getfixturevalue(kind), ("images", "masks" if kind == "pairs" else "labels")
+    in_folders(data, names)
+    bundle = starter.write(tmp_path / "mine", starter.look(data / names[0], data / names[1]))
+    config = ConfigParser()
+    config.read_config(bundle / "configs" / "inference.yaml")
+    config.update({"dataset_dir": str(data), "output_dir": str(tmp_path / "out")})
+    writer = config.get_parsed_content("postprocessing").transforms[-1]
+    for item in config.get_parsed_content("dataset"):
+        pred = torch.zeros(3, *item["image"].shape[1:])
+        writer({**item, "pred": MetaTensor(pred, meta=item["image"].meta)})
+    found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
+    ids = sorted(item["id"] for item in own.paired(data, *names, "test"))
+    assert len(found) == len(ids) > 1
+    assert [name.partition("/")[0] for name in found] == [ident.partition("/")[0] for ident in ids]
 
 
 @pytest.mark.parametrize("kind", ["labelled", "pairs", "solid"])

@@ -19,8 +19,8 @@ import numpy as np
 
 from medfl.datasets.reading import content_key, whole
 from medfl.datasets.splitting import LEFT_OUT, SECTIONS, Rule, WholeCentres
-from medfl.datasets.tables import Layout, Table
-from medfl.errors import InputError
+from medfl.datasets.tables import Layout, Table, several
+from medfl.errors import InputError, meant
 
 
 class Item(TypedDict):
@@ -130,7 +130,9 @@ def get(name: str) -> DataSet:
         InputError: no such data set.
     """
     if name not in _registry():
-        raise InputError(f"data set {name!r} is not known", f"data sets: {', '.join(names())}", "choose one of them")
+        raise InputError(
+            f"data set {name!r} is not known", f"data sets: {', '.join(names())}", meant(name, names(), "choose one")
+        )
     return _registry()[name]
 
 
@@ -198,7 +200,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
     raise InputError(
         f"split {split!r} is not offered by {name} in {place}",
         f"splits there: {', '.join(forms)}",
-        "choose one of them",
+        "choose one of them, as in --config split=NAME",
     )
 
 
@@ -270,9 +272,8 @@ def _sections(
 ) -> Mapping[str, tuple[Item, ...]]:
     dataset, table = get(name), _read(name, place, version)
     if table.problems:
-        more = f" (and {len(table.problems) - 1} more problems)" if len(table.problems) > 1 else ""
         raise InputError(
-            f"{name} in {place}: {table.problems[0]}{more}",
+            f"{name} in {place}: {several(table.problems, 'problems')}",
             f"the classes are {', '.join(dataset.classes)}; each image lies in the folder once",
             f"see `medfl data check {name} --data {place}`",
         )

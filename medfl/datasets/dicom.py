@@ -34,7 +34,8 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     """Return the voxels (D1, D2, D3[, colours]) of the series in a folder, and its affine from index to mm, RAS.
 
     Raises:
-        InputError: no series or several, a file that cannot be read, slices at unequal distances.
+        InputError: no series or several, a file that cannot be read or has several frames, slices at unequal distances
+            or shifted within their plane (a tilted gantry).
     """
     files = _files(folder)
     reader = _sitk().ImageSeriesReader()
@@ -48,25 +49,49 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
         raise InputError(
             f"DICOM series {folder} cannot be read ({reason})", "all its files are complete", "restore them"
         ) from error
-    _check_distances(folder, reader, len(files))
+    if image.GetDimension() != 3:  # each frame has a place of its own, or is another time: the affine cannot say it
+        raise InputError(
+            f"DICOM file {files[0]} has {image.GetSize()[2]} frames", "a file for each slice", "convert it to NIfTI"
+        )
+    direction, spacing = np.reshape(image.GetDirection(), (3, 3)), image.GetSpacing()
+    _check_places(folder, reader, len(files), direction[:, 2], min(spacing[:2]))
     affine = np.eye(4)
-    affine[:3, :3] = np.reshape(image.GetDirection(), (3, 3)) * image.GetSpacing()
+    affine[:3, :3] = direction * spacing
     affine[:3, 3] = image.GetOrigin()
     return np.moveaxis(voxels, (0, 2), (2, 0)), np.asarray(orientation_ras_lps(affine), dtype=np.float64)
 
 
-def _check_distances(folder: str, reader: Any, slices: int) -> None:
-    """Refuse a series of which slices are missing: its voxels would not lie where the affine has them."""
-    if not all(reader.HasMetaDataKey(index, _POSITION) for index in range(slices)):
+def _check_places(folder: str, reader: Any, slices: int, normal: NDArray[Any], pixel: float) -> None:
+    """Refuse a series whose voxels would not lie where the affine has them: slices are missing, or the gantry tilted.
+
+    Args:
+        folder: is named.
+        reader: has read it.
+        slices: how many there are.
+        normal: (3,), of the slices.
+        pixel: its side in mm; slices may be shifted by half of it.
+    """
+    if slices < 2 or not all(reader.HasMetaDataKey(index, _POSITION) for index in range(slices)):
         return
     texts = (reader.GetMetaData(index, _POSITION) for index in range(slices))
     places = np.array([[float(number) for number in text.split("\\")] for text in texts])
     steps = np.linalg.norm(np.diff(places, axis=0), axis=1)
-    if np.ptp(steps) > 0.01 * np.median(steps):
+    if np.ptp(steps) > 0.01 * np.median(steps) or not steps.any():
         raise InputError(
             f"DICOM series {folder}: its {slices} slices lie {steps.min():.4g} to {steps.max():.4g} mm apart",
             "slices lie at equal distances",
             "restore missing slices, or resample the series",
+        )
+    moved = places - places[0]
+    above = moved @ normal
+    shifts = np.linalg.norm(moved - np.outer(above, normal), axis=1)
+    if shifts[-1] > 0.5 * pixel:
+        angle = math.degrees(math.atan2(shifts[-1], abs(above[-1])))
+        raise InputError(
+            f"DICOM series {folder}: its slices are shifted within their plane, the last by {shifts[-1]:.3g} mm: "
+            f"a gantry tilted by {angle:.1f} degrees",
+            "slices lie straight above each other",
+            "resample the series upright",
         )
 
 
@@ -96,7 +121,7 @@ def _files(folder: str) -> tuple[str, ...]:
     if len(series) == 1:
         files: tuple[str, ...] = next(iter(series.values()))
         others = set(os.listdir(folder)) - {os.path.basename(file) for file in files} - {"DICOMDIR"}
-        damaged = sorted(name for name in others if _is_dicom(os.path.join(folder, name)))
+        damaged = sorted(name for name in others if is_dicom(os.path.join(folder, name)))
         if not damaged:
             return files
         raise InputError(
@@ -112,7 +137,7 @@ def _files(folder: str) -> tuple[str, ...]:
     raise InputError(given, "a folder holds the files of one series", "keep one series in each folder")
 
 
-def _is_dicom(file: str) -> bool:
+def is_dicom(file: str) -> bool:
     """Tell whether a file begins as DICOM files do; SimpleITK passes over damaged ones in silence."""
     if not os.path.isfile(file):
         return False

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.pairs import mask_index, pair_folders, paired, read_pair
+from medfl.datasets.pairs import mask_index, matched, pair_folders, paired, read_pair
 from medfl.datasets.phantom import Generator, save
 from medfl.datasets.reading import JOINED, archive
 from medfl.datasets.scenes_masks import lungs, photograph, shots
@@ -79,7 +79,7 @@ def _read_sets(folder: Path) -> Table:
 
 def _read_plain(folder: Path) -> Table:
     images, masks = pair_folders(folder)
-    return paired(image_index([images]), mask_index([masks]), _centre)
+    return paired(*matched(images, masks), _centre)
 
 
 def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:

@@ -1,9 +1,10 @@
 """A folder of one's own: labelled pictures, a folder a class, or images with masks of the same names.
 
-An optional table `cases.csv` at its top says more of the images: a column `file` (path in the folder, or file name with
-or without its ending), and any of `patient` (whose images stay in one section), `centre` (where it was taken) and
-`section` (train, validate, test). Without sections 70, 10 and 20 % of the images of each class are train, validation
-and test images; which, a hash of the patient or file name says, so that a site draws the same at any time.
+An optional table `cases.csv` at its top says more of the images: a column `file` (path in the folder, or file name
+where one image has it, with or without its ending), and any of `patient` (whose images stay in one section), `centre`
+(where it was taken) and `section` (train, validate, test). Without sections 70, 10 and 20 % of the images of each class
+are train, validation and test images; which, a hash of the patient or file name says, so that a site draws the same at
+any time.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from medfl.datasets import pairs, tables
+from medfl.datasets import matching, pairs, tables
 from medfl.datasets.base import MARKER, Item
 from medfl.datasets.reading import split_uri
 from medfl.datasets.splitting import SECTIONS, Record, by_group, given
-from medfl.datasets.volumes import SUFFIXES, volume_index
+from medfl.datasets.volumes import SUFFIXES, volume_paths
 from medfl.errors import InputError
 
 TABLE = "cases.csv"
 _SHARES = (0.7, 0.1, 0.2)
 _SPLIT = "table"
-_MASK_ENDINGS = ("_mask", "_segmentation", "_seg", "_label")
 
 
 def labelled(folder: str | Path, classes: Sequence[str], section: str) -> list[Item]:
@@ -36,10 +37,11 @@ def labelled(folder: str | Path, classes: Sequence[str], section: str) -> list[I
     found = class_folders(root)
     unknown = [name for name in found if name not in classes]
     if unknown or not found:
-        given_ = f"folder {unknown[0]!r} in {root}" if unknown else f"{root} has no folder with images"
-        raise InputError(
-            given_, f"a folder for each class: {', '.join(classes)}", "give the folder of the images with --data"
-        )
+        foreign = tables.several([repr(name) for name in unknown], "folders")
+        given_ = f"folder {foreign} in {root} is of no class" if unknown else f"{root} has no folder with images"
+        known = any(name in classes for name in found)
+        advice = "rename or remove it" if known else "give the folder that holds these folders with --data"
+        raise InputError(given_, f"a folder for each class: {', '.join(classes)}", advice)
     records = [
         Record(uri, classes.index(name), f"{name}/{path}", "unknown", f"{name}/{path}")
         for name in found
@@ -51,13 +53,19 @@ def labelled(folder: str | Path, classes: Sequence[str], section: str) -> list[I
 def paired(folder: str | Path, images: str, masks: str, section: str) -> list[Item]:
     """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
 
-    They are pictures or NIfTI volumes; a mask's name may end in _mask, _segmentation, _seg or _label.
+    They are pictures or NIfTI volumes, also in subfolders; a mask's name may end in _mask, _segmentation, _seg or
+    _label. Which is of which image: `medfl.datasets.matching.match`.
 
     Raises:
-        InputError: a folder is missing, there are no pairs, a mask has no image, or a wrong table.
+        InputError: a folder is missing, there are no pairs, a mask is not that of one image, or a wrong table.
     """
     root = _root(folder)
     return [_item(record, record.mask) for record in _divided(root, pairs_of(root / images, root / masks), section)]
+
+
+def above(items: Iterable[Mapping[str, Any]]) -> str:
+    """Return the deepest folder above the images of a data list: predictions keep the paths that they have below it."""
+    return os.path.commonpath([os.path.dirname(os.path.abspath(split_uri(str(item["image"]))[0])) for item in items])
 
 
 def class_folders(root: Path) -> list[str]:
@@ -80,17 +88,21 @@ def pairs_of(images: Path, masks: Path) -> list[Record]:
     """Return a record for each image that has a mask.
 
     Raises:
-        InputError: a folder is missing, there are no pairs, or a mask has no image.
+        InputError: a folder is missing, there are no pairs, or a mask is not that of one image.
     """
     for place in (images, masks):
         if not place.is_dir():
             raise InputError(f"{place} is no folder", "a folder of images and one of their masks", "check the path")
-    index = volume_index if is_volumes(images) else lambda place: tables.image_index([place])
-    bare = {_without(name): uri for name, uri in index(masks).items()}
-    table = pairs.paired(index(images), bare, lambda _: "unknown")
+    index = volume_paths if is_volumes(images) else pairs.picture_paths
+    shown, drawn = index(images), index(masks)
+    table = pairs.paired(*matching.match(shown, drawn), lambda _: "unknown")
     if table.problems or not table.records:
-        told = table.problems[0] if table.problems else f"no image in {images} has a mask in {masks}"
-        raise InputError(told, "an image and its mask have the same name", "rename them, or remove the odd ones")
+        told = tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
+        advice = "rename them, or remove the odd ones"
+        said = [[bool(matching.ENDING.search(name)) for name, _ in found] for found in (shown, drawn)]
+        if shown and all(said[0]) and not any(said[1]):
+            advice = f"the masks seem to be in {images}: swap the two folders"
+        raise InputError(told, "an image and its mask have the same name", advice)
     return table.records
 
 
@@ -104,12 +116,12 @@ def is_volumes(images: Path) -> bool:
 def _root(folder: str | Path) -> Path:
     root = Path(folder)
     if not root.is_dir():
-        raise InputError(f"{root} is no folder", "the folder of the images", "give it with --data")
+        raise InputError(
+            f"the bundle's images are to lie in {root}, which is no folder",
+            "a folder of images as docs/README.md of the bundle has it",
+            "give it with --data DIR",
+        )
     return root
-
-
-def _without(name: str) -> str:
-    return next((name.removesuffix(end) for end in _MASK_ENDINGS if name.lower().endswith(end)), name)
 
 
 def _item(record: Record, label: int | str) -> Item:
@@ -137,19 +149,35 @@ def _described(root: Path, records: Sequence[Record]) -> tuple[list[Record], Map
     path = root / TABLE
     if not path.is_file():
         return list(records), {}
-    rows = {_key(row["file"]): row for row in tables.read_csv(path, ("file",))}
-    found = {}
+    rows = dict[str, dict[str, str]]()
+    for row in tables.read_csv(path, ("file",)):
+        if rows.setdefault(_key(row["file"]), row) != row:
+            raise InputError(
+                f"{path} has two rows for {row['file']}", "a row for each image", "give paths, or remove one"
+            )
+    found, used, missing = {}, dict[str, str](), []
     for record in records:
-        names = (record.id, PurePosixPath(record.id).name, PurePosixPath(record.id).stem)
-        row = next((rows[name] for name in names if name in rows), None)
-        if row is None:
-            raise InputError(f"{path} has no row for image {record.id}", "a row for each image", "add it")
-        section = row.get("section")
+        name = next((name for name in _names(root, record) if name in rows), None)
+        if name is None:
+            missing.append(record.id)
+            continue
+        if name in used:
+            raise InputError(
+                f"{path}: row {name} fits the images {used[name]} and {record.id}",
+                "a row for each image",
+                "give their paths in the column 'file'",
+            )
+        used[name], row = record.id, rows[name]
+        section = row.get("section") or "" if "section" in row else None
         if section is not None and section not in SECTIONS:
             raise InputError(
                 f"{path}: image {record.id} is in section {section!r}", f"sections: {', '.join(SECTIONS)}", "correct it"
             )
         found[record.id] = row
+    if missing:
+        raise InputError(
+            f"{path} has no row for image {tables.several(missing, 'images')}", "a row for each image", "add it"
+        )
     described = [
         replace(
             record,
@@ -160,6 +188,15 @@ def _described(root: Path, records: Sequence[Record]) -> tuple[list[Record], Map
         for record in records
     ]
     return described, found
+
+
+def _names(root: Path, record: Record) -> list[str]:
+    """Return what a row may call an image, the most exact first."""
+    path = PurePosixPath(os.path.relpath(record.image, root).replace(os.sep, "/"))
+    inside = PurePosixPath(*path.parts[1:])  # below the folder of all images
+    known = [record.id, str(path), str(path.with_suffix("")), str(inside), str(inside.with_suffix(""))]
+    bare = PurePosixPath(record.id)
+    return [*map(_key, known), bare.name, bare.stem, path.name]
 
 
 def _key(text: str) -> str:

@@ -8,7 +8,6 @@ joined by ` | `: a pixel has the highest class that a file gives it.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,49 @@ from monai.transforms.transform import MapTransform
 from numpy.typing import NDArray
 from PIL import Image
 
-from medfl.datasets.reading import JOINED, Pixels, ReadPixelsd, read_pixels, resize, split_uri
+from medfl.datasets import matching
+from medfl.datasets.reading import JOINED, Pixels, ReadPixelsd, as_tensor, read_pixels, resize, split_uri
 from medfl.datasets.splitting import Record
-from medfl.datasets.tables import Table, first, image_index
+from medfl.datasets.tables import Table, first, image_files, image_index
 from medfl.errors import InputError
 
 Mask = NDArray[np.uint8]
 Shape = tuple[int, int]
-_SUFFIX = re.compile(r"_(?:mask|segmentation)$", re.IGNORECASE)
 _TOLD = 5  # wrong values that an error names
 
 
 def mask_index(roots: Iterable[Path]) -> dict[str, str]:
-    """Return the URI of each mask by its image's file name without suffix: `<name>[_mask|_segmentation].png`."""
-    return {_SUFFIX.sub("", stem): uri for stem, uri in image_index(roots).items()}
+    """Return the URI of each mask by its image's file name without suffix: `<name>[_mask|_segmentation].png`.
+
+    Raises:
+        InputError: two masks of one name; names both.
+    """
+    index: dict[str, str] = {}
+    for stem, uri in image_index(roots).items():
+        name = matching.ENDING.sub("", stem)
+        if name in index:
+            raise InputError(f"masks {index[name]} and {uri} are both of image {name}", "one an image", "remove one")
+        index[name] = uri
+    return index
+
+
+def picture_paths(root: Path) -> list[tuple[str, str]]:
+    """Return (path without suffix, URI) of all pictures below a folder or in a zip archive.
+
+    The folder that an archive has around all of it, by its own name, is no part of the paths.
+    """
+    found = image_files(root)
+    around = f"{root.stem}/" if root.is_file() and all(name.startswith(f"{root.stem}/") for name, _ in found) else ""
+    return [(name.removeprefix(around).rpartition(".")[0], uri) for name, uri in found]
+
+
+def matched(images: Path, masks: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return name -> URI of the pictures in a folder or zip, and of the masks in another by their images' names.
+
+    Raises:
+        InputError: as `medfl.datasets.matching.match`.
+    """
+    return matching.match(picture_paths(images), picture_paths(masks))
 
 
 def pair_folders(folder: Path) -> list[Path]:
@@ -168,8 +196,8 @@ def _affine(shape: Shape, size: Shape) -> NDArray[np.float64]:
 class ReadPaird(ReadPixelsd):
     """Replace the URIs of an image and its mask by their pixels; an item without a mask gets its image alone.
 
-    The image becomes a MetaTensor (C, H, W), uint8, uint16 or float as stored. Its `affine` leads from its indices to
-    those of the file (row, column), which `original_affine` (identity), `spatial_shape` (height, width) and
+    The image becomes a MetaTensor (C, H, W), uint8 or float as stored, int32 of 16 bits. Its `affine` leads from its
+    indices to those of the file (row, column), which `original_affine` (identity), `spatial_shape` (height, width) and
     `filename_or_obj` describe. The mask becomes a tensor (1, H, W) of class indices, uint8.
 
     Args:
@@ -216,8 +244,9 @@ class ReadPaird(ReadPixelsd):
         else:
             pixels, shape = _read_image(uri, self.channels, self.size, self.convert)
         meta = {"original_affine": np.eye(4), "spatial_shape": np.array(shape), "filename_or_obj": uri}
-        tensor = torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, 0)))
-        item[image] = MetaTensor(tensor, affine=torch.from_numpy(_affine(shape, pixels.shape[:2])), meta=meta)
+        item[image] = MetaTensor(
+            as_tensor(pixels), affine=torch.from_numpy(_affine(shape, pixels.shape[:2])), meta=meta
+        )
         return item
 
 
@@ -225,22 +254,29 @@ class WriteMaskd(MapTransform):
     """Write predicted masks as PNG files in the size of the image's own file.
 
     Class scores (K, H, W) are brought to the file's grid by the affine of the image that they were made from,
-    interpolated, and the best class of each pixel is written into `<output_dir>/<image file's name>.png`: 0 and 255 for
-    two classes, else class indices.
+    interpolated, and the best class of each pixel is written into `<output_dir>/<image file's name>.png`, in the
+    subfolder that the file has below `root`: 0 and 255 for two classes, else class indices.
 
     Args:
         keys: predictions: probabilities or logits.
         image: item with the MetaTensor that the predictions were made from.
         output_dir: is made if missing.
+        root: a folder above the images, as `medfl.datasets.own.above` gives it; "" for no subfolders.
 
     Raises:
         InputError: the image's place is not known, or two images have the same file name.
     """
 
-    def __init__(self, keys: KeysCollection = "pred", image: str = "image", output_dir: str | Path = "output") -> None:
+    def __init__(
+        self,
+        keys: KeysCollection = "pred",
+        image: str = "image",
+        output_dir: str | Path = "output",
+        root: str | Path = "",
+    ) -> None:
         """Keep the arguments."""
         super().__init__(keys)
-        self.image, self.output_dir = image, Path(output_dir)
+        self.image, self.output_dir, self.root = image, Path(output_dir), root and Path(root).absolute()
         self._resample = SpatialResample(mode="bilinear", padding_mode="border")
         self._written: dict[Path, str] = {}
 
@@ -265,7 +301,9 @@ class WriteMaskd(MapTransform):
 
     def _place(self, file: str) -> Path:
         path, part = split_uri(file)
-        place = self.output_dir / f"{Path(part or path).stem}.png"
+        parent = Path(path).absolute().parent
+        below = parent.relative_to(self.root) if self.root and not part and parent.is_relative_to(self.root) else ""
+        place = self.output_dir / below / f"{Path(part or path).stem}.png"
         if self._written.setdefault(place, file) != file:
             raise InputError(
                 f"predictions of {self._written[place]} and {file} would both be written to {place}",
@@ -274,5 +312,5 @@ class WriteMaskd(MapTransform):
             )
         if place.resolve() == Path(path).resolve():
             raise InputError(f"the prediction of {file} would replace it", "a folder of its own", "set output_dir")
-        self.output_dir.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         return place

@@ -26,7 +26,8 @@ import torch
 from monai.config.type_definitions import KeysCollection
 from monai.transforms.transform import MapTransform
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image
+from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.datasets import stacks
 from medfl.errors import InputError
@@ -48,6 +49,17 @@ UNREADABLE = (
 )
 JOINED = " | "
 READABLE = "images are JPEG, PNG, BMP or TIFF files, plain or in a zip, rows of an array or lists of a .json file"
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What makes a picture upright, by EXIF orientation; from 5 on its sides are exchanged."""
+_SUBFILE_TYPE, _NO_PAGE = 254, 0b101  # a TIFF's tag, and its bits of a smaller copy and of a transparency mask
 _INSIDE = re.compile(
     r"(.*?(?:\.zip|\.json|(?P<stack>\.npz|\.mat|-ubyte(?:\.gz)?|cifar-10-batches-py|cifar-100?-python(?:\.tar\.gz)?)))!(.*)",
     re.DOTALL,
@@ -185,8 +197,11 @@ def read_pixels(
 ) -> Pixels:
     """Read an image as a (H, W, C) array of its own type, resized to `size` (H, W) and checked for `channels`.
 
+    A picture is upright as its EXIF orientation says.
+
     Raises:
-        InputError: unreadable or truncated image, or another number of channels that is not converted.
+        InputError: unreadable or truncated image, one of several pages, or another number of channels that is not
+            converted.
     """
     try:
         path, part = split_uri(uri)
@@ -198,7 +213,10 @@ def read_pixels(
         else:
             source: Any = io.BytesIO(archive(path).read(part)) if part else path
             with Image.open(source) as image:
-                pixels = _decode(image, size, channels if convert else None)
+                pages = _pages(image)
+                pixels = _decode(image, size, channels if convert else None) if pages == 1 else np.empty(0)
+            if pages > 1:
+                raise InputError(f"image {uri} has {pages} pages", "one picture a file", "save each page as a file")
     except UNREADABLE as error:
         reason = str(error) or type(error).__name__
         raise InputError(
@@ -232,12 +250,37 @@ def _square(numbers: Any) -> Pixels:
     return pixels
 
 
+def orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation that is left to be applied to an opened picture, 1 for none."""
+    if image.format == "TIFF" or "exif" not in image.info:  # Pillow turns a TIFF itself
+        return 1
+    try:
+        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except (TypeError, *UNREADABLE):  # damaged EXIF says nothing of the pixels
+        return 1
+    return found if found in _TURNS else 1
+
+
+def _pages(image: Image.Image) -> int:
+    """Return the number of pictures in a file; in a TIFF without smaller copies and masks. Other formats have one."""
+    if not isinstance(image, TiffImageFile) or image.n_frames < 2:
+        return 1
+    found = 0
+    for page in range(image.n_frames):
+        image.seek(page)
+        found += not image.tag_v2.get(_SUBFILE_TYPE, 0) & _NO_PAGE
+    image.seek(0)
+    return max(1, found)
+
+
 def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | None) -> Pixels:
     """Decode, scaling a JPEG down by 2, 4 or 8 inside the decoder (draft mode) and the rest with antialiasing."""
+    turned = orientation(image)
     if size is not None and image.format == "JPEG":
-        image.draft(
-            None if channels is None or image.mode == "CMYK" else {1: "L", 3: "RGB"}.get(channels), (size[1], size[0])
-        )
+        mode = None if channels is None or image.mode == "CMYK" else {1: "L", 3: "RGB"}.get(channels)
+        image.draft(mode, size if turned >= 5 else (size[1], size[0]))
+    if turned != 1:
+        image = image.transpose(_TURNS[turned])
     if image.mode == "CMYK" or image.mode.startswith(("P", "YCbCr", "HSV", "LAB")):
         image = image.convert("RGB")
     elif image.mode == "1":
@@ -276,8 +319,19 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     return (values if pixels.dtype.kind == "f" else np.rint(values)).astype(pixels.dtype)
 
 
+def as_tensor(pixels: Pixels) -> torch.Tensor:
+    """Return pixels (H, W, C) as a tensor (C, H, W) of their type, but signed where that is unsigned of over 8 bits.
+
+    PyTorch stores uint16 to uint64, but computes nothing with them.
+    """
+    wide = {"uint16": np.int32, "uint32": np.int64, "uint64": np.float64}.get(pixels.dtype.name, pixels.dtype)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, 0).astype(wide, copy=False)))
+
+
 class ReadPixelsd(MapTransform):
-    """Replace image URIs by their pixels: plain torch tensors (C, H, W), uint8, uint16 or float as stored.
+    """Replace image URIs by their pixels: plain torch tensors (C, H, W), uint8 or float as stored, int32 of 16 bits.
+
+    An item without an `id` gets its first image's URI, so that what is said of new images names them.
 
     Args:
         keys: items to read.
@@ -312,5 +366,6 @@ class ReadPixelsd(MapTransform):
         item = dict(data)
         for key in self.key_iterator(item):
             pixels = read_pixels(str(item[key]), self.size, self.channels, self.convert)
-            item[key] = torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, 0)))
+            item.setdefault("id", str(item[key]))
+            item[key] = as_tensor(pixels)
         return item

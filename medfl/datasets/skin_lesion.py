@@ -10,7 +10,7 @@ from pathlib import Path
 from medfl.datasets import ham10000
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.ham10000 import CENTRES, METADATA, centre_roots, part_roots
-from medfl.datasets.pairs import mask_index, pair_folders, paired, read_pair
+from medfl.datasets.pairs import mask_index, matched, pair_folders, paired, read_pair
 from medfl.datasets.phantom import Generator, save
 from medfl.datasets.scenes_masks import photograph, shots, some_lesion
 from medfl.datasets.splitting import Record, by_group, carved, spared
@@ -65,7 +65,7 @@ def _isic(folder: Path) -> Mapping[str, tuple[Path, Path]]:
 def _read_isic(folder: Path) -> Table:
     table = Table()
     for section, (images, masks) in _isic(folder).items():
-        part = paired(image_index([images]), mask_index([masks]), _unknown, {"official": section})
+        part = paired(*matched(images, masks), _unknown, {"official": section})
         table.records += part.records
         table.problems += part.problems
         table.notes += part.notes
@@ -78,7 +78,7 @@ def _unknown(name: str) -> str:
 
 def _read_plain(folder: Path) -> Table:
     images, masks = pair_folders(folder)
-    return paired(image_index([images]), mask_index([masks]), _unknown)
+    return paired(*matched(images, masks), _unknown)
 
 
 def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:

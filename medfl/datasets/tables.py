@@ -43,6 +43,12 @@ class Layout:
     notes: tuple[str, ...] = ()
 
 
+def several(entries: Sequence[str], what: str, most: int = 5) -> str:
+    """Return up to `most` entries in one line, and how many more of them (`what`) there are."""
+    more = f" and {len(entries) - most} more {what}" if len(entries) > most else ""
+    return " | ".join(entries[:most]) + more
+
+
 def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     """Read a comma- or tab-separated table with a header line.
 

@@ -98,18 +98,35 @@ def volume_files(root: Path) -> list[tuple[str, str]]:
 def volume_index(folder: Path) -> dict[str, str]:
     """Return the URI of each volume that lies directly in a folder by its name without suffix.
 
-    A folder in it with files other than NIfTI counts as a DICOM series.
+    A folder in it with files other than NIfTI counts as a DICOM series; beside NIfTI files they must be DICOM.
     """
     index: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or path.name == "__MACOSX":
             continue
         if path.is_dir():
-            if any(file.is_file() and not file.name.endswith(SUFFIXES) for file in path.iterdir()):
+            if _is_series(path):
                 index.setdefault(path.name, str(path))
         elif path.name.endswith(SUFFIXES):
-            index[path.name.removesuffix(".gz").removesuffix(".nii")] = str(path)
+            index[_bare(path.name)] = str(path)
     return index
+
+
+def volume_paths(root: Path) -> list[tuple[str, str]]:
+    """Return (path without suffix, URI) of all NIfTI files below a folder, and of the DICOM series directly in it."""
+    series = {name: uri for name, uri in volume_index(root).items() if os.path.isdir(uri)}
+    files = [(_bare(name), uri) for name, uri in volume_files(root) if name.partition("/")[0] not in series]
+    return sorted([*series.items(), *files])
+
+
+def _bare(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".nii")
+
+
+def _is_series(folder: Path) -> bool:
+    names = [file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
+    others = [name for name in names if not name.endswith(SUFFIXES)]
+    return bool(others) and (len(others) == len(names) or any(dicom.is_dicom(str(folder / name)) for name in others))
 
 
 # Files

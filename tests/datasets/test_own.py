@@ -62,9 +62,26 @@ def test_a_table_may_name_the_sections(folder: Path) -> None:
     assert [len(labelled(folder, ("a", "b"), section)) for section in SECTIONS] == [14, 14, 12]
 
 
+def test_a_table_takes_pictures_of_pairs_by_path_and_by_name(tmp_path: Path) -> None:
+    for number in range(9):
+        picture(tmp_path / "images" / f"c{number}.png")
+        picture(tmp_path / "masks" / f"c{number}.png")
+    rows = {"train": "images/c{}.png", "validate": "c{}.png", "test": "c{}"}
+    lines = [f"{form.format(n)},{section}" for k, (section, form) in enumerate(rows.items()) for n in range(k, 9, 3)]
+    (tmp_path / "cases.csv").write_text("\n".join(["file,section", *lines]) + "\n")
+    assert [[item["id"] for item in paired(tmp_path, "images", "masks", section)] for section in SECTIONS] == [
+        [f"c{n}" for n in range(k, 9, 3)] for k in range(3)
+    ]
+
+
 @pytest.mark.parametrize(
     ("table", "told"),
     [
+        ("file,section\n" + "".join(f"{c}{n:02d}\n" for c in "ab" for n in range(20)), "a/a00.png is in section ''"),
+        (
+            "file\n" + "".join(f"b{n:02d}\n" for n in range(20)),
+            "no row for image a/a00.png .*04.png and 15 more images",
+        ),
         ("name\na00\n", "has no column 'file'"),
         ("file\na00\n", "no row for image a/a01.png"),
         ("file,section\n" + "".join(f"{c}{n:02d},tset\n" for c in "ab" for n in range(20)), "section 'tset'"),
@@ -79,6 +96,14 @@ def test_a_wrong_table_is_refused(folder: Path, table: str, told: str) -> None:
 def test_an_unknown_class_and_an_empty_folder_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"folder 'b' in .*; a folder for each class: a, c"):
         labelled(folder, ("a", "c"), "train")
+    with pytest.raises(InputError, match=r"folder 'b' in .* is of no class; .*; rename or remove it"):
+        labelled(folder, ("a", "c"), "train")
+    for number in range(7):
+        picture(folder / f"z{number}" / "1.png")
+    with pytest.raises(
+        InputError, match=r"folder 'a' \| 'b' \| 'z0' .* and 4 more folders .*give the folder that holds"
+    ):
+        labelled(folder, ("c", "d"), "train")
     (tmp_path / "none").mkdir()
     with pytest.raises(InputError, match="no folder with images"):
         labelled(tmp_path / "none", ("a", "b"), "train")

@@ -13,6 +13,7 @@ from monai.losses import DiceCELoss
 from monai.transforms import Compose, EnsureTyped, Flipd, NormalizeIntensityd, ScaleIntensityRanged, SpatialCropd
 from PIL import Image
 
+from medfl.datasets.own import above
 from medfl.datasets.pairs import ReadPaird, WriteMaskd, mask_index, paired, read_pair
 from medfl.datasets.reading import JOINED, content_key
 from medfl.errors import InputError
@@ -204,6 +205,15 @@ def test_the_item_as_transforms_and_losses_take_it(image: str, mask: str) -> Non
     assert torch.equal(unpack(pack(item))["image"].affine, picture.affine)
 
 
+def test_pictures_of_16_bits_can_be_scaled(tmp_path: Path, mask: str) -> None:
+    deep = save(tmp_path / "deep.tif", PICTURE.astype(np.uint16) * 257)
+    for item in ({"image": deep, "label": mask}, {"image": deep}):
+        item = ReadPaird()(item)
+        assert item["image"].dtype == torch.int32
+        scaled = Compose([ScaleIntensityRanged("image", 0, 65535, 0, 1)])(item)["image"]
+        assert np.allclose(scaled[0], PICTURE / 255, atol=1e-6)
+
+
 def test_without_a_mask_only_the_image_is_read(image: str, mask: str) -> None:
     reader = ReadPaird(channels=1, size=32)
     alone = reader({"image": image})
@@ -285,5 +295,16 @@ def test_nothing_is_overwritten(tmp_path: Path, image: str, mask: str) -> None:
     with pytest.raises(InputError, match=r"the prediction of .*a\.png would replace it"):
         WriteMaskd("pred", output_dir=tmp_path)({**items[0], "pred": scores})
     assert np.array_equal(np.array(Image.open(image)), PICTURE)
+    root = above({"image": uri} for uri in (image, other))
+    write = WriteMaskd("pred", output_dir=tmp_path / "kept", root=root)
+    for item in items:
+        write({**item, "pred": scores})
+    assert root == str(tmp_path)
+    assert sorted(path.relative_to(tmp_path / "kept") for path in (tmp_path / "kept").rglob("*.png")) == [
+        Path("a.png"), Path("b/a.png"),
+    ]  # fmt: skip
+    elsewhere = WriteMaskd("pred", output_dir=tmp_path / "other", root=tmp_path / "b")
+    elsewhere({**items[0], "pred": scores})  # not below the root: no subfolder
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["a.png"]
     with pytest.raises(InputError, match=r"'image' does not say where .*filename_or_obj"):
         write({"image": items[0]["image"].as_tensor(), "pred": scores})

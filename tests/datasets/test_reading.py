@@ -8,7 +8,8 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from monai.transforms import ScaleIntensityRanged
+from PIL import Image, ImageOps
 
 from medfl.datasets import ReadPixelsd
 from medfl.datasets.reading import archive, array_shape, content_key, read_pixels
@@ -46,6 +47,11 @@ def test_same_pixels_from_every_place(uris, picture, place):
     assert np.array_equal(item["image"].numpy(), picture.transpose(2, 0, 1))
 
 
+def test_an_item_without_an_id_is_named_by_its_image(uris):
+    assert ReadPixelsd("image")({"image": uris["zip"]})["id"] == uris["zip"]
+    assert ReadPixelsd("image")({"image": uris["png"], "id": "own"})["id"] == "own"
+
+
 @pytest.mark.parametrize("place", ["png", "jpg", "zip", "npz"])
 @pytest.mark.parametrize("size", [16, (12, 20), (96, 128)])
 def test_resize_gives_the_size_and_keeps_the_content(uris, picture, place, size):
@@ -67,10 +73,53 @@ def test_grey_and_depth(tmp_path):
     Image.fromarray(np.full((8, 8), 300, np.uint16)).save(tmp_path / "deep.png")
     item = ReadPixelsd("image")({"image": str(tmp_path / "deep.png")})
     assert item["image"].shape == (1, 8, 8)
-    assert item["image"].dtype == torch.uint16
-    assert int(item["image"].int().max()) == 300
+    assert item["image"].dtype == torch.int32  # with uint16 PyTorch computes nothing
+    assert int(item["image"].max()) == 300
+    assert ScaleIntensityRanged("image", 0, 600, 0, 1)(item)["image"].max() == 0.5
+    np.savez(tmp_path / "b.npz", u4=np.full((1, 4, 4), 70000, np.uint32))
+    assert ReadPixelsd("image")({"image": f"{tmp_path}/b.npz!u4#0"})["image"].unique().tolist() == [70000]
     Image.fromarray(np.eye(8) > 0).save(tmp_path / "bit.png")
     assert set(np.unique(read_pixels(str(tmp_path / "bit.png")))) == {0, 255}
+
+
+@pytest.mark.parametrize("turn", range(10))  # 0 and 9 are none
+@pytest.mark.parametrize("ending", ["jpg", "png", "tif"])
+def test_pictures_are_upright(tmp_path, picture, turn, ending):
+    """As Pillow turns them, whole or scaled in the decoder; TIFF files, which it turns itself, not twice."""
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    path = tmp_path / f"a.{ending}"
+    Image.fromarray(picture).save(path, exif=exif, **({"quality": 95} if ending == "jpg" else {}))
+    with Image.open(path) as image:
+        expected = np.array(ImageOps.exif_transpose(image))
+        assert expected.shape == ((64, 48, 3) if 5 <= turn <= 8 else (48, 64, 3))
+    assert np.array_equal(read_pixels(str(path)), expected)
+    small = read_pixels(str(path), (expected.shape[0] // 4, expected.shape[1] // 4)).astype(float)
+    assert np.abs(small - expected.reshape(len(small), 4, -1, 4, 3).mean((1, 3))).max() < 8
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_damaged_exif_turns_nothing(tmp_path, picture):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(picture).save(tmp_path / "a.jpg", exif=exif)
+    data = (tmp_path / "a.jpg").read_bytes()
+    head = data.index(b"Exif\0\0") + 6
+    (tmp_path / "a.jpg").write_bytes(data[:head] + b"XXXX" + data[head + 4 :])
+    assert read_pixels(str(tmp_path / "a.jpg")).shape == (48, 64, 3)
+
+
+def test_several_pages_are_refused(tmp_path, picture):
+    pages = [Image.fromarray(picture), Image.fromarray(255 - picture), Image.fromarray(picture[::2, ::2])]
+    pages[0].save(tmp_path / "m.tif", save_all=True, append_images=pages[1:])
+    with pytest.raises(InputError, match=r"m\.tif has 3 pages; one picture a file; save each") as caught:
+        read_pixels(str(tmp_path / "m.tif"))
+    assert "\n" not in str(caught.value)
+    pages[2].encoderinfo = {"tiffinfo": {254: 1}}  # a smaller copy is no page
+    pages[0].save(tmp_path / "t.tif", save_all=True, append_images=pages[2:])
+    with Image.open(tmp_path / "t.tif") as image:
+        assert image.n_frames == 2
+    assert np.array_equal(read_pixels(str(tmp_path / "t.tif")), picture)
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("RGB", 1), ("L", 3), ("RGBA", 3), ("RGBA", 1), ("LA", 1), ("CMYK", 3)])

@@ -46,9 +46,17 @@ def save(path: Path, voxels: np.ndarray, affine: np.ndarray = AFFINE) -> str:
 
 @own_locale()
 def save_dicom(
-    folder: Path, voxels: np.ndarray, uid: str = "1.2.826.0.1.1", name: str = "T1", skip: Sequence[int] = ()
+    folder: Path,
+    voxels: np.ndarray,
+    uid: str = "1.2.826.0.1.1",
+    name: str = "T1",
+    skip: Sequence[int] = (),
+    step: Sequence[float] = (0, 0, 1),
 ) -> str:
-    """Write one file for each slice, as a scanner does, of the volume that lies where AFFINE has it."""
+    """Write one file for each slice, as a scanner does, of the volume that lies where AFFINE has it.
+
+    `step` leads from a slice to the next, in voxels.
+    """
     folder.mkdir(exist_ok=True)
     lps = np.diag((-1, -1, 1, 1)) @ AFFINE
     spacing = np.linalg.norm(lps[:3, :3], axis=0)
@@ -64,7 +72,7 @@ def save_dicom(
             "0020|000d": "1.2.826.0.2",
             "0020|000e": uid,
             "0020|0013": str(index),
-            "0020|0032": "\\".join(f"{v:.9g}" for v in lps[:3] @ (0, 0, index, 1)),
+            "0020|0032": "\\".join(f"{v:.9g}" for v in lps[:3] @ (*(index * np.array(step)), 1)),
             "0020|0037": "\\".join(f"{v:.9g}" for v in (*right, *down)),
             "0018|0050": f"{spacing[2]:g}",
         }
@@ -213,6 +221,15 @@ def damaged_series(folder: Path) -> str:
     return str(made)
 
 
+def frames(folder: Path) -> str:
+    (folder / "d").mkdir()
+    picture = sitk.GetImageFromArray(IMAGE)
+    picture.SetMetaData("0008|0060", "CT")
+    with own_locale():
+        sitk.WriteImage(picture, str(folder / "d" / "m.dcm"))
+    return str(folder / "d")
+
+
 def with_values(*values: float) -> np.ndarray:
     image = IMAGE.astype(np.float32)
     image.flat[5 : 5 + len(values)] = values
@@ -247,6 +264,16 @@ REFUSED = {
         lambda folder: save_dicom(folder / "d", IMAGE, skip=(4,)),
         r"d: its 9 slices lie 3 to 6 mm apart; slices lie at equal distances",
     ),
+    "tilted gantry": (
+        lambda folder: save_dicom(folder / "d", IMAGE, step=(0, 0.4, 1)),
+        r"d: its slices are shifted within their plane, the last by 7\.2 mm: a gantry tilted by 14\.9 degrees; .*above",
+    ),
+    "slices in one place": (
+        lambda folder: save_dicom(folder / "d", IMAGE, step=(0, 0, 0)),
+        r"d: its 10 slices lie 0 to 0 mm apart",
+    ),
+    "one file": (lambda folder: save_dicom(folder / "d", IMAGE[:, :, :1]), r"d has the shape 9 x 12 x 1; .* 2 voxels"),
+    "frames": (frames, r"DICOM file \S+/d/m\.dcm has 9 frames; a file for each slice; convert it to NIfTI"),
     "damaged series": (damaged_series, r"DICOM file \S+/d/1-94\.dcm cannot be read, nor can 0 more there"),
 }
 

@@ -1,0 +1,83 @@
+"""What a folder of one's own holds besides the images that are used, and folders that are by their names no classes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from medfl.datasets import matching, tables
+from medfl.errors import InputError
+
+_SECTIONS = {"train", "training", "val", "valid", "validate", "validation", "test", "testing"}
+_IMAGES = {"image", "images", "img", "imgs"}
+_MASKS = {
+    "mask", "masks", "label", "labels", "seg", "segs", "segmentation", "segmentations", "annotations", "ground_truth",
+    "groundtruth", "gt",
+}  # fmt: skip
+
+
+def refuse_other_folders(place: Path, names: Sequence[str]) -> None:
+    """Raise an InputError if the folders with pictures are named as sections, or as images and masks, not classes.
+
+    Args:
+        place: the folder that holds them.
+        names: of the folders.
+    """
+    plain = {name.lower(): name for name in names}
+    sections = [plain[name] for name in plain if name in _SECTIONS]
+    if {"train", "training"} & plain.keys() or len(sections) == len(plain):
+        raise InputError(
+            f"folders {', '.join(sections)} in {place} are named as sections, not classes",
+            "a folder for each class, with its images of all sections",
+            "put each class's into one folder and say their sections in column 'section' of cases.csv",
+        )
+    images, masks = ([plain[name] for name in plain if name in known] for known in (_IMAGES, _MASKS))
+    if images and masks and 2 * len(images + masks) > len(plain):
+        raise InputError(
+            f"folders {images[0]} and {masks[0]} in {place} are named as images and their masks, not classes",
+            "a folder for each class, or images with masks",
+            f"give --images {place / images[0]} --masks {place / masks[0]}",
+        )
+
+
+def refuse_masks_among(place: Path, names: Sequence[str]) -> None:
+    """Raise an InputError if a class folder holds a picture and its mask: the mask would count as a picture."""
+    for name in names:
+        found = {path.rpartition(".")[0]: path for path, _ in tables.image_files(place / name)}
+        for stem, path in found.items():
+            if stem.lower().endswith("_mask") and (picture := found.get(matching.ENDING.sub("", stem))):
+                raise InputError(
+                    f"class folder {place / name} holds {picture} and its mask {path}",
+                    "pictures only, or images and their masks in two folders",
+                    "move the masks elsewhere; with masks instead of classes give --images DIR --masks DIR",
+                )
+
+
+def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: str) -> tuple[str, ...]:
+    """Return a line for the images of a folder that are not used, and one for its other files, "" of neither.
+
+    Args:
+        place: the folder; its hidden files and its cases.csv do not count.
+        used: files, and folders of a DICOM series.
+        endings: of images, in lower case.
+        what: is said of images that are not used, as in "3 images {what}: left out".
+    """
+    known, images, others = set(used), list[str](), list[str]()
+    for base, folders, files in os.walk(place):
+        folders[:] = sorted(n for n in folders if not _hidden(n) and os.path.join(base, n) not in known)
+        for name in sorted(n for n in files if not _hidden(n)):
+            path = Path(base, name)
+            if str(path) not in known and path != place / "cases.csv":
+                image = name.lower().endswith(tuple(endings))
+                (images if image else others).append(path.relative_to(place).as_posix())
+    lines = [
+        f"{len(found)} {kind}: left out, first {found[0]}"
+        for found, kind in ((images, f"images {what}"), (others, f"files that do not end in {', '.join(endings)}"))
+        if found
+    ]
+    return tuple(lines)
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith((".", "__MACOSX"))

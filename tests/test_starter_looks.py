@@ -1,0 +1,153 @@
+"""What `medfl new` sees in folders: depths, files that are left out or broken, folders that are no classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import medfl
+from medfl import cli, starter
+from medfl.errors import InputError
+
+DRAWS = np.random.default_rng(0)
+
+
+def picture(path: Path, most: float = 255, dtype: type = np.uint8) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = DRAWS.uniform(0, most, (8, 8))
+    pixels.flat[:2] = 0, most
+    Image.fromarray(pixels.astype(dtype)).save(path)
+
+
+def classes(root: Path, *names: str, ending: str = "png", **about: float | type) -> Path:
+    for name in names:
+        for number in range(12):
+            picture(root / name / f"{number:02d}.{ending}", **about)
+    return root
+
+
+def pairs(root: Path, most: int = 1) -> Path:
+    for number in range(12):
+        picture(root / "images" / f"c{number:02d}.png")
+        mask = np.zeros((8, 8), np.uint8)
+        mask[2:5, 2:6] = most
+        (root / "masks").mkdir(exist_ok=True)
+        Image.fromarray(mask).save(root / "masks" / f"c{number:02d}.png")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("about", "brightest"),
+    [
+        ({"most": 200}, 255),
+        ({"most": 300, "dtype": np.uint16}, 65535),
+        ({"most": 70000, "dtype": np.int32, "ending": "tif"}, 70000),
+        ({"most": 1, "dtype": np.float32, "ending": "tif"}, 1),
+        ({"most": 99, "dtype": np.float32, "ending": "tif"}, 255),
+        ({"most": 4095, "dtype": np.float32, "ending": "tif"}, 65535),
+    ],
+)
+def test_the_brightest_value_is_that_of_the_type_or_seen(about: dict, brightest: int, tmp_path: Path) -> None:
+    seen = starter.look(classes(tmp_path, "a", "b", **about))
+    assert (seen.brightest, seen.notes) == (brightest, ())
+
+
+def test_depths_that_differ_are_scaled_by_the_largest_and_told(tmp_path: Path) -> None:
+    classes(classes(tmp_path, "a"), "b", most=3000, dtype=np.uint16)
+    picture(tmp_path / "b" / "float.tif", 90000, np.float32)
+    seen = starter.look(tmp_path)
+    assert seen.brightest == 90000
+    assert seen.notes == (
+        "pictures of several depths, all divided by 90000: 12 of at most 255, 12 of at most 65535, 1 of at most 90000",
+    )
+
+
+def test_pictures_of_16_bits_train(tmp_path: Path) -> None:
+    data = classes(tmp_path / "data", "a", "b", most=60000, dtype=np.uint16)
+    bundle = starter.write(tmp_path / "mine", starter.look(data), size=16)
+    run = medfl.run(bundle, data=data, out=tmp_path / "run", jobs=1, sites=2, rounds=1, say=str)
+    assert np.isfinite(run.summary["last"]["accuracy"])
+    file = next((data / "a").iterdir())
+    answers = run.predict([str(file)]), run.predict([np.array(Image.open(file))])
+    assert answers[0][0]["p_a"] == answers[1][0]["p_a"]
+
+
+def test_what_is_left_out_is_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = classes(tmp_path / "data", "a", "b")
+    for name in ("loose.png", "_old/1.png", "_old/2.png", ".hidden/1.png"):
+        picture(data / name)
+    for name in ("a/1.dcm", "notes.txt", ".DS_Store"):
+        (data / name).write_text("")
+    (data / "cases.csv").write_text("file\n" + "".join(f"{c}/{n:02d}.png\n" for c in "ab" for n in range(12)))
+    left = (
+        "3 images in no class folder: left out, first loose.png",
+        "2 files that do not end in .jpg, .jpeg, .png, .bmp, .tif, .tiff: left out, first notes.txt",
+    )
+    assert starter.look(data).notes == left
+    told = ["--images", str(data)]
+    assert cli.main(["new", str(tmp_path / "mine"), *told]) == 0
+    assert all(f"note: {line}\n" in capsys.readouterr().out for line in left[:1])
+    assert cli.main(["new", str(tmp_path / "other"), *told, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == list(left)
+
+
+def test_images_without_a_mask_are_counted(tmp_path: Path) -> None:
+    data = pairs(tmp_path, 3)
+    for number in range(3):
+        picture(data / "images" / f"d{number}.png")
+    (data / "masks" / "readme.txt").write_text("")
+    assert starter.look(data / "images", data / "masks").notes == (
+        "3 images without a mask: left out, first d0.png",
+        "1 files that do not end in .jpg, .jpeg, .png, .bmp, .tif, .tiff: left out, first readme.txt",
+        "no mask has the values 1, 2",
+    )
+
+
+def test_up_to_five_broken_files_are_named(tmp_path: Path) -> None:
+    classes(tmp_path, "a", "b")
+    for number in range(7):
+        (tmp_path / "a" / f"{number:02d}.png").write_bytes(b"no picture")
+    with pytest.raises(InputError, match=r"^7 of 24 images: image .*00\.png.*04\.png .* and 2 more files;") as caught:
+        starter.look(tmp_path)
+    assert "05.png" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("test", "train", "other"), r"folders test, train in .* are named as sections, .*column 'section' of cases"),
+        (("Validation", "TEST"), r"folders TEST, Validation in .* are named as sections"),
+        (("train",), r"folders train in .* are named as sections"),
+        (("Images", "masks", "overlays"), r"folders Images and masks .*; give --images \S+/Images --masks \S+/masks"),
+    ],
+)
+def test_folders_that_are_no_classes_are_refused(names: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=told):
+        starter.look(classes(tmp_path, *names))
+
+
+def test_masks_among_labelled_pictures_are_refused(tmp_path: Path) -> None:
+    classes(tmp_path, "benign", "control")
+    picture(tmp_path / "benign" / "03_mask.png")
+    with pytest.raises(InputError, match=r"class folder \S+/benign holds 03\.png and its mask 03_mask\.png"):
+        starter.look(tmp_path)
+
+
+def test_swapped_folders_and_masks_without_classes_are_told(tmp_path: Path) -> None:
+    data = pairs(tmp_path / "swapped")
+    for path in (data / "images").iterdir():
+        Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(path)
+        Image.fromarray(np.eye(16) > 0).save(data / "masks" / path.name)
+    with pytest.raises(InputError, match=r"files in \S+/masks look like masks, those in \S+/images like .*; swap"):
+        starter.look(data / "masks", data / "images")
+    data = pairs(tmp_path / "empty", 0)
+    with pytest.raises(InputError, match="have no value but 0; .*check that these are the masks"):
+        starter.look(data / "images", data / "masks")
+    data = pairs(tmp_path / "grey", 200)
+    with pytest.raises(InputError, match=r"have the values 0, 200, the largest 200; 0 for the background"):
+        starter.look(data / "images", data / "masks")
