@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from monai.data import MetaTensor
 from torch import Tensor
 
 from medfl import datasets
@@ -121,7 +123,7 @@ class OnDisk(Sequence[Any]):
 
 def sample_key(parts: Sequence[Any], entry: Any) -> str:
     """Hash what determines a prepared sample: `parts` (JSON), our readers, an entry's values and its files' content."""
-    digest = hashlib.sha256(json.dumps([_readers(), *parts], sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps([_readers(), *parts], sort_keys=True, default=_content).encode())
     for name, value in sorted(entry.items()) if isinstance(entry, Mapping) else [("", entry)]:
         digest.update(f"\0{name}={_content(value)}".encode())
     return digest.hexdigest()[:40]
@@ -137,14 +139,33 @@ def _readers() -> str:
 
 
 def _content(value: Any) -> str:
+    """Return what tells a value from all others: of arrays their type, shape and bytes, of files their content."""
+    if isinstance(value, Mapping):
+        return _hashed("mapping", *(part for name, held in value.items() for part in (repr(name), _content(held))))
     if isinstance(value, list | tuple):
-        return "|".join(map(_content, value))
-    if isinstance(value, Tensor):
-        return hashlib.sha256(value.numpy(force=True).tobytes()).hexdigest()
+        return _hashed("list", *map(_content, value))
+    if isinstance(value, MetaTensor):  # its affine decides what spacing and orientation make of it
+        return _hashed(_content(value.as_tensor()), _content(value.meta))
+    if isinstance(value, Tensor):  # as bytes, for NumPy lacks some of its types
+        flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return _hashed(str(value.dtype), str(tuple(value.shape)), flat.view(torch.uint8).numpy().tobytes())
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:  # its bytes are addresses
+            return _hashed(str(value.dtype), str(value.shape), _content(value.tolist()))
+        mask = [_content(np.ma.getmaskarray(value))] if isinstance(value, np.ma.MaskedArray) else []
+        return _hashed(str(value.dtype), str(value.shape), np.asarray(value).tobytes(), *mask)
     if isinstance(value, str | os.PathLike):
         with suppress(InputError):
             return f"{value} {content_key(str(value))}"
     return repr(value)
+
+
+def _hashed(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else part.encode()
+        digest.update(b"%d:" % len(data) + data)
+    return digest.hexdigest()
 
 
 def _write(path: Path, sample: Any) -> None:

@@ -20,6 +20,8 @@ from medfl.curves import labels, progress
 from medfl.errors import InputError
 from medfl.report import RunFolder
 
+_ROUNDING = 1e-9  # of the largest value: differences of float64 metrics that are closer are equal
+
 Values = Mapping[int, float]
 """Seed -> value."""
 
@@ -89,6 +91,9 @@ class Test:
         low, high: its 95 % confidence interval by Student's t.
         p: of the two-sided paired t-test.
         effect: Cohen's d_z, the mean difference over its standard deviation (ddof 1).
+
+    Where all differences are equal, up to rounding, there is no t: these four are NaN, but p is 1 and the effect 0
+    where the rows are equal.
     """
 
     row: Row
@@ -271,9 +276,10 @@ def paired(row: Row, against: Row, column: Column) -> Test | None:
     differences = [ours[seed] - theirs[seed] for seed in seeds]
     mean, sd = statistics.fmean(differences), statistics.stdev(differences)
     half = float(stats.t.ppf(0.975, len(seeds) - 1)) * sd / math.sqrt(len(seeds))
-    if sd == 0:  # equal differences have no t: the runs are equal, or apart by a constant
-        p, effect = (0.0, math.copysign(math.inf, mean)) if mean else (1.0, 0.0)
-        return Test(row, against, len(seeds), mean, mean, mean, p, effect)
+    rounding = _ROUNDING * max(abs(values[seed]) for values in (ours, theirs) for seed in seeds)
+    if sd <= rounding:
+        p, effect = (1.0, 0.0) if abs(mean) <= rounding else (math.nan, math.nan)
+        return Test(row, against, len(seeds), mean, math.nan, math.nan, p, effect)
     p = float(stats.ttest_rel([ours[s] for s in seeds], [theirs[s] for s in seeds]).pvalue)
     return Test(row, against, len(seeds), mean, mean - half, mean + half, p, mean / sd)
 

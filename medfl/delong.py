@@ -55,7 +55,7 @@ class Difference:
         first, second: their areas.
         value: first minus second.
         low, high: its interval.
-        p: two-sided; 1 for scores that rank alike.
+        p: two-sided; 1 for scores that rank alike, NaN for others whose difference has no variance.
     """
 
     first: Area
@@ -129,7 +129,7 @@ def paired_test(positive: NDArray[Any], first: NDArray[Any], second: NDArray[Any
     difference = float(values[0] - values[1])
     variance = float(between[0, 0] + between[1, 1] - 2 * between[0, 1])
     if variance <= 1e-15:  # both rank every pair alike, or each is constant over the classes
-        p = math.nan if math.isnan(variance) else float(difference == 0)
+        p = 1.0 if abs(difference) <= 1e-12 else math.nan
     else:
         p = float(2 * norm.sf(abs(difference) / math.sqrt(variance)))
     half = _half_width(max(variance, 0.0), level)

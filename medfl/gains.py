@@ -15,6 +15,7 @@ from medfl.errors import InputError
 from medfl.partition_plot import INK, SOFT, shorten
 from medfl.pictures import Picture, colours, render
 from medfl.report import RunFolder
+from medfl.report.words import setting
 from medfl.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 REFERENCES = ("local", "fedavg")
 """The methods that a site's gain is measured against."""
+_SETTINGS = (
+    "bundle", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "cohort", "amp", "messages", "aggregation"
+)  # fmt: skip
 _WIDTH, _HEIGHT = 7.2, 4.2
 
 
@@ -38,6 +42,7 @@ class Gains:
         gains: method -> reference -> site -> difference to the reference's run with the same seed, positive where the
             method is better; without seeds that the reference lacks.
         phantom: whether the images were drawn by a program.
+        notes: sentences about runs that are measured against one with other settings.
     """
 
     key: str
@@ -47,6 +52,7 @@ class Gains:
     values: Mapping[str, Mapping[str, list[float]]]
     gains: Mapping[str, Mapping[str, Mapping[str, list[float]]]]
     phantom: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def methods(self) -> list[str]:
@@ -72,7 +78,10 @@ class Gains:
         return "\n".join(lines)
 
     def summary(self) -> list[str]:
-        """Return a sentence for each method: how many sites it serves better than each reference, and which worse."""
+        """Return a sentence for each method: how many sites it serves better than each reference, and which worse.
+
+        The notes follow.
+        """
         said = []
         for name in self.methods:
             for reference, gained in self.gains[name].items():
@@ -86,7 +95,7 @@ class Gains:
                     told += f", {len(small)} of the {len(self.small & means.keys())} small ones"
                 worse = [site for site, value in means.items() if value < 0]
                 said.append(told + (f"; below at {', '.join(worse)}" if worse else ""))
-        return said
+        return [*said, *self.notes]
 
 
 def _told(values: Sequence[float], head: str) -> str:
@@ -98,14 +107,72 @@ def _told(values: Sequence[float], head: str) -> str:
 
 
 def gains(folders: Sequence[Path]) -> Gains:
-    """Compare the sites of several runs; a run's own Local reference (`--with-local`) counts as a run of Local.
+    """Compare the sites of several runs.
+
+    A run is measured against its own Local reference (`--with-local`) where it has one, which also counts as a run of
+    Local; else against the run of Local or FedAvg with the same seed, partition and data, of several against the one
+    with the same settings.
 
     Raises:
-        InputError: a folder is not a finished run's, the runs differ in metric or sites, or no run of Local or FedAvg
-            has the seed of another.
+        InputError: a folder is not a finished run's, the runs differ in metric or sites, two differ in nothing, two
+            could be the reference of a third, or no run of Local or FedAvg has the seed of another.
     """
-    runs = [RunFolder.read(Path(folder)) for folder in folders]
-    runs += [RunFolder.read(run.path / "local") for run in runs if (run.path / "local" / "run.json").is_file()]
+    given = [RunFolder.read(path) for path in {Path(folder).resolve(): Path(folder) for folder in folders}.values()]
+    own = {run.path: RunFolder.read(run.path / "local") for run in given if _has_local(run)}
+    places = {run.path.resolve() for run in given}
+    runs = given + [local for local in own.values() if local.path.resolve() not in places]
+    _check(runs)
+    known: dict[str, dict[tuple[Any, ...], RunFolder]] = {}
+    for number, (label, run) in enumerate(zip(_labels(runs), runs, strict=True)):
+        twin = known.setdefault(label, {}).setdefault(_same(run), run)
+        if twin is not run and number < len(given):
+            raise InputError(
+                f"{twin.path} and {run.path} are both {label} with seed {run.run.get('seed')}",
+                "runs differ in method, options, settings, partition, data or seed",
+                "drop one",
+            )
+    rows = [run for seeds in known.values() for run in seeds.values()]
+    sign = 1 if metrics.higher_is_better(runs[0].key) else -1
+    values: dict[str, dict[str, list[float]]] = {}
+    gained: dict[str, dict[str, dict[str, list[float]]]] = {}
+    notes: dict[str, None] = {}
+    for label, seeds in known.items():
+        method = next(iter(seeds.values())).run["method"]
+        values[label], gained[label] = {}, {reference: {} for reference in REFERENCES if reference != method}
+        for _, run in sorted(seeds.items(), key=lambda entry: str(entry[0])):
+            scores = run.site_values(run.judged, run.key)
+            for site, value in scores.items():
+                values[label].setdefault(site, []).append(value)
+            for reference, column in gained[label].items() if method != "local" else ():
+                other = own.get(run.path) if reference == "local" else None
+                other = other or _reference(run, reference, rows)
+                if other is None:
+                    continue
+                theirs = other.site_values(other.judged, other.key)
+                for site in (one for one in scores if one in theirs):
+                    column.setdefault(site, []).append(sign * (scores[site] - theirs[site]))
+                if apart := _apart(run, other):
+                    notes[f"{label} and the {reference} that it is measured against differ in {', '.join(apart)}"] = (
+                        None
+                    )
+    if not any(column for references in gained.values() for column in references.values()):
+        raise InputError(
+            f"{len(runs)} runs, none of which has the data and seed of a run of Local or FedAvg",
+            "a gain is measured against one of these",
+            "add such a run, or --with-local",
+        )
+    large = {name.strip() for run in runs for name in str((run.run.get("options") or {}).get("large", "")).split(",")}
+    sites = runs[0].site_names
+    small = frozenset(site for site in sites if site not in large) if large - {""} else frozenset()
+    train = {site: runs[0].size(site, "train") or 0 for site in sites}
+    return Gains(runs[0].key, sites, train, small, values, gained, runs[0].phantom, tuple(notes))
+
+
+def _has_local(run: RunFolder) -> bool:
+    return (run.path / "local" / "run.json").is_file()
+
+
+def _check(runs: Sequence[RunFolder]) -> None:
     for run in runs:
         if run.summary is None:
             raise InputError(f"{run.path} is not finished", "gains are of finished runs", "continue it with --resume")
@@ -121,47 +188,53 @@ def gains(folders: Sequence[Path]) -> Gains:
             "gains compare the same sites",
             "give runs of one partition",
         )
-    known = {label: {} for label in dict.fromkeys(labels(runs))}  # type: dict[str, dict[tuple[Any, ...], RunFolder]]
+
+
+def _labels(runs: Sequence[RunFolder]) -> list[str]:
+    """Return each run's method with the options and settings in which runs of that method differ."""
+    made = []
     for label, run in zip(labels(runs), runs, strict=True):
-        known[label][_same(run)] = run
-    sign = 1 if metrics.higher_is_better(keys[0]) else -1
-    values: dict[str, dict[str, list[float]]] = {}
-    gained: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for label, seeds in known.items():
-        values[label], gained[label] = {}, {reference: {} for reference in REFERENCES if reference != label}
-        for seed, run in sorted(seeds.items(), key=lambda entry: str(entry[0])):
-            own = run.site_values(run.judged, run.key)
-            for site, value in own.items():
-                values[label].setdefault(site, []).append(value)
-            for reference, column in gained[label].items():
-                other = known.get(reference, {}).get(seed)
-                theirs = other.site_values(other.judged, other.key) if other and label != "local" else {}
-                for site in (one for one in own if one in theirs):
-                    column.setdefault(site, []).append(sign * (own[site] - theirs[site]))
-    if not any(column for references in gained.values() for column in references.values()):
-        raise InputError(
-            f"{len(runs)} runs, none of which has the data and seed of a run of Local or FedAvg",
-            "a gain is measured against one of these",
-            "add such a run, or --with-local",
-        )
-    large = {name.strip() for run in runs for name in str((run.run.get("options") or {}).get("large", "")).split(",")}
-    sites = runs[0].site_names
-    small = frozenset(site for site in sites if site not in large) if large - {""} else frozenset()
-    return Gains(
-        keys[0],
-        sites,
-        {site: runs[0].size(site, "train") or 0 for site in sites},
-        small,
-        values,
-        gained,
-        runs[0].phantom,
-    )
+        others = [_settings(other) for other in runs if other.run["method"] == run.run["method"]]
+        differing = [
+            f"{name}={setting(value)}"
+            for name, value in _settings(run).items()
+            if any(other.get(name) != value for other in others)
+        ]
+        made.append(" ".join([label, *differing]))
+    return made
+
+
+def _settings(run: RunFolder) -> dict[str, Any]:
+    """Return what else decides how well a run does, but for its method and options."""
+    return {name: run.run[name] for name in _SETTINGS if name in run.run} | dict(run.run.get("config") or {})
+
+
+def _apart(run: RunFolder, other: RunFolder) -> list[str]:
+    ours, theirs = _settings(run), _settings(other)
+    return [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
 
 
 def _same(run: RunFolder) -> tuple[Any, ...]:
     """Return what two runs share whose sites can be compared: seed, partition and data."""
     partition = run.run.get("partition") or {}
     return run.run.get("seed"), partition.get("spec"), partition.get("seed"), run.run["data"].get("checksum")
+
+
+def _reference(run: RunFolder, method: str, rows: Sequence[RunFolder]) -> RunFolder | None:
+    """Return the run of a method that another is measured against, None where there is none.
+
+    Raises:
+        InputError: there are two, and nothing says which.
+    """
+    found = [row for row in rows if row.run["method"] == method and _same(row) == _same(run)]
+    found = [row for row in found if not _apart(run, row)] or found
+    if len(found) > 1:
+        raise InputError(
+            f"{run.path} could be measured against {found[0].path} and {found[1].path}",
+            f"one run of {method} with its seed, partition and data, or one with its settings too",
+            "drop one, or compare them apart",
+        )
+    return found[0] if found else None
 
 
 def write_gains(folders: Sequence[Path], file: Path) -> tuple[Gains, Path]:

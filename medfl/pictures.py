@@ -323,6 +323,8 @@ def spectrum(features: Floats, labels: Labels, classes: Sequence[str], round_: i
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     lines = {c: values[values > 1e-6 * max(1.0, values[0])] for c, values in found.items()}
+    shown = {len(values) for values in lines.values()}  # a class of n items has n - 1 at most
+    most = f"The {max(shown)}" if len(shown) == 1 else f"Up to {max(shown)} of the"
 
     def draw(figure: Figure, axes: Axes) -> None:
         tones = colours(len(classes))
@@ -344,7 +346,7 @@ def spectrum(features: Floats, labels: Labels, classes: Sequence[str], round_: i
     return _picture(
         "spectrum",
         f"Spectrum of each class's features after round {round_}",
-        f"The {TOP} largest eigenvalues of the covariance of each class's standardised features (test items), and in "
+        f"{most} largest eigenvalues of the covariance of each class's standardised features (test items), and in "
         "the legend their variance as in FedMR's Table 7, 1/128 of the sum of squared differences from their mean: "
         "high if features have collapsed to few directions. It depends on the number of items; compare runs on the "
         "same ones.",

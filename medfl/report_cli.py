@@ -57,5 +57,8 @@ def _report(options: Any, show: Callable[..., int]) -> int:
 
     found, file = write_gains(options.folders, options.gains)
     written.append(str(file))
-    document = {"reports": written, "gains": found.gains, "values": found.values, "small": sorted(found.small)}
+    document = {
+        "reports": written, "gains": found.gains, "values": found.values, "small": sorted(found.small),
+        "notes": found.notes,
+    }  # fmt: skip
     return show(options, document, lambda: "\n".join([found.table(), "", *found.summary(), *written]))

@@ -18,6 +18,7 @@ from medfl.errors import InputError
 from medfl.evaluation import ClassEvaluator
 from medfl.export.models import RunResult
 from medfl.folder import read_run
+from medfl.kinds import checked
 from medfl.metrics import Cases
 from medfl.planning import Plan, repeat
 from medfl.precision import tf32
@@ -125,7 +126,7 @@ class Result:
     @cached_property
     def sites(self) -> list[Record]:
         """One record a site: its numbers of items, class counts and test metrics, as in sites.csv."""
-        return _even([{name: _value(cell) for name, cell in row.items()} for row in self._read.sites])
+        return _even([_typed(row) for row in self._read.sites])
 
     @cached_property
     def predictions(self) -> list[Record]:
@@ -141,10 +142,7 @@ class Result:
 
         path = self.path / "predictions.csv"
         rows = read_csv(path, ("id", "site")) if path.is_file() else None
-        return [
-            {name: cell if name in ("id", "site") else _value(cell) for name, cell in row.items()}
-            for row in self._needed(rows, "predictions.csv")
-        ]
+        return [_typed(row) for row in self._needed(rows, "predictions.csv")]
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -355,6 +353,7 @@ class Result:
             raise InputError(f"{what} of {self.run.bundle}, a {self.task} task", "they are of classes", "use predict()")
 
 
+@checked
 def load_run(folder: str | Path, device: str = "cpu") -> Result:
     """Open a run folder, finished or not.
 
@@ -377,6 +376,11 @@ def _even(rows: list[Record]) -> list[Record]:
     """Give all records the same keys, None where one has no value."""
     names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in names} for row in rows] if rows else []
+
+
+def _typed(row: Mapping[str, str]) -> Record:
+    """Return a line of a table with its numbers as such; names stay text, be they of digits ("007")."""
+    return {name: cell if name in ("id", "site") else _value(cell) for name, cell in row.items()}
 
 
 def _value(cell: str) -> Any:

@@ -82,10 +82,12 @@ def _context(runs: Sequence[RunFolder]) -> dict[str, Any]:
     named = names(runs)
     found = [outcomes(run) for run in runs]
     rows = [_row(run, name, f"tone-{i}", found[i]) for i, (run, name) in enumerate(zip(runs, named, strict=True))]
+    titles = {run.title(key) for run in runs}
     sums = {str(run.run["data"].get("checksum") or "") for run in runs}
     return {
         "run": runs[0].run,
         "key": key,
+        "key_title": titles.pop() if len(titles) == 1 else metrics.title(key),
         "higher": higher,
         "phantom": runs[0].phantom,
         "rows": rows,

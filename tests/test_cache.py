@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,44 @@ def test_a_sample_is_prepared_once_and_again_when_its_file_or_the_transforms_cha
     nib.save(nib.Nifti1Image(changed.astype(np.float32), image.affine), entries[2]["image"])
     assert again(spot(folder, entries)) == ["case-2"]
     assert again(spot(folder, entries, parts=("other transform",))) == [f"case-{i}" for i in range(4)]
+
+
+LONG = np.arange(5000.0).reshape(50, 100)  # NumPy and torch write it with an ellipsis
+OTHER = np.where(LONG == 2550, -1, LONG)
+PAIRS = {
+    "array": (LONG, OTHER),
+    "shape of an array": (LONG, LONG.reshape(100, 50)),
+    "type of an array": (LONG, LONG.view(np.int64)),
+    "mask of an array": (np.ma.array(LONG), np.ma.array(LONG, mask=LONG == 2550)),
+    "array of objects": (LONG.astype(object), OTHER.astype(object)),
+    "tensor": (torch.tensor(LONG), torch.tensor(OTHER)),
+    "shape of a tensor": (torch.zeros(4), torch.zeros(2, 2)),
+    "type of a tensor": (torch.zeros(4), torch.zeros(4, dtype=torch.int32)),
+    "half tensor": (torch.zeros(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)),
+    "affine": (MetaTensor(torch.zeros(1, 2, 2)), MetaTensor(torch.zeros(1, 2, 2), affine=2 * torch.eye(4))),
+    "array in a list": ([LONG], [OTHER]),
+    "array in a mapping": ({"pixels": LONG}, {"pixels": OTHER}),
+    "grouping": (["a", ["b", "c"]], [["a", "b"], "c"]),
+    "bar": (["a|b"], ["a", "b"]),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS.values(), ids=list(PAIRS))
+def test_the_key_is_of_all_that_an_entry_holds(one: Any, other: Any) -> None:
+    assert sample_key((), {"image": one}) != sample_key((), {"image": other})
+    assert sample_key(({"override": one},), {}) != sample_key(({"override": other},), {})
+    assert sample_key(({"override": one},), {"image": one}) == sample_key(
+        ({"override": deepcopy(one)},), {"image": one}
+    )
+
+
+def test_a_file_named_inside_a_mapping_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"1")
+    entry = {"image": {"left": str(tmp_path / "a.png")}}
+    before = sample_key((), entry)
+    assert sample_key((), deepcopy(entry)) == before
+    (tmp_path / "a.png").write_bytes(b"2")
+    assert sample_key((), entry) != before
 
 
 def test_what_fits_stays_in_memory(entries: list[dict[str, Any]], tmp_path: Path) -> None:

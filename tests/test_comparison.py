@@ -77,6 +77,17 @@ def test_equal_differences_and_single_seeds(tmp_path: Path) -> None:
     assert read([same[0], same[2]]).tests("fedavg") == []
 
 
+def test_differences_that_are_equal_up_to_rounding_have_no_test(tmp_path: Path) -> None:
+    """0.7 - 0.6 and 0.8 - 0.7 differ by 1e-16 in floating point: no evidence of anything."""
+    runs = [finished(tmp_path, "fedavg", s, value) for s, value in enumerate((0.6, 0.7, 0.1))]
+    runs += [finished(tmp_path, "moon", s, value) for s, value in enumerate((0.7, 0.8, 0.2))]
+    (test,) = read(runs).tests("fedavg")
+    assert test.difference == pytest.approx(0.1)
+    assert all(math.isnan(value) for value in (test.low, test.high, test.p, test.effect))
+    cells = [cell.strip() for cell in tables.tested([test], "md").splitlines()[2].strip("|").split("|")]
+    assert cells[3:] == ["3", "+10.0", "–", "–", "–"]
+
+
 def test_ranks_are_means_over_seeds_with_ties_shared(tmp_path: Path) -> None:
     """Seed 0: fedprox, fedavg, moon; seed 1: fedprox, moon, fedavg; seed 2: fedprox, fedavg, moon."""
     ranks = read(grid(tmp_path)).ranks()

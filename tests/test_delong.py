@@ -91,6 +91,9 @@ def test_a_score_that_separates_the_classes_has_a_point_as_interval() -> None:
     assert (found.value, found.low, found.high, found.variance) == (1, 1, 1, 0)
     same = paired_test(positive, np.arange(4), 10 * np.arange(4))
     assert (same.value, same.p) == (0, 1)
+    other = paired_test(positive, np.arange(4), -np.arange(4))
+    assert other.value == 1
+    assert math.isnan(other.p), "no variance, so no test"
 
 
 def test_one_positive_gives_an_area_and_no_interval() -> None:

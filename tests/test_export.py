@@ -25,6 +25,7 @@ from medfl.bundle import Bundle
 from medfl.errors import InputError, RunError
 from medfl.export import checks as export_checks
 from medfl.export import formats as export_formats
+from medfl.export import writing
 from medfl.export.checks import SCHEMA, problems
 from medfl.export.formats import Session, chosen
 from medfl.export.writing import export
@@ -325,8 +326,27 @@ def test_other_weights_than_those_that_were_scored_are_refused(plain: Path, tmp_
     run = Path(shutil.copytree(plain, tmp_path / "run"))
     weights = load_weights(run / "weights.safetensors")
     save_weights(run / "weights.safetensors", {n: t * 2 if t.is_floating_point() else t for n, t in weights.items()})
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({k: v for k, v in summary.items() if k != "weights_sha256"}))
     with pytest.raises(RunError, match=r"differs from the run's predictions.csv by .*: weights or images have changed"):
         export(run, tmp_path / "bundle", formats=())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize(("which", "file"), [("last", "weights.safetensors"), ("best", "best.safetensors")])
+def test_weights_that_are_missing_or_were_changed_are_refused(
+    plain: Path, tmp_path: Path, which: str, file: str
+) -> None:
+    """One bit is seen, which no prediction shows."""
+    run = Path(shutil.copytree(plain, tmp_path / "run"))
+    weights = bytearray((run / file).read_bytes())
+    weights[-4] ^= 1
+    (run / file).write_bytes(weights)
+    with pytest.raises(InputError, match=f"{file} is not as the run wrote it; its SHA-256 was .*; restore it"):
+        export(run, tmp_path / "bundle", which=which, formats=())
+    (run / file).unlink()
+    with pytest.raises(InputError, match=f"{file} is missing|has kept no best round"):
+        export(run, tmp_path / "bundle", which=which, formats=())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
@@ -347,6 +367,9 @@ def test_nothing_is_left_of_what_does_not_pass(plain: Path, tmp_path: Path, monk
         export(plain, tmp_path / "bundle", formats=())
     monkeypatch.setitem(export_formats.LIMITS, "torchscript", -1.0)
     with pytest.raises(RunError, match=r"model.ts differs from the network by .*; leave it out with --formats"):
+        export(plain, tmp_path / "bundle", formats=("torchscript",))
+    monkeypatch.setattr(writing._Export, "_named", lambda self, network: writing._Named("torchscript", {}))
+    with pytest.raises(RunError, match="differs from the network by .*; it has no other form, so this model cannot be"):
         export(plain, tmp_path / "bundle", formats=("torchscript",))
     assert list(tmp_path.iterdir()) == []
 
@@ -488,10 +511,13 @@ def test_fedbm_with_its_generator_in_all_formats(data: Path, workplace: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedsm", "fedetf", "fedrod", "ditto", "pfedpm", "perfedavg", "moon", "ccvr"])
+@pytest.mark.parametrize(
+    "method", ["fedsm", "fedetf", "fedrod", "ditto", "pfedbayes", "pfedpm", "perfedavg", "moon", "ccvr"]
+)
 def test_methods_with_unusual_networks(method: str, data: Path, workplace: Path) -> None:
     """Each is the model that was scored: the export compares it with the run's predictions."""
-    run = trained(workplace / "run", data, method)
+    options = {"pfedbayes": {"draws": 3}, "fedetf": {"finetune_rounds": 1}}.get(method, {})
+    run = trained(workplace / "run", data, method, options=options)
     judged = json.loads((run / "summary.json").read_text())["judged"]
     site = "site-1" if judged == "personal" else None
     done = export(run, workplace / "bundle", site=site, formats=("torchscript",))["bundles"][0]

@@ -18,7 +18,13 @@ SITES = {"big": 30, "tiny": 4}
 
 
 def finished(
-    root: Path, method: str, scores: dict[str, float], seed: int = 0, judged: str = "personal", **more: Any
+    root: Path,
+    method: str,
+    scores: dict[str, float],
+    seed: int = 0,
+    judged: str = "personal",
+    name: str = "",
+    **more: Any,
 ) -> Path:
     """Write a finished run of two sites with these test scores."""
     sites = {name: {"train": [str(i) for i in range(n)]} for name, n in SITES.items()}
@@ -33,7 +39,7 @@ def finished(
         "protocol": "",
         **more,
     }
-    path = folder(root, f"{method}-{seed}", method, seed=seed, partition=partition, data=data, **more)
+    path = folder(root, name or f"{method}-{seed}", method, seed=seed, partition=partition, data=data, **more)
     (path / "summary.json").write_text(
         json.dumps({"judged": judged, "weights_sha256": "2" * 64, "bytes_up": 0, "bytes_down": 0})
     )
@@ -86,6 +92,50 @@ def test_a_runs_own_local_reference_counts(tmp_path: Path) -> None:
     finished(tmp_path, "local", {"big": 0.6, "tiny": 0.3}).rename(run / "local")
     found = gains([run])
     assert found.gains["fedhelp"]["local"]["tiny"] == pytest.approx([0.4])
+
+
+def test_each_run_is_measured_against_its_own_local_reference(tmp_path: Path) -> None:
+    """Two runs with other settings, each with a Local of these and of its own networks: none may stand for another."""
+    runs = []
+    for number, level in enumerate((0.6, 0.1)):
+        given = {"lr": 0.1 / (1 + number)}
+        run = finished(tmp_path, "fedhelp", {"big": 0.7, "tiny": 0.7}, name=f"run-{number}", **given)
+        local = {"big": level, "tiny": level}
+        finished(run, "local", local, name="local", options={"bodies": f"body-{number}"}, **given)
+        runs.append(run)
+    found = gains(runs)
+    for label, level in (("fedhelp lr=0.1", 0.6), ("fedhelp lr=0.05", 0.1)):
+        assert found.gains[label]["local"]["tiny"] == pytest.approx([0.7 - level])
+    assert found.values["local bodies=body-1 lr=0.05"]["tiny"] == [0.1]
+    assert found.methods == ["fedhelp lr=0.1", "fedhelp lr=0.05"]
+    assert gains([*runs, runs[0] / "local", runs[0]]) == found, "a folder that is given twice counts once"
+
+
+def test_settings_tell_runs_of_one_method_apart(tmp_path: Path) -> None:
+    """The reference of a run is that with its settings."""
+    runs = [
+        finished(tmp_path, method, {"big": level + lr, "tiny": level}, name=f"{method}-{lr}", lr=lr)
+        for method, level in (("fedavg", 0.5), ("moon", 0.6))
+        for lr in (0.1, 0.2)
+    ]
+    found = gains(runs)
+    assert found.values["fedavg lr=0.1"]["big"] == [0.6]
+    assert found.values["fedavg lr=0.2"]["big"] == [0.7]
+    assert found.gains["moon lr=0.2"]["fedavg"]["big"] == pytest.approx([0.1])
+    assert found.notes == ()
+    assert gains([runs[0], runs[3]]).summary()[-1] == (
+        "moon and the fedavg that it is measured against differ in lr"
+    )  # fmt: skip
+
+
+def test_two_runs_that_could_be_meant_are_refused(tmp_path: Path) -> None:
+    fedavg, again = (finished(tmp_path, "fedavg", {"big": 0.5, "tiny": 0.5}, name=name) for name in "ab")
+    moon = finished(tmp_path, "moon", {"big": 0.7, "tiny": 0.7}, lr=0.1)
+    with pytest.raises(InputError, match=rf"{fedavg} and {again} are both fedavg with seed 0; .*settings.*; drop one"):
+        gains([fedavg, again, moon])
+    other = finished(tmp_path, "fedavg", {"big": 0.5, "tiny": 0.5}, name="c", lr=0.3)
+    with pytest.raises(InputError, match=rf"{moon} could be measured against {fedavg} and {other}; one run of fedavg"):
+        gains([fedavg, other, moon])
 
 
 def test_the_picture_says_what_is_in_it(tmp_path: Path) -> None:

@@ -282,6 +282,7 @@ def test_a_run_leaves_pictures_masks_and_cases(method: str, tmp_path: Path) -> N
 
     summary = simulate(tmp_path / "out", method)
     assert {"dice", "hd95", "surface_dice", "pixel_accuracy", "loss", "round"} == set(summary["last"])
+    assert summary["units"] == {"hd95": "pixels"}
     names = ["dice", "masks-x", "masks-y", "masks-z"]
     assert sorted(path.stem for path in (tmp_path / "out" / "pictures").iterdir()) == names
     with (tmp_path / "out" / "predictions.csv").open() as file:
@@ -331,6 +332,7 @@ def test_masks_of_a_foreign_bundle_lie_in_their_files_grid(tmp_path: Path) -> No
         save_predictions=True,
     )
     assert {"dice", "hd95", "surface_dice", "pixel_accuracy"} <= set(summary["last"])
+    assert summary["units"] == {"hd95": "mm"}
     written = sorted((tmp_path / "out" / "predictions").rglob("*.nii.gz"))
     assert len(written) == 2
     originals = {path.name: nib.load(path) for path in (bundle.path / "data").rglob("imagesTr/*.nii.gz")}

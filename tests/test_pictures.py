@@ -156,6 +156,7 @@ def test_a_spectrum_leaves_small_classes_out() -> None:
     found = pictures.spectrum(real, labels, CLASSES, 4)
     assert found is not None
     assert "round 4" in found.title
+    assert found.caption.startswith("The 12 largest eigenvalues of"), "the features have 12 dimensions"
     alone = pictures.spectrum(real[9:], labels[9:], CLASSES, 4)
     assert found == alone
 

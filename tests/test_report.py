@@ -161,12 +161,46 @@ def test_one_round_is_drawn(make: Make) -> None:
     assert "nan" not in text.lower().replace("nano", "")
 
 
+def test_one_site_has_no_standard_deviation(make: Make) -> None:
+    """Nor has its model's score on everybody's test items one beside the mean."""
+    folder = make(rounds=1, sites=1, judged="personal")
+    summary = json.loads((folder / "summary.json").read_text())
+    apart = {what: {"round": 1, "balanced_accuracy": value} for what, value in (("mean", 0.5), ("sd", 0.0))}
+    (folder / "summary.json").write_text(json.dumps(summary | {"site_models": apart}))
+    text, page = render(folder)
+    assert "± 0.000" not in text
+    assert "± –" in page.text
+    table = result_table(folder)
+    assert [set(line.split()[1:]) for line in table.splitlines() if line.startswith("sd ")] == [{"–"}]
+    assert "each site's model mean" in table
+    assert "each site's model sd" not in table
+
+
 def test_method_without_a_global_model(make: Make) -> None:
     folder = make(judged="personal")
     _, page = render(folder)
     assert "judged by the personalised models" in " ".join(page.text.split())
     assert "Global model" not in page.text
     assert "received" not in result_table(folder)
+
+
+@pytest.mark.parametrize(("units", "told"), [({"units": {"hd95": "mm"}}, "mm"), ({}, "mm or pixels")])
+def test_distances_have_their_unit(make: Make, units: dict[str, object], told: str) -> None:
+    """Also where one is the metric that a run is judged by; folders of before do not know which it is."""
+    folder = make(task="segmentation", key_metric="hd95", rounds=2, classes=["a", "b"])
+    (folder / "predictions.csv").unlink()
+    for name in ("summary.json", "rounds.jsonl", "sites.csv"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("balanced_accuracy", "hd95").replace("auroc", "dice"))
+    (folder / "summary.json").write_text(json.dumps(json.loads((folder / "summary.json").read_text()) | units))
+    _, page = render(folder)
+    words = " ".join(page.text.split())
+    for place in ("HD95 ({}), last", "HD95 ({}) at each site", "HD95 ({}) on the validation set"):
+        assert place.format(told) in words
+    table = result_table(folder)
+    assert f"HD95 ({told})" in table.splitlines()[0]
+    assert f"hd95 ({told})  " in table
+    assert "dice (" not in table
 
 
 def test_rounds_without_evaluation_and_loss_that_is_not_a_number(make: Make) -> None:
@@ -278,6 +312,33 @@ def test_table_lists_the_worst_sites_where_lower_is_better(make: Make) -> None:
     values = RunFolder.read(folder).site_values("received", "loss")
     lines = result_table(folder).splitlines()
     assert lines[3].split()[0] == max(values, key=lambda site: values[site])
+
+
+@pytest.mark.parametrize(
+    ("file", "where", "value"),
+    [
+        ("run.json", ("rounds",), "20"), ("run.json", ("options",), 3), ("run.json", ("classes",), [1, 2, 3]),
+        ("run.json", ("data", "counts"), {"train": None}), ("run.json", ("data", "notes"), "a note"),
+        ("run.json", ("partition",), "iid"), ("run.json", ("partition", "sites"), {"site-1": {"train": 3}}),
+        ("run.json", ("site_class_counts",), {"site-1": [1, "2", 3]}),
+        ("run.json", ("site_class_counts",), {"site-1": [1, -2, 3]}), ("run.json", ("resumed",), [{"round": 3}]),
+        ("summary.json", ("global",), []), ("summary.json", ("global", "last"), {"round": 1, "accuracy": "0.5"}),
+        ("rounds.jsonl", ("seconds_eval",), None), ("rounds.jsonl", ("seconds",), float("nan")),
+        ("rounds.jsonl", ("val_global",), [1]), ("rounds.jsonl", ("cohort",), 3), ("rounds.jsonl", ("round",), "1"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_damage_that_is_named(
+    make: Make, file: str, where: tuple[str, ...], value: object
+) -> None:
+    folder = make(rounds=1)
+    document = json.loads((folder / file).read_text())
+    node = document
+    for name in where[:-1]:
+        node = node[name]
+    node[where[-1]] = value
+    (folder / file).write_text(json.dumps(document) + "\n")
+    with pytest.raises(InputError, match=f"{file} has .*{where[-1]}.*restore the file"):
+        write_report(folder)
 
 
 def spoil_picture(folder: Path) -> None:

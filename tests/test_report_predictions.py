@@ -146,6 +146,18 @@ def test_missing_predictions_are_said(make: Make, left: str | None) -> None:
     assert "ROC curves, one" not in page.text
 
 
+def test_an_interval_without_width_is_a_dash(make: Make) -> None:
+    """A model that is always right: every draw says so."""
+    folder = make(rounds=1)
+    lines = [f"x{i},site-1,{i % 3},{i % 3},{int(i % 3 == 0)},{int(i % 3 == 1)},{int(i % 3 == 2)}" for i in range(9)]
+    (folder / "predictions.csv").write_text("\n".join(["id,site,label,predicted,p_a,p_b,p_c", *lines]) + "\n")
+    assert found(folder).intervals["accuracy"] == (1.0, 1.0)
+    _, page = render(folder)
+    assert "1.000 to 1.000" not in page.text
+    assert "95 % interval –" in words(page)
+    assert "A dash: all draws give the same, which is no interval." in words(page)
+
+
 def test_predictions_without_probabilities_have_a_matrix_alone(make: Make) -> None:
     folder = make(rounds=1)
     (folder / "predictions.csv").write_text("id,site,label,predicted\nx,site-1,0,0\ny,site-1,1,0\n")

@@ -66,6 +66,17 @@ def test_records_are_tables_with_numbers(run: Result) -> None:
     assert {row["site"] for row in run.site_rounds} == {"site-1", "site-2"}
 
 
+def test_names_of_sites_that_look_like_numbers_stay_text(run: Result, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "run")
+    for name in ("sites.csv", "predictions.csv"):
+        text = (run.path / name).read_text()
+        (tmp_path / "run" / name).write_text(text.replace("site-1", "007").replace("site-2", "1e3"))
+    opened = load_run(tmp_path / "run")
+    assert [row["site"] for row in opened.sites] == ["007", "1e3"]
+    assert {row["site"] for row in opened.predictions} == {"007", "1e3"}
+    assert opened.sites[0]["train"] == run.sites[0]["train"]
+
+
 def test_labels_and_probabilities_are_those_of_the_predictions(run: Result) -> None:
     assert run.labels.tolist() == [row["label"] for row in run.predictions]
     assert run.probabilities.argmax(1).tolist() == [row["predicted"] for row in run.predictions]
@@ -139,6 +150,20 @@ def test_new_images_are_read_as_the_run_s_own(run: Result, tmp_path: Path) -> No
             [recorded[f"p_{name}"] for name in run.classes], abs=1e-6
         )
         assert "label" not in answer
+
+
+def test_images_of_the_same_name_are_all_answered(run: Result, tmp_path: Path) -> None:
+    for folder, names in {"a": ("1.png", "2.png"), "b": ("1.png",)}.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            Image.new("RGB", (24, 24), (60 if folder == "a" else 200,) * 3).save(tmp_path / folder / name)
+    both = tmp_path / "a", tmp_path / "b"
+    answers = {row["id"]: row["p_nv"] for row in run.predict(both)}
+    assert list(answers) == [str(both[0] / "1.png"), "2.png", str(both[1] / "1.png")]
+    one, _, other = answers.values()
+    assert one != other
+    again = both[1] / "1.png"
+    assert [row["id"] for row in run.predict([again, again])] == [str(again), f"{again}#1"]
 
 
 @pytest.mark.parametrize(

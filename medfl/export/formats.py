@@ -113,6 +113,7 @@ def write(
     images: Sequence[Tensor],
     inferer: Inferer,
     activation: Activation,
+    instead: str = "leave it out with --formats",
 ) -> Agreement:
     """Write a network in a format and measure it.
 
@@ -124,6 +125,7 @@ def write(
         images: batches (B, C, H, W[, D]) on which it is measured.
         inferer: (images, network) -> outputs of whole images.
         activation: outputs -> probabilities.
+        instead: what to do where it fails.
 
     Raises:
         RunError: it cannot be written, or differs by more than the limit.
@@ -136,13 +138,13 @@ def write(
     except Exception as error:  # torch raises dozens of types
         said = " ".join(str(error).split())[:200]
         raise RunError(
-            f"the network cannot be written as {kind} ({type(error).__name__}: {said}); leave it out with --formats"
+            f"the network cannot be written as {kind} ({type(error).__name__}: {said}); {instead}"
         ) from error
     found = agreement(network, other, images, inferer, activation, LIMITS[kind], how)
     if not found.probabilities <= found.limit:
         raise RunError(
             f"{path.name} differs from the network by {found.probabilities:.1e}, more than {found.limit:.0e}, on "
-            f"{found.images} images; leave it out with --formats"
+            f"{found.images} images; {instead}"
         )
     return found
 

@@ -29,7 +29,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import _judged
 from medfl.settings import Run
 from medfl.site import Networks
-from medfl.storage import State, load_state, load_weights
+from medfl.storage import State, file_sha256, load_state, load_weights, weights_sha256
 from medfl.task import Task
 from medfl.trained import _bundle_of
 
@@ -171,11 +171,25 @@ class RunResult:
 
     @cached_property
     def _weights(self) -> dict[str, Tensor] | None:
-        """The weights as the run wrote them, None where it was interrupted before it wrote the last ones."""
+        """The weights as the run wrote them, None where it was interrupted before it wrote the last ones.
+
+        Raises:
+            InputError: their file is missing, or was changed since.
+        """
         if self.which == "last" and not self.finished:
             return None
-        file = self.path / f"{WHICH[self.which]}.safetensors"
-        return load_weights(file) if file.is_file() else None
+        file, told = self.path / f"{WHICH[self.which]}.safetensors", self.summary or {}
+        if not file.is_file():
+            raise InputError(f"{file} is missing", "the weights that the run wrote", "restore it, or repeat the run")
+        weights = load_weights(file)
+        wanted = told.get("weights_sha256" if self.which == "last" else "best_sha256")
+        if wanted and wanted != (weights_sha256(weights) if self.which == "last" else file_sha256(file)):
+            raise InputError(
+                f"{file} is not as the run wrote it",
+                f"its SHA-256 was {str(wanted)[:12]}…",
+                "restore it, or repeat the run",
+            )
+        return weights
 
     def _from_file(self) -> nn.Module | None:
         """Return the global model; None where it is more than the run's network with these weights."""
@@ -223,7 +237,7 @@ class _States:
                 "this model is made from state/, as the run left it",
                 f"let it train: medfl run --resume --out {result.path}",
             )
-        made = repeat(result.run, data, say)
+        made = repeat(result.run, data, say, result.path)
         public = made.public.prepare(say=say) if made.public else None
         self.federation = Federation(made.bundle, made.method, made.run, public=public)
 

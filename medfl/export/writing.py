@@ -35,6 +35,7 @@ from medfl.task import Task
 
 _SCRIPTED = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
 _START = "$@bundle_root + '/models/model.safetensors'"
+_NO_OTHER = "it has no other form, so this model cannot be exported"
 _EXACT = 1e-6
 _SAME = {True: 2e-4, False: 1e-2}  # a GPU's convolutions are less exact than the CPU's
 
@@ -236,9 +237,10 @@ class _Export:
     def _formats(self, network: nn.Module, seen: Seen, named: _Named) -> dict[str, Agreement]:
         found = {}
         for kind in self.formats:
+            only = {"instead": _NO_OTHER} if named.kind == kind else {}
             found[kind] = write(
                 kind, network, seen, self.folder / FILES[kind],
-                images=self.images.inputs, inferer=self.inferer, activation=self.activation,
+                images=self.images.inputs, inferer=self.inferer, activation=self.activation, **only,
             )  # fmt: skip
             one = found[kind]
             self.say(

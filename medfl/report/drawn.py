@@ -36,7 +36,7 @@ def learning(folder: RunFolder) -> list[Chart]:
     chance = 1 / len(classes) if key == "balanced_accuracy" and classes else None
     shown = [kind for kind, line in curves.items() if any(value is not None for value in line)]
     bounded = key in metrics.METRICS and metrics.higher_is_better(key)
-    title = f"{metrics.title(key)} on the validation set"
+    title = f"{folder.title(key)} on the validation set"
     svg = charts.lines(title, numbers, curves, sites, band_of=judged, bounded=bounded, chance=chance)
     band = [("band", f"{dict(KINDS)[judged].lower()}, lowest to highest site")] if any(_known(sites)) else []
     legend = [*((kind, dict(KINDS)[kind]) for kind in shown), *band]

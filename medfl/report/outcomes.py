@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from medfl import calibration, charts, intervals, metrics, roc
 from medfl.intervals import Interval
 from medfl.pictures import WORST
+from medfl.report import words
 from medfl.report.run_folder import Predictions, RunFolder
 from medfl.seeding import derive
 
@@ -72,6 +73,8 @@ class Outcomes:
             f"last round: {intervals.DRAWS} draws, {drawn}. They say how much hangs on these test cases, not on the "
             "training; where a patient has several images, the true ones are wider."
         )
+        if any(words.interval(ends) == "–" for ends in self.intervals.values()):
+            text += " A dash: all draws give the same, which is no interval."
         return text + (f" Too narrow, for want of cases, as regards {', '.join(few)}." if few else "")
 
     def confusion(self) -> dict[str, Any] | None:

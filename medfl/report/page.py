@@ -40,7 +40,7 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(number=words.number, count=words.count, bytes=words.size, interval=words.interval)
+    made.filters.update(number=words.number, count=words.count, bytes=words.size, interval=words.interval, sd=words.sd)
     made.filters.update(seconds=words.duration, signed=words.signed, title=metrics.title)
     return made
 
@@ -64,6 +64,7 @@ def context(folder: RunFolder) -> dict[str, Any]:
     return {
         "run": {**run, "data": {**run["data"], "notes": _notes(run["data"])}},
         "key": folder.key,
+        "titles": {name: folder.title(name) for name in (folder.key, *folder.metric_names())},
         "higher": higher,
         "judged": judged,
         "phantom": folder.phantom,
@@ -155,7 +156,13 @@ def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [(name, words.setting(run[name])) for name in names if name in run]
     for section in ("options", "config"):
         rows += [(f"{name} ({section[:6]})", words.setting(value)) for name, value in (run.get(section) or {}).items()]
-    return rows + [(name, words.setting(value)) for name, value in (run.get("versions") or {}).items()]
+    known = dict(run.get("versions") or {})
+    rows += [(name, words.setting(value)) for name, value in known.items()]
+    for entry in run.get("resumed") or ():
+        other = {name: value for name, value in entry["versions"].items() if known.get(name) != value}
+        rows += [(f"{name}, from round {entry['round'] + 1}", words.setting(value)) for name, value in other.items()]
+        known |= other
+    return rows
 
 
 def _class_counts(folder: RunFolder) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from medfl import metrics
 from medfl.errors import InputError
+from medfl.report import forms
 
 _RUN_FOLDER = "a folder that `medfl run` wrote"
 _NEEDED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
@@ -79,15 +80,22 @@ class RunFolder:
         missing = [name for name in _NEEDED if name not in run]
         if missing:
             raise damaged(path / "run.json", f"lacks {', '.join(missing)}")
-        if not isinstance(run["data"], dict) or run["data"].get("source") not in ("real", "phantom"):
+        _check(path / "run.json", run, forms.RUN)
+        for entry in run.get("resumed") or ():
+            _check(path / "run.json", {**dict.fromkeys(forms.RESUMED), **entry}, forms.RESUMED, "resumed.")
+        if any(count < 0 for counts in (run.get("site_class_counts") or {}).values() for count in counts):
+            raise damaged(path / "run.json", "has a negative count under site_class_counts")
+        if run["data"].get("source") not in ("real", "phantom"):
             raise damaged(path / "run.json", "does not say whether its data are real or phantom")
-        summary = path / "summary.json"
+        file = path / "summary.json"
+        summary = _object(file, file.read_bytes()) if file.is_file() else None
+        _check(file, summary or {}, forms.SUMMARY)
         return cls(
             path,
             run,
             _read_rounds(path / "rounds.jsonl"),
             [{name: cell for name, cell in row.items() if cell} for _, row in _read_csv(path / "sites.csv")],
-            _object(summary, summary.read_bytes()) if summary.is_file() else None,
+            summary,
             _read_predictions(path / "predictions.csv", len(run.get("classes") or ())),
         )
 
@@ -139,7 +147,7 @@ class RunFolder:
     def pooled(self) -> list[tuple[str, str, Mapping[str, Any]]]:
         """Return (kind, "last", "best", "mean" or "sd", {"round", metric…}) of the pooled test metrics in the summary.
 
-        Mean and sd are over the sites' own models, each on everybody's test items.
+        Mean and sd are over the sites' own models, each on everybody's test items; one site has no sd.
         """
         if self.summary is None:
             return []
@@ -147,8 +155,16 @@ class RunFolder:
         if not any(given.values()):
             given[self.judged] = self.summary
         return [
-            (kind, what, got[what]) for kind, got in given.items() if got for what in POOLED[kind][2] if got.get(what)
-        ]
+            (kind, what, got[what])
+            for kind, got in given.items() if got
+            for what in POOLED[kind][2] if got.get(what) and (what != "sd" or len(self.site_names) > 1)
+        ]  # fmt: skip
+
+    def title(self, metric: str) -> str:
+        """Return a metric's name with its unit, as people write it; older runs do not say which unit it is."""
+        known = (self.summary or {}).get("units") or {}
+        unit = known.get(metric, "mm or pixels" if metric == "hd95" else "")
+        return f"{metrics.title(metric)} ({unit})" if unit else metrics.title(metric)
 
     def metric_names(self) -> list[str]:
         """Return the names of all pooled metrics, the key metric first, then in the order of `metrics.METRICS`."""
@@ -169,7 +185,15 @@ def _read_rounds(path: Path) -> list[Mapping[str, Any]]:
     ]
     if any("round" not in entry for entry in rounds):
         raise damaged(path, "has a line without a round number")
+    for entry in rounds:
+        _check(path, entry, forms.ROUND)
     return rounds
+
+
+def _check(path: Path, document: Mapping[str, Any], form: Mapping[str, Any], within: str = "") -> None:
+    """Raise the error of a damaged file unless what a report reads of it is of its kind."""
+    for wrong in forms.odd(document, form, within):
+        raise damaged(path, wrong)
 
 
 def _read_csv(path: Path) -> list[tuple[int, dict[str, str]]]:

@@ -57,7 +57,7 @@ def _site_lines(folder: RunFolder, columns: Sequence[tuple[str, str, Mapping[str
     head = line("site", "train", "test", [kind for _, kind, _ in columns])
     rule = "─" * len(head)
     lines = [
-        " " * 40 + "".join(f"  {metrics.title(name)[:width]:>{width}}" for name, width in widths.items()),
+        " " * 40 + "".join(f"  {folder.title(name)[:width]:>{width}}" for name, width in widths.items()),
         head,
         rule,
     ]
@@ -70,7 +70,7 @@ def _site_lines(folder: RunFolder, columns: Sequence[tuple[str, str, Mapping[str
     if not columns:
         return [text.rstrip() for text in lines]
     lines += [rule, line("mean", "", "", [words.number(s["mean"]) for s in spreads])]
-    lines += [line("sd", "", "", [words.number(s["sd"]) for s in spreads])]
+    lines += [line("sd", "", "", [words.sd(s) for s in spreads])]
     return [*lines, line("worst", "", "", [words.number(s["worst"]) for s in spreads])]
 
 
@@ -85,7 +85,8 @@ def _pooled_lines(folder: RunFolder) -> list[str]:
         for kind, what, values in pooled
     ]
     for name in folder.metric_names():
-        cells = [words.plain(name), *(words.number(values.get(name)) for _, _, values in pooled)]
+        unit = folder.title(name).removeprefix(metrics.title(name))
+        cells = [words.plain(f"{name}{unit}"), *(words.number(values.get(name)) for _, _, values in pooled)]
         width = max(map(len, cells)) + 2
         if len(lines[1]) + width <= terminal.width():
             lines[1:] = [f"{line}{cell:>{width}}" for line, cell in zip(lines[1:], cells, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -18,8 +19,15 @@ def signed(value: float) -> str:
 
 
 def interval(ends: tuple[float, float] | None) -> str:
-    """Return the ends of an interval, nothing where there is none."""
-    return "" if ends is None else f"{number(ends[0])} to {number(ends[1])}"
+    """Return the ends of an interval, nothing where there is none, a dash where no draw differs from another."""
+    if ends is None:
+        return ""
+    return "–" if math.isclose(*ends, rel_tol=1e-9) else f"{number(ends[0])} to {number(ends[1])}"
+
+
+def sd(spread: Mapping[str, Any]) -> str:
+    """Return the standard deviation of `metrics.spread`, a dash for one site: it says nothing about others."""
+    return number(spread["sd"]) if spread["count"] > 1 else "–"
 
 
 def count(value: float) -> str:

@@ -20,7 +20,7 @@ from medfl.metrics import Cases
 from medfl.networks.heads import entering_head, head
 from medfl.pictures import Floats, Labels, Picture
 from medfl.prepared import Shard, Stacked
-from medfl.prototypes import features
+from medfl.prototypes import DISTANCES, features
 from medfl.runtimes import overlays, worst
 from medfl.runtimes.federation import Federation
 from medfl.seeding import derive, stream
@@ -69,7 +69,8 @@ class Pictures:
         seen: dict[str, list[tuple[int, float]]] = {}
         for entry in self.folder.rounds():
             for name, value in entry.get("observed", {}).items():
-                seen.setdefault(name, []).append((entry["round"], value))
+                if name in DISTANCES:
+                    seen.setdefault(name, []).append((entry["round"], value))
         drawn = pictures.distances(seen)
         if drawn is not None:
             self._keep(drawn, round_)

@@ -10,6 +10,7 @@ from medfl.evaluation import Masks
 from medfl.folder import RunFolder
 from medfl.message import Weights
 from medfl.metrics import Cases, higher_is_better, spread, summarise
+from medfl.planes import unit
 from medfl.runtimes.asking import Asking
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.overlays import chosen
@@ -23,7 +24,7 @@ from medfl.runtimes.step import (
     site_weights,
 )
 from medfl.runtimes.stock import SitesWeights
-from medfl.storage import State, weights_sha256
+from medfl.storage import State, file_sha256, weights_sha256
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16
@@ -101,7 +102,7 @@ class Scoring:
         self.record["best"] = {"round": round_, "value": value}
         weights = self._judged_weights(round_, server)
         self.folder.write_weights("best", weights)
-        self.folder.keep_best(server)
+        self.folder.keep_best(round_, server)
         if self.method.judged == "personal":
             tested = [cases["test"] for cases in self._personal(round_, server, ("test",)).values()]
             self.record["best_test"] = summarise(Cases.concat(tested))
@@ -113,9 +114,12 @@ class Scoring:
         parts = self.asking.served(global_cases, tasks)
         return Cases.concat(parts) if parts and parts[0] is not None else None
 
-    def _personal(self, round_: int, server: State, sections: tuple[str, ...]) -> Judged:
-        answers = self.asking.scored(site_judge, round_, server, self.names, lambda name: (sections,), sections)
-        return _in_order(self.names, answers)
+    def _personal(
+        self, round_: int, server: State, sections: tuple[str, ...], among: Sequence[str] | None = None
+    ) -> Judged:
+        names = self.names if among is None else among
+        answers = self.asking.scored(site_judge, round_, server, names, lambda name: (sections,), sections)
+        return _in_order(names, answers)
 
     def _per_site(self, whole: Cases | None, section: str) -> dict[str, Metrics]:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
@@ -162,10 +166,19 @@ class Scoring:
             "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
             "site_models": self._site_models(last, server) if judged == "personal" and whole is None else None,
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
+            **self._units([scores for scores in (last_global, last_personal) if scores]),
             "weights_sha256": weights_sha256(weights),
+            **({"best_sha256": file_sha256(self.folder.path / "best.safetensors")} if self.record["best"] else {}),
         }
         self._write_tables(received, mine, whole if judged == "global" else None, own)
         return Final(summary, self._cut(whole, "test") if judged == "global" else own)
+
+    def _units(self, scored: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+        """Return what a report cannot know without the images: the unit of distances on the test items."""
+        if not any("hd95" in scores for scores in scored):
+            return {}
+        found = {unit(geometry) for geometry in self.federation.sections["test"].geometry} or {unit(None)}
+        return {"units": {"hd95": " or ".join(sorted(found))}}
 
     def masks(
         self, server: State, cases: Mapping[str, Cases], save: bool
@@ -197,9 +210,10 @@ class Scoring:
     def _final_personal(self, last: int, server: State) -> Judged:
         """Score the personal models of all sites on test items.
 
-        For globally judged methods the personal model is the final global one after one more local training, of which
-        nothing is sent; sites outside the last cohort have one too then, unless evaluations are off (`eval_every` 0):
-        of 10,000 sites it would take as long as 100 rounds with 100 of them.
+        For globally judged methods the personal model is the site's own where there is one (`has_site_models`), else
+        the final global one after one more local training, of which nothing is sent. Sites outside the last cohort have
+        one too then, unless evaluations are off (`eval_every` 0): of 10,000 sites it would take as long as 100 rounds
+        with 100 of them.
         """
         if self.method.judged == "personal":
             return self._personal(last, server, ("test",))
@@ -207,6 +221,8 @@ class Scoring:
             return {}
         among = self.names if self.run.eval_every else self.federation.cohort(last)
         names = [name for name in among if len(self.federation.shard(name, "test"))]
+        if self.method.has_site_models():
+            return self._personal(last, server, ("test",), names)
         found = _in_order(names, self.asking.tried(last + 1, server, names, ("test",)))
         return {name: cases for name, cases in found.items() if cases}
 
@@ -269,7 +285,8 @@ def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str
             probabilities = cases.values["probabilities"][index].tolist()
             row |= {"label": int(cases.values["label"][index]), "predicted": probabilities.index(max(probabilities))}
             titles = classes if len(classes) == len(probabilities) else tuple(str(i) for i in range(len(probabilities)))
-            row |= {f"p_{title}": round(p, 6) for title, p in zip(titles, probabilities, strict=True)}
+            # nine digits tell float32 numbers apart: a rank metric can be made again from the file
+            row |= {f"p_{title}": f"{p:.9g}" for title, p in zip(titles, probabilities, strict=True)}
         else:
             row |= {m: float(values[index]) for m, values in cases.values.items() if not values.isnan().all()}
         rows.append(row)

@@ -1,0 +1,37 @@
+"""The table of test predictions holds what was scored."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+from medfl.metrics import Cases, summarise
+from medfl.report.run_folder import RunFolder as Read
+from medfl.runtimes.scoring import _predictions
+from tests.run_folders import build
+
+
+def test_auroc_can_be_made_again_from_the_predictions(tmp_path: Path) -> None:
+    """Confident networks: most probabilities differ only after the sixth decimal."""
+    classes, count = ("a", "b", "c"), 300
+    generator = torch.Generator().manual_seed(0)
+    label = torch.randint(3, (count,), generator=generator)
+    logits = torch.randn(count, 3, generator=generator) + torch.tensor([18.0, 0, 0])
+    logits[:, 1:] += torch.nn.functional.one_hot(label, 3)[:, 1:]
+    cases = Cases(tuple(map(str, range(count))), {"probabilities": logits.softmax(1), "label": label})
+    folder = build(tmp_path, classes=list(classes))
+    rows = _predictions(cases, classes, {})
+    with (folder / "predictions.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    found = Read.read(folder).predictions
+    assert found is not None
+    assert found.probabilities is not None
+    assert torch.equal(torch.from_numpy(found.probabilities).float(), cases.values["probabilities"])
+    again = [roc_auc_score(found.label == index, found.probabilities[:, index]) for index in range(3)]
+    assert sum(again) / 3 == pytest.approx(summarise(cases)["auroc"], abs=1e-9)
