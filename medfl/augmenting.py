@@ -14,7 +14,7 @@ the number that decided.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -89,6 +89,11 @@ class BatchRecipe:
         """Uniform numbers for an item."""
         return sum(step.width for step in self.steps)
 
+    def still(self, whole: bool) -> BatchRecipe:
+        """Return the steps that are left where nothing is drawn: crops, of the middle, or with `whole` none."""
+        crops = () if whole else tuple(replace(step, middle=True) for step in self.steps if isinstance(step, Crop))
+        return BatchRecipe(crops, self.masks)
+
     def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> tuple[Any, Any]:
         """Return inputs and targets transformed; it may write into what it is given."""
         rows: dict[str, Any] = {"image": inputs, "label": targets}
@@ -162,16 +167,20 @@ class Rotate90:
 
 @dataclass(frozen=True)
 class Crop:
-    """RandSpatialCropd: a patch of `size`, each place as likely, from items that may differ in size."""
+    """RandSpatialCropd: a patch of `size`, each place as likely, from items that may differ in size.
+
+    With `middle` it is CenterSpatialCropd, which needs no numbers.
+    """
 
     keys: tuple[str, ...]
     size: Shape
+    middle: bool = False
     places: ClassVar[bool] = True
 
     @property
     def width(self) -> int:
         """One number an axis."""
-        return len(self.size)
+        return 0 if self.middle else len(self.size)
 
     def __call__(self, key: str, rows: Any, draws: Tensor) -> Column:
         """Cut the patches out."""
@@ -189,8 +198,11 @@ class Crop:
         return stacked(parts, share=False)
 
     def _cut(self, values: Tensor, draws: Tensor) -> Tensor:
-        places = torch.tensor([n - s + 1 for n, s in zip(values.shape[2:], self.size, strict=True)])
-        corners = (draws * places).long().tolist()
+        sides = list(zip(values.shape[2:], self.size, strict=True))
+        if self.middle:
+            corners = [[n // 2 - s // 2 for n, s in sides]] * len(values)
+        else:
+            corners = (draws * torch.tensor([n - s + 1 for n, s in sides])).long().tolist()
         patches = []
         for row, corner in zip(values, corners, strict=True):
             patches.append(row[(slice(None), *(slice(c, c + s) for c, s in zip(corner, self.size, strict=True)))])

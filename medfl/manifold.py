@@ -52,6 +52,7 @@ def intra_class_loss(
     n = same.sum(1, keepdim=True)
     degrees = (n - 1).clamp(min=1)
     centred = features - same @ features / n
+    centred = centred - same @ centred / n  # what rounding left would count where a feature is constant
     variance = same @ centred.square() / (degrees if std == "unbiased" else n)
     z = centred * (variance + eps).rsqrt()
 

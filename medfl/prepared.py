@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,6 +107,14 @@ class Prepared(ABC):
         """
         return self
 
+    def still(self, whole: bool = False) -> Prepared:
+        """Return the same items without random transforms; this very object where it knows of none.
+
+        Args:
+            whole: leave random crops out too, where else their middle is taken; items may then differ in size.
+        """
+        return self
+
     def ids(self, indices: Sequence[int]) -> list[str]:
         """Return the item ids, the position where the data list gives none."""
         return [str(self.items[i].get("id", i)) for i in indices]
@@ -157,6 +166,9 @@ class Recipe(Protocol):
     def width(self) -> int:
         """Numbers that they need for an item."""
 
+    def still(self, whole: bool) -> Recipe:
+        """Return what is left of them where nothing is drawn, as `Prepared.still`."""
+
     def __call__(self, inputs: Rows, targets: Any, draws: Tensor) -> Batch:
         """Return the batch transformed; it may write into what it is given.
 
@@ -198,6 +210,12 @@ class Augmented(Prepared):
             return self
         made = Augmented(self.items, held, self.recipe)  # type: ignore[arg-type]
         made.geometry = self.geometry
+        return made
+
+    def still(self, whole: bool = False) -> Prepared:
+        """Return the same items without random transforms, held where these are."""
+        made = Augmented(self.items, self.kept, self.recipe.still(whole))
+        made.geometry, made.pinned = self.geometry, self.pinned
         return made
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
@@ -244,6 +262,7 @@ class Sampled(Prepared):
         unpack: batch -> (inputs, targets).
         twin: makes another `sample` and `reseed` which a thread may use beside these and which draw from nothing but
             their own state; None keeps the work in this thread. The numbers are the same.
+        calm: whole -> what takes the place of `sample` and `reseed` in `still`; None where it is the same.
     """
 
     def __init__(
@@ -254,11 +273,22 @@ class Sampled(Prepared):
         collate: Callable[[list[Any]], Any],
         unpack: Callable[[Any], Batch],
         twin: Callable[[], Sampler] | None = None,
+        calm: Callable[[bool], Sampler] | None = None,
     ) -> None:
         """Keep the parts."""
         super().__init__(items)
         self.sample, self.reseed, self.collate, self.unpack, self.twin = sample, reseed, collate, unpack, twin
+        self._calm = calm
         self._twins: list[Sampler] = []
+
+    def still(self, whole: bool = False) -> Prepared:
+        """Return the same items without random transforms."""
+        if self._calm is None:
+            return self
+        calm = partial(self._calm, whole)
+        made = Sampled(self.items, *calm(), self.collate, self.unpack, calm if self.twin else None)
+        made.geometry, made.pinned = self.geometry, self.pinned
+        return made
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield batches; each item's random transforms are seeded from the generator, or without one by its position.
@@ -345,6 +375,10 @@ class Shard:
         """The items' class labels, empty where the data list has none."""
         labels = [self.prepared.items[i].get("label") for i in self.indices.tolist()]
         return [int(x) for x in labels if isinstance(x, int)] if all(isinstance(x, int) for x in labels) else []
+
+    def still(self, whole: bool = False) -> Shard:
+        """Return the same items without random transforms, for what is measured on them; see `Prepared.still`."""
+        return replace(self, prepared=self.prepared.still(whole))
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
         """Yield batches: shuffled and freshly transformed with a generator, in order and always the same without."""

@@ -34,6 +34,7 @@ from medfl.errors import InputError, MedflError
 from medfl.packing import pack, unpack
 from medfl.prepared import Augmented, Batch, Geometry, Item, Prepared, Sampled, Sampler, check_channels, stack
 from medfl.seeding import derive, stream
+from medfl.still import stilled
 
 _PARALLEL_FROM = 512  # items from which starting worker processes pays
 _CHUNK = 64
@@ -201,7 +202,8 @@ def _ready(
         samples.check_channels()
     reseed = samples.reseed if samples.random else None
     ahead = samples.has_own_state if samples.random else isinstance(kept, OnDisk)
-    return Sampled(items, samples, reseed, collate, split, samples.twin if ahead else None)
+    calm = samples.still if samples.random and samples.kept is not None else None  # else they cannot be told apart
+    return Sampled(items, samples, reseed, collate, split, samples.twin if ahead else None, calm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +291,14 @@ class Samples:
         other = copy(self)
         other._compose, other._parts = deepcopy(self._compose), None
         return other, other.reseed if self.random else None
+
+    def still(self, whole: bool) -> Sampler:
+        """Return what makes the same samples without random transforms, and what seeds those that have to stay."""
+        other = copy(self)
+        other._compose, other._parts = deepcopy(self._compose), None
+        steps = other._compose.transforms
+        other._compose.transforms = (*steps[: self._first], *stilled(steps[self._first :], whole=whole))
+        return other, other.reseed
 
     @property
     def has_own_state(self) -> bool:

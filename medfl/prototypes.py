@@ -16,6 +16,9 @@ from medfl.networks.heads import features_and_output
 from medfl.prepared import Shard
 from medfl.site import evaluating
 
+OWN, OTHERS, MISSING = DISTANCES = ("own class", "other classes of the site", "classes missing at the site")
+"""What distances between a site's class means and prototypes are of; names of observed numbers."""
+
 
 def class_indices(targets: Tensor) -> Tensor:
     """Return class indices (B,) of targets (B,), (B, 1) or one-hot (B, K)."""
@@ -37,6 +40,8 @@ def features(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield features (B, d) and class indices (B,) in the shard's order; the network's mode is put back at the end.
 
+    Random transforms are left out (`Shard.still`).
+
     Args:
         network: on `device`.
         shard: a site's items.
@@ -45,7 +50,7 @@ def features(
         normalised: divide each feature by its Euclidean norm.
     """
     with evaluating(network), torch.no_grad():
-        for x, y in shard.batches(batch_size):
+        for x, y in shard.still().batches(batch_size):
             value, _ = features_and_output(network, x.to(device))
             yield nn.functional.normalize(value, dim=1) if normalised else value, class_indices(y).to(device)
 

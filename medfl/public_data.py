@@ -20,7 +20,7 @@ from medfl.bundle import Bundle, shipped
 from medfl.errors import InputError
 from medfl.methods.base import Method
 from medfl.opening import PHANTOM, Opened, Say, with_data
-from medfl.prepared import Item, Shard
+from medfl.prepared import Item, Prepared, Shard
 from medfl.public import Public
 from medfl.seeding import stream
 from medfl.settings import PublicRecord
@@ -61,6 +61,9 @@ class PublicPlan:
         """
         bundle = self.opened.bundle
         prepared = bundle.prepared(self.section, jobs=jobs, progress=progress)
+        if self.teachers and bundle.task == "segmentation":
+            self._refuse_crops(prepared)
+        prepared = prepared.still()
         shard, task = Shard.of(prepared, self.indices), Task(bundle.task, bundle.classes or bundle.structures)
         public = Public(bundle.name, shard, task, (), self.depth, self.channels)
         asked = Questions(
@@ -68,6 +71,20 @@ class PublicPlan:
         )
         answers = tuple(obtain(teacher, asked, progress=progress, say=say) for teacher in self.teachers)
         return replace(public, answers=answers)
+
+    def _refuse_crops(self, prepared: Prepared) -> None:
+        """Raise an InputError if sites would take a part of what a teacher segments."""
+        sizes = [
+            tuple(next(prepared.still(whole).batches(torch.tensor([0]), 1, None))[0].shape[2:])
+            for whole in (False, True)
+        ]
+        if sizes[0] != sizes[1]:
+            raise InputError(
+                f"public data {self.opened.bundle.name!r}, section {self.section}: patches {sizes[0]} of images "
+                f"{sizes[1]}",
+                "teachers segment whole images",
+                "take the section validate or test with --set public_section=NAME, or set teachers= for none",
+            )
 
     def notes(self, bundle: Bundle, used: Mapping[str, Sequence[Item]]) -> list[str]:
         """Say what these data are, for a user of the run.
@@ -111,7 +128,7 @@ def plan_public(
     Raises:
         InputError: none are named, or they do not fit the sites' task or dimensions, or a teacher does not fit them.
     """
-    if "public" not in options:
+    if "public" not in options or not method.uses_public:
         return None
     if not options["public"]:
         raise InputError(
@@ -120,7 +137,9 @@ def plan_public(
             f"add --set public=BUNDLE[:DIR], for example one of {', '.join(shipped())}",
         )
     name, data = read_public(str(options["public"]))
-    plain = Bundle(name)
+    plain = Bundle(
+        name, {} if name in shipped() or data is None else {"dataset_dir": str(Path(data).expanduser().resolve())}
+    )
     said: Mapping[str, Any] = plain.protocol.get("public") or {}
     section = str(options["public_section"] or said.get("section") or "test")
     number = int(options["public_items"])
@@ -141,9 +160,8 @@ def plan_public(
     opened = with_data(name, folder or data, config, device, say=say, preferred=preferred)
     items = opened.bundle.items(section)
     indices = chosen_items(items, number or min(int(said.get("items") or 0), len(items)))
-    teachers = tuple(
-        open_teacher(one, opened.bundle, torch.device(device)) for one in split_names(str(options.get("teachers", "")))
-    )
+    asked = split_names(str(options.get("teachers", ""))) if method.uses_teachers else ()
+    teachers = tuple(open_teacher(one, opened.bundle, torch.device(device)) for one in asked)
     ids = json.dumps([items[i]["id"] for i in indices])
     record = PublicRecord(
         bundle=opened.bundle.name,
@@ -155,8 +173,7 @@ def plan_public(
         ids_sha256=hashlib.sha256(ids.encode()).hexdigest(),
         teachers=tuple((teacher.name, teacher.sha256) for teacher in teachers),
     )
-    channels = int(bundle.get("in_channels")) if bundle.is_shipped else 0
-    return PublicPlan(opened, section, indices, teachers, channels, depth, record)
+    return PublicPlan(opened, section, indices, teachers, bundle.channels, depth, record)
 
 
 def read_public(text: str) -> tuple[str, str | None]:

@@ -80,12 +80,19 @@ class Networks:
 
 
 class _Pooled:
-    """A network with its state tensors at hand."""
+    """A network with its state tensors at hand, and what it has besides as it was when built."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
         self.tensors = {name: t.detach() for name, t in network.state_dict().items()}
         self.trainable = [(p, p.requires_grad) for p in network.parameters()]
+        self.buffers = [(module, dict(module._buffers)) for module in network.modules() if module._buffers]
+        self.unsaved = [
+            (buffer, buffer.detach().clone())
+            for module, named in self.buffers
+            for name, buffer in named.items()
+            if buffer is not None and name in module._non_persistent_buffers_set
+        ]
 
     def load(self, weights: Weights) -> None:
         if weights.keys() != self.tensors.keys():
@@ -93,7 +100,12 @@ class _Pooled:
             raise ValueError(
                 f"these weights do not fit the network: {odd[0]!r} is in one of them only ({len(odd)} such)"
             )
+        for module, named in self.buffers:  # a forward pass may put another tensor in a buffer's place
+            module._buffers.clear()
+            module._buffers.update(named)
         with torch.no_grad():
+            for buffer, value in self.unsaved:
+                buffer.copy_(value)
             for name, target in self.tensors.items():
                 if weights[name].shape != target.shape:
                     raise ValueError(
@@ -160,6 +172,7 @@ class Site:
         penalty: what `fit` adds to any method's loss; set by `replace` where a method shapes the features.
         common: the pool of the bundle's own network, also where this site's network is another.
         public: the run's public data, for the methods that use some.
+        method: the run's, for what is said of it.
     """
 
     name: str
@@ -176,11 +189,17 @@ class Site:
     penalty: Penalty | None = None
     common: Networks | None = None
     public: Public | None = None
+    method: str = ""
 
     @property
     def device(self) -> torch.device:
         """Where the networks live."""
         return self.networks.device
+
+    @property
+    def still(self) -> Shard:
+        """The training items without random transforms, for what is measured on them rather than learned."""
+        return self.train.still()
 
     @property
     def num_samples(self) -> int:

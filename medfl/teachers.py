@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,8 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     for path in ([shipped / f"{plm}.safetensors"] if shipped else []) + [cached(plm, text)]:
         if path.is_file():
             return load(path, text, own=True)
-    return build(plm, text)
+    made = build(plm, text)
+    return replace(made, values=unit(made.values.half()))  # as from the file that it would be kept in
 
 
 def cached(plm: str, text: Text) -> Path:

@@ -115,7 +115,8 @@ def finite_loss(h: Tensor, labels: Tensor, embeddings: Tensor, tau: float) -> Te
 
     The mean over the true class's prompts is outside the logarithm, that over the others' inside.
     """
-    similarity = tau * torch.einsum("bd,kmd->bkm", h, embeddings)
+    with torch.autocast(h.device.type, enabled=False):  # half precision would blur tau
+        similarity = tau * torch.einsum("bd,kmd->bkm", h, embeddings)
     prompts = embeddings.shape[1]
     own = nn.functional.one_hot(labels, len(embeddings)).bool()
     others = similarity.logsumexp(2).masked_fill(own, -torch.inf).logsumexp(1, keepdim=True) - math.log(prompts)

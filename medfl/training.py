@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.capturing import Steps
-from medfl.errors import RunError
+from medfl.errors import InputError, RunError
 from medfl.networks.heads import entering_head
 from medfl.seeding import stream
 from medfl.site import Penalty, Site
@@ -51,6 +51,18 @@ class FitReport:
     optimizer_state: State | None = None
     replayed: int = 0
     eager: str = ""
+
+
+def summed(reports: Sequence[FitReport]) -> FitReport:
+    """Return all that some calls of `fit` did together: their steps, and the mean loss over these."""
+    steps = sum(report.steps for report in reports)
+    losses = sum(report.steps * report.loss for report in reports if report.steps)  # of none it is NaN
+    return FitReport(
+        steps,
+        losses / steps if steps else float("nan"),
+        replayed=sum(report.replayed for report in reports),
+        eager=next((report.eager for report in reports if report.eager), ""),
+    )
 
 
 def fit(
@@ -95,7 +107,7 @@ def fit(
         for parameter in parameters:  # also those that the optimiser leaves out, which a hook may read
             parameter.grad = None
         with one_sample_safe(model, x), autocast(site):
-            loss = objective(model, x, y)
+            loss = _one_number(objective(model, x, y), site)
         if scaler.is_enabled():
             _scaled_backward(loss, scaler, optimizer, parameters, site)
         else:
@@ -126,6 +138,15 @@ def fit(
     report = FitReport(len(losses), mean, kept, steps.replayed, steps.eager)
     site.journal.append(report)
     return report
+
+
+def _one_number(loss: Any, site: Site) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    told = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+    raise InputError(
+        f"the loss of method {site.method!r} {told}", "a loss is one number, the mean over the batch", "take its mean()"
+    )
 
 
 def _scaler(site: Site) -> torch.amp.GradScaler:

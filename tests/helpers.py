@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from medfl.evaluation import ClassEvaluator
 from medfl.message import Message
 from medfl.methods import Method
-from medfl.prepared import Shard, Stacked
+from medfl.prepared import Augmented, Shard, Stacked
 from medfl.public import Public
 from medfl.seeding import derive
 from medfl.settings import DataRecord, PartitionRecord, Run
@@ -118,6 +118,26 @@ def public_blobs(count: int = 10, teachers: int = 2, classes: int = 4, seed: int
     )
     task = Task("classification", tuple("klmnopqr"[:classes]))
     return Public("toy-public", shard, task, tuple(answers))
+
+
+@dataclass(frozen=True)
+class Shaking:
+    """A random transform that adds up to 100 to each input."""
+
+    width: int = 1
+
+    def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> Any:
+        return inputs + 100 * draws.sum(1).to(inputs).view(-1, *[1] * (inputs.ndim - 1)), targets
+
+    def still(self, whole: bool) -> Shaking:
+        return Shaking(0)
+
+
+def shaken(shard: Shard) -> Shard:
+    """Return the same stacked items with a random transform."""
+    kept = shard.prepared
+    assert isinstance(kept, Stacked)
+    return Shard(Augmented(kept.items, kept, Shaking()), shard.indices)
 
 
 # The federation

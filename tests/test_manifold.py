@@ -124,6 +124,14 @@ def test_the_form_over_samples_is_the_one_over_features() -> None:
         assert alone(z).item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("scale", INTRA_SCALES)
+@pytest.mark.parametrize("value", [0.1, 1000.1, -30000.7])
+def test_constant_features_have_no_correlation(scale: str, value: float) -> None:
+    """In float32 their mean is not exactly themselves."""
+    z = torch.full((7, 5), value, dtype=torch.float32)
+    assert intra_class_loss(z, torch.zeros(7).long(), scale=scale).item() == pytest.approx(0, abs=1e-6)
+
+
 def test_it_is_the_mean_over_classes() -> None:
     """Eq. 3 with a loop over classes; the class of one sample does not count."""
     z, labels = three_classes()

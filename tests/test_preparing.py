@@ -25,8 +25,10 @@ from monai.transforms import (
     OneOf,
     RandAdjustContrastd,
     RandAffined,
+    RandCropByPosNegLabeld,
     RandFlipd,
     RandLambdad,
+    RandScaleCropd,
     RandScaleIntensity,
     RandScaleIntensityd,
     RandSpatialCropd,
@@ -40,6 +42,7 @@ from medfl.compact import Coded
 from medfl.errors import InputError
 from medfl.prepared import Augmented, Prepared, Sampled, Shard, Stacked
 from medfl.preparing import Samples, Source, prepare, records, take_apart
+from medfl.still import stilled
 
 ENTRIES = [{"image": torch.full((1, 4, 4), float(i)), "label": i % 2} for i in range(6)]
 DOUBLE = Lambdad("image", lambda image: image * 2)
@@ -381,3 +384,56 @@ def test_worker_processes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert images(one) == images(two)
     with pytest.raises(InputError, match=r"item '4' cannot be prepared: OSError: .*; every item.*; remove or repair"):
         made(Dataset(entries, Compose([Lambdad("image", boom)])), jobs=2)
+
+
+# Without random transforms
+
+
+NAMED = [{"id": str(i), "image": torch.full((1, 6, 6), float(i)) + torch.arange(6.0), "label": i % 2} for i in range(5)]
+PADDED = BorderPadd("image", 2)
+CROP = RandSpatialCropd("image", [6, 6], random_size=False)
+NOISY = RandScaleIntensityd("image", 0.5, prob=1.0)
+
+
+@pytest.mark.parametrize(
+    "random",
+    [[PADDED, CROP, NOISY], [PADDED, RandAdjustContrastd("image", prob=1.0), CROP, NOISY]],
+    ids=["batch", "item"],
+)
+def test_items_that_stand_still_are_those_of_evaluation(random: list[Any]) -> None:
+    """A border and the middle of a random crop cancel each other; nothing else that is random is left."""
+    moving, fixed = made(Dataset(NAMED, Compose([DOUBLE, *random]))), made(Dataset(NAMED, Compose([DOUBLE])))
+    assert isinstance(moving, Augmented if len(random) == 3 else Sampled)
+    order = torch.tensor([3, 0, 4])
+    still = [next(p.batches(order, 3, None))[0] for p in (moving.still(), fixed)]
+    torch.testing.assert_close(*still, rtol=0, atol=0)
+    assert not torch.equal(next(moving.batches(order, 3, None))[0], still[0])
+    drawn = next(moving.still().batches(order, 3, torch.Generator()))[0]
+    assert torch.equal(drawn, still[0])
+    whole = next(moving.still(whole=True).batches(order, 3, None))[0]
+    assert torch.equal(whole[..., 2:-2, 2:-2], still[1])
+    assert whole.shape[2:] == (10, 10)
+
+
+def test_items_without_random_transforms_are_their_own_still_view() -> None:
+    for prepared in (made(Dataset(NAMED, Compose([DOUBLE]))), made(Own())):
+        assert prepared.still() is prepared
+    own = made(Dataset(NAMED, Compose([lambda sample: sample])))
+    assert images(own.still()) == images(own)
+
+
+@pytest.mark.parametrize(
+    ("crop", "size"),
+    [
+        (RandSpatialCropSamplesd("image", [4, 2], 3, random_size=False), (4, 2)),
+        (RandCropByPosNegLabeld("image", "mask", [2, 2], num_samples=2), (2, 2)),
+        (RandScaleCropd("image", 0.5, random_size=False), (3, 3)),
+        (RandSpatialCropd("image", -1, random_size=False), (6, 6)),
+    ],
+)
+def test_the_middle_of_a_random_crop(crop: Any, size: tuple[int, ...]) -> None:
+    sample = {"image": torch.arange(36.0).reshape(1, 6, 6), "mask": torch.ones(1, 6, 6)}
+    (middle,) = stilled([crop], whole=False)
+    assert middle(sample)["image"].shape[1:] == size
+    assert torch.equal(middle(sample)["image"], middle(sample)["image"])
+    assert stilled([crop], whole=True) == []

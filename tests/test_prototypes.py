@@ -18,7 +18,7 @@ from medfl.prototypes import (
     merge,
     pool,
 )
-from tests.helpers import classifier
+from tests.helpers import bits, classifier, shaken
 
 CPU = torch.device("cpu")
 
@@ -82,6 +82,16 @@ def test_features_are_taken_in_evaluation_mode_and_the_modes_are_put_back() -> N
     with torch.no_grad():
         torch.testing.assert_close(got, network.eval()[:4](x))
     assert not got.requires_grad
+
+
+def test_random_transforms_are_left_out() -> None:
+    x = torch.tensor([[1.0, 2], [5, 5], [3, 4]]).double()
+    plain = shard(x, torch.tensor([0, 2, 0]))
+    moving = shaken(plain)
+    assert not torch.equal(next(moving.batches(3))[0], x)
+    found = collect(identity(2), moving, 2, 3, CPU)
+    assert bits(found) == bits(collect(identity(2), plain, 2, 3, CPU))
+    assert bits(gaussians(identity(2), moving, 2, 3, CPU).means) == bits(found[0])
 
 
 def test_a_site_without_items_has_no_means() -> None:

@@ -339,3 +339,14 @@ def test_a_draw_belongs_to_its_label_and_its_generator() -> None:
     assert not z.requires_grad
     assert torch.equal(z, gaussians.draw(labels, torch.Generator().manual_seed(1)))
     assert not torch.allclose(z[1], z[2])
+
+
+def test_mixed_precision_leaves_the_losses_alone() -> None:
+    """tau 12.5 times a similarity in bfloat16 would be off by 0.05."""
+    embeddings, h = structured(0.3).float(), unit(6, 32, seed=1).float()
+    labels, gaussians = torch.arange(6) % 5, Gaussians.of(embeddings, 12.5)
+    losses = [lambda: finite_loss(h, labels, embeddings, 12.5), lambda: gaussians.surrogate(h, labels)]
+    for loss in losses:
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = loss()
+        assert torch.equal(mixed, loss())

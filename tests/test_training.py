@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from medfl.errors import RunError
 from medfl.seeding import stream
 from medfl.site import Site, snapshot
 from medfl.storage import load_state, save_state
-from medfl.training import fit, pull
+from medfl.training import FitReport, fit, pull, summed
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, half_square, linear, regression, sgd
 
 OPTIMIZERS = {
@@ -417,3 +418,10 @@ def test_gradients_that_no_scale_makes_finite_end_the_run_by_name(overflowing) -
     site = toy.site("a")
     with pytest.raises(RunError, match=r"site 'a', round 1: gradients in float16 are not finite at any scale"):
         fit(site.model(toy.initial), site)
+
+
+def test_some_calls_together_are_all_their_steps_and_the_mean_over_these() -> None:
+    nothing, some, more = FitReport(0, float("nan")), FitReport(2, 1.0), FitReport(6, 3.0, replayed=4, eager="why")
+    assert summed([nothing, some, more]) == FitReport(8, 2.5, None, 4, "why")
+    assert math.isnan(summed([nothing]).loss)
+    assert math.isnan(summed([]).loss)

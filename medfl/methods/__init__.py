@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import pkgutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,13 +13,16 @@ from typing import Any
 
 import yaml
 
-from medfl.errors import InputError
+from medfl.errors import InputError, meant
 from medfl.methods._sharing import Sharing, WithPrototypes
 from medfl.methods.base import Method, option
 
 __all__ = [
     "Method", "has_option", "load", "method_class", "names", "option", "options_of", "prototype_options", "values_of",
 ]  # fmt: skip
+
+
+_DECORATE = "write @dataclass(frozen=True) above the class"
 
 
 @lru_cache(maxsize=1)
@@ -36,11 +40,11 @@ def method_class(name: str) -> type[Method]:
         InputError: unknown name, or a module without a `METHOD` that derives from `Method`.
     """
     path = f"{__name__}.{name}" if name in names() else name
-    if name not in names() and ("." not in name or name.startswith(".")):
+    if name not in names() and (not isinstance(name, str) or "." not in name or name.startswith(".")):
         raise InputError(
             f"method {name!r}",
             f"methods are {', '.join(names())}",
-            "pick one, or give the dotted path of your own module",
+            meant(str(name), names(), "pick one, or give the dotted path of your own module"),
         )
     try:
         module = importlib.import_module(path)
@@ -50,9 +54,22 @@ def method_class(name: str) -> type[Method]:
         raise InputError(
             f"method {name!r}", "a dotted path names an importable module", "install it or set PYTHONPATH"
         ) from error
+    except TypeError as error:
+        if "non-frozen dataclass" not in str(error):
+            raise
+        raise InputError(
+            f"the class of method {name!r} is a dataclass that is not frozen", "a method is frozen", _DECORATE
+        ) from error
     found = getattr(module, "METHOD", None)
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise InputError(f"module {path!r}", "a method module has METHOD = <subclass of medfl.Method>", "add that line")
+    loose = [key for key, value in vars(found).items() if isinstance(value, dataclasses.Field)]
+    if loose and "__dataclass_fields__" not in vars(found):
+        raise InputError(
+            f"class {found.__name__} of method {name!r} has the option {loose[0]!r} but is no dataclass",
+            "a method with options is a frozen dataclass",
+            _DECORATE,
+        )
     return found
 
 
@@ -69,11 +86,15 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     shared = {field.name: field for field in dataclasses.fields(Sharing)} if cls.takes_prototypes else {}
     fields = {**shared, **own}
     values: dict[str, Any] = {}
+    if not isinstance(options, Mapping | None):
+        raise InputError(f"options {options!r:.60} of method {name!r}", "a dict of its options", "as {'mu': 0.1}")
     for key, value in {**(options or {}), **more}.items():
         if key not in fields:
             valid = ", ".join(sorted(fields)) or "none"
             raise InputError(
-                f"option {key!r} of method {name!r}", f"its options are: {valid}", f"see medfl methods {name}"
+                f"option {key!r} of method {name!r}",
+                f"its options are: {valid}",
+                meant(str(key), fields, f"see medfl methods {name}"),
             )
         values[key] = _checked(name, fields[key], value)
     method = cls(**{key: value for key, value in values.items() if key in own})
@@ -142,9 +163,12 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
         right = value in choices
     if right and minimum is not None and value is not None:
         right = value >= minimum
+    if right and isinstance(value, float):
+        right = math.isfinite(value)
     if not right:
         limits = f"one of {', '.join(map(str, choices))}" if choices else _type_name(field)
         limits += f" >= {minimum:g}" if minimum is not None else ""
+        limits += ", finite" if isinstance(value, float) and not math.isfinite(value) else ""
         raise InputError(
             f"{field.name}={given} for method {name!r}", f"{field.name} is {limits}", f"see medfl methods {name}"
         )

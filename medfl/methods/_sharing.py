@@ -67,6 +67,11 @@ class Sharing:
         """Whether there are prototypes."""
         return self.prototypes and self.mu2 > 0
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """What a sharing site's reply has beside that of its method."""
+        return ("prototypes", "counts") if self.active and not self.one_hot else ()
+
     def check(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the network if its head is linear, with one output a class.
 
@@ -187,9 +192,17 @@ class WithPrototypes(Method):
         """Keep networks as the inner method does."""
         return self.inner.keeps_network(config)
 
+    def has_site_models(self) -> bool:
+        """Have what the inner method has."""
+        return self.inner.has_site_models()
+
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the inner method's."""
         return self.inner.personal_names(network)
+
+    def sends(self) -> tuple[str, ...]:
+        """Name the inner method's groups, and those of the prototypes."""
+        return self.inner.sends() + self.sharing.groups
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start as the inner method, without prototypes."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
+from medfl.errors import InputError, RunError, about_what_came
 from medfl.message import Message
-from medfl.networks.generator import Augmentation, check_size
+from medfl.networks.generator import Augmentation, Generator, check_size
 from medfl.text_classifier import Gaussians
 
 AXES = ("channels", "height", "width")
@@ -100,3 +100,35 @@ def common_shape(introductions: Mapping[str, Message]) -> list[int]:
             )
     check_size(*shape[1:])
     return shape
+
+
+def check_received(down: Message, dimension: int, shape: Mapping[str, float]) -> dict[str, int]:
+    """Compare a generator that a server sent with the one that a site expects; return its version and image size.
+
+    Args:
+        down: a broadcast with the group `generator`.
+        dimension: length of z.
+        shape: of the site's images, by `AXES`; empty at a site without any.
+
+    Raises:
+        RunError: it is for other images or conditions, or no generator.
+    """
+    told = {name: down.scalars.get(name, -1.0) for name in ("version", *AXES)}
+    wrong = [
+        f"{name} {number:g}" for name, number in told.items() if not (1 <= number < 2**31 and number == int(number))
+    ]
+    wrong += [f"{axis} {told[axis]:g}, not {own:g}" for axis, own in shape.items() if told[axis] != own]
+    if not wrong:
+        with torch.device("meta"):
+            expected = Generator(dimension, *(int(told[axis]) for axis in AXES)).state_dict()
+        given = down["generator"]
+        wrong = [f"{name!r}" for name in sorted(given.keys() ^ expected.keys())]
+        wrong += [
+            f"{name!r} of {tuple(given[name].shape)} {given[name].dtype}"
+            for name, like in expected.items()
+            if not wrong and (given[name].shape, given[name].dtype) != (like.shape, like.dtype)
+        ]
+    if wrong:
+        with about_what_came():
+            raise RunError(f"the server's generator does not fit this site: {wrong[0]} ({len(wrong)} such)")
+    return {name: int(number) for name, number in told.items()}

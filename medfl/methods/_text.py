@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.errors import InputError
+from medfl.errors import InputError, RunError, about_what_came
 from medfl.message import Message, Weights
 from medfl.methods.base import Method, class_head, option, same_option
 from medfl.networks.heads import head, head_names
@@ -36,7 +36,10 @@ class TextOptions:
     prompt_fraction: float = option(1.0, "part of the prompts that is used, drawn from the seed", minimum=0.0)
     renormalise_mean: bool = option(False, "bring class means to unit norm")
     swap: str = option("", "exchange the text of two classes; DR,MH repeats the authors' slip on OCT-C8")
-    raw_test_logits: bool = option(False, "F / tau in evaluation as the authors' code: changes AUROC only")
+    raw_test_logits: bool = option(
+        False,
+        "F / tau in evaluation, as the authors' code: the same predictions with other probabilities (AUROC, loss)",
+    )
     weights: str = option(
         "samples", "of the sites: by their samples (code), or uniform (FedBM's paper)", choices=("samples", "uniform")
     )
@@ -125,10 +128,24 @@ def opened(site: Site, state: State, down: Message) -> tuple[nn.Module, State]:
     """Return the received model with the site's own embeddings in its head, and the State that holds these.
 
     Embeddings that have just come replace the State's.
+
+    Raises:
+        RunError: what came are no embeddings of the run's classes and prompts.
     """
     model = site.model(down["weights"])
     if "text" in down:
-        state = {**state, "embeddings": down["text"]["embeddings"]}
+        state = {**state, "embeddings": _embeddings(down, head(model))}
     if "embeddings" in state:
         install(head(model), state["embeddings"])
     return model, state
+
+
+def _embeddings(down: Message, layer: nn.Module) -> Tensor:
+    """Return the embeddings of a broadcast, which have the form of those that a head was made with."""
+    found, own = down["text"].get("embeddings"), getattr(layer, "embeddings", None)
+    if own is None or found is None or found.shape != own.shape or not found.is_floating_point():
+        given = "none" if found is None else f"{tuple(found.shape)} {found.dtype}"
+        wanted = "none" if own is None else f"{tuple(own.shape)} floating-point"
+        with about_what_came():
+            raise RunError(f"the server's text embeddings are {given}; expected {wanted}")
+    return found

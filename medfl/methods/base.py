@@ -106,6 +106,7 @@ class Method:
         judged: "global" if the server's model is the product, "personal" if each site's own model is.
         takes_prototypes: class prototypes can be shared beside its weights (`prototypes=true`).
         pools_data: the data of all sites is pooled at one participant (the centralised reference only).
+        shown: options with which one round has all that travels, where the defaults send some of it later only.
     """
 
     paper: ClassVar[str] = ""
@@ -113,6 +114,7 @@ class Method:
     judged: ClassVar[str] = "global"
     takes_prototypes: ClassVar[bool] = False
     pools_data: ClassVar[bool] = False
+    shown: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def plain_host(cls) -> bool:
@@ -147,11 +149,37 @@ class Method:
         """
         return False
 
+    def has_site_models(self) -> bool:
+        """Tell whether `predictor` gives a model of the site's own, by which it is scored at the end of a run.
+
+        Where a method says no, a site is scored by the global model after one more local training.
+        """
+        return self.judged == "personal"
+
+    @property
+    def uses_public(self) -> bool:
+        """Whether its options have it learn from public data, where it has the option `public`."""
+        return True
+
+    @property
+    def uses_teachers(self) -> bool:
+        """Whether they have it learn from the teachers' answers, where it has the option `teachers`."""
+        return True
+
+    @property
+    def language_model(self) -> str:
+        """The `plm` whose text embeddings it takes of its task, "" for none."""
+        return ""
+
     # What leaves and what stays
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the state-dict names that never leave a site (default: none)."""
         return frozenset()
+
+    def sends(self) -> tuple[str, ...]:
+        """Name the tensor groups that replies have beside the network's weights (default: none)."""
+        return ()
 
     # Server half
 
@@ -166,6 +194,8 @@ class Method:
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Return the server's next State; w = sum_k p_k w_k with p_k by sample counts (FedAvg)."""
+        if server.get("weights") == {}:  # every tensor is personal
+            return server
         return {**server, "weights": weighted_mean(replies, "weights", sample_shares(replies))}
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
@@ -202,8 +232,14 @@ class Method:
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train on the site's data from the received model; return the next State and the reply."""
-        model = site.model(merged(down["weights"], state.get("weights", {})))
-        self.train(model, site, state, down)
+        model = site.model(merged(_shared(down), state.get("weights", {})))
+        report = self.train(model, site, state, down)
+        if not isinstance(report, FitReport):
+            raise InputError(
+                f"train of method {site.method!r} returned a {type(report).__name__}",
+                "it returns what fit gave, a FitReport",
+                "return fit(...)",
+            )
         trained, personal = snapshot(model), state.get("weights", {})
         reply = Message(
             {"weights": {name: tensor for name, tensor in trained.items() if name not in personal}},
@@ -217,4 +253,9 @@ class Method:
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the network that the site is judged by, from its State and the newest broadcast."""
-        return site.model(merged(down["weights"], state.get("weights", {})))
+        return site.model(merged(_shared(down), state.get("weights", {})))
+
+
+def _shared(down: Message) -> Weights:
+    """Return the weights of a broadcast; a group without tensors does not cross a wire."""
+    return down.tensors.get("weights", {})

@@ -46,6 +46,10 @@ class CCVR(Method):
     )
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
 
+    def sends(self) -> tuple[str, ...]:
+        """Name the moments of each class's features."""
+        return ("statistics",)
+
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class."""
         class_head(network, task)

@@ -92,6 +92,10 @@ class FCCL(Method):
             if getattr(self, name) == 1:
                 raise InputError(f"{name}=1", "logits are standardised over 2 public items or more", "take at least 2")
 
+    def sends(self) -> tuple[str, ...]:
+        """Name the answers to public items."""
+        return ("scores",)
+
     def check(self, site: Site) -> None:
         """Ask for two public items."""
         if len(public := shared(site)) < 2:

@@ -17,9 +17,10 @@ from torch import nn
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.message import Message
 from medfl.methods.base import Method, option
-from medfl.methods.fedper import head_option, head_tensors
+from medfl.methods.fedper import check_parts, head_option, head_tensors
 from medfl.site import Host, Site, merged
 from medfl.storage import State
+from medfl.task import Task
 from medfl.training import FitReport, fit, for_epochs, only
 
 
@@ -38,6 +39,10 @@ class FedBABU(Method):
     )
     tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
     judged: ClassVar[str] = "personal"
+
+    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
+        """Return the bundle's network, whose body has something to train."""
+        return check_parts(network, self.head_layers, "fedbabu", head=False)
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the head's tensors: everyone has the initial ones, so they never travel."""

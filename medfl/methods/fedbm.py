@@ -16,7 +16,7 @@ embeddings of all-MiniLM-L6-v2, which the bundles ship, instead of BiomedCLIP's 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from medfl.capturing import Steps
 from medfl.message import Message, Weights
-from medfl.methods._synthesis import AXES, CONDITIONS, Source, common_shape, shape_of
+from medfl.methods._synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
 from medfl.methods._text import TextOptions, opened, shared
 from medfl.methods.base import Method, Synthetic, option
 from medfl.networks.generator import (
@@ -88,6 +88,7 @@ class FedBM(Method):
         "(Zhu et al., 2025)"
     )
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    shown: ClassVar[Mapping[str, Any]] = {"g_start": 0, "g_iterations": 1, "g_batch": 2, "normalise": "none"}
 
     def __post_init__(self) -> None:
         """Refuse what the common options do not allow."""
@@ -97,9 +98,14 @@ class FedBM(Method):
     def _text(self) -> TextOptions:
         return TextOptions.of(self)
 
+    @property
+    def language_model(self) -> str:
+        """That of the option `plm`, where the head is built from text or z is drawn from it."""
+        return self.plm if self._text.built or self.generator else ""
+
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Replace the head by projection and Gaussians; any head holds the embeddings that z is drawn from."""
-        return self._text.adapt(network, task, "diag", embeddings=self._text.built or self.generator)
+        return self._text.adapt(network, task, "diag", embeddings=bool(self.language_model))
 
     def check(self, site: Site) -> None:
         """Refuse items that are no images, and images that the generator cannot make."""
@@ -111,7 +117,8 @@ class FedBM(Method):
 
     def introduce(self, site: Site) -> Message:
         """Tell the shape of the site's images."""
-        batch = next(iter(site.train.batches(1)), None) if self.generator else None
+        first = replace(site.train, indices=site.train.indices[:1])
+        batch = next(iter(first.batches(1)), None) if self.generator else None
         return Message() if batch is None else Message(scalars=shape_of(batch[0], site.name))
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
@@ -218,7 +225,9 @@ class FedBM(Method):
         """Train body and projection on real and, once there is a generator, synthetic images."""
         model, state = opened(site, state, down)
         if "generator" in down:
-            state = {**state, "generator": down["generator"], **{k: int(v) for k, v in down.scalars.items()}}
+            dimension = self._source(embeddings_of(model), torch.Generator()).dimension
+            told = check_received(down, dimension, self.introduce(site).scalars)
+            state = {"embeddings": embeddings_of(model), **state, "generator": down["generator"], **told}
         objective = text_objective() if self._text.built else None
         feed = self.mixing(site, state) if state.get("generator") else None
         return self._text.trained(model, site, state, objective, feed)

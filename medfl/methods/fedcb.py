@@ -65,6 +65,11 @@ class FedCB(Method):
     def _text(self) -> TextOptions:
         return TextOptions.of(self)
 
+    @property
+    def language_model(self) -> str:
+        """That of the option `plm`, where the head is built from text."""
+        return self.plm if self._text.built else ""
+
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Replace the head by projection and Gaussians, or freeze it."""
         return self._text.adapt(network, task, self.covariance, embeddings=self._text.built)

@@ -47,6 +47,10 @@ class FedDC(Method):
     )
     takes_prototypes: ClassVar[bool] = True
 
+    def sends(self) -> tuple[str, ...]:
+        """Name the control variates."""
+        return ("control",)
+
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights, mean drift 0 and c = 0."""
         model = host.model(weights)

@@ -3,9 +3,9 @@
 Fixed simplex classifier M = sqrt(K/(K-1)) U (I - 11'/K), (d, K), U with orthonormal columns, the same at every site and
 never sent. Logits tau <p, M_c>, p the feature after a linear projection to d dimensions, of unit length. Loss: balanced
 softmax, logits + gamma log n with n the site's class counts. Body, projection and tau are averaged by samples.
-The global model is judged. `predictor` gives the paper's personal one: one ordinary local training, then in turn epochs
-on M (rate 0.1) and on the projection (rate 0.05) with plain SGD and the bundle's loss, here from the newest global
-model, on a copy.
+The global model is judged. At the end of a run each site is also scored by the paper's personal one: one ordinary local
+training, then in turn epochs on M (rate 0.1) and on the projection (rate 0.05) with plain SGD and the bundle's loss,
+here from the newest global model, on a copy.
 Departure: the bundle's loss stands for cross-entropy.
 """
 
@@ -85,6 +85,10 @@ class FedETF(Method):
             )
         simplex_head = SimplexHead(layer.in_features, dimension, layer.out_features)
         return replace_head(network, simplex_head.to(layer.weight))
+
+    def has_site_models(self) -> bool:
+        """Tell whether there is something to fine-tune."""
+        return self.finetune_rounds > 0
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train body, projection and tau by balanced softmax."""

@@ -52,6 +52,10 @@ class FedGH(Method):
     tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
     judged: ClassVar[str] = "personal"
 
+    def sends(self) -> tuple[str, ...]:
+        """Name the class means of features."""
+        return ("prototypes",)
+
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class for each item or pixel."""
         if task.kind == "segmentation":
@@ -156,7 +160,7 @@ def class_means(network: nn.Module, shard: Shard, batch_size: int, device: torch
     sums = torch.zeros(classes, feature_size(network), dtype=torch.float64, device=device)
     counts = torch.zeros(classes, dtype=torch.int64, device=device)
     with evaluating(network), torch.no_grad():
-        for x, y in shard.batches(batch_size):
+        for x, y in shard.still().batches(batch_size):
             maps, _ = features_and_output(network, x.to(device))
             for values, label in zip(maps.flatten(2), pixel_classes(y).to(device), strict=True):  # (d, P), (P,)
                 members = one_hot(label, classes)

@@ -50,7 +50,7 @@ from medfl.seeding import derive, stream
 from medfl.site import Host, Site, evaluating, snapshot, split_names
 from medfl.storage import State
 from medfl.task import Task
-from medfl.training import FitReport, Objective, fit, for_epochs
+from medfl.training import FitReport, Objective, fit, for_epochs, summed
 from medfl.weight_map import Border, beta, class_balance
 
 SizedLoss = Callable[[Tensor, Any], Tensor]
@@ -76,7 +76,9 @@ class FedHelp(Method):
     lambda_r: float = option(0.1, "weight of the teachers in it (paper), 0: FedHelp--", minimum=0.0)
     lambda_f: float = option(1.0, "what the large network gives its proxy (paper), 0: FedHelp_b", minimum=0.0)
     lambda_b: float = option(0.2, "what the proxy gives back (paper), 0: FedHelp_f", minimum=0.0)
-    top: int = option(0, "size of Omega; 0: 3, or 1 with two classes and in masks (paper)", minimum=0)
+    top: int = option(
+        0, "size of Omega, less than all classes; 0: 3 (paper; of three classes 2), 1 of two and in masks", minimum=0
+    )
     backward: str = option(
         "ranked",
         "its top classes (eq. 5), or its whole distribution: FedHelp_s",
@@ -121,12 +123,31 @@ class FedHelp(Method):
     judged: ClassVar[str] = "personal"
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output a class for each item or pixel."""
+        """Return the bundle's network, whose head has one output a class for each item or pixel.
+
+        Raises:
+            InputError: the head is another one, or Omega would have all classes.
+        """
         if task.kind == "segmentation":
             check_pixel_head(network, task)
         else:
             class_head(network, task)
+        classes = len(_weight(head(network)))
+        if self.top >= classes:
+            raise InputError(
+                f"top={self.top} with {classes} classes", "Omega is a part of the classes", "take fewer, or 0"
+            )
         return network
+
+    @property
+    def uses_public(self) -> bool:
+        """Whether small sites learn from public images."""
+        return self.lambda_j > 0
+
+    @property
+    def uses_teachers(self) -> bool:
+        """Whether they learn from what teachers say of these."""
+        return self.lambda_j > 0 and self.lambda_r > 0
 
     # Who is large
 
@@ -188,7 +209,7 @@ class FedHelp(Method):
         network = site.model(site.initial_weights)
         state: State = {"weights": snapshot(network)}
         if site.task.kind == "segmentation" and self.mask_loss == "weighted":
-            state["balance"] = _balance(site.train, site.settings.batch_size, len(_weight(head(network))))
+            state["balance"] = _balance(site.train.still(whole=True), len(_weight(head(network))))
         if site.name in self.large_sites or not self.lambda_j:
             return state
         public = shared(site)
@@ -197,7 +218,7 @@ class FedHelp(Method):
         state["public_head"] = snapshot(layer)
         state["alpha"] = Contribution.start(self.alpha, len(public), len(public.answers), feature_size(network))
         if public.task.kind == "segmentation" and self.mask_loss == "weighted":
-            state["public_balance"] = _balance(public.shard, site.settings.batch_size, public.task.num_classes)
+            state["public_balance"] = _balance(public.shard, public.task.num_classes)
         if self.public_bn == "separate":
             layers = split_names(network, (_BatchNorm,))
             state["public_norm"] = {name: site.initial_weights[name].clone() for name in sorted(layers)}
@@ -287,7 +308,7 @@ class FedHelp(Method):
                     report = fit(network, once, objective=objective, purpose=purpose, optimizer_state=memory[turn])
                 memory[turn] = report.optimizer_state or {}
                 reports += [] if turn else [report]
-        site.journal.append(FitReport(sum(r.steps for r in reports), sum(r.loss for r in reports) / len(reports)))
+        site.journal.append(summed(reports))
 
     def _of_large(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
         """Return L + lambda_B <-KD, what trains the large network (eq. 2, 5, 6)."""
@@ -310,7 +331,7 @@ class FedHelp(Method):
 
     def _size(self, z: Tensor) -> int:
         """Return |Omega|."""
-        return min(self.top or (3 if z.ndim == 2 and z.shape[1] > 2 else 1), z.shape[1])
+        return self.top or (min(3, z.shape[1] - 1) if z.ndim == 2 else 1)
 
 
 class _Lesson:
@@ -417,8 +438,9 @@ def _pooled(features: Tensor) -> Tensor:
     return features.detach() if features.ndim == 2 else features.detach().flatten(2).mean(2)
 
 
-def _balance(shard: Shard, batch_size: int, classes: int) -> Tensor:
-    return class_balance((pixel_classes(y) for _, y in shard.batches(batch_size)), classes)
+def _balance(shard: Shard, classes: int) -> Tensor:
+    """Return beta^c over all pixels of the masks, one by one since whole ones may differ in size."""
+    return class_balance((pixel_classes(y) for _, y in shard.batches(1)), classes)
 
 
 def _weight(layer: Any) -> Tensor:

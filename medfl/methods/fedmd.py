@@ -85,6 +85,10 @@ class FedMD(Method):
     tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
     judged: ClassVar[str] = "personal"
 
+    def sends(self) -> tuple[str, ...]:
+        """Name the answers to public items."""
+        return ("scores",)
+
     def check(self, site: Site) -> None:
         """Ask for public data."""
         shared(site)

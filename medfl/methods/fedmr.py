@@ -72,6 +72,10 @@ class FedMR(Method):
         """Return the bundle's network, whose head has one output a class."""
         return self._sharing.check(network, task)
 
+    def sends(self) -> tuple[str, ...]:
+        """Name the class means of features and the classes' counts."""
+        return self._sharing.groups
+
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start without prototypes."""
         return self._sharing.begin(host, super().init_server(host, weights, introductions), introductions)

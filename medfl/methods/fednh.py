@@ -63,6 +63,10 @@ class FedNH(Method):
         if self.rho > 1:
             raise InputError(f"rho={self.rho:g} for method 'fednh'", "a share, 0 to 1", "correct it")
 
+    def sends(self) -> tuple[str, ...]:
+        """Name the class means of features."""
+        return ("prototypes",)
+
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Put a cosine head in the head's place."""
         layer = class_head(network, task)

@@ -3,7 +3,7 @@
 Site:    minimise alpha_t l_proc + (1 - alpha_t) f_k, l_proc the mean over items of -log[e^(s(z, g_y) / tau) / sum_c
          e^(s(z, g_c) / tau)], c over the classes with a prototype, s the cosine, z the feature, g_c the received
          prototype, constant; an item whose own class has none contributes 0. alpha_t = 1 - t / (T - 1) in round t = 0
-         to T - 1, then 0.
+         to T - 1, then 0: also in rounds by which a run is made longer, for T stays what it was.
 Server:  FedAvg's; g_c = plain mean over the participants that own c of their class means of z, or by samples.
 
 Written from re-implementations, not from the paper's text; its other reading, 1 - t / T, is `rounds` = T + 1.
@@ -38,7 +38,9 @@ class FedProc(Method):
     """FedAvg whose sites gather features around shared class prototypes first, then train the classifier."""
 
     alpha: float = option(1.0, "weight of the prototype loss in round 1, 0 to 1; it falls to 0", minimum=0.0)
-    rounds: int = option(100, "T, the round in which it is 0: give the run's number of rounds", minimum=1)
+    rounds: int = option(
+        100, "T, the round in which it is 0; a run takes its own number of rounds unless told", minimum=1
+    )
     tau: float = option(1.0, "temperature, above 0 (re-implementations: 1)", minimum=1e-6)
     average: str = option(
         "uniform", "prototypes: plain mean over a class's owners, or by samples", choices=("uniform", "samples")
@@ -51,6 +53,10 @@ class FedProc(Method):
         """Refuse a weight above 1, which would turn the classification loss round."""
         if self.alpha > 1:
             raise InputError(f"alpha={self.alpha:g}", "the losses weigh alpha and 1 - alpha, so 0 to 1", "correct it")
+
+    def sends(self) -> tuple[str, ...]:
+        """Name the class means of features."""
+        return ("prototypes",)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class."""

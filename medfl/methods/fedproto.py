@@ -24,7 +24,7 @@ from medfl.message import Message, Weights
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, head_name
-from medfl.prototypes import class_counts, class_indices, collect, distance
+from medfl.prototypes import MISSING, OTHERS, OWN, class_counts, class_indices, collect, distance
 from medfl.site import Host, Site, snapshot
 from medfl.storage import State
 from medfl.task import Task
@@ -51,6 +51,10 @@ class FedProto(Method):
     paper: ClassVar[str] = "FedProto: Federated Prototype Learning across Heterogeneous Clients (Tan et al., 2022)"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     judged: ClassVar[str] = "personal"
+
+    def sends(self) -> tuple[str, ...]:
+        """Name the class means of features, and the classes' counts where these weigh."""
+        return ("prototypes", "counts") if self.weights == "samples" else ("prototypes",)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class."""
@@ -216,7 +220,7 @@ def distances(prototypes: Weights, replies: Mapping[str, Message]) -> dict[str, 
         apart = torch.cdist(means, rows.to(means.device), compute_mode="donot_use_mm_for_euclid_dist")
         own = torch.tensor([[c == j for j in names] for c in sent], device=apart.device)
         has = torch.tensor([j in sent for j in names], device=apart.device)
-        kinds = {"own class": own, "other classes of the site": has & ~own, "classes missing at the site": ~has & ~own}
+        kinds = {OWN: own, OTHERS: has & ~own, MISSING: ~has & ~own}
         for kind, pairs in kinds.items():
             found.setdefault(kind, []).append(apart[pairs])
     pooled = {kind: torch.cat([part.cpu() for part in parts]) for kind, parts in sorted(found.items())}

@@ -17,9 +17,10 @@ from torch import nn
 
 from medfl.message import Message
 from medfl.methods.base import Method, option
-from medfl.methods.fedper import head_option, head_tensors
+from medfl.methods.fedper import check_parts, head_option, head_tensors
 from medfl.site import Site
 from medfl.storage import State
+from medfl.task import Task
 from medfl.training import FitReport, fit, for_epochs, only
 
 
@@ -40,6 +41,10 @@ class FedRep(Method):
     )
     tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
     judged: ClassVar[str] = "personal"
+
+    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
+        """Return the bundle's network, whose parts both have something to train."""
+        return check_parts(network, self.head_layers, "fedrep", head=self.head_epochs + self.finetune_epochs > 0)
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the head's tensors."""

@@ -7,15 +7,15 @@ Server:  w_g as FedAvg; SoftPull w_p,i <- lambda w_p,i + (1 - lambda) / (N - 1) 
          participants, buffers like weights; selector and its Adam moments averaged by samples.
 Result:  the super model: where max softmax(s(x)) > threshold the w_p of that site predicts x, else w_g.
 
-Departures. A site is judged by what it holds: its own w_p where the selector says so, else w_g; the super model of all
-sites is the server's. The original's selector is a VGG-11, here it is any of our classifiers, small by default. It sees
-what the segmentation network sees: of volumes the patches, in training as in a sliding window. A network of vectors has
-a linear selector.
+Departures. The super model of all sites is the server's, and judged; at the end of a run a site is also scored by what
+it holds: its own w_p where the selector says so, else w_g. The original's selector is a VGG-11, here it is any of our
+classifiers, small by default. It sees what the segmentation network sees: of volumes the patches, in training as in a
+sliding window. A network of vectors has a linear selector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ from medfl.methods.base import Method, option
 from medfl.seeding import stream
 from medfl.site import Host, Site, snapshot
 from medfl.storage import State
-from medfl.training import fit
+from medfl.training import fit, one_sample_safe
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)
 
@@ -54,6 +54,14 @@ class FedSM(Method):
         """Refuse a SoftPull that is no mean."""
         if self.lam > 1:
             raise InputError(f"lam={self.lam:g}", "SoftPull keeps a part from 0 to 1", "take at most 1")
+
+    def sends(self) -> tuple[str, ...]:
+        """Name the site's own model, and the selector with its moments."""
+        return ("mean", "personal", "selector", "square")
+
+    def has_site_models(self) -> bool:
+        """Say that a site has a model of its own beside the global one."""
+        return True
 
     # Server half
 
@@ -135,7 +143,9 @@ class FedSM(Method):
         with stream(site.seed, "selector") as generator:
             for x, _ in site.train.batches(site.settings.batch_size, generator):
                 number = torch.full((len(x),), int(down.scalars["site"]), device=site.device)
-                loss = cross_entropy(selector(x.to(site.device)), number, reduction="sum") / site.num_samples
+                with one_sample_safe(selector, x):
+                    output = selector(x.to(site.device))
+                loss = cross_entropy(output, number, reduction="sum") / site.num_samples
                 loss.backward()  # type: ignore[no-untyped-call]
         optimizer = torch.optim.Adam(selector.parameters(), lr=self.selector_lr)
         for name, parameter in selector.named_parameters():
@@ -168,29 +178,40 @@ class SuperModel(nn.Module):
         self.w_g, self.selector, self.threshold = w_g, selector, threshold
         self.experts = nn.ModuleDict({str(number): expert for number, expert in experts.items()})
 
-    def route(self, x: Tensor) -> Sequence[str]:
-        """Return for each image the number of the site whose model predicts it, "" for the global model."""
+    def route(self, x: Tensor) -> Tensor:
+        """Return for each image the number of the site whose model predicts it (B,), -1 for the global model."""
         sure, who = self.selector(x).float().softmax(1).max(1)
-        chosen = [
-            str(number) if known else "" for number, known in zip(who.tolist(), sure > self.threshold, strict=True)
-        ]
-        return [number if number in self.experts else "" for number in chosen]
+        held = torch.zeros_like(who, dtype=torch.bool)
+        for number in self.experts:
+            held = held | (who == int(number))
+        return torch.where(held & (sure > self.threshold), who, -1)
 
     def forward(self, x: Tensor) -> Any:
         """Return the output of the routed models (B, ...)."""
         routes = self.route(x)
-        if len(set(routes)) == 1:
-            return self._model(routes[0])(x)
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined, no-untyped-call]
+            return self._blended(x, routes)
+        asked = sorted(set(routes.tolist()))
+        if len(asked) == 1:
+            return self._model(asked[0])(x)
         output: Any = None
-        for number in sorted(set(routes)):
-            places = torch.tensor([i for i, route in enumerate(routes) if route == number], device=x.device)
+        for number in asked:
+            places = (routes == number).nonzero()[:, 0]
             part = self._model(number)(x[places])
             output = part.new_empty((len(x), *part.shape[1:])) if output is None else output
             output[places] = part
         return output
 
-    def _model(self, number: str) -> nn.Module:
-        return self.experts[number] if number else self.w_g
+    def _blended(self, x: Tensor, routes: Tensor) -> Any:
+        """Return what `forward` does, by every model on every image: a recorded program has no routes to choose."""
+        output = self.w_g(x)
+        for number, expert in self.experts.items():
+            chosen = (routes == int(number)).reshape(-1, *[1] * (output.ndim - 1))
+            output = torch.where(chosen, expert(x), output)
+        return output
+
+    def _model(self, number: int) -> nn.Module:
+        return self.w_g if number < 0 else self.experts[str(number)]
 
 
 def soft_pull(replies: Mapping[str, Message], lam: float) -> dict[str, dict[str, Tensor]]:

@@ -45,7 +45,7 @@ from medfl.seeding import derive
 from medfl.site import Site, evaluating, snapshot
 from medfl.storage import State
 from medfl.task import Task
-from medfl.training import FitReport, Objective, fit, for_epochs
+from medfl.training import FitReport, Objective, fit, for_epochs, summed
 
 Sets = Callable[[Tensor], Tensor]
 """Logits (B, K) -> (B, K) bool, the classes of each sample's uncertainty set."""
@@ -110,7 +110,7 @@ class FedType(Method):
             before, accuracy = accuracy, float(torch.stack(hits).sum()) / site.num_samples
             lam = grown(self.lam_proxy, before - accuracy)
             reports.append(report)
-        site.journal.append(FitReport(sum(r.steps for r in reports), sum(r.loss for r in reports) / len(reports)))
+        site.journal.append(summed(reports))
         after: State = {"private": snapshot(large), "accuracy": accuracy, "lam": lam}
         return after, Message({"weights": snapshot(proxy)}, {"samples": site.num_samples})
 
@@ -153,7 +153,7 @@ class FedType(Method):
         with evaluating(network), torch.no_grad():
             own = [
                 rate(network(x.to(site.device))).gather(1, class_indices(y).to(site.device)[:, None])
-                for x, y in site.train.batches(site.settings.batch_size)
+                for x, y in site.still.batches(site.settings.batch_size)
             ]
         threshold = conformal_quantile(torch.cat(own)[:, 0], self.coverage)
         return lambda z: (rate(z) <= threshold).scatter(1, z.argmax(1, keepdim=True), True)

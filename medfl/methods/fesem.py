@@ -6,8 +6,9 @@ M-step W_k = the mean of its members' w_i. A centre without members stays as it 
 Both steps lessen sum_i ||w_i - W_r(i)||^2.
 
 In round 1 no site has weights yet: all train from the common initial model, and the first centres are K of the weights
-that come back, far from each other (ours). `start=random` is the paper's: K different random models, to which the sites
-are dealt. Those are further apart than training ever moves a site, so that the groups hardly change.
+that come back, far from each other (ours). With fewer different ones than K the others are chosen in the next rounds; a
+centre that is not chosen yet has no members. `start=random` is the paper's: K different random models, to which the
+sites are dealt. Those are further apart than training ever moves a site, so that the groups hardly change.
 `assign=by_class_count` is what a public code base in the lineage of pFedPM's experiments calls SEM: two groups, the
 sites with fewer classes than the mean and the others.
 """
@@ -92,22 +93,23 @@ class FeSEM(Method):
             with stream(host.seed, "deal") as generator:
                 order = torch.randperm(len(names), generator=generator).tolist()
             assignment = {names[i]: place % self.clusters for place, i in enumerate(order)}
-        return {"weights": dict(weights), "others": drawn, "assignment": assignment, "begun": self.start == "random"}
+        chosen = self.clusters if self.start == "random" else 0
+        return {"weights": dict(weights), "others": drawn, "assignment": assignment, "chosen": chosen}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send the site its centre; one that did not introduce itself has the first."""
         return Message({"weights": _centres(server)[server["assignment"].get(site_name, 0)]})
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
-        """Choose the first centres if there are none, then E-step and M-step."""
-        centres, assignment = _centres(server), server["assignment"]
+        """Choose first centres while there are too few, then E-step and M-step."""
+        centres, assignment, chosen = _centres(server), server["assignment"], server["chosen"]
         if self.assign == "distance":
             names = [name for name, p in host.model(centres[0]).named_parameters() if p.requires_grad]
-            if not server["begun"]:
-                centres = _spread([replies[site]["weights"] for site in sorted(replies)], centres, names)
-            assignment = {**assignment, **{site: nearest(m["weights"], centres, names) for site, m in replies.items()}}
+            found = _spread([replies[site]["weights"] for site in sorted(replies)], centres, chosen, names)
+            centres, chosen = [*found, *centres[len(found) :]], len(found)
+            assignment = {**assignment, **{site: nearest(m["weights"], found, names) for site, m in replies.items()}}
         first, *others = self.means(centres, assignment, replies)
-        return {"weights": first, "others": others, "assignment": assignment, "begun": True}
+        return {"weights": first, "others": others, "assignment": assignment, "chosen": chosen}
 
     def means(
         self, centres: Sequence[Weights], assignment: Mapping[str, int], replies: Mapping[str, Message]
@@ -144,15 +146,15 @@ def nearest(weights: Weights, centres: Sequence[Weights], names: Sequence[str]) 
     return squares.index(min(squares))
 
 
-def _spread(sent: Sequence[Weights], centres: Sequence[Weights], names: Sequence[str]) -> list[Weights]:
-    """Put the first of the sites' weights, then always those farthest from what was chosen, in the centres' places."""
-    chosen = [sent[0]]
+def _spread(sent: Sequence[Weights], centres: Sequence[Weights], known: int, names: Sequence[str]) -> list[Weights]:
+    """Return the centres that are known, then of the sites' weights always those farthest from all before, up to K."""
+    chosen = [*centres[:known]] or [sent[0]]
     while len(chosen) < len(centres):
         far = [min(_square(weights, centre, names) for centre in chosen) for weights in sent]
         if not max(far):  # fewer different weights than centres
             break
         chosen.append(sent[far.index(max(far))])
-    return [*chosen, *centres[len(chosen) :]]
+    return chosen
 
 
 def _square(one: Weights, other: Weights, names: Sequence[str]) -> float:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.errors import InputError
 from medfl.message import Message, Weights
 from medfl.methods.base import Method, option
 from medfl.methods.pfedme import repeating, towards, trained_names
@@ -60,7 +62,7 @@ class PFedBayes(Method):
     rho: float = option(-3.0, "first rho of all weights: sigma 0.049 (public code; reported: -2.5, sigma 0.079)")
     inner_steps: int = option(5, "K, steps on q_i a batch (public code: 5)", minimum=1)
     beta: float = option(1.0, "the server's step towards the sites' mean", minimum=0.0)
-    draws: int = option(0, "judge by the mean softmax of this many draws (10), 0: by the mean weights", minimum=0)
+    draws: int = option(0, "judge by the mean probability of this many draws (10), 0: by the mean weights", minimum=0)
     optimizer: str = option("adam", "Adam at the run's learning rate, or the run's optimiser", choices=("adam", "run"))
     weights: str = option(
         "uniform", "mean over participants: the paper's 1/S, or by samples", choices=("uniform", "samples")
@@ -68,6 +70,23 @@ class PFedBayes(Method):
 
     paper: ClassVar[str] = "Personalized Federated Learning via Variational Bayesian Inference (Zhang et al., 2022)"
     judged: ClassVar[str] = "personal"
+
+    def sends(self) -> tuple[str, ...]:
+        """Name the deviations."""
+        return ("rho",)
+
+    def check(self, site: Site) -> None:
+        """Refuse draws where there are no probabilities.
+
+        Raises:
+            InputError: the task is of another kind.
+        """
+        if self.draws and site.task.kind == "other":
+            raise InputError(
+                f"draws={self.draws} for method 'pfedbayes' on a task without classes",
+                "draws give the mean of class probabilities",
+                "leave draws out",
+            )
 
     # Server half
 
@@ -188,25 +207,31 @@ class Gaussian(nn.Module):
 
 
 class Averaged(nn.Module):
-    """The logarithm of the mean probability of some drawn networks.
+    """The mean probability of some drawn networks, as the logarithm, or of a single output as the logit.
 
     Args:
-        network: gives logits (B, K, ...) of a softmax.
+        network: gives logits (B, K, ...) of a softmax, or (B, 1, ...) of a sigmoid.
         draws: weights by name, of each drawn network; all else is the network's.
     """
 
-    def __init__(self, network: nn.Module, draws: Sequence[Mapping[str, Tensor]]) -> None:
-        """Hold the parts."""
+    def __init__(self, network: nn.Module, draws: Sequence[Weights]) -> None:
+        """Hold the network, and a copy of it for each draw; weights that are called one by one cannot be recorded."""
         super().__init__()
-        self.network, self.draws = network, draws
+        self.network = network
+        self.drawn = tuple(deepcopy(network).requires_grad_(False).eval() for _ in draws)  # no part of the state dict
+        for one, draw in zip(self.drawn, draws, strict=True):
+            one.zero_grad()
+            one.load_state_dict(dict(draw), strict=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return log-probabilities (B, K, ...)."""
-        parts = (functional_call(self.network, dict(draw), (x,)).float().log_softmax(1) for draw in self.draws)
+        """Return log-probabilities (B, K, ...), or the logit (B, 1, ...)."""
+        outputs = [one(x).float() for one in self.drawn]
+        single = outputs[0].shape[1] == 1  # the logit of class 1, beside one of 0
+        parts = (torch.cat([torch.zeros_like(z), z], 1).log_softmax(1) if single else z.log_softmax(1) for z in outputs)
         total: Tensor = next(parts)
         for part in parts:
             total = torch.logaddexp(total, part)
-        return total - math.log(len(self.draws))
+        return total[:, 1:] - total[:, :1] if single else total - math.log(len(self.drawn))
 
 
 def gaussian_names(network: nn.Module) -> list[str]:

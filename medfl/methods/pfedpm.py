@@ -8,7 +8,9 @@ h = f(x) is the feature, of the same length d at all sites; weights never leave 
 (12) The relation head scores (h, C~_i^j), 0 to 1, of every known class j; mean squared error to 1[y = j]. It learns
      after each step on the network, h constant, with an optimiser of its own.
 R-pFedPM predicts by the highest score (`predict=relation`). The relation head takes no part in anything else, so it is
-neither trained nor kept where the decision head (the network's own) predicts.
+neither trained nor kept where the decision head (the network's own) predicts. It first learns in a site's first round
+after round 1; a site that has had none yet is judged by its decision head, and each round tells how many sites are
+judged by which.
 
 Departures. (7) as printed is divided once more by the number of owners, which would pull every feature to 0:
 `agg=literal`. C_i of (6) is taken after training in evaluation mode, not while the network moves (`features=running`).
@@ -141,7 +143,7 @@ class PFedPM(Method):
     )
     predict: str = option(
         "decision",
-        "a site is judged by its decision head (pFedPM) or its relation head (R-pFedPM)",
+        "a site is judged by its decision head (pFedPM) or its relation head, once that has learned (R-pFedPM)",
         choices=("decision", "relation"),
     )
     relation_update: str = option(
@@ -163,6 +165,10 @@ class PFedPM(Method):
         """Refuse a share above 1."""
         if self.a > 1:
             raise InputError(f"a={self.a:g} for method 'pfedpm'", "a is 0 to 1", "see medfl methods pfedpm")
+
+    def sends(self) -> tuple[str, ...]:
+        """Name the class means of features, and the classes' counts where these weigh."""
+        return ("prototypes", "counts") if self.agg != "uniform" else ("prototypes",)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class, with features of the length asked for."""
@@ -198,15 +204,23 @@ class PFedPM(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average each class's features over its owners, (7)."""
+        after: State = {}
+        if self.predict == "relation":
+            taught = replies if server["prototypes"] else ()
+            after = {"taught": sorted({*server.get("taught", ()), *taught}), "sites": num_sites}
         fresh = averaged(server["prototypes"], replies, by_samples=self.agg != "uniform")
         if self.agg == "literal":
             owners = [c for reply in replies.values() for c in received(reply)]
             fresh = {c: value / owners.count(c) if c in owners else value for c, value in fresh.items()}
-        return {"prototypes": fresh}
+        return {"prototypes": fresh, **after}
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
-        """Return distances between class means and class features."""
-        return distances(server["prototypes"], replies)
+        """Return distances between class means and class features; by which head how many sites are judged."""
+        found = distances(server["prototypes"], replies)
+        if "taught" in server:
+            taught = len(server["taught"])
+            found |= {"sites judged by relation heads": taught, "by decision heads": server["sites"] - taught}
+        return found
 
     def global_predictor(self, host: Host, server: State) -> None:
         """Return None: the server has no weights."""

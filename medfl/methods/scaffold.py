@@ -42,6 +42,10 @@ class Scaffold(Method):
 
     paper: ClassVar[str] = "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al., 2020)"
 
+    def sends(self) -> tuple[str, ...]:
+        """Name the control variates."""
+        return ("control",)
+
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights and c = 0."""
         return {**super().init_server(host, weights, introductions), "control": zeros_of(host.model(weights))}

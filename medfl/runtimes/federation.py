@@ -46,12 +46,14 @@ class _Body:
         bundle: builds the network and its optimiser.
         networks: the pool.
         leaves: form of each tensor that may leave, under its flat name in a message.
+        personal: names of tensors that leave in no group of a message.
         stays: number of tensors that never leave.
     """
 
     bundle: Bundle
     networks: Networks
     leaves: Mapping[str, tuple[torch.Size, torch.dtype]]
+    personal: frozenset[str]
     stays: int
 
 
@@ -142,7 +144,8 @@ class Federation:
         common = self.networks.initial
         leaves = {f"weights/{n}": (t.shape, t.dtype) for n, t in common.items() if n not in personal}
         kept = [n for n in networks.initial if self.method.keeps_network(config) or f"weights/{n}" not in leaves]
-        return _Body(bundle, networks, leaves, len(kept))
+        own = networks.initial.keys() - common.keys()
+        return _Body(bundle, networks, leaves, frozenset(personal | own), len(kept))
 
     def _messages(self) -> Compression:
         """Return how messages are made smaller; of every network all but matrices and kernels stay exact."""
@@ -259,6 +262,7 @@ class Federation:
             self.task,
             common=self.networks,
             public=self.public,
+            method=run.method,
         )
 
     @contextmanager
@@ -280,10 +284,12 @@ class Federation:
         return Host(derive(self.run.seed, "round", round_, "server"), self.networks, round_, self.task, self.public)
 
     def policy(self) -> str:
-        """Say what of the network leaves a site and what stays, and how much of it in smaller messages."""
+        """Say what leaves a site and what of the network stays, and how much of it in smaller messages."""
         dealt = self._bodies.values()
         leave, stay = _span([len(body.leaves) for body in dealt]), _span([body.stays for body in dealt])
-        said = f"{leave} tensors leave each site, {stay} stay"
+        besides = self.method.sends()
+        said = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
+        said += f"; besides them leave: {', '.join(besides)}" if besides else ""
         if not self.aggregation.is_mean:
             said += f"; aggregation: {self.aggregation}, every reply counts the same, whatever its number of images"
         if self.messages.lossless:
@@ -300,22 +306,25 @@ class Federation:
     def check(self, name: str, said: Message) -> None:
         """Enforce the policy on what a site says: no personal tensor, the server's forms, finite values, not too much.
 
+        A tensor is personal by its name in the network, whichever group it is in.
+
         Raises:
             RunError: names the site and the tensor, or what is too large.
         """
-        flat = said.flat()
+        flat, body = said.flat(), self._bodies[name]
         self.caps.check(flat, f"site {name!r}")
         for key, tensor in flat.items():
-            if key.startswith("weights/"):
-                form = self._bodies[name].leaves.get(key)
-                if form is None:
-                    raise RunError(f"site {name!r}: tensor {key!r} must not leave it")
+            group, _, own = key.partition("/")
+            form = body.leaves.get(key)
+            if own in body.personal or (group == "weights" and form is None):
+                raise RunError(f"site {name!r}: tensor {key!r} must not leave it")
+            if form is not None:
                 if form != (tensor.shape, tensor.dtype):
                     raise RunError(
                         f"site {name!r}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}; "
                         f"expected {tuple(form[0])} {form[1]}"
                     )
-            elif key.partition("/")[0] in LIKE_PARAMETERS:
+            elif group in LIKE_PARAMETERS:
                 self._check_like(name, key, tensor)
             if not is_finite(tensor):
                 raise RunError(f"site {name!r}: {key!r} has NaN or infinite values; the last good round is kept")
@@ -360,7 +369,7 @@ class Federation:
             RunError: there are too few replies.
         """
         with self.scope():
-            if not self.aggregation.is_mean:
+            if not self.aggregation.is_mean and server.get("weights") != {}:
                 return {**server, "weights": self.aggregation.combined(replies, "weights")}
             return self.method.aggregate(self.host(round_), server, replies, len(self.participants))
 

@@ -28,6 +28,7 @@ from medfl.message import Message, is_finite
 from medfl.partner.untrusted import shown
 from medfl.runtimes.absent import Absent, Say, Tolerance, present
 from medfl.runtimes.federation import LIKE_PARAMETERS, Federation
+from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
 from medfl.storage import State
 
 _ARRIVED = frozenset({"weights", *LIKE_PARAMETERS})
@@ -88,13 +89,18 @@ def settle(
     with federation.networks.scope():
         told = [federation.method.broadcast(federation.host(round_), server, name) for name in cohort[:1]]
     refuse(odd(replies, told[0].tensors if told else {}))
+    method, before = federation.run.method, marks(server)
     while True:
         names = [name for name in replies if name not in refused]
         try:
             settled = attempt(names)
+        except BrokenRule:
+            raise
         except Exception as error:  # a reply of any form may make it fail in any way
+            check_marks(method, server, before)
             refuse(_blamed(names, attempt, error, f"round {round_}"))
             continue
+        check_marks(method, server, before)
         return settled._replace(replies=replies) if not refused else settled
 
 
@@ -124,6 +130,7 @@ def begin(
         with federation.scope():
             given = introductions if len(names) == len(introductions) else {name: introductions[name] for name in names}
             first = method.init_server(federation.host(0), federation.networks.initial, given)
+        check_state(federation.run.method, "the server's State", first)
         for why in _unsound(first, None, "", federation.names, federation.task.num_classes):
             raise _Unsound(f"the server's first State: {why}")
         return first
@@ -148,6 +155,7 @@ class _Unsound(Exception):
 def _tried(federation: Federation, round_: int, server: State, replies: Mapping[str, Message]) -> Settled:
     """Return the server's next State; `_Unsound` if it cannot go on from there."""
     after = federation.aggregate(round_, server, replies)
+    check_state(federation.run.method, "the server's State", after)
     for why in _unsound(after, server, "", federation.names, federation.task.num_classes):
         raise _Unsound(f"the server's next State: {why}")
     with federation.networks.scope():

@@ -15,10 +15,12 @@ from medfl.message import Message
 from medfl.metrics import Cases
 from medfl.prepared import Shard
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.rules import check_update
 from medfl.saving import save
 from medfl.seeding import derive
 from medfl.site import Site
 from medfl.storage import State
+from medfl.training import summed
 
 UNSENT = "unsent"
 """Key of a site's State under which its error feedback is kept; no method sees it."""
@@ -32,7 +34,7 @@ class StepResult:
         state: the site's next State; stays at the site.
         reply: what leaves, as the server receives it.
         loss: mean training loss; stays at the site but is shown to whoever runs the simulation.
-        steps: optimiser updates.
+        steps: optimiser updates, of all networks that the site trained.
         bytes_up, bytes_down: of the reply and of the broadcast as they crossed.
         cases: section -> outcomes of the locally trained model, for the sections asked for.
         eager: why steps were not captured though the run asked for it, "" where they were.
@@ -67,7 +69,8 @@ def site_step(
     received, bytes_down = _delivered(federation, round_, name, down)
     unsent = (state or {}).get(UNSENT, {})
     with federation.scope():
-        state, reply = method.local_update(site, _own(federation, site, state), received)
+        result = method.local_update(site, _own(federation, site, state), received)
+        state, reply = check_update(federation.run.method, site, result)
         assert UNSENT not in state, f"a method's State has no key {UNSENT!r}"
         federation.check(name, reply)
         cases = {}
@@ -78,10 +81,9 @@ def site_step(
         arrived = messages.opened_reply(wire, down, f"site {name!r}")
         if not messages.lossless:
             federation.check(name, arrived)
-    report = site.journal[0]
+    report = summed(site.journal)
     kept = {**state, UNSENT: unsent} if unsent else state
-    eager = next((report.eager for report in site.journal if report.eager), "")
-    return StepResult(kept, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down, eager)
+    return StepResult(kept, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down, report.eager)
 
 
 def site_judge(

@@ -212,6 +212,19 @@ def test_personal_tensors_are_in_no_message(name: str, classes: Toy) -> None:
 
 
 @every_method
+def test_it_says_what_its_replies_have(name: str, classes: Toy) -> None:
+    """Also with prototypes shared beside the weights, and other options."""
+    other = {"fedproto": {"weights": "samples"}, "pfedpm": {"agg": "uniform"}, "fedmr": {"mu2": 0}}
+    options = [{}, other.get(name, {})]
+    if methods.method_class(name).takes_prototypes:
+        options.append({"prototypes": True})
+    for given in options:
+        method = load(name, given)
+        for reply in simulate(method, classes, 1).replies.values():
+            assert sorted(reply.tensors.keys() - {"weights"}) == sorted(method.sends())
+
+
+@every_method
 @pytest.mark.parametrize("norm", [False, True])
 def test_one_sample_an_absent_class_and_a_last_batch_of_one_are_fine(name: str, norm: bool) -> None:
     data = blobs({"a": 1, "b": 5, "c": 9}, labels={"b": (0, 2), "c": (1,)})

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from medfl.errors import InputError
+from medfl.errors import InputError, RunError
 from medfl.message import Message
 from medfl.methods import load
 from medfl.methods.fedbm import FedBM
@@ -309,3 +309,44 @@ def test_bad_input(classes: Toy) -> None:
     with pytest.raises(InputError, match="no site has a training image"):
         method.init_server(toy.host(), toy.networks.initial, {"a": Message()})
     assert method.tasks == ("classification",)
+
+
+# What a site takes of a server
+
+
+def received(method: FedBM) -> tuple[Toy, Message]:
+    """The broadcast of a round in which site b gets all there is."""
+    toy = federation(method)
+    with toy.networks.scope():
+        introductions = {name: method.introduce(toy.site(name, 0)) for name in toy.names}
+        server = method.init_server(toy.host(0), toy.networks.initial, introductions)
+        return toy, method.broadcast(toy.host(), server, "b")
+
+
+def changed(message: Message, group: str, tensors: dict[str, torch.Tensor], **scalars: float) -> Message:
+    groups = {**message.tensors, group: {**message.tensors[group], **tensors}}
+    return Message(groups, {**message.scalars, **scalars})
+
+
+@pytest.mark.parametrize(
+    ("group", "change", "scalars", "said"),
+    [
+        ("text", lambda e: {"embeddings": e["embeddings"][:, :1]}, {}, "text embeddings are"),
+        ("text", lambda e: {"embeddings": e["embeddings"].long()}, {}, "text embeddings are .*int64; expected"),
+        ("generator", lambda g: {"linear.bias": g["linear.bias"][:-1]}, {}, "'linear.bias' of"),
+        ("generator", lambda g: {"linear.bias": g["linear.bias"].double()}, {}, "'linear.bias' of .*float64"),
+        ("generator", lambda g: {"more": torch.zeros(1)}, {}, "'more'"),
+        ("generator", lambda g: {}, {"height": 4096.0}, "height 4096, not "),
+        ("generator", lambda g: {}, {"width": -16.0}, "width -16"),
+        ("generator", lambda g: {}, {"version": 0.5}, "version 0.5"),
+    ],
+)
+def test_what_does_not_fit_the_site_is_refused(group: str, change, scalars: dict[str, float], said: str) -> None:
+    method = quick(g_start=0)
+    toy, down = received(method)
+    bad = changed(down, group, change(down[group]), **scalars)
+    with toy.networks.scope(), pytest.raises(RunError, match=said) as caught:
+        method.local_update(toy.site("b"), method.init_site(toy.site("b")), bad)
+    assert caught.value.tellable
+    state, _ = method.local_update(toy.site("b"), {}, Message(down.tensors, {**down.scalars, "more": 1.0}))
+    assert set(state) == {"embeddings", "generator", "version", "channels", "height", "width"}

@@ -18,7 +18,7 @@ from medfl.methods.fedbm import FedBM
 from medfl.networks import build
 from medfl.networks.generator import Augmentation, Generator, diversity_loss, statistics_gap
 from medfl.networks.heads import features_and_output, frozen, head
-from medfl.seeding import derive
+from medfl.seeding import derive, stream
 from medfl.task import Task
 from medfl.text_classifier import Gaussians
 from medfl.training import fit
@@ -325,3 +325,44 @@ def test_the_generator_works_with_every_classifier(classifier: str) -> None:
     moved = not torch.equal(outcome.server["weights"]["5.weight"], toy.initial["5.weight"])
     assert moved is (classifier != "random_frozen")
     assert bits(outcome.states["a"]["embeddings"]) == bits(EMBEDDINGS)
+
+
+# Where z, augmentations and draws come from
+
+
+@pytest.mark.parametrize(("covariance", "off_diagonal"), [("full", True), ("diag", False)])
+def test_the_covariance_of_z(covariance: str, off_diagonal: bool) -> None:
+    """Sigma_y + 1e-4 I, or its diagonal."""
+    embeddings = torch.tensor([[[1.0, 0, 0], [0, 1, 0]], [[0, 0.6, 0.8], [0, 0.8, 0.6]]])
+    source = quick(z_covariance=covariance)._source(embeddings, torch.Generator().manual_seed(0))
+    z = source.conditions(torch.zeros(40_000, dtype=torch.int64))
+    expected = torch.cov(embeddings[0].T)
+    assert expected[0, 1] == -0.5
+    expected = (expected if off_diagonal else expected.diag().diag()) + 1e-4 * torch.eye(3)
+    torch.testing.assert_close(torch.cov(z.T), expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(("augment", "crops"), [("batch", 1), ("image", 20)])
+def test_one_crop_for_all_images_or_for_each(augment: str, crops: int) -> None:
+    """At the server, which draws places, and at a site."""
+    source = quick(augment=augment)._source(EMBEDDINGS, torch.Generator().manual_seed(0))
+    places = source.places(20, [1, 16, 16], torch.device("cpu"))
+    assert len(places) == crops
+    image = torch.arange(256.0).reshape(1, 1, 16, 16).expand(20, 1, 16, 16)
+    assert (len({bits(row) for row in source.augment(image)}) > 1) is (crops > 1)
+
+
+def test_each_training_of_the_generator_has_draws_of_its_own() -> None:
+    """On the stream "generator" of the server in that round."""
+    method = quick(g_start=0)
+    toy = federation(method)
+    with toy.networks.scope():
+        introductions = {name: method.introduce(toy.site(name, 0)) for name in toy.names}
+        server = quick(g_start=9).init_server(toy.host(0), toy.networks.initial, introductions)
+        made = {}
+        for round_ in (1, 2):
+            host = toy.host(round_)
+            made[round_] = method._with_generator(host, server, round_)["generator"]
+            with stream(host.seed, "generator") as draws:
+                assert bits(method._train_generator(host, server, draws)) == bits(made[round_])
+    assert bits(made[1]) != bits(made[2])

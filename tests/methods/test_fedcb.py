@@ -283,7 +283,7 @@ def test_bad_input() -> None:
         ({"prompt_fraction": 1.5}, "prompt_fraction=1.5; a part of the prompts, above 0 and at most 1"),
         ({"prompt_fraction": 0}, "prompt_fraction=0;"),
         ({"tau": 0}, "tau=0; an inverse temperature, above 0"),
-        ({"tau": "inf"}, "tau=inf; an inverse temperature, above 0"),
+        ({"tau": "inf"}, "tau=inf for method 'fedcb'; tau is float >= 0, finite"),
         ({"loss": "finite", "classifier": "trainable"}, "loss=finite with classifier=trainable"),
         ({"classifier": "fancy"}, "classifier=fancy .*one of trainable, random_frozen, text_mean, text_distribution"),
     ):

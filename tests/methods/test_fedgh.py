@@ -20,7 +20,7 @@ from medfl.seeding import stream
 from medfl.site import Networks, Site
 from medfl.task import Task
 from medfl.training import fit
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
+from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, shaken, simulate
 
 METHOD = load("fedgh")
 CLASSES = Task("classification", ("p", "q", "r"))
@@ -258,6 +258,7 @@ def test_class_means_of_pixels_are_those_of_the_map_before_the_last_convolution(
     x, y = drawn(3, 1, *[16] * dims), (drawn(3, 1, *[16] * dims, seed=1) > 0.5).long()
     shard = Shard.of(Stacked([{}] * 3, x, y), range(3))
     means, counts = class_means(network, shard, 2, CPU)
+    assert bits(class_means(network, shaken(shard), 2, CPU)) == bits((means, counts))
     network.eval()
     with torch.no_grad():
         maps, output = features_and_output(network, x)

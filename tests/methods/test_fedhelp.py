@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax, one_hot
 
 from medfl import methods
+from medfl.bundle import Bundle
 from medfl.errors import InputError
 from medfl.message import Message
 from medfl.methods._contribution import Contribution, distributions, divergence_from, mixture
@@ -19,6 +20,7 @@ from medfl.methods.fedhelp import FedHelp, _Lesson, top_set
 from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence
 from medfl.networks import build
+from medfl.public_data import plan_public
 from medfl.site import Networks, snapshot
 from tests.helpers import Toy, adam, bits, blobs, classifier, public_blobs, sgd, simulate
 
@@ -136,7 +138,7 @@ def test_one_joint_step_is_two_separate_ones() -> None:
     order = next(iter(site.train.batches(100, generator_of(site))))
     x, y = order
     z, z_proxy = large(x), proxy(x)
-    (cross_entropy(z, y) + 0.2 * set_loss(z, top_set(z_proxy, 3))).backward()
+    (cross_entropy(z, y) + 0.2 * set_loss(z, top_set(z_proxy, 2))).backward()
     divergence(z_proxy, z).backward()
     for network, weights in ((large, after["weights"]), (proxy, reply["weights"])):
         with torch.no_grad():
@@ -145,11 +147,75 @@ def test_one_joint_step_is_two_separate_ones() -> None:
         assert bits(snapshot(network)) == bits(dict(weights))
 
 
-def generator_of(site: object) -> torch.Generator:
+def generator_of(site: object, purpose: str = "local") -> torch.Generator:
     from medfl.seeding import stream
 
-    with stream(site.seed, "local") as generator:
+    with stream(site.seed, purpose) as generator:
         return generator
+
+
+def test_in_turns_by_hand() -> None:
+    """Two epochs of one batch: a large step beside the proxy in evaluation mode, then a step of the proxy beside the
+    large network as it is now; each optimiser goes on with its momentum.
+    """
+    federation = toy(batch_size=100, epochs=2, optimizer=sgd(0.1, momentum=0.9))
+    method, site = fedhelp(schedule="alternate"), federation.site("a")
+    state = {**method.init_site(site), "weights": snapshot(federation.networks.fresh("another"))}
+    after, reply = method.local_update(site, state, Message({"weights": federation.initial}))
+    large, proxy = federation.networks.fresh(), federation.networks.fresh()
+    large.load_state_dict(state["weights"])
+    proxy.load_state_dict(federation.initial)
+    steps = [torch.optim.SGD(network.parameters(), 0.1, momentum=0.9) for network in (large, proxy)]
+    for purpose in ("local", "local 1"):
+        x, y = next(iter(site.train.batches(100, generator_of(site, purpose))))
+        for turn, network in enumerate((large, proxy)):
+            large.train(turn == 0)
+            proxy.train(turn == 1)
+            z, z_proxy = large(x), proxy(x)
+            parts = cross_entropy(z, y) + 0.2 * set_loss(z, top_set(z_proxy, 2)), divergence(z_proxy, z)
+            network.zero_grad()
+            parts[turn].backward()
+            steps[turn].step()
+    assert bits(snapshot(large)) == bits(dict(after["weights"]))
+    assert bits(snapshot(proxy)) == bits(dict(reply["weights"]))
+    assert site.journal[-1].steps == 2
+
+
+@pytest.mark.parametrize("warm", [1.0, 2.0])
+def test_both_divergences_at_a_temperature(warm: float) -> None:
+    """T^2 KL(softmax(teacher / T) || softmax(student / T))."""
+    z, z_proxy, y = logits(4, 5), logits(4, 5, seed=1), torch.tensor([0, 1, 2, 4])
+
+    def warmed(student: Tensor, teacher: Tensor) -> Tensor:
+        p, q = (value.div(warm).softmax(1) for value in (teacher, student))
+        return warm**2 * (p * (p / q).log()).sum(1).mean()
+
+    method = fedhelp(temperature=warm, lambda_f=3, backward="symmetric", proxy_ce=0.7)
+    forward = 3 * warmed(z_proxy, z) + 0.7 * cross_entropy(z_proxy, y)
+    torch.testing.assert_close(method._of_proxy(cross_entropy, z, z_proxy, y), forward, rtol=0, atol=1e-10)
+    back = cross_entropy(z, y) + 0.2 * warmed(z, z_proxy)
+    torch.testing.assert_close(method._of_large(cross_entropy, z, z_proxy, y), back, rtol=0, atol=1e-10)
+
+
+def test_labels_alone_may_teach_the_proxy() -> None:
+    z, z_proxy, y = logits(4, 5), logits(4, 5, seed=1), torch.tensor([0, 1, 2, 4])
+    found = fedhelp(lambda_f=0, proxy_ce=0.5)._of_proxy(cross_entropy, z, z_proxy, y)
+    torch.testing.assert_close(found, 0.5 * cross_entropy(z_proxy, y), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shape", "top", "size"),
+    [((2, 3), 0, 2), ((2, 4), 0, 3), ((2, 8), 0, 3), ((2, 2), 0, 1), ((2, 8), 5, 5), ((2, 3, 4, 4), 0, 1)],
+)
+def test_omega_is_a_part_of_the_classes(shape: tuple[int, ...], top: int, size: int) -> None:
+    assert fedhelp(top=top)._size(torch.zeros(shape)) == size
+
+
+@pytest.mark.parametrize("top", [3, 4])
+def test_an_omega_of_all_classes_is_refused(top: int) -> None:
+    with pytest.raises(InputError, match=f"top={top} with 3 classes; .*take fewer"):
+        toy().adapted(fedhelp(top=top)).networks.fresh()
+    toy().adapted(fedhelp(top=2)).networks.fresh()
 
 
 def test_without_the_forward_part_the_proxy_stays_as_it_came() -> None:
@@ -323,18 +389,23 @@ def test_untracked_layers_still_go_by_the_batch() -> None:
     assert layer.num_batches_tracked == 0
 
 
-def test_the_public_loss_by_hand() -> None:
-    """CE(z^, y_p) + 0.1 KL(t || q), t the mean of two teachers before alpha has moved."""
+@pytest.mark.parametrize("warm", [1.0, 2.0])
+def test_the_public_loss_by_hand(warm: float) -> None:
+    """CE(z^, y_p) + 0.1 T^2 KL(t || q), t the mean of two teachers before alpha has moved, all at temperature T.
+
+    A distribution at temperature T is its T-th root, normalised.
+    """
     federation = toy()
-    one, network = lesson(federation)
-    twin, other = lesson(federation)
+    one, network = lesson(federation, temperature=warm)
+    twin, other = lesson(federation, temperature=warm)
     positions = twin.take(4)
     x, y = federation.public.at(positions)
     with untracked(other):
         features = other[:4](x)
     z = twin.head(features)
-    t = federation.public.answered(positions).mean(0)
-    expected = cross_entropy(z, y) + 0.1 * (t * (t.log() - log_softmax(z, 1))).sum(1).mean()
+    answers = federation.public.answered(positions) ** (1 / warm)
+    t = (answers / answers.sum(2, keepdim=True)).mean(0)
+    expected = cross_entropy(z, y) + 0.1 * warm**2 * (t * (t.log() - log_softmax(z / warm, 1))).sum(1).mean()
     torch.testing.assert_close(one.loss(4), expected, rtol=0, atol=1e-6)
 
 
@@ -414,6 +485,25 @@ def test_without_public_data_it_says_what_to_do() -> None:
     with pytest.raises(InputError, match="--set public=BUNDLE"):
         fedhelp().check(site)
     fedhelp(lambda_j=0).check(site)
+
+
+@pytest.mark.parametrize(
+    ("options", "uses"),
+    [({}, (True, True)), ({"lambda_r": 0}, (True, False)), ({"lambda_j": 0}, (False, False))],
+)
+def test_what_has_no_weight_is_not_asked_for(options: dict[str, float], uses: tuple[bool, bool]) -> None:
+    """Neither public data nor teachers have to be at hand."""
+    method = fedhelp(**options)
+    assert (method.uses_public, method.uses_teachers) == uses
+    given = {**methods.values_of(method), "public": "mnist:phantom", "public_items": 3, "teachers": "nobody"}
+    if uses[1]:
+        with pytest.raises(InputError, match="'nobody'"):
+            plan_public(method, given, Bundle("mnist"), "cpu", say=str)
+        return
+    found = plan_public(method, given, Bundle("mnist"), "cpu", say=str)
+    assert (found is not None, found is not None and found.teachers == ()) == (uses[0], uses[0])
+    if not uses[0]:
+        assert plan_public(method, {**given, "public": ""}, Bundle("mnist"), "cpu", say=str) is None
 
 
 def test_what_travels_is_resnet20() -> None:

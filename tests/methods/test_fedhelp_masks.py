@@ -9,11 +9,13 @@ import torch
 from torch.nn.functional import cross_entropy, log_softmax
 
 from medfl import methods
+from medfl.augmenting import BatchRecipe, Crop
 from medfl.errors import InputError
 from medfl.message import Message
 from medfl.methods._public import untracked
 from medfl.methods.fedhelp import _Lesson
 from medfl.networks.heads import features_and_output
+from medfl.prepared import Augmented, Shard
 from medfl.task import Task
 from medfl.weight_map import Border, beta, class_balance
 from tests.helpers import Toy, bits, simulate
@@ -69,6 +71,17 @@ def test_a_small_site_without_public_data_trains_on_weighted_pixels() -> None:
     z = made.network()(x)
     by_hand = (beta(y[:, 0], balance, Border()) * cross_entropy(z, y[:, 0], reduction="none")).mean()
     torch.testing.assert_close(loss(z, y), by_hand)
+
+
+def test_the_balance_is_that_of_whole_masks() -> None:
+    """Whatever patches training draws of them; bits as without random transforms."""
+    made = toy(2)
+    site, method = made.site("b"), methods.load("fedhelp", large="a", lambda_j=0)
+    kept = site.train.prepared
+    patches = Augmented(kept.items, kept, BatchRecipe((Crop(("image", "label"), (4, 4)),), True))
+    drawn = replace(site, train=Shard(patches, site.train.indices))
+    assert next(drawn.train.batches(1))[1].shape[2:] == (4, 4)
+    assert bits(method.init_site(drawn)["balance"]) == bits(method.init_site(site)["balance"])
 
 
 def test_the_backward_part_is_the_proxys_mask() -> None:

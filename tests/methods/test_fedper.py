@@ -10,7 +10,9 @@ from torch import nn
 
 from medfl.errors import InputError
 from medfl.methods import load
+from medfl.networks import build
 from medfl.site import merged
+from medfl.task import Task
 from tests.helpers import Toy, bits, classifier, half_square, judged, sgd, simulate
 
 METHOD = load("fedper")
@@ -61,6 +63,15 @@ def test_an_empty_head_is_fedavg_and_an_empty_body_local_bit_for_bit(classes: To
         assert bits(judged(method, toy, kept, name)) == bits(judged(local, toy, alone, name))
 
 
+def test_without_a_body_nothing_crosses_a_wire(classes: Toy) -> None:
+    """A group without tensors is not encoded."""
+    method = load("fedper", head_layers="0, 1, 4")
+    kept, sent = simulate(method, classes, 2), simulate(method, classes, 2, wire=True)
+    assert "weights" not in sent.replies["a"]
+    assert bits(kept.states) == bits(sent.states)
+    assert bits(judged(method, classes, sent, "b")) == bits(judged(method, classes, kept, "b"))
+
+
 def test_heads_stay_and_those_of_absent_sites_do_not_change(classes: Toy) -> None:
     """Check 2."""
     first, second = (simulate(METHOD, classes, rounds, [["a", "b"], ["b"]]) for rounds in (1, 2))
@@ -84,6 +95,29 @@ def test_the_papers_numbers_of_parameters() -> None:
     personal = load("fedper", head_layers="3,5").personal_names(network)
     assert 20 * sum(t.numel() for name, t in network.state_dict().items() if name not in personal) == 105600
     assert METHOD.personal_names(network) == {"5.weight", "5.bias"}
+    shipped = build("two_conv", 1, 10)
+    personal = METHOD.personal_names(shipped)
+    assert personal == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+    assert 20 * sum(t.numel() for name, t in shipped.state_dict().items() if name not in personal) == 105600
+    assert load("fedper", head_layers="fc2").personal_names(shipped) == {"fc2.weight", "fc2.bias"}
+
+
+@pytest.mark.parametrize("name", ["fedrep", "fedbabu"])
+def test_a_part_without_anything_to_train_is_named(name: str) -> None:
+    frozen, task = classifier()(), Task("classification", ("p", "q", "r"))
+    frozen[0].requires_grad_(False)
+    said = f"method '{name}' on a Sequential with the head 4: its body has nothing to train; it trains a part"
+    with pytest.raises(InputError, match=said):
+        load(name).adapt(frozen, task)
+    with pytest.raises(InputError, match="with the head 0,4: its body has nothing to train"):
+        load(name, head_layers="0,4").adapt(classifier()(), task)
+    headless = classifier()()
+    headless[4].requires_grad_(False)
+    options = {"head_epochs": 0, "finetune_epochs": 0} if name == "fedrep" else {}
+    assert load(name, options).adapt(headless, task) is headless
+    if name == "fedrep":
+        with pytest.raises(InputError, match="with the head 4: its head has nothing to train"):
+            load(name).adapt(headless, task)
 
 
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu"])

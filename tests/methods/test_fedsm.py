@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -110,12 +111,21 @@ def test_the_selector_learns_to_tell_sites_apart() -> None:
     outcome = simulate(method, toy, 12)
     with toy.networks.scope():
         model = method.global_predictor(toy.host(), outcome.server).eval()
-        assert model.route(data["a"][0]) == ["0"] * 12
-        assert model.route(data["b"][0]) == ["1"] * 12
+        assert model.route(data["a"][0]).tolist() == [0] * 12
+        assert model.route(data["b"][0]).tolist() == [1] * 12
         site, down = toy.site("b"), method.broadcast(toy.host(), outcome.server, "b")
         own = method.predictor(site, {}, down).eval()
-        assert own.route(data["b"][0]) == ["1"] * 12
-        assert own.route(data["a"][0]) == [""] * 12, "a site has no other site's model"
+        assert own.route(data["b"][0]).tolist() == [1] * 12
+        assert own.route(data["a"][0]).tolist() == [-1] * 12, "a site has no other site's model"
+
+
+def test_a_selector_with_batch_norm_takes_a_batch_of_one_image() -> None:
+    """Three images in batches of two: the last has one, of which the deepest maps of a ResNet-20 are one number."""
+    images = {name: (torch.rand(3, 1, 4, 4), torch.tensor([0, 1, 2])) for name in ("a", "b")}
+    network = lambda: nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten())  # noqa: E731
+    toy = Toy(images, network, cross_entropy, sgd(0.1), batch_size=2)
+    outcome = simulate(load("fedsm", selector="resnet20"), toy)
+    assert all(tensor.isfinite().all() for tensor in outcome.server["selector"].values())
 
 
 # Routing
@@ -135,14 +145,30 @@ class Fixed(nn.Module):
         return 3.0 * nn.functional.one_hot(x[:, 0, 0, 0].long(), 3)
 
 
-@pytest.mark.parametrize(("threshold", "routes"), [(0.9, ["0", "1", "2"]), (0.91, ["", "", ""]), (1.0, ["", "", ""])])
-def test_an_image_goes_where_the_selector_is_sure_enough(threshold: float, routes: list[str]) -> None:
+@pytest.mark.parametrize(("threshold", "routes"), [(0.9, [0, 1, 2]), (0.91, [-1, -1, -1]), (1.0, [-1, -1, -1])])
+def test_an_image_goes_where_the_selector_is_sure_enough(threshold: float, routes: list[int]) -> None:
     """softmax of (3, 0, 0): e^3 / (e^3 + 2) = 0.9094, above 0.9 and below 0.91."""
     model = SuperModel(constant(-1), {n: constant(10.0 + n) for n in range(3)}, Fixed(), threshold)
     x = torch.arange(3.0).reshape(3, 1, 1, 1).expand(3, 1, 2, 2)
-    assert model.route(x) == routes
-    wanted = [10.0 + int(route) if route else -1.0 for route in routes]
+    assert model.route(x).tolist() == routes
+    wanted = [10.0 + route if route >= 0 else -1.0 for route in routes]
     assert model(x)[:, 0, 1, 1].tolist() == wanted
+
+
+@pytest.mark.parametrize("kind", ["trace", "export"])
+def test_a_recorded_model_routes_every_image_anew(kind: str) -> None:
+    """Recorded on images of site 0, it sends others to their own sites' models, or to the global one."""
+    model = SuperModel(constant(-1), {0: constant(10.0), 2: constant(12.0)}, Fixed(), 0.9).eval()
+    example = torch.zeros(2, 1, 2, 2)
+    if kind == "trace":
+        recorded: Any = torch.jit.trace(model, example)
+    else:
+        axes = ({0: torch.export.Dim("batch")},)
+        recorded = torch.export.export(model, (example,), dynamic_shapes=axes).module()
+    x = torch.tensor([2.0, 0.0, 1.0]).reshape(3, 1, 1, 1).expand(3, 1, 2, 2)
+    assert recorded(x)[:, 0, 0, 0].tolist() == [12.0, 10.0, -1.0]
+    assert torch.equal(recorded(x), model(x))
+    assert torch.equal(recorded(x[:1]), model(x[:1])), "one image"
 
 
 def test_volumes_have_a_selector_of_volumes() -> None:

@@ -19,7 +19,7 @@ from medfl.methods.fedtype import conformal_quantile, consensus, grown, scores, 
 from medfl.seeding import derive, stream
 from medfl.site import Networks, Site, snapshot
 from medfl.task import Task
-from tests.helpers import Toy, adam, bits, blobs, classifier, judged, sgd, simulate
+from tests.helpers import Toy, adam, bits, blobs, classifier, judged, sgd, shaken, simulate
 
 METHOD = load("fedtype")
 NEUTRAL = load("fedtype", lam_f=0.0, lam_b=0.0)
@@ -151,6 +151,15 @@ def test_calibrated_sets_cover_that_part_of_the_labels(coverage: float) -> None:
     assert covered >= coverage - 3 * (0.25 / 3000) ** 0.5
     assert members.gather(1, z.argmax(1, keepdim=True)).all()
     assert 1 < members.sum(1).double().mean() < 3
+
+
+def test_sets_are_calibrated_without_random_transforms() -> None:
+    toy = Toy(blobs({"a": 40}), network=classifier())
+    site, z = toy.site("a"), drawn(50, 3, seed=4)
+    moving = replace(site, train=shaken(site.train))
+    found = [METHOD._sets(one, site.network(), 0.1, draws(5))(z) for one in (moving, site)]
+    assert torch.equal(*found)
+    assert not found[0].all()
 
 
 def test_lambda_grows_with_the_fall_of_the_accuracy() -> None:

@@ -23,9 +23,10 @@ def sent(values: dict[str, float], samples: dict[str, int] | None = None) -> dic
     return {name: Message({"weights": w}, {"samples": (samples or {}).get(name, 1)}) for name, w in weights.items()}
 
 
-def state(centres: list[float], assignment: dict[str, int], begun: bool = True) -> dict:
+def state(centres: list[float], assignment: dict[str, int], chosen: int | None = None) -> dict:
     made = [{"weight": torch.tensor([[value, 0, 0]]).double()} for value in centres]
-    return {"weights": made[0], "others": made[1:], "assignment": assignment, "begun": begun}
+    chosen = len(made) if chosen is None else chosen
+    return {"weights": made[0], "others": made[1:], "assignment": assignment, "chosen": chosen}
 
 
 def centres(server: dict) -> list[float]:
@@ -45,17 +46,30 @@ def test_a_round_by_hand(lines: Toy) -> None:
     by_samples = sent(values, {"a": 1, "b": 2, "c": 1, "d": 3})
     after = load("fesem", weights="samples").aggregate(lines.host(), state([0, 10], before), by_samples, 4)
     assert centres(after) == pytest.approx([4, 6], abs=1e-15)
-    after = METHOD.aggregate(lines.host(), state([0, 0], before, begun=False), sent(values), 4)
-    assert (after["assignment"], after["begun"]) == ({"a": 0, "b": 1, "c": 1, "d": 1}, True)
+    after = METHOD.aggregate(lines.host(), state([0, 0], before, chosen=0), sent(values), 4)
+    assert (after["assignment"], after["chosen"]) == ({"a": 0, "b": 1, "c": 1, "d": 1}, 2)
     assert centres(after) == pytest.approx([1, 5], abs=1e-15)
 
 
 def test_fewer_different_sites_than_centres(lines: Toy) -> None:
     method = load("fesem", clusters=4)
-    before = state([0, 0, 0, 0], {"a": 0, "b": 0, "c": 0, "d": 0}, begun=False)
+    before = state([0, 0, 0, 0], {"a": 0, "b": 0, "c": 0, "d": 0}, chosen=0)
     after = method.aggregate(lines.host(), before, sent({"a": 1, "b": 3, "c": 1}), 4)
     assert after["assignment"] == {"a": 0, "b": 1, "c": 0, "d": 0}
     assert centres(after) == [1, 3, 0, 0]
+    assert after["chosen"] == 2
+    # next round: 0.2 is nearer to an initial 0 than to 1, but that is no centre; 9, then 5, are farthest from 1 and 3
+    after = method.aggregate(lines.host(), after, sent({"a": 9, "b": 5, "c": 0.2, "d": 2.9}), 4)
+    assert (after["assignment"], after["chosen"]) == ({"a": 2, "b": 3, "c": 0, "d": 1}, 4)
+    assert centres(after) == pytest.approx([0.2, 2.9, 9, 5])
+
+
+def test_a_cohort_of_one_finds_its_centres_round_by_round(classes: Toy) -> None:
+    """No centre stays the untrained model that all began with."""
+    outcome = simulate(load("fesem"), classes, 2, [["a"], ["b"]])
+    found = [outcome.server["weights"], *outcome.server["others"]]
+    assert all(bits(dict(centre)) != bits(classes.initial) for centre in found)
+    assert outcome.server["assignment"] == {"a": 0, "b": 1, "c": 0}
 
 
 def test_an_empty_centre_and_an_absent_site_stay(lines: Toy) -> None:
@@ -111,7 +125,7 @@ def test_as_many_far_centres_as_sites_is_local(classes: Toy) -> None:
     """Check 3, bit for bit."""
     local = load("local")
     starts = {name: snapshot(classes.networks.fresh("start", name)) for name in classes.names}
-    states, server = {}, {"assignment": {"a": 0, "b": 1, "c": 2}, "begun": True}
+    states, server = {}, {"assignment": {"a": 0, "b": 1, "c": 2}, "chosen": 3}
     server |= {"weights": starts["a"], "others": [starts["b"], starts["c"]]}
     method, states = load("fesem", clusters=3), {name: {"weights": start} for name, start in starts.items()}
     for round_ in (1, 2, 3):

@@ -41,6 +41,12 @@ def test_a_wrong_number_is_refused_in_one_line(given) -> None:
     assert "mu is float >= 0" in text
 
 
+@pytest.mark.parametrize("given", ["inf", "-inf", ".inf", "nan", ".nan", "1e999", float("inf"), float("nan")])
+@pytest.mark.parametrize(("method", "option"), [("fedprox", "mu"), ("fednh", "scale"), ("fedhelp", "lambda_j")])
+def test_a_number_is_finite(given, method: str, option: str) -> None:
+    assert f"{option}=" in message(lambda: load(method, {option: given}))
+
+
 def test_a_wrong_choice_lists_the_choices() -> None:
     assert "weights is one of samples, uniform" in message(lambda: load("fedbn", weights="median"))
     assert load("fedbn", weights="uniform").weights == "uniform"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 
+from medfl.errors import InputError
 from medfl.methods import load
 from medfl.methods.pfedbayes import Averaged, Gaussian, divergence, gaussian_names
 from medfl.networks import build
 from medfl.seeding import stream
 from medfl.site import Site
+from medfl.task import Task
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
 
 METHOD = load("pfedbayes")
@@ -340,6 +343,36 @@ def test_draws_without_deviation_are_the_mean_network_also_for_maps() -> None:
     draws = [{name: dict(network.named_parameters())[name] for name in gaussian_names(network)}] * 4
     with torch.no_grad():
         torch.testing.assert_close(Averaged(network, draws)(x), network(x).log_softmax(1), rtol=1e-4, atol=1e-5)
+
+
+def test_the_mean_probability_of_a_single_output() -> None:
+    """Biases ln 3 and -ln 3, weight 0: probabilities 3/4 and 1/4 of class 1, then 3/4 and 3/4; logits 0 and ln 3."""
+    network = nn.Linear(2, 1)
+    draw = lambda bias: {"weight": torch.zeros(1, 2), "bias": torch.tensor([bias])}  # noqa: E731
+    three = math.log(3)
+    for biases, logit in (((three, -three), 0.0), ((three, three), three)):
+        found = Averaged(network, [draw(bias) for bias in biases])(torch.ones(4, 2))
+        assert found.shape == (4, 1)
+        torch.testing.assert_close(found, torch.full((4, 1), logit))
+
+
+def test_draws_are_refused_where_there_are_no_classes(classes: Toy) -> None:
+    site = replace(classes.site("a"), task=Task("other"))
+    METHOD.check(site)
+    with pytest.raises(InputError, match="draws=3 for method 'pfedbayes' on a task without classes"):
+        load("pfedbayes", draws=3).check(site)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the number of outputs, which is the same for all
+def test_draws_can_be_recorded(classes: Toy) -> None:
+    """As TorchScript; and beside the mean weights nothing is in the state dict."""
+    method, x = load("pfedbayes", draws=2), classes.data["a"][0]
+    outcome = simulate(method, classes)
+    with classes.networks.scope(), torch.no_grad():
+        predictor = method.predictor(classes.site("a"), outcome.states["a"], outcome.down["a"]).eval()
+        assert list(predictor.state_dict()) == [f"network.{name}" for name in classes.initial]
+        recorded: Any = torch.jit.trace(predictor, x[:2])
+        assert torch.equal(recorded(x), predictor(x))
 
 
 # As a whole

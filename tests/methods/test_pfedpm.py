@@ -12,11 +12,12 @@ from torch.nn.functional import cross_entropy
 
 from medfl.errors import InputError
 from medfl.message import Message
-from medfl.methods import load
-from medfl.methods.fedproto import apart, averaged
-from medfl.methods.pfedpm import Relation, class_distance, mix, relation_loss
+from medfl.methods import load, pfedpm
+from medfl.methods.fedproto import apart, averaged, table
+from medfl.methods.pfedpm import Relation, class_distance, mix, relation_loss, relation_step
 from medfl.networks.heads import feature_size, features_and_output, head_name
-from medfl.site import Networks, Site
+from medfl.seeding import stream
+from medfl.site import Networks, Site, snapshot
 from medfl.storage import load_state, save_state
 from medfl.task import Task
 from tests.helpers import Toy, bits, blobs, classifier, judged, sgd, simulate
@@ -276,6 +277,64 @@ def test_the_relation_head_learns_and_its_optimiser_is_new_each_round(classes: T
         moved = torch.cat([(after["relation"][k] - before["relation"][k]).flatten().abs() for k in before["relation"]])
         assert moved.max() < 1.01e-3
         assert moved.quantile(0.9) > 0.99e-3
+
+
+@pytest.mark.parametrize("update", ["batch", "after_epochs"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_when_and_how_the_relation_head_learns(
+    classes: Toy, monkeypatch: pytest.MonkeyPatch, update: str, optimizer: str
+) -> None:
+    """Its steps, done again by hand: on each batch with the network as it is by then, or with the trained one."""
+    method = load("pfedpm", predict="relation", relation_update=update, relation_optimizer=optimizer)
+    toy = replace(classes, epochs=2, batch_size=8)
+    before = simulate(method, toy)
+    seen: list[tuple[dict, torch.Tensor, torch.Tensor]] = []
+
+    def noted(relation, optimizer, mixed, network, x, label):
+        seen.append((snapshot(network), x.clone(), label))
+        return relation_step(relation, optimizer, mixed, network, x, label)
+
+    monkeypatch.setattr(pfedpm, "relation_step", noted)
+    with toy.networks.scope():
+        site, down = toy.site("a", 2), method.broadcast(toy.host(2), before.server, "a")
+        after, _ = method.local_update(site, before.states["a"], down)
+    with stream(site.seed, "local" if update == "batch" else "relation epochs") as generator:
+        batches = [batch for _ in range(2) for batch in site.train.batches(8, generator)]
+    assert [bits((x, y)) for _, x, y in seen] == [bits(batch) for batch in batches]
+    trained = [bits(weights) == bits(after["weights"]) for weights, _, _ in seen]
+    assert trained == [update == "after_epochs"] * (len(seen) - 1) + [True]
+    assert all(bits(weights) != bits(before.states["a"]["weights"]) for weights, _, _ in seen)
+
+    relation, mixed = Relation(6), table(after["mixed"], 3)
+    relation.load_state_dict(before.states["a"]["relation"])
+    steps = {
+        "adam": torch.optim.Adam(relation.parameters(), lr=1e-3),
+        "sgd": torch.optim.SGD(relation.parameters(), lr=0.01, momentum=0.5),
+    }[optimizer]
+    network = toy.networks.fresh()
+    for weights, x, y in seen:
+        network.load_state_dict(weights)
+        with torch.no_grad():
+            h, _ = features_and_output(network.eval(), x)
+        steps.zero_grad()
+        (relation(h, mixed) - nn.functional.one_hot(y, 3)).square().mean().backward()
+        steps.step()
+    for name, value in snapshot(relation).items():
+        torch.testing.assert_close(after["relation"][name], value, rtol=1e-6, atol=1e-8)
+
+
+def test_by_which_head_sites_are_judged_is_told(classes: Toy) -> None:
+    """Site c was in round 1 only, when there were no class features: its decision head judges it."""
+    cohorts = [["a", "b", "c"], ["a", "b"]]
+    first, second = simulate(RELATION, classes, 1, cohorts), simulate(RELATION, classes, 2, cohorts)
+    names = ("sites judged by relation heads", "by decision heads")
+    told = [RELATION.observed(outcome.server, outcome.replies) for outcome in (first, second)]
+    assert [[numbers[name] for name in names] for numbers in told] == [[0, 3], [2, 1]]
+    with classes.networks.scope():
+        down = RELATION.broadcast(classes.host(3), second.server, "c")
+        judges = [RELATION.predictor(classes.site(name, 3), second.states[name], down) for name in ("a", "c")]
+    assert [type(judge).__name__ == "Judged" for judge in judges] == [True, False]
+    assert not set(names) & set(METHOD.observed(simulate(METHOD, classes).server, {}))
 
 
 def test_the_relation_head_tells_classes_apart() -> None:

@@ -221,6 +221,8 @@ def test_what_leaves_is_checked_for_each_site(monkeypatch: pytest.MonkeyPatch) -
             return frozenset(network.state_dict()) - {"4.bias"} | personal
 
     made = Federation(Wide(), Shared(bodies="width=5,5,7"), run_record())
+    with pytest.raises(RunError, match="site 'z': tensor 'control/4.bias' must not leave it"):
+        made.check("z", Message({"control": {"4.bias": torch.zeros(3)}}))
     assert made.policy() == "0 to 1 tensors leave each site, 3 to 4 stay"
     reply = Message({"weights": {"4.bias": torch.zeros(3)}})
     made.check("x", reply)
@@ -303,6 +305,8 @@ def test_the_policy_counts_tensors() -> None:
     assert federation().policy() == "9 tensors leave each site, 0 stay"
     assert federation("fedbn").policy() == "4 tensors leave each site, 5 stay"
     assert federation("local").policy() == "0 tensors leave each site, 9 stay"
+    said = "9 tensors of the network leave each site, 0 stay; besides them leave: control"
+    assert federation("scaffold").policy() == said
 
 
 def test_replies_are_held_to_the_policy() -> None:
@@ -319,6 +323,10 @@ def test_replies_are_held_to_the_policy() -> None:
     for tensors, text in wrong:
         with pytest.raises(RunError, match=f"site 'x': {text}"):
             made.check("x", Message({"weights": tensors}))
+    for group in ("control", "features", "scalars"):
+        hidden = torch.zeros(() if group == "scalars" else 6)
+        with pytest.raises(RunError, match=f"site 'x': tensor '{group}/1.bias' must not leave it"):
+            made.check("x", Message.from_flat({f"{group}/1.bias": hidden}))
     with pytest.raises(RunError, match="'control/c' is no tensor of the network"):
         made.check("x", Message({"control": {"c": torch.zeros(6)}}))
     with pytest.raises(RunError, match=r"'control/0.bias' is \(7,\) torch.float32; expected \(6,\)"):
@@ -350,7 +358,7 @@ def test_a_step_gives_state_reply_loss_and_scores(method: str) -> None:
     server = made.method.init_server(made.host(0), made.networks.initial, {"x": introduce(made, "x")})
     down = made.method.broadcast(made.host(1), server, "y")
     result = site_step(made, 1, "y", None, down, ("validate",))
-    assert result.steps == 6  # five items in batches of two, twice
+    assert result.steps == (12 if method == "ditto" else 6)  # five items in batches of two, twice, for each network
     assert result.loss > 0
     assert result.cases["validate"].ids == tuple(f"validate{i}" for i in PARTS["y"])
     assert bits([result.state, result.reply]) == bits([(r := site_step(made, 1, "y", None, down)).state, r.reply])

@@ -417,7 +417,7 @@ def kept(round_: int | Tensor, **more: Tensor) -> Parcel:
         (wire.TRAIN, Parcel(), "the number 'round' is None"),
         (wire.TRAIN, Parcel(numbers={"round": 1.5}), "the number 'round' is 1.5"),
         (wire.TRAIN, Parcel(numbers={"round": 1}), "site 'x': the server does not say which of its States"),
-        (wire.TRAIN, kept(0), "site 'x', round 1: training fails with the server's message"),
+        (wire.TRAIN, kept(0), "site 'x' could not answer; its administrator finds failure"),
         (wire.TRAIN, kept(1), "its round is 1, after a State of round 1"),
         (wire.TRAIN, kept(-1), "does not say which of its States"),
         (wire.TRAIN, kept(torch.zeros(2, dtype=torch.int64)), "does not say which of its States"),
@@ -432,7 +432,7 @@ def test_a_bad_question_is_answered_in_one_line(word: str, parcel: Parcel, text:
     assert "\n" not in told.failed
 
 
-def test_a_site_that_cannot_be_prepared_says_why_and_tries_again() -> None:
+def test_a_site_that_cannot_be_prepared_says_so_and_tries_again() -> None:
     ready: list[Federation] = []
 
     def made() -> Federation:
@@ -441,7 +441,7 @@ def test_a_site_that_cannot_be_prepared_says_why_and_tries_again() -> None:
         return ready[0]
 
     here = FlareSite(MedflClientAlgo(made, "x"), "x")
-    assert here.answer(wire.INTRODUCE, Parcel()).failed == "site 'x': introduce: OSError: no such folder"
+    assert here.answer(wire.INTRODUCE, Parcel()).failed.startswith("site 'x' could not answer; its administrator finds")
     ready.append(federation())
     assert here.answer(wire.INTRODUCE, Parcel()).failed == ""
 

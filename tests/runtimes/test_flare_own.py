@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("nvflare")
 
-from medfl import datasets, launch
+from medfl import datasets, launch, run_text
 from medfl.bundle import Bundle
 from medfl.errors import InputError
 from medfl.flare import offer as flare_offer
@@ -34,6 +34,7 @@ from medfl.runtimes.simulator import Simulator
 from medfl.sections import SECTIONS
 from medfl.settings import Run
 from medfl.storage import load_state, load_weights
+from medfl.teachers import Embeddings, unit
 from tests.helpers import bits
 from tests.runtimes.test_flare import Near
 
@@ -401,3 +402,28 @@ def test_a_run_is_found_again_whatever_its_rounds() -> None:
 
 def test_what_takes_folders_from_a_job_is_on_no_site_s_list() -> None:
     assert not set(ALLOWED) & set(SIMULATED)
+
+
+# Text embeddings
+
+
+def test_a_job_carries_the_text_embeddings(scans: dict[str, Path], tmp_path: Path) -> None:
+    """A site has neither the language model nor the file that they came from; those of another run are refused."""
+    values = unit(torch.randn(6, 24, 16, generator=torch.Generator().manual_seed(0)))
+    file = tmp_path / "e.safetensors"
+    Embeddings(values, "drawn", "0" * 64, Bundle("mednist").text).save(file)
+    asked = {"config": CONFIG, "requested": {"method": "fedcb", "rounds": 1}, "options": {"plm": str(file)}}
+    made = flare_offer.export("mednist", SITES, tmp_path / "job", rehearsal=True, **asked)
+    file.unlink()
+    configs = sorted((tmp_path / "job").rglob(run_text.CARRIED))
+    assert configs
+    assert all(path.parent.name == "config" for path in configs)
+    run, folder = read_run(str(configs[0].parent.parent)), configs[0].parent
+    assert (run.options["plm"], run.run_hash) == ("drawn", made["run_hash"])
+    for federation in (open_site(run, "north", own(scans), folder), open_server(run, own(scans), folder)):
+        assert run_text.fingerprint(federation.task.embeddings("drawn")) == run.text.sha256
+    with pytest.raises(InputError, match="language model 'drawn'"):
+        open_site(run, "north", own(scans))
+    configs[0].write_text(configs[0].read_text().replace("A", "B"))
+    with pytest.raises(InputError, match=r"(the run used those of 'drawn'|is damaged)"):
+        open_site(run, "north", own(scans), folder)

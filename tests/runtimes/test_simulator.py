@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import gc
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ def simulate(
     *,
     jobs: int = 1,
     profile: bool = False,
+    options: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """Run, or continue, 3 rounds with 4 of 20 sites."""
@@ -50,7 +53,7 @@ def simulate(
     record = run_record(method=method, **settings)
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})
-    federation = Federation(bundle or ToyBundle(), load(method), record)
+    federation = Federation(bundle or ToyBundle(), load(method, options), record)
     return Simulator(federation, folder, jobs=jobs, profile=profile).execute(resume)
 
 
@@ -149,6 +152,44 @@ def test_without_evaluations_only_the_last_cohort_is_trained_once_more(
     tried.clear()
     simulate(tmp_path / "on", "fedavg")
     assert tried == [f"s{i}" for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "own"),
+    [("fedsm", {}, True), ("fedetf", {"finetune_rounds": 1}, True), ("fedetf", {"finetune_rounds": 0}, False)],
+)
+def test_a_site_of_a_globally_judged_method_is_scored_by_its_own_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], own: bool
+) -> None:
+    """By its `predictor` where that is one, else by the global model after one more local training."""
+    asked: dict[str, list[str]] = {"scored": [], "tried": []}
+    done = {kind: getattr(visits, kind) for kind in asked}
+    for kind, seen in asked.items():
+
+        def counted(federation: Federation, *rest: Any, kind: str = kind, seen: list[str] = seen) -> Any:
+            round_, name = rest[-5:-3] if kind == "tried" else rest[1:3]
+            if kind == "tried" or rest[0] is scoring.site_judge:
+                seen.append(f"{name} {round_}")
+            return done[kind](federation, *rest)
+
+        monkeypatch.setattr(asking, kind, counted)
+    summary = simulate(tmp_path / "run", method, options=options)
+    who = [f"s{i} {3 if own else 4}" for i in range(12)]
+    assert asked == {"scored": who if own else [], "tried": [] if own else who}
+    rows = list(csv.DictReader((tmp_path / "run" / "sites.csv").read_text().splitlines()))
+    assert all(row["personal_accuracy"] for row in rows[:12])
+    assert summary["judged"] == "global"
+    assert summary["personal"]["last"]["round"] == 3
+
+
+def test_a_fine_tuned_models_options_are_seen_in_the_personal_scores_alone(tmp_path: Path) -> None:
+    runs = [
+        simulate(tmp_path / f"{rate:g}", "fedetf", options={"finetune_rounds": 1, "finetune_projection_lr": rate})
+        for rate in (0.05, 5.0)
+    ]
+    assert runs[0]["weights_sha256"] == runs[1]["weights_sha256"]
+    assert runs[0]["global"] == runs[1]["global"]
+    assert runs[0]["personal"] != runs[1]["personal"]
 
 
 def test_of_many_sites_some_models_are_scored_on_everybodys_items(

@@ -92,7 +92,8 @@ def test_the_form_is_said_with_what_it_applies_to() -> None:
     assert federation("int8").policy() == f"{plain}; {both}: int8, 2 tensors of the network; 7 lossless"
     assert federation("topk:0.1").policy() == f"{plain}; replies: topk:0.1, 2 tensors of the network; 7 lossless"
     policy = federation("float16", "fedproto").policy()
-    assert policy == f"0 tensors leave each site, 9 stay; {both}: float16, 0 tensors of the network; 0 lossless"
+    plain = "0 tensors of the network leave each site, 9 stay; besides them leave: prototypes"
+    assert policy == f"{plain}; {both}: float16, 0 tensors of the network; 0 lossless"
 
 
 def test_biases_and_what_normalises_are_exact_in_every_network(monkeypatch: pytest.MonkeyPatch) -> None:

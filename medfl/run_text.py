@@ -1,0 +1,128 @@
+"""The text embeddings of a run: said in its record, kept in its folder, and taken from there ever after.
+
+So neither the language model nor a file of the user's has to be there when a run is resumed, repeated or exported, nor
+at the sites of a FLARE job, which carries them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from medfl.bundle import Bundle
+from medfl.errors import InputError
+from medfl.methods.base import Method
+from medfl.settings import Run, TextRecord
+from medfl.storage import write_atomic
+
+FILE = "text.safetensors"
+"""Of a run's folder: `embeddings` (K, M, D) float32, as they were used."""
+CARRIED = "text.json"
+"""Of a job's configuration, where sites take nothing but JSON: `shape`, and the float32 values in base64."""
+_BYTES = 1 << 28
+
+
+def fingerprint(embeddings: Tensor) -> str:
+    """Return the SHA-256 of the shape and the little-endian float32 values of embeddings."""
+    values = embeddings.detach().cpu().float().contiguous()
+    shape = ",".join(map(str, values.shape)).encode()
+    return hashlib.sha256(shape + b"\0" + values.numpy().astype("<f4").tobytes()).hexdigest()
+
+
+def record(bundle: Bundle, method: Method) -> TextRecord | None:
+    """Say which embeddings a method takes of a bundle, None where it takes none.
+
+    Raises:
+        InputError: they are not here, or do not fit the bundle.
+    """
+    plm = method.language_model
+    if not plm or bundle.task not in method.tasks:
+        return None
+    found = bundle.embeddings(plm)
+    return TextRecord(bundle.plm_of(plm), fingerprint(found), tuple(found.shape))
+
+
+def keep(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
+    """Write a run's embeddings into its folder, unless they are there.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    path = folder / FILE
+    if run.text is not None and not path.is_file():
+        values = bundle.embeddings(method.language_model).contiguous()
+        write_atomic(path, safetensors.torch.save({"embeddings": values}))
+
+
+def carry(bundle: Bundle, run: Run, method: Method, folder: Path) -> list[Path]:
+    """Write a run's embeddings as a job carries them; return the files written."""
+    if run.text is None:
+        return []
+    values = bundle.embeddings(method.language_model).cpu().float().numpy().astype("<f4")
+    text = {"shape": list(values.shape), "float32": base64.b64encode(values.tobytes()).decode()}
+    (folder / CARRIED).write_text(json.dumps(text))
+    return [folder / CARRIED]
+
+
+def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> None:
+    """Let a recorded run's bundle have the embeddings that it had: those in a folder, or the same found anew.
+
+    Records that say nothing of embeddings take what is found.
+
+    Args:
+        bundle: the run's.
+        run: the record.
+        method: the run's.
+        folder: the run's, or that of a job's configuration.
+
+    Raises:
+        InputError: there are none, or others.
+    """
+    if run.text is None:
+        return
+    path = next((folder / name for name in (FILE, CARRIED) if (folder / name).is_file()), None) if folder else None
+    if path is not None:
+        found, where = _read(path), str(path)
+        bundle.give_embeddings(method.language_model, found, run.text.plm)
+    else:
+        found, where = bundle.embeddings(method.language_model), f"plm={run.options.get('plm', '')}"
+    if fingerprint(found) != run.text.sha256:
+        raise InputError(
+            f"the text embeddings of {where} (checksum {fingerprint(found)[:12]})",
+            f"the run used those of {run.text.plm!r} with checksum {run.text.sha256[:12]}",
+            "restore them, or start a new run",
+        )
+
+
+def _read(path: Path) -> Tensor:
+    try:
+        found = _carried(path) if path.name == CARRIED else _kept(path)
+        if found.ndim != 3 or found.dtype != torch.float32:
+            raise ValueError(f"its tensor is {tuple(found.shape)} {found.dtype}")
+        if not found.isfinite().all():
+            raise ValueError("its values are not finite")
+    except Exception as error:  # the Rust reader raises its own type for each kind of damage
+        raise InputError(f"{path} is damaged ({error})", "the text embeddings of the run", "restore it") from error
+    return found
+
+
+def _kept(path: Path) -> Tensor:
+    with safetensors.safe_open(path, framework="pt") as file:
+        found: Tensor = file.get_tensor("embeddings")
+    return found
+
+
+def _carried(path: Path) -> Tensor:
+    if path.stat().st_size > _BYTES:
+        raise ValueError(f"more than {_BYTES} bytes")
+    document = json.loads(path.read_text())
+    values = np.frombuffer(base64.b64decode(document["float32"], validate=True), "<f4")
+    return torch.from_numpy(values.astype(np.float32)).reshape([int(side) for side in document["shape"]])

@@ -1,0 +1,106 @@
+"""The rules for methods, for those of one's own: what one breaks is told in a line that names method and rule.
+
+A mistake of the method's is no site's fault, so it ends the run and is nobody's missing reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from medfl.errors import InputError
+from medfl.message import Message
+from medfl.site import Site
+from medfl.storage import State
+
+_VALUES = (Tensor, Mapping, bool, int, float, str, type(None))
+
+
+class BrokenRule(InputError):
+    """A method broke a rule for methods."""
+
+
+Marks = dict[str, tuple[int, int]]
+"""Path in a State -> which object is there, and how often it was written to."""
+
+
+def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
+    """Return what `local_update` gave.
+
+    Raises:
+        BrokenRule: it is no State with a reply, or nothing was trained by `fit`.
+    """
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Message)):
+        told = type(result).__name__
+        if isinstance(result, tuple):
+            told += f" of {', '.join(type(part).__name__ for part in result)}"
+        raise BrokenRule(
+            f"local_update of method {method!r} returned a {told}",
+            "it returns the site's next State and the reply, a Message",
+            "return both",
+        )
+    check_state(method, "a site's State", result[0])
+    if not site.journal:
+        raise BrokenRule(
+            f"local_update of method {method!r} trained nothing",
+            "a site is trained by medfl.training.fit, which keeps the loss and counts the steps",
+            "call it, in train or in local_update",
+        )
+    return result
+
+
+def check_state(method: str, which: str, state: Any) -> None:
+    """See that a State can be saved.
+
+    Raises:
+        BrokenRule: something in it is neither a tensor, a number nor text; names it.
+    """
+    wrong = _flaw(state, "") if isinstance(state, dict) else f"it is a {type(state).__name__}"
+    if wrong:
+        raise BrokenRule(
+            f"{which} of method {method!r}: {wrong}",
+            "a State is a plain dict of tensors, numbers, texts, lists and dicts with names",
+            "keep what an object is made of, and make it anew each round",
+        )
+
+
+def marks(state: Any, path: str = "") -> Marks:
+    """Note what is in a State, to see later whether it was changed in place."""
+    if isinstance(state, Tensor):
+        return {path: (id(state), 0 if state.is_inference() else state._version)}
+    # not into other mappings: one on disk makes new tensors whenever it is read
+    parts = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    found = {path: (id(state), len(state) if isinstance(state, dict | list) else 0)}
+    for name, part in parts:
+        found |= marks(part, f"{path}/{name}".removeprefix("/"))
+    return found
+
+
+def check_marks(method: str, state: State, before: Marks) -> None:
+    """See that `aggregate` left the server's State as it was.
+
+    Raises:
+        BrokenRule: something in it was changed in place; names it.
+    """
+    after = marks(state)
+    if after != before:
+        changed = [path for path in (*before, *after) if before.get(path) != after.get(path)]
+        raise BrokenRule(
+            f"aggregate of method {method!r} changed {max(changed, key=len) or 'its entries'!r} of the server's State "
+            "in place",
+            "State in, State out: it returns a new one, or the round cannot be repeated",
+            "make new dicts and tensors",
+        )
+
+
+def _flaw(node: Any, path: str) -> str:
+    if isinstance(node, dict):
+        odd = next((key for key in node if not isinstance(key, str)), None)
+        if odd is not None:
+            return f"the key {odd!r}{f' in {path!r}' if path else ''} is a {type(odd).__name__}"
+        return next((flaw for key, part in node.items() if (flaw := _flaw(part, f"{path}/{key}".lstrip("/")))), "")
+    if isinstance(node, list | tuple):
+        return next((flaw for i, part in enumerate(node) if (flaw := _flaw(part, f"{path}/{i}"))), "")
+    return "" if isinstance(node, _VALUES) else f"{path!r} is a {type(node).__name__}"

@@ -1,0 +1,58 @@
+"""The random transforms of a data set with nothing left to chance: for what is measured on training items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from monai.transforms import (
+    CenterScaleCrop,
+    CenterScaleCropd,
+    CenterSpatialCrop,
+    CenterSpatialCropd,
+    MapTransform,
+    RandomizableTrait,
+    RandomizableTransform,
+)
+
+
+def stilled(transforms: Sequence[Any], *, whole: bool) -> list[Any]:
+    """Return transforms that draw nothing: what has a probability never happens, a random crop is the middle one.
+
+    Others that draw (somebody's own functions, choices between transforms) stay, so their draws are those of the
+    item's position.
+
+    Args:
+        transforms: MONAI's or anybody's; their probabilities are changed in place.
+        whole: leave random crops out instead.
+    """
+    made: list[Any] = []
+    for transform in transforms:
+        crop = _middle(transform) if isinstance(transform, RandomizableTrait) else None
+        if crop is not None:
+            made += [] if whole else [crop]
+            continue
+        if isinstance(transform, RandomizableTransform):
+            transform.prob = 0.0  # it keeps what it does in any case: types, and sizes that are asked for
+        made.append(transform)
+    return made
+
+
+def _middle(transform: Any) -> Any:
+    """Return the crop of the same size around the middle, None for what is no crop of a known size."""
+    if not any("Crop" in kind.__name__ and kind.__module__.startswith("monai.") for kind in type(transform).__mro__):
+        return None
+    cropper = transform
+    while hasattr(cropper, "cropper"):
+        cropper = cropper.cropper
+    for name, array, mapped in (
+        ("roi_scale", CenterScaleCrop, CenterScaleCropd),
+        ("roi_size", CenterSpatialCrop, CenterSpatialCropd),
+        ("spatial_size", CenterSpatialCrop, CenterSpatialCropd),
+    ):
+        size = getattr(cropper, name, None)
+        if size is not None and isinstance(transform, MapTransform):
+            return mapped(transform.keys, size, allow_missing_keys=transform.allow_missing_keys)
+        if size is not None:
+            return array(size)
+    return None
