@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from medfl.compare import Entry, Grid, write_tables
 from medfl.compare import compare as run_grid
 from medfl.comparison import Comparison
 from medfl.configuration import shipped
-from medfl.errors import InputError, RunError
+from medfl.errors import InputError, RunError, meant
+from medfl.kinds import checked
 from medfl.launch import federate
 from medfl.planning import Request
 from medfl.results import Result
@@ -21,6 +24,7 @@ Say = Callable[[str], object]
 _APART = ("bundle", "method", "options", "config")
 
 
+@checked
 def run(
     bundle: str | Path,
     method: str = "fedavg",
@@ -59,6 +63,7 @@ def run(
     return Result(summary["folder"])
 
 
+@checked
 def compare(
     bundle: str | Path,
     methods: Sequence[str],
@@ -97,6 +102,8 @@ def compare(
     entries = tuple(Entry.read(text) for text in methods)
     if not entries:
         raise InputError("no methods", "names such as 'fedavg' or 'fedprox mu=0.1'", "name some")
+    if not seeds:
+        raise InputError("no seeds", "whole numbers, as (0, 1, 2)", "give at least one")
     grid = Grid(str(bundle), entries, specs, tuple(seeds), dict(options or {}), dict(config or {}), requested)
     found, failed = run_grid(grid, Path(out), at_once=jobs, progress=sys.stderr.isatty(), say=say)
     if failed or found is None:
@@ -116,6 +123,14 @@ def _known(settings: Mapping[str, Any], never: Sequence[str] = ()) -> dict[str, 
     allowed = [f.name for f in dataclasses.fields(Request) if f.name not in (*_APART, *never)]
     for name in settings:
         if name not in allowed:
-            raise InputError(f"setting {name!r}", f"settings are {', '.join(allowed)}", "correct it")
-    values = {name: value for name, value in settings.items() if value is not None}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+            raise InputError(
+                f"setting {name!r}", f"settings are {', '.join(allowed)}", meant(name, allowed, "correct it")
+            )
+    return {name: _plain(value) for name, value in settings.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Return a path as text, and a number of NumPy as Python's, for the record."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, Path) else value

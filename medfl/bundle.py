@@ -75,7 +75,7 @@ class Bundle:
         self._config = self._read(self._file)
         self._trainer = self._find_trainer()
         self._sections = Sections(self.root, self._trainer, self._config, self._with_evaluate)
-        self._embeddings: dict[str, Tensor] = {}
+        self._embeddings: dict[str, tuple[Tensor, str]] = {}
 
     def get(self, key: str) -> Any:
         """Return the object that a configuration id stands for.
@@ -262,8 +262,8 @@ class Bundle:
     # Task and evaluation
 
     @cached_property
-    def _trial(self) -> tuple[Any, Any]:
-        """Network output and target of the first training item, twice in a batch: what does not fit shows here."""
+    def _trial(self) -> tuple[Any, Any, Any]:
+        """Network output, target and input of the first training item, twice in a batch: misfits show here."""
         data = self._sections["train"]
         with stream(0, "trial") as generator, torch.no_grad():
             samples = prepare(data.items[:1], data.source, data.collate, data.prepare_batch)
@@ -280,14 +280,14 @@ class Bundle:
                     "network, loss and transforms fit together",
                     "see that the bundle trains by itself",
                 ) from error
-        return prediction, y
+        return prediction, y, x
 
     @cached_property
     def task(self) -> str:
         """classification, segmentation or other."""
         if self.is_shipped:
             return str(self.protocol["task"])
-        prediction, target = self._trial
+        prediction, target, _ = self._trial
         if "task" in self.protocol:
             return str(self.protocol["task"])
         if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
@@ -296,6 +296,14 @@ class Bundle:
             one_index = target.numel() == len(prediction) and not target.is_floating_point()
             return "classification" if one_index or all("label" in item for item in self.items("train")) else "other"
         return "segmentation" if target.ndim >= 4 else "other"
+
+    @cached_property
+    def channels(self) -> int:
+        """Channels of its images, 0 where its inputs are no images."""
+        if self.is_shipped:
+            return int(self.get("in_channels"))
+        x = self._trial[2]
+        return int(x.shape[1]) if isinstance(x, Tensor) and x.ndim > 3 else 0
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -361,8 +369,18 @@ class Bundle:
             InputError: the bundle has no text, the file is for another one, or the language model is not here.
         """
         if plm not in self._embeddings:
-            self._embeddings[plm] = teachers.obtain(plm, self.text, self.root / "embeddings").values
-        return self._embeddings[plm]
+            found = teachers.obtain(plm, self.text, self.root / "embeddings")
+            self._embeddings[plm] = found.values, found.plm
+        return self._embeddings[plm][0]
+
+    def plm_of(self, plm: str) -> str:
+        """Return the name of the language model that made what `embeddings` returns."""
+        self.embeddings(plm)
+        return self._embeddings[plm][1]
+
+    def give_embeddings(self, plm: str, values: Tensor, name: str) -> None:
+        """Have `embeddings` return these (K, M, D), made by a language model of this name."""
+        self._embeddings[plm] = values, name
 
     @property
     def key_metric(self) -> str:

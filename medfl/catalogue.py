@@ -22,7 +22,7 @@ from medfl import datasets, terminal
 from medfl import methods as registry
 from medfl.bundle import Bundle, shipped
 from medfl.configuration import read
-from medfl.errors import InputError
+from medfl.errors import InputError, meant
 from medfl.methods.base import Method
 from medfl.prepared import Shard, Stacked
 from medfl.public import Public
@@ -68,13 +68,15 @@ def _method(name: str) -> Document:
 
 
 def travels(cls: type[Method]) -> Document:
-    """Tell what crosses the wire, by running one round of two toy sites with the method's default options.
+    """Tell what crosses the wire, by running one round of two toy sites.
+
+    The options are the defaults, but for those that the class names in `shown`.
 
     Returns:
         `start`, `up` and `down`: tensor groups of the introductions, replies and broadcasts; `withheld`: layer types
         whose weights never leave; `kept`: what a site keeps from round to round; `pooled`: whether images are pooled.
     """
-    method = cls()
+    method = cls(**cls.shown)
     task = Task("classification", ("p", "q"), lambda plm: torch.eye(8).reshape(2, 4, 8))
     networks = Networks(lambda: method.adapt(_toy_network(), task), 0, torch.device("cpu"))
     images = torch.eye(8).repeat(1, 32).reshape(8, 1, 16, 16)
@@ -232,7 +234,7 @@ def bundles(name: str | None = None) -> Document:
         raise InputError(
             f"bundle {name!r}",
             f"shipped bundles are {', '.join(shipped())}",
-            "pick one (medfl run takes any folder)",
+            meant(name, shipped(), "pick one (medfl run takes any folder)"),
         )
     data = datasets.get(name)
     return {

@@ -6,7 +6,6 @@ Exit codes: 0, 1 (failed while running), 2 (bad input), 130 (Ctrl-C). An error i
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import shlex
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from medfl import arguments, new_cli, report_cli, subgroups_cli, terminal
-from medfl.errors import InputError, MedflError
+from medfl.errors import InputError, MedflError, meant
 from medfl.export import cli as export_cli
 from medfl.flare import cli as flare_cli
 from medfl.importing import without_collecting
@@ -74,12 +73,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str, unknown: str = "") -> NoReturn:
         """Turn a usage error into an InputError."""
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        near = difflib.get_close_matches(unknown, known, 1)
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
         raise InputError(
             " ".join(message.split()),
             usage if len(usage) < 200 else f"the options of {self.prog} are {', '.join(known)}",
-            f"did you mean {near[0]}?" if near else f"see {self.prog} --help",
+            meant(unknown, known, f"see {self.prog} --help"),
         )
 
 
@@ -265,12 +263,13 @@ def _compare(options: Any) -> int:
     )
     say = str if options.quiet else _log
     bar = sys.stderr.isatty() and not options.quiet
-    found, failed = compare(grid, options.out, at_once=jobs, progress=bar, say=say)
+    named = {"against": options.against, "target": options.target}
+    found, failed = compare(grid, options.out, at_once=jobs, progress=bar, say=say, **named)
     document: dict[str, Any] = {"folder": str(options.out), "failed": failed}
     if found is None:
         _show(options, document, lambda: "no run finished")
         return 1
-    written = write_tables(found, options.out, against=options.against, target=options.target)
+    written = write_tables(found, options.out, **named)
     document |= {"tables": {form: str(path) for form, path in written.items()}, "ranks": found.ranks()}
     lines = [written["md"].read_text(), *(f"written: {path}" for path in written.values())]
     if options.published:
@@ -368,7 +367,7 @@ def _result(folder: Path) -> str:
 def _jobs(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal() and int(text)):  # of ² isdigit holds too
         raise InputError(f"--jobs {text}", "auto or a whole number of at least 1", "correct it")
     return int(text)
 

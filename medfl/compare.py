@@ -28,18 +28,15 @@ from typing import Any
 from tabulate import LATEX_ESCAPE_RULES
 from tqdm import tqdm
 
-from medfl import curves, methods, tables
+from medfl import comparable, curves, methods, tables
 from medfl.comparison import Comparison, read
 from medfl.errors import InputError, MedflError
-from medfl.folder import safe
+from medfl.folder import read_run, safe
 from medfl.launch import Shared, federate
-from medfl.planning import Request, plan
-from medfl.report import RunFolder
-from medfl.settings import Run
+from medfl.planning import Plan, Request, plan
 from medfl.storage import write_atomic
 
 Say = Callable[[str], object]
-GRID = "compare.json"
 _FAILED = "failed.txt"
 _HEADS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
 _FITS = 9  # columns on a page of LaTeX
@@ -92,16 +89,28 @@ class Cell:
 
     def seconds(self) -> float | None:
         """Return what the run took, None if it is not over."""
-        path = self.folder / "summary.json"
-        return float(json.loads(path.read_text())["seconds"]) if path.is_file() else None
+        summary = self._summary()
+        return float(summary["seconds"]) if summary else None
 
     def done(self, rounds: int | None) -> bool:
         """Whether the run is finished, with so many rounds where a number is asked for."""
-        path = self.folder / "summary.json"
-        if not path.is_file():
-            return False
-        summary = json.loads(path.read_text())
+        summary = self._summary()
         return summary.get("status") == "finished" and (rounds is None or summary["rounds"] >= rounds)
+
+    def _summary(self) -> dict[str, Any]:
+        """Return the run's summary, {} where it is not over.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        path = self.folder / "summary.json"
+        try:
+            found: Any = json.loads(path.read_text()) if path.is_file() else {}
+        except ValueError as error:
+            raise InputError(f"{path} is damaged ({error})", "a run's summary", "remove this run's folder") from error
+        if not isinstance(found, dict) or (found and not {"seconds", "rounds"} <= found.keys()):
+            raise InputError(f"{path} is damaged", "a run's summary", "remove this run's folder")
+        return found
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,14 @@ class Grid:
 
 
 def compare(
-    grid: Grid, out: Path, *, at_once: int | None = None, progress: bool = False, say: Say = str
+    grid: Grid,
+    out: Path,
+    *,
+    at_once: int | None = None,
+    against: str | None = None,
+    target: str | None = None,
+    progress: bool = False,
+    say: Say = str,
 ) -> tuple[Comparison | None, dict[str, str]]:
     """Run what is missing of a grid in a folder, and read what is there.
 
@@ -149,6 +165,8 @@ def compare(
         grid: the runs.
         out: folder; a new one, or one of a grid with the same settings (methods, partitions and seeds may differ).
         at_once: runs at the same time, each with one worker; default: the cores.
+        against: as for `write_tables`, to be refused before any run.
+        target: likewise.
         progress: show a bar on stderr.
         say: where lines for the user go.
 
@@ -159,17 +177,24 @@ def compare(
     Raises:
         InputError: a folder of other settings, or anything that a run would refuse.
     """
-    _check_folder(grid, out)
+    if at_once is not None and at_once < 1:
+        raise InputError(f"--jobs {at_once}", "a whole number of at least 1, or None for the cores", "correct it")
+    comparable.folder(grid.settings(), out)
     cells = grid.cells(out)
     rounds = grid.requested.get("rounds")
     missing = [cell for cell in cells if not cell.done(rounds)]
-    shared = Shared()
-    for cell in {(cell.entry.label, cell.partition): cell for cell in missing}.values():  # refuse before any run
-        planned = plan(_request(grid, cell))
-        _check_runs(planned.run, [other.folder for other in cells if other.done(rounds)])
-        shared.sections(planned)
+    shared, there = Shared(), [cell.folder for cell in cells if cell.done(rounds)]
+    runs, images = [read_run(path / "run.json")[0] for path in there], dict[str, Plan]()
+    for cell in {cell.kind: cell for cell in missing}.values():  # refuse before any run
+        made = plan(_request(grid, cell))
+        comparable.runs(made.run, there)
+        runs.append(made.run)
+        images.setdefault(Shared.key(made), made)
+    comparable.named(runs, against, target)
+    for made in images.values():
+        shared.sections(made)
     out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
+    write_atomic(out / comparable.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     say(f"{len(cells)} runs, {len(cells) - len(missing)} of them there already")
     known = [cell for cell in cells if cell not in missing]
     failed = _run_all(grid, missing, known, shared, at_once or os.cpu_count() or 1, progress, say)
@@ -226,48 +251,6 @@ def titled(title: str, table: str, form: str) -> str:
     wide = len(table.partition("\n")[0].rpartition("{")[2]) > _FITS + 1
     body = ["\\resizebox{\\textwidth}{!}{%", f"{table}}}"] if wide else [table]
     return "\n".join([*lines, *body, "\\end{table}"])
-
-
-def _check_folder(grid: Grid, out: Path) -> None:
-    if not out.exists() or not any(out.iterdir()):
-        return
-    try:
-        before = json.loads((out / GRID).read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"--out {out}", "a new folder, or one of an earlier comparison", "choose another") from error
-    now, there = _flat(grid.settings()), _flat(before)
-    differing = [name for name in {**there, **now} if now.get(name) != there.get(name)]
-    if differing:
-        told = [", ".join(f"{name} {known.get(name, 'not set')}" for name in differing) for known in (now, there)]
-        raise InputError(
-            f"--out {out} with {told[0]}",
-            f"the comparison there has {told[1]}",
-            "repeat its settings (methods, partitions and seeds may differ), or choose another folder",
-        )
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a grid by their own names, short enough for a line."""
-    flat = {"bundle": settings.get("bundle")}
-    for part, prefix in (("requested", ""), ("options", "--set "), ("config", "--config ")):
-        flat |= {f"{prefix}{name}": value for name, value in (settings.get(part) or {}).items()}
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in flat.items()}
-
-
-def _check_runs(planned: Run, there: Sequence[Path]) -> None:
-    """Refuse to go on beside runs on other data or with another version of the bundle than those to come have."""
-    for folder in there:
-        run = RunFolder.read(folder).run
-        for what, now, before in (
-            ("images", planned.data.source, run["data"]["source"]),
-            ("bundle", planned.bundle_sha256[:16], str(run.get("bundle_sha256") or planned.bundle_sha256)[:16]),
-        ):
-            if now != before:
-                raise InputError(
-                    f"{what} {now}, and {before} in {folder}",
-                    "one comparison has the same images and bundle throughout",
-                    "choose another folder, or remove the runs there",
-                )
 
 
 def _request(grid: Grid, cell: Cell) -> Request:

@@ -23,11 +23,14 @@ import torch
 from medfl.errors import InputError, RunError
 from medfl.message import Weights
 from medfl.settings import Run
-from medfl.storage import State, load_state, save_state, save_weights, write_atomic
+from medfl.storage import State, file_sha256, load_state, save_state, save_weights, write_atomic
 
 SITES = "sites"
 """Where in the run folder the sites of a FLARE federation on one machine keep their States."""
-_MANIFEST, _BEST = "manifest.json", "best-server.safetensors"
+MANIFEST = "manifest.json"
+_BEST = "best-server.safetensors"
+"""The server's State of the best round in folders whose manifest does not name its file."""
+_FORM = {"round": int, "server": str, "sites": dict, "record": dict}
 
 
 class RunFolder:
@@ -45,6 +48,8 @@ class RunFolder:
         self.state = path / "state"
         self._files: dict[str, str] | None = None  # site -> file of its newest State
         self._stale: list[str] | None = None  # what the next commit makes superfluous; None: look what is there
+        self._best: str | None = None  # file of the server's State of the best round
+        self._sums: dict[str, str] | None = None  # file -> SHA-256
 
     @staticmethod
     def refuse_used(path: Path, beside: Sequence[str] = ()) -> None:
@@ -144,26 +149,34 @@ class RunFolder:
         Raises:
             RunError: the disk is full; the last committed round is intact.
         """
-        server_file, sites = f"{round_:06d}-server.safetensors", self._known()
+        server_file, sites, best = f"{round_:06d}-server.safetensors", self._known(), self._best_file()
         save_state(self.state / server_file, server)
-        write_atomic(
-            self.state / _MANIFEST,
-            json.dumps({"round": round_, "server": server_file, "sites": sites, "record": record}).encode(),
-        )
-        kept = {server_file, *sites.values(), _MANIFEST, _BEST}
+        self._sums = {name: self._sum(name) for name in (server_file, best, *sites.values()) if self._is_here(name)}
+        document = {"round": round_, "server": server_file, "sites": sites, "best": best, "sha256": self._sums}
+        write_atomic(self.state / MANIFEST, json.dumps({**document, "record": record}).encode())
+        kept = {server_file, *sites.values(), MANIFEST, best}
         for name in set(os.listdir(self.state) if self._stale is None else self._stale) - kept:
             (self.state / name).unlink(missing_ok=True)
         self._stale = [server_file]
 
     def manifest(self) -> dict[str, Any] | None:
-        """Return the last committed round's manifest, None before the first commit."""
-        path = self.state / _MANIFEST
+        """Return the last committed round's manifest, None before the first commit.
+
+        It names the files of the States and, but in older folders, their SHA-256: `sha256`, file -> digest.
+
+        Raises:
+            RunError: it is damaged.
+        """
+        path = self.state / MANIFEST
         if not path.is_file():
             return None
         try:
             manifest: dict[str, Any] = json.loads(path.read_text())
-        except ValueError as error:
+            wrong = [name for name, kind in _FORM.items() if not isinstance(manifest[name], kind)]
+        except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is damaged ({error}); start the run anew in another folder") from error
+        if wrong:
+            raise RunError(f"{path} is damaged ({wrong[0]!r}); start the run anew in another folder")
         return manifest
 
     def server(self, manifest: Mapping[str, Any]) -> State:
@@ -175,13 +188,35 @@ class RunFolder:
             self._files = dict((self.manifest() or {"sites": {}})["sites"])
         return self._files
 
-    def keep_best(self, server: State) -> None:
-        """Keep the server's State of the best round so far."""
-        save_state(self.state / _BEST, server)
+    def _is_here(self, name: str) -> bool:
+        """Tell whether a State's file is in this folder: a site of FLARE keeps its own elsewhere."""
+        return name in (self._sums or ()) or (self.state / name).is_file()
+
+    def _sum(self, name: str) -> str:
+        """Return the SHA-256 of a State's file, which is never written twice but by a round that is repeated."""
+        if self._sums is None:
+            self._sums = dict((self.manifest() or {}).get("sha256") or {})
+        return self._sums.get(name) or file_sha256(self.state / name)
+
+    def keep_best(self, round_: int, server: State) -> None:
+        """Keep the server's State of the best round so far; until this round is committed, the one before it too."""
+        if self._stale is not None:
+            self._stale.append(self._best_file())
+        self._best = f"{round_:06d}-best.safetensors"
+        save_state(self.state / self._best, server)
 
     def best(self) -> State:
         """Return the server's State of the best round."""
-        return load_state(self.state / _BEST)
+        return load_state(self.best_path())
+
+    def best_path(self) -> Path:
+        """Return the file of the server's State of the best round."""
+        return self.state / self._best_file()
+
+    def _best_file(self) -> str:
+        if self._best is None:
+            self._best = str((self.manifest() or {}).get("best") or _BEST)
+        return self._best
 
     # Rounds
 
@@ -196,15 +231,21 @@ class RunFolder:
             ) from error
 
     def rounds(self, up_to: int | None = None) -> list[dict[str, Any]]:
-        """Read rounds.jsonl; with `up_to` drop later (uncommitted) and half-written lines from the file too."""
+        """Read rounds.jsonl up to the first line that is no round, as a kill leaves one.
+
+        With `up_to` drop what is later, and so not committed, from the file too; `medfl.intact` has looked for damage.
+        """
         path = self.path / "rounds.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         entries: list[dict[str, Any]] = []
         for line in lines:
             try:
-                entries.append(json.loads(line))
+                entry = json.loads(line)
             except ValueError:
                 break  # the kill came inside this line
+            if not isinstance(entry, dict) or "round" not in entry:
+                break
+            entries.append(entry)
         if up_to is not None:
             entries = [entry for entry in entries if entry["round"] <= up_to]
             write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries).encode())

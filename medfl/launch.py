@@ -14,38 +14,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medfl import methods, partition_plot
+from medfl import methods
+from medfl.begun import BESIDE, discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan
+from medfl.begun import LISTED as _LISTED
 from medfl.configuration import shipped_folders
-from medfl.errors import InputError
+from medfl.errors import InputError, meant
 from medfl.flare import job as flare_job
-from medfl.folder import RunFolder, read_run
+from medfl.folder import RunFolder
 from medfl.holding import free_memory
+from medfl.kinds import checked
 from medfl.partner.inspection import inspect
 from medfl.partner.policy import Policy
-from medfl.planning import Plan, Request, again, plan, repeat
+from medfl.planning import Plan, Request, check_kinds, plan
 from medfl.precision import tf32
 from medfl.prepared import Prepared
 from medfl.report import write_report
-from medfl.runtimes import tracking
+from medfl.runtimes import tracking, trial
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.memory import jobs_that_fit
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.workers import Workers
-from medfl.settings import LOSSLESS, MEAN, Run
+from medfl.settings import LOSSLESS, MEAN
 
 if TYPE_CHECKING:
     from medfl.runtimes.monai_fl import MedflClientAlgo
 
 Say = Callable[[str], object]
-_BESIDE = ("local",)
-"""The Local reference may lie in a run folder before the run itself."""
 RUNTIMES = ("simulator", "monai-fl")
 """Those in this process and what it forks."""
 FLARE = ("flare", "flare-poc")
 """Those that start the processes of NVIDIA FLARE."""
-_LISTED = 200
-"""Sites that the partition's table lists and its picture shows: a row of each would be no table and no picture."""
 
 
 class Shared:
@@ -57,13 +56,19 @@ class Shared:
 
     def sections(self, made: Plan) -> dict[str, Prepared]:
         """Return the sections of a plan's bundle, prepared once."""
-        run, bundle = made.run, made.bundle
-        key = json.dumps([str(bundle.root), run.config, run.data.folder, run.data.split], sort_keys=True, default=str)
+        key = self.key(made)
         if key not in self._known:
-            self._known[key] = prepared_sections(bundle)
+            self._known[key] = prepared_sections(made.bundle)
         return self._known[key]
 
+    @staticmethod
+    def key(made: Plan) -> str:
+        """Return what is the same for plans that share their images."""
+        run, root = made.run, str(made.bundle.root)
+        return json.dumps([root, run.config, run.data.folder, run.data.split], sort_keys=True, default=str)
 
+
+@checked
 def federate(
     bundle: str | None = None,
     *,
@@ -97,7 +102,8 @@ def federate(
         resume: continue the run in `out`, perhaps with more rounds.
         source: run.json of a recorded run to repeat.
         jobs: worker processes; None: the cores, at most the cohort and what fits in memory.
-        with_local: run the method Local first, into `out`/local, as each site's reference.
+        with_local: run the method Local first, into `out`/local, as each site's reference; a run that has one is
+            resumed with it.
         save_predictions: write the masks that are predicted for the test items, on the grid of their images' files.
         profile: say where the time of the rounds went, and write profile.json, a trace for a viewer.
         track: "mlflow" or "mlflow:URI": write the numbers there as well.
@@ -116,6 +122,7 @@ def federate(
         RunError: failed while running; the last committed round is intact.
     """
     requested = dict(requested or {})
+    check_kinds(requested)
     _check_runtime(runtime, jobs, profile)
     if track is not None:
         tracking.parse(track)
@@ -127,7 +134,7 @@ def federate(
             "leave it out, or use --runtime flare",
         )
     if out is not None and not resume:
-        RunFolder.refuse_used(Path(out), _BESIDE)
+        RunFolder.refuse_used(Path(out), BESIDE)
     with tf32(False):  # what teachers know and answer is kept for other runs too
         made = _plan(bundle, options or {}, config or {}, requested, out, resume, source, say)
     run = made.run
@@ -135,7 +142,7 @@ def federate(
         _refuse_unsaved(made)
     path = Path(out) if out else Path("runs") / f"{made.bundle.name}-{run.method.rpartition('.')[2]}-{run.seed}"
     if not resume:
-        RunFolder.refuse_used(path, _BESIDE)
+        RunFolder.refuse_used(path, BESIDE)
     else:
         _refuse_elsewhere(path, runtime)
     for note in made.notes:
@@ -153,30 +160,30 @@ def federate(
             made.bundle, made.method, run, prepared=prepared, public=public, jobs=workers, progress=progress
         )
         tolerance.check(federation)
+        if config and not resume:
+            trial.step(federation, config)
         if save_predictions:
             _refuse_unplaced(federation)
         if run.device != "cpu" and runtime not in FLARE:  # whose sites hold their own
             say(federation.hold(free_memory))
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
-        execute = partial(
-            _execute, jobs=workers, runtime=runtime, tolerance=tolerance, progress=progress, command=command, say=say
-        )
-        if with_local and run.method != "local":
-            say("first the Local reference")
-            method = methods.load("local", {"bodies": _same_networks(made)})
-            options = methods.values_of(method)
-            local = replace(
-                made,
-                run=replace(run, method="local", options=options, public=None, messages=LOSSLESS, aggregation=MEAN),
-                method=method,
-                public=None,
-            )
-            execute(
-                local, Federation(local.bundle, local.method, local.run, prepared=federation.sections), path / "local"
-            )
-            say(f"now {run.method}")
-        summary = execute(made, federation, path, save_predictions=save_predictions, profile=profile, track=track)
-        if with_local and run.method != "local":
+        told = {"runtime": runtime, **tolerance.record()}
+        execute = partial(_execute, jobs=workers, runtime=runtime, tolerance=tolerance, progress=progress, say=say)
+        with_local = run.method != "local" and (with_local or (resume and has_local(path)))
+        if not with_local:
+            opened = open_folder(made, federation, path, command, told)
+        else:
+            local = _local(made)
+            alone = Federation(local.bundle, local.method, local.run, prepared=federation.sections)
+            due = is_due(local.run, path / "local")
+            opened = open_folder(made, federation, path, command, {**told, "with_local": True})
+            if due:
+                say("first the Local reference")
+                with discarding(*opened):
+                    execute(local, alone, *open_folder(local, alone, path / "local", command, told))
+                say(f"now {run.method}")
+        summary = execute(made, federation, *opened, save_predictions=save_predictions, profile=profile, track=track)
+        if with_local:
             summary = _add_local(path)
     write_report(path)
     return {**summary, "folder": str(path)}
@@ -238,7 +245,12 @@ def site_algo(
 
 def _check_runtime(runtime: str, jobs: int | None, profile: bool) -> None:
     if runtime not in (*RUNTIMES, *FLARE):
-        raise InputError(f"--runtime {runtime}", f"runtimes here are: {', '.join((*RUNTIMES, *FLARE))}", "choose one")
+        known = (*RUNTIMES, *FLARE)
+        raise InputError(
+            f"--runtime {runtime}", f"runtimes here are: {', '.join(known)}", meant(runtime, known, "choose one")
+        )
+    if jobs is not None and jobs < 1:
+        raise InputError(f"--jobs {jobs}", "a whole number of at least 1, or None for the cores", "correct it")
     if runtime != "simulator" and jobs not in (None, 1):
         how = "each of its sites is a process" if runtime in FLARE else "its sites share one process"
         raise InputError(f"--jobs {jobs} with --runtime {runtime}", how, "leave --jobs out")
@@ -295,37 +307,14 @@ def _plan(
             raise InputError(
                 "--from together with other settings", "--from repeats a recorded run as it was", "drop the others"
             )
-        record = Path(source)
-        run, _ = read_run(record / "run.json" if record.is_dir() else record)
-        return repeat(run, requested.get("data"), say)
+        return recorded_plan(Path(source), requested.get("data"), say)
     if resume:
         if out is None:
             raise InputError("--resume without --out", "--out names the folder of the run to continue", "add it")
-        folder = RunFolder.existing(Path(out))
-        run, _ = folder.read_run()
-        rounds, done = requested.get("rounds", run.rounds), (folder.manifest() or {"round": 0})["round"]
-        if rounds < max(1, done):
-            raise InputError(f"--rounds {rounds}", f"{done} rounds are done already", "ask for at least as many")
-        if bundle or options or config or set(requested) - {"rounds", "data"}:
-            asked = plan(again(run, bundle, options, config, **requested), say)
-            _refuse_other(asked.run, run)
-        made = repeat(run, requested.get("data"), say)
-        return replace(made, run=replace(made.run, rounds=rounds))
+        return resumed_plan(Path(out), bundle, options, config, requested, say)
     if bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
     return plan(Request(bundle, options=options, config=config, **requested), say)
-
-
-def _refuse_other(asked: Run, recorded: Run) -> None:
-    """Raise an InputError that names a difference between what is asked for and the run to be continued."""
-    different = asked.difference(recorded)
-    if different:
-        more = f" (and {len(different) - 1} more)" if different[1:] else ""
-        raise InputError(
-            f"--resume with other settings: {different[0]}{more}",
-            "a run is resumed with its own settings; only --rounds may grow",
-            "repeat them, or start in another folder",
-        )
 
 
 def _same_networks(made: Plan) -> str:
@@ -359,35 +348,34 @@ def _refuse_unplaced(federation: Federation) -> None:
         )
 
 
+def _local(made: Plan) -> Plan:
+    """Return the plan of the Local reference: the same sites, networks and steps."""
+    method = methods.load("local", {"bodies": _same_networks(made)})
+    run = replace(made.run, method="local", options=methods.values_of(method), public=None, text=None)
+    return replace(made, run=replace(run, messages=LOSSLESS, aggregation=MEAN), method=method, public=None)
+
+
 def _execute(
     made: Plan,
     federation: Federation,
-    path: Path,
+    folder: RunFolder,
+    resume: bool,
     *,
     jobs: int,
     runtime: str,
     tolerance: Tolerance,
     progress: bool,
-    command: str,
     say: Say,
     save_predictions: bool = False,
     profile: bool = False,
     track: str | None = None,
 ) -> dict[str, Any]:
-    """Run a plan in a new folder, or continue the run that is there (`federate` has refused other folders)."""
-    resume = (path / "run.json").is_file()
-    folder = RunFolder.existing(path) if resume else RunFolder.create(path, _BESIDE)
-    if resume:
-        _refuse_other(made.run, folder.read_run()[0])
-    told = {"runtime": runtime, "leaves": federation.policy(), **tolerance.record()}
-    folder.write_run(made.run, {**made.extra(command), **told})
-    if len(made.run.partition.sites) <= _LISTED:
-        partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")
-    try:
+    """Run a plan in its folder, or continue the run that is there."""
+    with discarding(folder, resume):  # the server's half may refuse the sites' introductions
         if runtime in FLARE:
             settings = {"poc": runtime == "flare-poc", "save_predictions": save_predictions, **tolerance.record()}
             settings |= {"track": track} if track is not None else {}
-            return flare_job.execute(made.run, path, say=say, **settings)
+            return flare_job.execute(made.run, folder.path, say=say, **settings)
         simulator = Simulator(
             federation,
             folder,
@@ -401,10 +389,6 @@ def _execute(
             track=track,
         )
         return simulator.execute(resume)
-    except InputError:
-        if not resume and folder.manifest() is None:  # the server's half refused the sites' introductions
-            folder.discard(_BESIDE)
-        raise
 
 
 @contextmanager

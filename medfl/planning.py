@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import yaml
 
-from medfl import methods
+from medfl import methods, run_text
 from medfl.bundle import Bundle, shipped
 from medfl.compression import Compression
-from medfl.errors import InputError
+from medfl.errors import InputError, meant
+from medfl.kinds import misfits
 from medfl.methods.base import Method
 from medfl.opening import PHANTOM, Say, bundle_of, checked, with_data
 from medfl.partition import OWN_SITES, Partition, assign, parse
@@ -151,6 +152,7 @@ def plan(request: Request, say: Say = str) -> Plan:
         checked(request.bundle, {**config, **own}, device)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
+    text = run_text.record(bundle, method)
     run = Run(
         bundle=bundle.name,
         bundle_path=str(bundle.root),
@@ -173,6 +175,7 @@ def plan(request: Request, say: Say = str) -> Plan:
         eval_every=request.eval_every,
         versions=versions(),
         public=public.record if public else None,
+        text=text,
         messages=messages,
         aggregation=aggregation,
         tf32=request.tf32,
@@ -209,11 +212,17 @@ def again(
     )
 
 
-def repeat(run: Run, data: str | None = None, say: Say = str) -> Plan:
+def repeat(run: Run, data: str | None = None, say: Say = str, folder: Path | None = None) -> Plan:
     """Rebuild the plan of a recorded run: same settings, same partition.
 
+    Args:
+        run: the record.
+        data: folder of the images, where it is another.
+        say: where lines for the user go.
+        folder: the run's, which keeps its text embeddings.
+
     Raises:
-        InputError: the bundle or the data are not the recorded ones.
+        InputError: the bundle, the data or the text embeddings are not the recorded ones.
     """
     name = bundle_of(run)
     known = name in shipped()
@@ -234,6 +243,7 @@ def repeat(run: Run, data: str | None = None, say: Say = str) -> Plan:
             f"the run used {run.data.source} data with checksum {run.data.checksum[:12]}",
             "give the same data with --data",
         )
+    run_text.restore(opened.bundle, run, method, folder)
     public = _repeated_public(run, method, opened.bundle, say)
     notes = opened.notes + tuple(public.notes(opened.bundle, _items(opened.bundle)) if public else ())
     run = dataclasses.replace(run, data=record, public=public.record if public else None)
@@ -252,7 +262,12 @@ def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Say) -> Publ
     found = plan_public(
         method, run.options, bundle, run.device, folder=folder if Path(folder).is_dir() else None, say=say
     )
-    assert found is not None  # the method that was recorded with public data uses some
+    if found is None:
+        raise InputError(
+            f"a run of {run.method!r} with public data that its options do not use",
+            "such runs have none any more",
+            "run it anew",
+        )
     for what, was, now in (
         ("public data", run.public.data.checksum, found.record.data.checksum),
         ("choice of public items", run.public.ids_sha256, found.record.ids_sha256),
@@ -305,7 +320,19 @@ def _device(name: str) -> str:
     return name
 
 
+def check_kinds(requested: Mapping[str, Any]) -> None:
+    """Raise an InputError if a name is no setting, or a value not of its setting's kind (see `Request`)."""
+    known = [field.name for field in dataclasses.fields(Request)]
+    for name in requested:
+        if name not in known:
+            raise InputError(f"setting {name!r}", f"settings are {', '.join(known)}", meant(name, known, "correct it"))
+    for name, value, allowed in misfits(Request, requested):
+        flag = name if name in ("bundle", "options", "config") else f"--{name.replace('_', '-')}"
+        raise InputError(f"{flag} {value!r:.60}", f"{flag} takes {allowed}", "correct it")
+
+
 def _check_numbers(request: Request) -> None:
+    check_kinds({field.name: getattr(request, field.name) for field in dataclasses.fields(request)})
     for name, least in _LEAST.items():
         value = getattr(request, name)
         if value is not None and value < least:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medfl.errors import InputError
+from medfl.kinds import misfits
 
 _NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts")
 """Where things lie and what was said about them cannot change a weight."""
@@ -81,6 +82,21 @@ class PublicRecord:
 
 
 @dataclass(frozen=True)
+class TextRecord:
+    """Which text embeddings a run uses.
+
+    Attributes:
+        plm: name of the language model that made them.
+        sha256: hash of their shape and values.
+        shape: (K, M, D): classes, prompts, dimensions.
+    """
+
+    plm: str
+    sha256: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Run:
     """Every setting of a run. The same `Run` gives the same weights, bit for bit on CPU.
 
@@ -101,6 +117,7 @@ class Run:
         eval_every: rounds between evaluations; 0 evaluates after the last round only.
         versions: versions of medfl, torch, monai and numpy.
         public: the public data, None for a method that uses none.
+        text: the text embeddings, None for a method that uses none, and in records that said nothing of them.
         messages: how messages are made smaller (`medfl.compression`).
         aggregation: how the server makes one set of weights of the replies' (`medfl.robust`).
         tf32: whether convolutions and matrix products on a GPU may round their factors to TF32.
@@ -129,6 +146,7 @@ class Run:
     eval_every: int
     versions: Mapping[str, str]
     public: PublicRecord | None = None
+    text: TextRecord | None = None
     messages: str = LOSSLESS
     aggregation: str = MEAN
     tf32: bool = False
@@ -136,10 +154,11 @@ class Run:
     capture: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON values; without `public` where there are none, and what is neutral."""
+        """Return the record as plain JSON values; without `public` and `text` where there are none, and the neutral."""
         document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        if self.public is None:
-            document.pop("public")
+        for name in ("public", "text"):
+            if document[name] is None:
+                document.pop(name)
         for name in [name for name, value in _NEUTRAL.items() if document[name] == value]:
             document.pop(name)
         return document
@@ -152,18 +171,22 @@ class Run:
             InputError: a setting is missing or not of its kind.
         """
         try:
-            optional = {"public", *_NEUTRAL}
+            optional = {"public", "text", *_NEUTRAL}
             values = {
                 field.name: document[field.name] for field in dataclasses.fields(cls) if field.name not in optional
             }
-            values |= {name: type(neutral)(document.get(name, neutral)) for name, neutral in _NEUTRAL.items()}
+            values |= {name: document.get(name, neutral) for name, neutral in _NEUTRAL.items()}
             values["data"], partition = _data_record(values["data"]), dict(values["partition"])
-            values["partition"] = PartitionRecord(**{**partition, "notes": tuple(partition["notes"])})
+            values["partition"] = PartitionRecord(**{**partition, "notes": _listed(partition["notes"])})
             if document.get("public") is not None:
                 public = dict(document["public"])
                 teachers = tuple((str(name), str(digest)) for name, digest in public["teachers"])
                 data = _data_record(public["data"])
                 values["public"] = PublicRecord(**{**public, "data": data, "teachers": teachers})
+            if document.get("text") is not None:
+                text = dict(document["text"])
+                values["text"] = TextRecord(**{**text, "shape": tuple(int(side) for side in text["shape"])})
+            _check_kinds(cls, values)
         except (KeyError, TypeError, ValueError) as error:
             what = f"without {error}" if isinstance(error, KeyError) else f"that is damaged ({error})"
             raise InputError(f"run.json {what}", "it is a run.json that medfl wrote", "give that file") from error
@@ -190,6 +213,8 @@ class Run:
         """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
         left, right = ({**_NEUTRAL, **run.to_dict()} for run in (self, other))
         for document in (left, right):
+            if self.text is None or other.text is None:  # a record that says nothing of text is compared without it
+                document.pop("text", None)
             for name in ("rounds", "bundle_path"):
                 document.pop(name)
             for name in ("folder", "counts", "notes"):
@@ -210,12 +235,30 @@ class Run:
         return lines
 
 
+def _check_kinds(cls: type, values: Mapping[str, Any]) -> None:
+    """Raise TypeError if a value, or one of a record in it, is not of its field's kind."""
+    for name, value, allowed in misfits(cls, values):
+        raise TypeError(f"{name} {_short(value)} is not {allowed}")
+    for value in values.values():
+        if dataclasses.is_dataclass(value):
+            _check_kinds(type(value), {f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+
+
 def _data_record(values: Mapping[str, Any]) -> DataRecord:
-    return DataRecord(**{**values, "notes": tuple(values.get("notes", ()))})
+    return DataRecord(**{**values, "notes": _listed(values.get("notes", ()))})
+
+
+def _listed(notes: Any) -> tuple[str, ...]:
+    if not isinstance(notes, list | tuple):
+        raise TypeError(f"notes {_short(notes)} is not a list")
+    return tuple(notes)
 
 
 def _forget_places(document: dict[str, Any]) -> None:
-    """Drop where public data and teachers lie from a record: their hashes say what they are."""
+    """Drop where public data, teachers and text embeddings lie from a record: their hashes say what they are."""
+    if "text" in document:
+        document["text"].pop("plm")
+        document["options"] = {k: v for k, v in document["options"].items() if k != "plm"}
     if "public" in document:
         for name in ("folder", "counts", "notes"):
             document["public"]["data"].pop(name)

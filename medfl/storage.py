@@ -152,6 +152,15 @@ def weights_sha256(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, read piece by piece."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def _unshared(tensors: list[Tensor]) -> list[Tensor]:
     """Clone tensors whose storage was seen before (tied weights): safetensors refuses shared storage."""
     seen: set[int] = set()

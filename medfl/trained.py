@@ -18,7 +18,7 @@ from monai.data import MetaTensor
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl import methods
+from medfl import methods, run_text
 from medfl.bundle import Bundle, shipped
 from medfl.configuration import Configuration, config_file, own_modules, read
 from medfl.errors import InputError, RunError
@@ -181,6 +181,7 @@ def _bundle_of(run: Run, folder: Path, device: torch.device) -> Bundle:
             f"the recorded one is {run.bundle_sha256[:12]}",
             "restore it, or train the teacher anew",
         )
+    run_text.restore(own, run, methods.load(run.method, run.options), folder)
     return own
 
 

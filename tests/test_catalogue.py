@@ -40,9 +40,12 @@ def test_every_method_is_listed_with_its_facts() -> None:
         ("ditto", ["weights"], ["weights"], [], ["personal"]),
         ("local", [], [], [], ["weights"]),
         ("fedcb", ["weights"], ["weights", "text"], [], ["embeddings"]),
-        ("fedbm", ["weights"], ["weights", "text"], [], ["embeddings"]),
+        (
+            "fedbm", ["weights"], ["weights", "generator", "text"], [],
+            ["channels", "embeddings", "generator", "height", "version", "width"],
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_travels_is_found_out_by_a_round(
     name: str, up: list[str], down: list[str], withheld: list[str], kept: list[str]
 ) -> None:

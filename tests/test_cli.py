@@ -165,6 +165,7 @@ def _sees(line: str, *texts: str) -> None:
         (("--eval-every", "-1"), ("--eval-every -1", "at least 0")),
         (("--jobs", "x"), ("--jobs x", "auto or a whole number")),
         (("--jobs", "0"), ("--jobs 0", "auto or a whole number")),
+        (("--jobs", "²"), ("--jobs ²", "auto or a whole number")),
         (("--threads", "0"), ("--threads 0", "at least 1")),
         (("--device", "tpu"), ("--device tpu", "auto, cpu, cuda or cuda:INDEX")),
         (("--device", "cuda:x"), ("--device cuda:x", "cuda:INDEX")),
@@ -306,6 +307,27 @@ def test_a_partition_that_the_data_cannot_carry(refused: Refused, chest: Path) -
     run = ("run", "pneumonia", "--data", chest, *SMALL, *CNN)
     _sees(refused(*run, "--partition", "classes:3"), "'classes:3' of 2 classes", "C at most 2")
     _sees(refused(*run, "--partition", "centre"), "2 sites with partition 'centre'", "it has 1: guangzhou")
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        ("loss=3", ("loss=3: a step of training fails with TypeError: 'int' object is not callable",)),
+        (
+            "loss=$torch.nn.MSELoss()",
+            ("loss=$torch.nn.MSELoss()", "network, loss and images of the bundle go together"),
+        ),
+        ("image_size=4", ("image_size=4", "Output size is too small")),
+        ("num_classes=7", ("7 outputs", "bundle 'pneumonia' has 2 classes: normal, pneumonia")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_overrides_with_which_no_step_can_be_made(
+    refused: Refused, chest: Path, config: str, texts: tuple[str, ...]
+) -> None:
+    run = ("run", "pneumonia", "--data", chest, *SMALL, *CNN, "--config", config)
+    _sees(refused(*run), f"--config network=small_cnn, image_size={'4' if 'size' in config else '28'}", *texts)
+    _sees(refused(*run, "--with-local"), *texts)
 
 
 def test_an_unknown_split(refused: Refused, chest: Path) -> None:

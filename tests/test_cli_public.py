@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from medfl import cli, datasets
+from medfl.answers import Teacher
 from medfl.bundle import Bundle
+from medfl.errors import InputError
 from medfl.methods import load
 from medfl.networks import build
-from medfl.public_data import chosen_items, plan_public, read_public
+from medfl.opening import Opened
+from medfl.public_data import PublicPlan, chosen_items, plan_public, read_public
+from medfl.settings import PublicRecord
 from medfl.storage import cache_folder, load_weights
+from tests.zoo.build import ZOO
 
 SMALL = ("--config", "network=small_cnn", "--config", "image_size=16", "--batch-size", 8, "--jobs", 1)
 
@@ -198,3 +205,47 @@ def test_public_items_of_the_sites_own_bundle_are_told() -> None:
     notes = found.notes(bundle, {"test": items})
     assert any(f"{len(items)} OF THE PUBLIC ITEMS ARE ALSO ITEMS OF THE SITES" in note for note in notes)
     assert not any("ALSO ITEMS" in note for note in found.notes(bundle, {"train": [{"id": "x"}]}))
+
+
+# Bundles that are not ours
+
+OPTIONS = {"public_section": "", "public_items": 4, "public_size": 0, "lift": "pseudo3d"}
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """Grey images of three classes with random training transforms, opened without overrides."""
+    record = ZOO["cls2d_glob_yaml"](tmp_path)
+    file = record.path / "configs" / "train.yaml"
+    for key, value in record.overrides.items():
+        file.write_text(re.sub(rf"(?m)^{key}: .*$", f"{key}: {value}", file.read_text()))
+    return record.path
+
+
+def test_colours_become_grey_for_sites_of_a_bundle_that_is_not_ours(foreign: Path) -> None:
+    options = {**OPTIONS, "public": "cifar10:phantom"}
+    found = plan_public(load("fedmd"), options, Bundle(str(foreign)), "cpu", say=str)
+    assert found.channels == 1
+    assert found.prepare().at(torch.tensor([0, 3]))[0].shape == (2, 1, 32, 32)
+
+
+def test_public_items_stand_still_as_teachers_see_them(foreign: Path) -> None:
+    options = {**OPTIONS, "public": str(foreign), "public_section": "train", "public_items": 0}
+    found = plan_public(load("fedmd"), options, Bundle("mnist"), "cpu", say=str)
+    x, _ = found.prepare().at(torch.arange(6))
+    moving = found.opened.bundle.prepared("train")
+    assert torch.equal(x, next(moving.still().batches(torch.arange(6), 6, None))[0])
+    assert not torch.equal(x, next(moving.batches(torch.arange(6), 6, None))[0])
+
+
+def test_patches_of_public_images_are_no_questions_to_a_teacher_of_masks(
+    tmp_path: Path,
+) -> None:
+    record = ZOO["seg3d_multilabel_json"](tmp_path)
+    bundle = Bundle(str(record.path), record.overrides)
+    opened = Opened(bundle, "", "bundle", ())
+    plan = PublicPlan(opened, "train", (0,), (cast(Teacher, None),), 0, 0, cast(PublicRecord, None))
+    with pytest.raises(
+        InputError, match=r"section train: patches \(.*\) of images \(.*\); teachers segment whole images"
+    ):
+        plan.prepare()

@@ -90,6 +90,44 @@ def test_what_has_changed_since_is_told_before_anything_runs(
     assert not record.parent.with_name("seed-1").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--against", "fedpox"), "--against fedpox; methods are fedavg, fedprox; did you mean fedprox? "),
+        (("--against", "scaffold"), "--against scaffold; methods are fedavg, fedprox; choose one"),
+        (("--target", "fedavgg"), "--target fedavgg; a number, or one of fedavg, fedprox; did you mean fedavg? "),
+        (("--target", "nan"), "--target nan; a number"),
+    ],
+)
+def test_what_tables_cannot_be_made_against_is_refused_before_any_run(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str
+) -> None:
+    out = tmp_path / "grid"
+    assert compare(scans, out, "--methods", "fedavg,fedprox", "--seeds", "0", *flags) == 2
+    assert f"error: {told}" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_variants_of_a_method_are_known_by_their_labels(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the tables name them: with the options in which they differ."""
+    variants = ("--method", "fedprox mu=0.1", "--method", "fedprox mu=0.5", "--seeds", "0")
+    assert compare(scans, tmp_path / "grid", *variants, "--against", "fedprox") == 2
+    assert "methods are fedprox mu=0.1, fedprox mu=0.5;" in capsys.readouterr().err
+    assert compare(scans, tmp_path / "grid", *variants, "--rounds", "1", "--against", "fedprox mu=0.5") == 0
+
+
+@pytest.mark.parametrize(("name", "told"), [("file", "file is a file"), ("file/below", "cannot be made")])
+def test_out_that_is_no_folder(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, told: str
+) -> None:
+    (tmp_path / "file").write_text("dear")
+    assert compare(scans, tmp_path / name, "--methods", "fedavg", "--seeds", "0") == 2
+    assert told in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "dear"
+
+
 def test_every_setting_of_a_grid_reaches_its_runs(scans: Path, tmp_path: Path) -> None:
     settings = {
         "sites": 3,

@@ -124,7 +124,9 @@ def test_a_file_that_does_not_fit_is_refused_by_name(what: str, files: list[Path
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"form": NaN}', b'{"a": 1, "a": 2}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", b'{"form": NaN}', b'{"form": ' + b"9" * 4000 + b"}", b'{"a": 1, "a": 2}']
+)
 def test_a_file_that_is_no_json_is_refused_by_name(content: bytes, files: list[Path]) -> None:
     files[1].write_bytes(content)
     with pytest.raises(InputError, match=r"south\.json"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from medfl import methods
+from medfl import datasets, methods
 from medfl.bundle import Bundle, shipped
 from medfl.compare import Entry, Grid
 from medfl.comparison import Comparison, read
@@ -227,6 +227,14 @@ def test_protocols_of_the_papers() -> None:
     public = {entry.method: options(grid, entry).get("public") for entry in grid.entries}
     assert public["fedhelp"] == public["fedmd"] == "nct_crc"
     assert public["fedavg"] is None
+
+
+@pytest.mark.parametrize(("key", "split"), [("fedbm/table3", "dermamnist"), ("fedbm/table4", "official")])
+def test_splits_are_those_of_the_paper(key: str, split: str) -> None:
+    """MedMNIST's: 11,959, 1,712 and 3,421 images of PBC, where a folder's own split is another."""
+    for grid in load(key).grids:
+        assert grid.config["split"] == split
+        assert split in datasets.get(grid.bundle).splits
 
 
 def test_scaled_reduces_the_rounds_and_says_so() -> None:

@@ -45,7 +45,7 @@ DATA = {"source": "real", "checksum": "2" * 64, "split": "flamby"}
 PARTITION = {"spec": "centre", "seed": 3, "sites": {"x": {"train": ["train1"]}}}
 
 
-LATER = ("public", "messages", "aggregation", "tf32", "channels_last", "capture")
+LATER = ("public", "text", "messages", "aggregation", "tf32", "channels_last", "capture")
 """Settings that older records do not have."""
 
 
@@ -58,7 +58,7 @@ def with_partition(**changes) -> Run:
 
 
 def test_every_field_is_looked_at_here() -> None:
-    assert {f.name for f in dataclasses.fields(Run)} == {*CHANGES, "bundle_path", "data", "partition", "public"}
+    assert {f.name for f in dataclasses.fields(Run)} == {*CHANGES, "bundle_path", "data", "partition", "public", "text"}
     assert {f.name for f in dataclasses.fields(DataRecord)} == {*DATA, "folder", "counts", "notes"}
     assert {f.name for f in dataclasses.fields(PartitionRecord)} == {*PARTITION, "notes"}
 
@@ -183,6 +183,35 @@ def test_a_record_without_a_setting_names_it(name: str) -> None:
     document = {key: value for key, value in RUN.to_dict().items() if key != name}
     with pytest.raises(InputError, match=f"run.json without '{name}'"):
         Run.from_dict(document)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("rounds",), "3"), (("rounds",), 2.5), (("rounds",), True), (("rounds",), None), (("lr",), "0.1"),
+        (("cohort",), []), (("amp",), 1), (("amp",), "false"), (("tf32",), "false"), (("messages",), 3),
+        (("options",), []), (("config",), None), (("versions",), {"torch": 2}), (("seed",), {}), (("method",), 7),
+        (("data",), []), (("data", "source"), None), (("data", "counts"), {"train": "3"}), (("data", "notes"), "abc"),
+        (("data", "notes"), 3), (("data", "more"), 3), (("partition",), "iid"), (("partition", "sites"), ["x"]),
+        (("partition", "sites"), {"x": {"train": "abc"}}), (("partition", "sites"), {"x": {"train": [1]}}),
+        (("partition", "seed"), "0"), (("public",), 3), (("public", "items"), "9"), (("public", "teachers"), [1]),
+        (("public", "data"), {}),
+    ],
+)  # fmt: skip
+def test_a_setting_of_another_kind_is_damage(where: tuple[str, ...], value: object) -> None:
+    document = run_record(public=PUBLIC).to_dict()
+    node = document
+    for name in where[:-1]:
+        node = node[name]
+    node[where[-1]] = value
+    with pytest.raises(InputError, match="^run.json (that is damaged|without)"):
+        Run.from_dict(document)
+
+
+@pytest.mark.parametrize("document", [[], None, 3, "text", {}])
+def test_what_is_no_record_at_all(document: object) -> None:
+    with pytest.raises(InputError, match="^run.json"):
+        Run.from_dict(document)  # type: ignore[arg-type]
 
 
 def test_the_hash_is_sixty_four_digits_and_does_not_depend_on_the_order_of_keys() -> None:

@@ -14,7 +14,7 @@ from monai.networks.nets.efficientnet import EfficientNetBN
 from monai.networks.nets.resnet import ResNet
 from torch import nn
 
-from medfl.errors import InputError
+from medfl.errors import InputError, meant
 from medfl.networks.cifar_resnet import CifarResNet
 from medfl.networks.small_cnn import SmallCNN
 from medfl.networks.two_conv import TwoConv
@@ -105,7 +105,11 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
     """
     if name not in _BUILDERS:
         known = ", ".join(names())
-        raise InputError(f"network '{name}'", f"the networks are {known}", "choose one of these with network=NAME")
+        raise InputError(
+            f"network '{name}'",
+            f"the networks are {known}",
+            meant(str(name), names(), "choose one of these with network=NAME"),
+        )
     for what, value, allowed in (("in_channels", in_channels, ">= 1"), ("num_classes", num_classes, ">= 2")):
         if value < int(allowed[-1]):
             raise InputError(f"{what}={value} for network '{name}'", f"{what} is {allowed}", f"correct {what}")

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.errors import InputError
-from medfl.partner.suppression import told_counts
+from medfl.partner.suppression import hidden_bins, told_counts
 from medfl.prepared import Shard
 from medfl.prototypes import class_counts
 from medfl.task import Task
 
+OWN_BINS = 32
 _BATCH = 16
 _BINS, _RANGE, _TOTAL = "hist_bins", "hist_range", "total_data"
 
@@ -57,6 +58,12 @@ class Bins:
             )
         return bins
 
+    @classmethod
+    def own(cls, metadata: Mapping[str, Any]) -> Bins | None:
+        """Return those that a bundle has by its metadata.json, over the range of the network's inputs; None: none."""
+        limits = value_range(metadata)
+        return None if limits is None else cls.of({_BINS: OWN_BINS, _RANGE: limits})
+
     @property
     def edges(self) -> list[float]:
         """The ends of the bins, one more than there are bins."""
@@ -65,6 +72,12 @@ class Bins:
     def count(self, row: NDArray[Any]) -> NDArray[np.int64]:
         """Return how many numbers of a row lie in each bin; those outside are left out."""
         return np.histogram(row, self.number, (self.low, self.high))[0].astype(np.int64)
+
+
+def value_range(metadata: Mapping[str, Any]) -> Any:
+    """Return the range of a network's inputs as metadata.json has it, None if it does not say."""
+    inputs = metadata.get("network_data_format", {}).get("inputs", {})
+    return next((about.get("value_range") for about in inputs.values() if isinstance(about, Mapping)), None)
 
 
 @dataclass
@@ -195,8 +208,6 @@ def _suppress(
 
 
 def _bins_told(counts: Sequence[int], images: NDArray[np.int64], least: int) -> list[int | None]:
-    """Return a histogram without the bins of fewer than `least` images; if there is one such bin, without a second."""
-    hidden = [int(count) < least for count in images]
-    if sum(hidden) == 1:
-        hidden[min((i for i in range(len(hidden)) if not hidden[i]), key=lambda i: counts[i], default=0)] = True
+    """Return a histogram without the bins of fewer than `least` images, and what would give them away."""
+    hidden = hidden_bins(images.tolist(), least)
     return [None if hide else int(count) for hide, count in zip(hidden, counts, strict=True)]

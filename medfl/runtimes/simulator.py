@@ -15,6 +15,7 @@ from tqdm import tqdm
 from medfl import profiling
 from medfl.errors import InputError
 from medfl.folder import RunFolder
+from medfl.intact import committed
 from medfl.message import Message
 from medfl.runtimes.absent import Say, Tolerance
 from medfl.runtimes.ahead import Training
@@ -96,9 +97,10 @@ class Simulator:
         """Run all rounds that are left, score, write everything, and return the summary.
 
         Raises:
+            InputError: a run to be resumed is damaged, or has more rounds; nothing was changed.
             RunError: training failed; the last committed round is intact.
         """
-        manifest = self.folder.manifest() if resume else None
+        manifest = committed(self.folder) if resume else None
         if manifest:
             self.server = moved(self.folder.server(manifest), self.federation.networks.device)
             self.done, self.record = manifest["round"], {**self.record, **manifest["record"]}

@@ -23,13 +23,16 @@ import pytest
 import torch
 import yaml
 from monai.utils import set_determinism
+from PIL import Image
 
 from medfl import configuration, datasets, networks
 from medfl.bundle import Bundle, shipped
 from medfl.errors import InputError
 from medfl.methods import load
-from medfl.protocol import resolved
+from medfl.networks.heads import feature_size
+from medfl.protocol import options_for, resolved
 from medfl.seeding import stream
+from medfl.task import Task
 
 ROOT = Path(__file__).parents[2]
 BUNDLES = ROOT / "bundles"
@@ -315,6 +318,20 @@ def test_presets_of_pfedpm() -> None:
     assert (optimizer.defaults["momentum"], optimizer.defaults["weight_decay"]) == (0.5, 0)
 
 
+@pytest.mark.parametrize(
+    "name", ["ham10000", "isic19", "kvasir_v2", "mednist", "nct_crc", "oct_c8", "pbc", "pneumonia"]
+)
+def test_medical_presets_of_pfedpm(name: str) -> None:
+    """The card's default for any backbone: pooled features, then a linear layer to d = 64 with ReLU."""
+    found = resolved(name, config(name, "federated.yaml"), ["pfedpm"])
+    method = load("pfedpm", options_for(found, "pfedpm"))
+    assert method.feature_size == 64
+    bundle = Bundle(name, found["config"])
+    classes = tuple(f"class {i}" for i in range(bundle.get("num_classes")))
+    network = method.adapt(bundle.network(), Task("classification", classes))
+    assert feature_size(network) == 64
+
+
 @every_bundle
 def test_readme_and_licence_say_what_the_data_set_says(name: str) -> None:
     data, found = datasets.get(name), facts(name)
@@ -445,6 +462,24 @@ def test_central_training_test_and_inference(name: str, workplace: Path) -> None
     assert all(len(row) == content["num_classes"] and sum(row) == pytest.approx(1, abs=1e-5) for row in rows.values())
     right = [rows[item["id"]].index(max(rows[item["id"]])) == item["label"] for item in items]
     assert float(scores["accuracy"]) == pytest.approx(sum(right) / len(right), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not segments(name)])
+def test_inference_takes_images_without_ids(name: str, workplace: Path) -> None:
+    """Images of two folders may have the same name: each has its row."""
+    content = config(name, "inference.yaml")
+    channels = datasets.get(name).channels
+    items = [{"image": f"{folder}/1.png"} for folder in "ab"]
+    for number, item in enumerate(items):
+        Path(item["image"]).parent.mkdir()
+        Image.new({1: "L", 3: "RGB"}[channels], (24, 24), (90 * number,) * channels).save(item["image"])
+    Path("models").mkdir()
+    network = networks.build("small_cnn", content["in_channels"], content["num_classes"])
+    torch.save(network.state_dict(), "models/model.pt")
+    changes = {"dataset_dir": ".", "device": "$torch.device('cpu')", **small(name)}
+    run(name, ["inference.yaml"], **{"dataset#data": items}, **changes)
+    with Path("output/predictions.csv").open() as file:
+        assert [row[0] for row in csv.reader(file)] == ["a/1.png", "b/1.png"]
 
 
 def check_masks(items: list[datasets.Item], dice: float) -> None:

@@ -132,6 +132,7 @@ def test_the_settings_are_those_of_the_card() -> None:
         assert (found["rounds"], found["local_epochs"], found["lr"], found["cohort"]) == (100, 5, 0.001, 1.0)
         bundle = Bundle(name, found["config"])
         assert bundle.optimizer(bundle.network()).defaults["weight_decay"] == 1e-4
+        assert bundle.get("in_channels") == {"lung_cxr": 3, "ixi_brain": 1, "pneumonia": 1}.get(name, 3)
         size = {"lung_cxr": 256, "ixi_brain": [48, 60, 48]}.get(name, 200)
         assert bundle.get("image_size") == size
 

@@ -1,0 +1,179 @@
+"""A run and its folder: made new, or opened to go on with the run that is there, if it is this one and whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medfl import partition_plot, run_text
+from medfl.errors import InputError
+from medfl.folder import RunFolder
+from medfl.intact import committed, recorded
+from medfl.planning import Plan, again, plan, repeat, versions
+from medfl.runtimes.federation import Federation
+from medfl.settings import Run
+
+Say = Callable[[str], object]
+BESIDE = ("local",)
+"""The Local reference may lie in a run folder before the run itself."""
+LISTED = 200
+"""Sites that the partition's table lists and its picture shows: a row of each would be no table and no picture."""
+
+
+def recorded_plan(source: Path, data: str | None, say: Say) -> Plan:
+    """Return the plan that repeats a recorded run, with the versions of here.
+
+    Args:
+        source: its run.json, or the folder of it.
+        data: folder of the images, where it is another.
+        say: where lines for the user go.
+
+    Raises:
+        InputError: the record is damaged, or bundle or data are not the recorded ones.
+    """
+    file = source / "run.json" if source.is_dir() else source
+    run, _ = recorded(file)
+    _tell_versions(run, "was recorded", say)
+    made = repeat(run, data, say, file.parent)
+    return replace(made, run=replace(made.run, versions=versions()))
+
+
+def resumed_plan(
+    path: Path,
+    bundle: str | None,
+    options: Mapping[str, Any],
+    config: Mapping[str, Any],
+    requested: Mapping[str, Any],
+    say: Say,
+) -> Plan:
+    """Return the plan of the run in a folder, perhaps with more rounds.
+
+    Its versions are those that it began with, as its hash; run.json lists those of each time that it was resumed.
+
+    Raises:
+        InputError: there is none, it is damaged, or other settings are asked for than its own.
+    """
+    folder = RunFolder.existing(path)
+    run, _ = recorded(path / "run.json")
+    rounds = requested.get("rounds", run.rounds)
+    _refuse_fewer(rounds, (committed(folder) or {"round": 0})["round"], path)
+    if bundle or options or config or set(requested) - {"rounds", "data"}:
+        asked = plan(again(run, bundle, options, config, **requested), say)
+        _refuse_other(replace(asked.run, versions=run.versions), run)
+    _tell_versions(run, "began", say)
+    if rounds > run.options.get("rounds", rounds):
+        ends = run.options["rounds"]
+        say(f"note: the schedule of {run.method} ends with round {ends}; it is not stretched over more")
+    made = repeat(run, requested.get("data"), say, path)
+    return replace(made, run=replace(made.run, rounds=rounds))
+
+
+def has_local(path: Path) -> bool:
+    """Tell whether a run was begun with a Local reference."""
+    folder = RunFolder.existing(path)
+    return bool(folder.read_run()[1].get("with_local")) or (path / "local" / "run.json").is_file()
+
+
+def is_due(run: Run, path: Path) -> bool:
+    """Tell whether a Local reference has still to be trained, or trained on, in its folder.
+
+    Raises:
+        InputError: the folder holds another run or a damaged one, or more rounds.
+    """
+    if _scored(path) == run.rounds:
+        _refuse_other(run, recorded(path / "run.json")[0])
+        return False
+    known(run, path)
+    return True
+
+
+def _scored(path: Path) -> int | None:
+    """Return after how many rounds a run was scored in the end, None if it was not."""
+    with suppress(OSError, ValueError, AttributeError):
+        rounds = json.loads((path / "summary.json").read_text()).get("rounds")
+        return rounds if (path / "sites.csv").is_file() else None
+    return None
+
+
+def known(run: Run, path: Path, sums: bool = True) -> int | None:
+    """Return how many rounds of this run are done in a folder, None if it holds no run.
+
+    Args:
+        run: with the rounds that are asked for.
+        path: the folder.
+        sums: as for `intact.committed`.
+
+    Raises:
+        InputError: it holds another run or a damaged one, or more rounds.
+    """
+    if not (path / "run.json").is_file():
+        return None
+    _refuse_other(run, recorded(path / "run.json")[0])
+    done = int((committed(RunFolder(path), sums) or {"round": 0})["round"])
+    _refuse_fewer(run.rounds, done, path)
+    return done
+
+
+def open_folder(
+    made: Plan, federation: Federation, path: Path, command: str, told: Mapping[str, Any]
+) -> tuple[RunFolder, bool]:
+    """Make the folder of a run, or open it (`federate` has refused others), and write its record.
+
+    Returns:
+        The folder, and whether the run is gone on with.
+    """
+    done = known(made.run, path, sums=False)
+    folder = RunFolder.create(path, BESIDE) if done is None else RunFolder.existing(path)
+    told = {**told, "leaves": federation.policy()}
+    if done is not None:
+        folder.state.mkdir(exist_ok=True)
+        before = folder.read_run()[1].get("resumed") or []
+        told["resumed"] = [*before, {"round": done, "versions": versions()}]
+    run_text.keep(made.bundle, made.run, made.method, path)
+    folder.write_run(made.run, {**made.extra(command), **told})
+    if len(made.run.partition.sites) <= LISTED:
+        partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")
+    return folder, done is not None
+
+
+@contextmanager
+def discarding(folder: RunFolder, resume: bool) -> Iterator[None]:
+    """Remove what was written of a new run that is refused before its first round."""
+    try:
+        yield
+    except InputError:
+        if not resume and folder.manifest() is None:
+            folder.discard(BESIDE)
+        raise
+
+
+def _tell_versions(run: Run, how: str, say: Say) -> None:
+    """Say with which other versions a recorded run was made, for weights may differ with them in the last bits."""
+    here = versions()
+    other = [f"{name} {was} (here {here[name]})" for name, was in run.versions.items() if here.get(name, was) != was]
+    if other:
+        say(f"note: the run {how} with {', '.join(other)}: its weights may differ in the last bits from here on")
+
+
+def _refuse_fewer(rounds: int, done: int, path: Path) -> None:
+    """Raise an InputError if fewer rounds are asked for than there are."""
+    if rounds < max(1, done):
+        where = " of the Local reference" if path.name == "local" else ""
+        allowed = f"{done} rounds{where} are done already" if done else "a whole number of at least 1"
+        raise InputError(f"--rounds {rounds}", allowed, f"ask for at least {max(1, done)}")
+
+
+def _refuse_other(asked: Run, recorded: Run) -> None:
+    """Raise an InputError that names a difference between what is asked for and the run to be continued."""
+    different = asked.difference(recorded)
+    if different:
+        more = f" (and {len(different) - 1} more)" if different[1:] else ""
+        raise InputError(
+            f"--resume with other settings: {different[0]}{more}",
+            "a run is resumed with its own settings; only --rounds may grow",
+            "repeat them, or start in another folder",
+        )

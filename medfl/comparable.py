@@ -1,0 +1,91 @@
+"""What a comparison refuses before any of its runs: another's folder, runs on other images, names of no method."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medfl import curves
+from medfl.errors import InputError, meant
+from medfl.folder import RunFolder as OwnFolder
+from medfl.report import RunFolder
+from medfl.settings import Run
+
+GRID = "compare.json"
+"""What all runs of a comparison's folder share."""
+
+
+def folder(settings: Mapping[str, Any], out: Path) -> None:
+    """Raise an InputError unless a folder is new, or one of a comparison with these settings (`Grid.settings`)."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file", "a new folder, or one of an earlier comparison", "choose another")
+    if not out.exists():
+        OwnFolder.refuse_used(out)  # one that cannot be made
+        return
+    if not any(out.iterdir()):
+        return
+    try:
+        before = json.loads((out / GRID).read_text())
+        if not isinstance(before, dict):
+            raise ValueError("no settings")
+    except (OSError, ValueError) as error:
+        raise InputError(f"--out {out}", "a new folder, or one of an earlier comparison", "choose another") from error
+    now, there = _flat(settings), _flat(before)
+    differing = [name for name in {**there, **now} if now.get(name) != there.get(name)]
+    if differing:
+        told = [", ".join(f"{name} {known.get(name, 'not set')}" for name in differing) for known in (now, there)]
+        raise InputError(
+            f"--out {out} with {told[0]}",
+            f"the comparison there has {told[1]}",
+            "repeat its settings (methods, partitions and seeds may differ), or choose another folder",
+        )
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of a grid by their own names, short enough for a line."""
+    flat = {"bundle": settings.get("bundle")}
+    for part, prefix in (("requested", ""), ("options", "--set "), ("config", "--config ")):
+        flat |= {f"{prefix}{name}": value for name, value in (settings.get(part) or {}).items()}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in flat.items()}
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """Return the labels that a comparison of these runs has."""
+    folders = [RunFolder(Path(), run.to_dict(), (), (), None, None) for run in runs]
+    return list(dict.fromkeys(curves.labels(folders)))
+
+
+def named(runs: Sequence[Run], against: str | None, target: str | None) -> None:
+    """Raise an InputError if what the tables are to be made against is no method of the grid, the target no value."""
+    known = _labels(runs)
+    told = ", ".join(known)
+    if against is not None and against not in known:
+        raise InputError(f"--against {against}", f"methods are {told}", meant(against, known, "choose one of them"))
+    if target is not None and target not in known and not _is_finite(target):
+        raise InputError(f"--target {target}", f"a number, or one of {told}", meant(target, known, "correct it"))
+
+
+def _is_finite(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def runs(planned: Run, there: Sequence[Path]) -> None:
+    """Refuse to go on beside runs on other data or with another version of the bundle than those to come have."""
+    for path in there:
+        run = RunFolder.read(path).run
+        for what, now, before in (
+            ("images", planned.data.source, run["data"]["source"]),
+            ("bundle", planned.bundle_sha256[:16], str(run.get("bundle_sha256") or planned.bundle_sha256)[:16]),
+        ):
+            if now != before:
+                raise InputError(
+                    f"{what} {now}, and {before} in {path}",
+                    "one comparison has the same images and bundle throughout",
+                    "choose another folder, or remove the runs there",
+                )
