@@ -224,17 +224,20 @@ class Steps:
             return self._step(*batch)
         if self._recording is None:
             return self._warm(self._graph, batch)
-        assert self._home is not None
-        if not self._recording.busy:
-            self._recording.enter(self._home)
-        self._recording.replay(batch)
-        self.replayed += 1
-        return self._recording.loss
+        return self._replay(self._recording, batch)
 
     def finish(self) -> None:
         """Bring the values home that replays left in the recording's memory; to be called after the last step."""
         if self._recording is not None and self._home is not None and self._recording.busy:
             self._recording.leave(self._home)
+
+    def _replay(self, recording: Recording, batch: tuple[Tensor, ...]) -> Tensor:
+        assert self._home is not None
+        if not recording.busy:
+            recording.enter(self._home)
+        recording.replay(batch)
+        self.replayed += 1
+        return recording.loss
 
     def _warm(self, graph: Graph, batch: tuple[Tensor, ...]) -> Tensor:
         """Do a step before there is a recording: look for one, for a verdict, or make them."""
@@ -250,7 +253,7 @@ class Steps:
         self._home = Home([before.tensors[place] for place in self._verdict.used])
         self._recording = kept((key, self._home.layout)) if self._verdict.complete else None
         if self._recording is not None:
-            return self(*batch)
+            return self._replay(self._recording, batch)
         return self._capture(graph, key, batch)
 
     def _few(self) -> str:
