@@ -3,10 +3,11 @@
 Fixed simplex classifier M = sqrt(K/(K-1)) U (I - 11'/K), (d, K), U with orthonormal columns, the same at every site and
 never sent. Logits tau <p, M_c>, p the feature after a linear projection to d dimensions, of unit length. Loss: balanced
 softmax, logits + gamma log n with n the site's class counts. Body, projection and tau are averaged by samples.
-The global model is judged. At the end of a run each site is also scored by the paper's personal one: one ordinary local
-training, then in turn epochs on M (rate 0.1) and on the projection (rate 0.05) with plain SGD and the bundle's loss,
-here from the newest global model, on a copy.
-Departure: the bundle's loss stands for cross-entropy.
+The global model is judged. With `finetune_rounds` each site is also scored, at the end of a run, by the paper's personal
+one: one ordinary local training, then in turn epochs on M (rate 0.1) and on the projection (rate 0.05) with plain SGD
+and the bundle's loss, here from the newest global model, on a copy.
+Departures: the bundle's loss stands for cross-entropy; no fine-tuning by default, for the public code's 20 turns take
+longer than most runs.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class FedETF(Method):
     gamma: float = option(1.0, "strength of the balanced softmax (paper: 1)", minimum=0.0)
     dimension: int = option(0, "d, length of the projection; 0: the number of classes (public code)", minimum=0)
     finetune_rounds: int = option(
-        20, "alternations between simplex and projection for a personal model (public code: 20), 0: none", minimum=0
+        0, "turns on simplex and projection for a personal model, each two local trainings (public code: 20)", minimum=0
     )
     finetune_simplex_lr: float = option(0.1, "rate on the simplex for a personal model (public code)", minimum=0.0)
     finetune_projection_lr: float = option(0.05, "rate on the projection then (public code)", minimum=0.0)
