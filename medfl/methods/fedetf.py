@@ -3,7 +3,7 @@
 Fixed simplex classifier M = sqrt(K/(K-1)) U (I - 11'/K), (d, K), U with orthonormal columns, the same at every site and
 never sent. Logits tau <p, M_c>, p the feature after a linear projection to d dimensions, of unit length. Loss: balanced
 softmax, logits + gamma log n with n the site's class counts. Body, projection and tau are averaged by samples.
-The global model is judged. With `finetune_rounds` each site is also scored, at the end of a run, by the paper's personal
+The global model is judged. With `finetune_rounds` each site is also scored at the end of a run by the paper's personal
 one: one ordinary local training, then in turn epochs on M (rate 0.1) and on the projection (rate 0.05) with plain SGD
 and the bundle's loss, here from the newest global model, on a copy.
 Departures: the bundle's loss stands for cross-entropy; no fine-tuning by default, for the public code's 20 turns take
