@@ -294,6 +294,9 @@ def _paper(options: Any) -> int:
         from medfl.papers import runs as paper_runs
         from medfl.papers import tables as paper_tables
 
+    for flag, value in (("--against", options.against), ("--target", options.target), ("--method", options.entries)):
+        if value:
+            raise InputError(f"{flag} with --paper", "a published table has its own rows and tests", "leave it out")
     table = paper_tables.load(options.paper)
     requested = {name: value for name in _SHARED if (value := getattr(options, name)) is not None}
     wanted = [name.strip() for name in options.methods.split(",") if name.strip()]

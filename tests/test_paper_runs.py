@@ -65,6 +65,9 @@ def test_a_part_of_a_table_runs_and_stands_beside_the_published_figures(
         (("--partition", "iid"), "partitions dirichlet:0.05, dirichlet:0.1"),
         (("--scale", "2"), "--scale 2; a factor above 0 and at most 1"),
         (("--seeds", "x"), "--seeds x; whole numbers"),
+        (("--target", "0.5"), "--target with --paper"),
+        (("--against", "fedavg"), "--against with --paper"),
+        (("--method", "fedprox mu=1"), "--method with --paper"),
     ],
 )
 def test_what_is_not_in_the_table_is_one_line(
