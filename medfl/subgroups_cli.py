@@ -91,4 +91,8 @@ def text(found: Subgroups, width: int) -> list[str]:
 
 
 def _cell(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+    if estimate is None:
+        return "-"
+    from medfl.report.words import interval
+
+    return f"{estimate.value:.3f} ({interval((estimate.low, estimate.high))})"

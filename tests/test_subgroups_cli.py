@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from medfl.subgroups import of
-from medfl.subgroups_cli import text
+from medfl.subgroups import Estimate, of
+from medfl.subgroups_cli import _cell, text
 from tests.test_subgroups import CLASSES, rows
 
 
@@ -18,3 +18,9 @@ def test_a_line_a_group_with_intervals_and_what_is_not_told() -> None:
         line.startswith("note: not told, fewer than 10 cases, or it would give such a one away") for line in lines
     )
     assert max(map(len, lines)) <= 100
+
+
+def test_an_interval_without_width_is_a_dash() -> None:
+    assert _cell(Estimate(1.0, 1.0, 1.0)) == "1.000 (–)"
+    assert _cell(Estimate(0.5, 0.25, 0.75)) == "0.500 (0.250 to 0.750)"
+    assert _cell(None) == "-"
