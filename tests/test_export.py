@@ -527,6 +527,22 @@ def test_methods_with_unusual_networks(method: str, data: Path, workplace: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedsm", "fedetf"])
+def test_the_site_models_of_a_globally_judged_method(method: str, data: Path, workplace: Path) -> None:
+    """The model that is read back is right as often as the run says that the site's is."""
+    run = trained(workplace / "run", data, method, options={"finetune_rounds": 1} if method == "fedetf" else {})
+    export(run, workplace / "bundle", site="site-1", formats=("torchscript",))
+    inferred(workplace / "bundle", data, workplace / "out")
+    found, (header, *cases) = probabilities(workplace / "out" / "predictions.csv"), rows(run / "predictions.csv")
+    own = [dict(zip(header, case, strict=True)) for case in cases if case[1] == "site-1"]
+    right = [found[case["id"]].index(max(found[case["id"]])) == int(case["label"]) for case in own]
+    header, first, _ = rows(run / "sites.csv")
+    assert sum(right) / len(own) == pytest.approx(float(dict(zip(header, first, strict=True))["personal_accuracy"]))
+    with pytest.raises(InputError, match="the best round's States of the sites are not kept"):
+        export(run, workplace / "best", site="site-1", which="best")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["seg3d_decathlon_json", "cls2d_glob_yaml"])
 def test_foreign_bundles(name: str, tmp_path: Path) -> None:
     zoo = ZOO[name](tmp_path)

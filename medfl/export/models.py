@@ -164,7 +164,7 @@ class RunResult:
                 f"the sites of this run are {', '.join(self.sites)}",
                 "choose one, or all of them: all",
             )
-        if self.method.judged == "global":
+        if not self.method.has_site_models():
             raise InputError(
                 f"--site {site} with method {self.run.method!r}", "it has one model, the same for all", "leave it out"
             )
