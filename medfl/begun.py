@@ -131,8 +131,10 @@ def open_folder(
     told = {**told, "leaves": federation.policy()}
     if done is not None:
         folder.state.mkdir(exist_ok=True)
-        before = folder.read_run()[1].get("resumed") or []
-        told["resumed"] = [*before, {"round": done, "versions": versions()}]
+        before = folder.read_run()[1]
+        now = {"round": done, "versions": versions(), "command": command}
+        told["resumed"] = [*(before.get("resumed") or []), now]
+        command = before.get("command") or command
     run_text.keep(made.bundle, made.run, made.method, path)
     folder.write_run(made.run, {**made.extra(command), **told})
     if len(made.run.partition.sites) <= LISTED:

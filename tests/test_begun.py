@@ -116,8 +116,12 @@ def test_each_resume_records_its_versions_and_a_repetition_has_those_of_here(
     assert cli.main([*command(chest, copied, "--resume"), "--rounds", "3"]) == 0, "other versions are no other setting"
     now = read(copied / "run.json")
     assert now["versions"] == was["versions"], "those of the rounds before"
-    assert now["resumed"] == [{"round": 2, "versions": here}] * 2
-    assert "torch, from round 3" in (copied / "report.html").read_text()
+    assert [(entry["round"], entry["versions"]) for entry in now["resumed"]] == [(2, here)] * 2
+    assert now["command"] == was["command"], "what began it"
+    assert now["resumed"][0]["command"].startswith("medfl run --resume --out")
+    page = (copied / "report.html").read_text()
+    assert "torch, from round 3" in page
+    assert page.count("# after round 2") == 2
     assert read(copied / "summary.json")["run_hash"] == now["run_hash"]
 
     assert cli.main(["run", "--from", str(tmp_path / "record.json"), "--out", str(tmp_path / "again")]) == 0

@@ -297,6 +297,17 @@ def test_what_no_configuration_can_say_is_named_as_torchscript(data: Path, workp
 # Runs and bundles that are not whole
 
 
+def test_the_commands_that_resumed_a_run_say_no_places_either(plain: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(plain, tmp_path / "run"))
+    document = json.loads((run / "run.json").read_text())
+    told = {"round": 1, "versions": {}, "command": f"medfl run --resume --out {run}"}
+    (run / "run.json").write_text(json.dumps({**document, "resumed": [told]}))
+    export(run, tmp_path / "bundle", formats=())
+    texts = [file.read_bytes() for file in (tmp_path / "bundle").rglob("*") if file.is_file()]
+    assert any(b"medfl run --resume --out DIR" in text for text in texts)
+    assert not any(str(run).encode() in text for text in texts)
+
+
 def test_an_interrupted_run_is_exported_and_says_so(plain: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(plain, tmp_path / "run"))
     for name in ("summary.json", "weights.safetensors"):

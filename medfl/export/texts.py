@@ -91,6 +91,8 @@ def record(result: RunResult) -> dict[str, Any]:
     spec = _placeless(run["partition"]["spec"])
     run["partition"] = {**run["partition"], "spec": spec, "notes": [], "sites": sites}
     run["command"] = _command(str(run.get("command", "")))
+    if run.get("resumed"):
+        run["resumed"] = [{**one, "command": _command(str(one.get("command", "")))} for one in run["resumed"]]
     if run.get("public"):
         data = {key: value for key, value in run["public"]["data"].items() if key != "folder"}
         run["public"] = {**run["public"], "data": data, "teachers": [digest for _, digest in run["public"]["teachers"]]}

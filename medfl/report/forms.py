@@ -24,7 +24,7 @@ RUN: Mapping[str, Any] = {
     },
     "resumed": list[dict[str, Any]] | None,
 }  # fmt: skip
-RESUMED: Mapping[str, Any] = {"round": int, "versions": dict[str, str]}
+RESUMED: Mapping[str, Any] = {"round": int, "versions": dict[str, str], "command": str | None}
 _COSTS = dict.fromkeys(
     ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
 )  # fmt: skip
