@@ -106,7 +106,7 @@ def test_a_figure_cannot_hide_in_marks_code_or_templates() -> None:
     assert PAGE.count("<!-- end -->") == PAGE.count("<!--") / 2 == len(asked)
     assert _unaccounted(f"{PAGE}\nIt reaches `0.987`.\n") == ["0.987"]
     shown = [line for block in re.findall(r"^```.*?^```$", PAGE, re.M | re.S) for line in block.splitlines()[1:-1]]
-    assert all(line.startswith(("medfl run ", "  -")) for line in shown), "commands, and nothing that they printed"
+    assert all(line.startswith(("medfl run ", "medfl compare ", "  -")) for line in shown), "commands, and nothing that they printed"
     templates = [text for table in asked.values() for text in table["columns"].values()]
     for table in asked.values():
         for label, entry in table["rows"].items():
@@ -167,7 +167,7 @@ def test_stored_runs_are_finished_real_in_order_and_free_of_folders() -> None:
     for record in RECORDS:
         run, summary = record["run"], record["summary"]
         assert (summary["run_hash"], summary["status"], run["data"]["source"]) == (run["run_hash"], "finished", "real")
-        assert run["command"].startswith("medfl run ")
+        assert run["command"].startswith(("medfl run ", "a run of medfl compare "))
         assert {"seed", "options", "partition", "versions"} <= run.keys()
         assert make._FOLDER.search(json.dumps(record)) is None
     assert make.SUMMARIES.stat().st_size < 2_000_000
