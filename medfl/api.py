@@ -14,10 +14,10 @@ from medfl.compare import Entry, Grid, write_tables
 from medfl.compare import compare as run_grid
 from medfl.comparison import Comparison
 from medfl.configuration import shipped
-from medfl.errors import InputError, RunError, meant
+from medfl.errors import InputError, RunError
 from medfl.kinds import checked
 from medfl.launch import federate
-from medfl.planning import Request
+from medfl.planning import Request, check_names
 from medfl.results import Result
 
 Say = Callable[[str], object]
@@ -120,12 +120,7 @@ def bundles() -> tuple[str, ...]:
 
 def _known(settings: Mapping[str, Any], never: Sequence[str] = ()) -> dict[str, Any]:
     """Return the settings as a run takes them; refuse what no run has."""
-    allowed = [f.name for f in dataclasses.fields(Request) if f.name not in (*_APART, *never)]
-    for name in settings:
-        if name not in allowed:
-            raise InputError(
-                f"setting {name!r}", f"settings are {', '.join(allowed)}", meant(name, allowed, "correct it")
-            )
+    check_names(settings, [f.name for f in dataclasses.fields(Request) if f.name not in (*_APART, *never)])
     return {name: _plain(value) for name, value in settings.items() if value is not None}
 
 

@@ -58,5 +58,5 @@ def identity(error: BaseException) -> str:
     known: str | None = getattr(error, "_medfl_identity", None)
     if known is None:
         known = secrets.token_hex(4)
-        error._medfl_identity = known  # type: ignore[attr-defined]
+        error._medfl_identity = known  # type: ignore[attr-defined]  # on the error itself: whoever tells it asks anew
     return known

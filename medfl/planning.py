@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
@@ -320,12 +320,16 @@ def _device(name: str) -> str:
     return name
 
 
-def check_kinds(requested: Mapping[str, Any]) -> None:
-    """Raise an InputError if a name is no setting, or a value not of its setting's kind (see `Request`)."""
-    known = [field.name for field in dataclasses.fields(Request)]
-    for name in requested:
+def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise an InputError if a name is none of the known settings."""
+    for name in given:
         if name not in known:
             raise InputError(f"setting {name!r}", f"settings are {', '.join(known)}", meant(name, known, "correct it"))
+
+
+def check_kinds(requested: Mapping[str, Any]) -> None:
+    """Raise an InputError if a name is no setting, or a value not of its setting's kind (see `Request`)."""
+    check_names(requested, [field.name for field in dataclasses.fields(Request)])
     for name, value, allowed in misfits(Request, requested):
         flag = name if name in ("bundle", "options", "config") else f"--{name.replace('_', '-')}"
         raise InputError(f"{flag} {value!r:.60}", f"{flag} takes {allowed}", "correct it")

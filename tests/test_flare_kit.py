@@ -146,6 +146,7 @@ def test_medfl_s_jobs_pass_the_sentry_and_code_does_not(job: Path, commands: lis
     for change in (
         text.replace('"components": []', '"components": [{"id": "x", "path": "subprocess.Popen", "args": {}}]'),
         text.replace('"components": []', '"components": [{"id": "x", "name": "Popen", "args": {}}]'),
+        text.replace('"components": []', '"components": [{"id": "x", "path": ["subprocess.Popen"], "args": {}}]'),
         text.replace('"args": {}', '"args": {"a": [{"class_path": "os.system"}]}'),
         text.replace(ALLOWED[1], "medfl.flare.parts.MedflExecutor"),
     ):

@@ -71,5 +71,5 @@ class Sentry(AppValidator):  # type: ignore[misc]
             elif isinstance(node, dict):
                 todo += node.values()
                 for key in ("path", "class_path", "name"):  # all that FLARE makes components by
-                    if key in node and node[key] not in self.classes:
+                    if key in node and not (isinstance(node[key], str) and node[key] in self.classes):
                         yield f"class {shown(node[key])!r} is not on this site's list"

@@ -122,7 +122,10 @@ def test_the_selector_learns_to_tell_sites_apart() -> None:
 def test_a_selector_with_batch_norm_takes_a_batch_of_one_image() -> None:
     """Three images in batches of two: the last has one, of which the deepest maps of a ResNet-20 are one number."""
     images = {name: (torch.rand(3, 1, 4, 4), torch.tensor([0, 1, 2])) for name in ("a", "b")}
-    network = lambda: nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten())  # noqa: E731
+
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten())
+
     toy = Toy(images, network, cross_entropy, sgd(0.1), batch_size=2)
     outcome = simulate(load("fedsm", selector="resnet20"), toy)
     assert all(tensor.isfinite().all() for tensor in outcome.server["selector"].values())

@@ -348,10 +348,10 @@ def test_draws_without_deviation_are_the_mean_network_also_for_maps() -> None:
 def test_the_mean_probability_of_a_single_output() -> None:
     """Biases ln 3 and -ln 3, weight 0: probabilities 3/4 and 1/4 of class 1, then 3/4 and 3/4; logits 0 and ln 3."""
     network = nn.Linear(2, 1)
-    draw = lambda bias: {"weight": torch.zeros(1, 2), "bias": torch.tensor([bias])}  # noqa: E731
     three = math.log(3)
     for biases, logit in (((three, -three), 0.0), ((three, three), three)):
-        found = Averaged(network, [draw(bias) for bias in biases])(torch.ones(4, 2))
+        draws = [{"weight": torch.zeros(1, 2), "bias": torch.tensor([bias])} for bias in biases]
+        found = Averaged(network, draws)(torch.ones(4, 2))
         assert found.shape == (4, 1)
         torch.testing.assert_close(found, torch.full((4, 1), logit))
 
