@@ -25,6 +25,7 @@ from medfl.folder import RunFolder, read_run
 from medfl.methods.base import Method
 from medfl.opening import Say
 from medfl.planning import repeat
+from medfl.pooling import pooling_plain
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import _judged
 from medfl.settings import Run
@@ -245,7 +246,8 @@ class _States:
         """Return a copy of the server's network, None where it has none."""
         federation, server = self.federation, self._server()
         with federation.networks.scope():
-            return deepcopy(federation.method.global_predictor(federation.host(round_), server))
+            network = federation.method.global_predictor(federation.host(round_), server)
+            return None if network is None else pooling_plain(deepcopy(network))
 
     def site_network(self, name: str) -> nn.Module:
         """Return a copy of the network that a site is judged by after the last round."""
@@ -257,7 +259,7 @@ class _States:
             down = federation.method.broadcast(federation.host(round_), server, name)
         state = None if kept is None else load_state(kept)
         with _judged(federation, round_, name, state, down) as (network, _):
-            return deepcopy(network)
+            return pooling_plain(deepcopy(network))
 
     def _file(self, name: str) -> Path | None:
         return self.result.folder.readable(name, self.result.run.run_hash)

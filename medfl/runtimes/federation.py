@@ -20,6 +20,7 @@ from medfl.errors import InputError, RunError
 from medfl.holding import Free, free_memory, hold
 from medfl.message import Message, is_finite
 from medfl.methods.base import Method
+from medfl.pooling import pooling_faster
 from medfl.precision import channels_last, tf32
 from medfl.prepared import Prepared, Shard
 from medfl.public import Public
@@ -111,7 +112,7 @@ class Federation:
 
     def _pool(self, bundle: Bundle) -> Networks:
         def network() -> nn.Module:
-            made = self.method.adapt(bundle.network(), self.task)
+            made = pooling_faster(self.method.adapt(bundle.network(), self.task))
             return channels_last(made) if self.run.channels_last else made
 
         return Networks(network, self.run.seed, torch.device(self.run.device))
