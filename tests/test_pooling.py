@@ -153,7 +153,7 @@ def test_a_run_gives_the_weights_that_it_gives_with_plain_pooling(
         requested = {"data": str(scans), "rounds": 1, "batch_size": 16, "seed": 4}
         config = {"network": "small_cnn", "image_size": 32}
         federate("mednist", config=config, requested=requested, out=tmp_path / name, jobs=1)
-        return load_file(tmp_path / name / "last.safetensors")
+        return load_file(tmp_path / name / "weights.safetensors")
 
     faster = weights("faster")
     assert used
