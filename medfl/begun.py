@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from medfl import partition_plot, run_text
+from medfl.datasets import own
 from medfl.errors import InputError
 from medfl.folder import RunFolder
 from medfl.intact import committed, recorded
 from medfl.planning import Plan, again, plan, repeat, versions
 from medfl.runtimes.federation import Federation
+from medfl.sections import SECTIONS
 from medfl.settings import Run
 
 Say = Callable[[str], object]
@@ -70,6 +72,27 @@ def resumed_plan(
         say(f"note: the schedule of {run.method} ends with round {ends}; it is not stretched over more")
     made = repeat(run, requested.get("data"), say, path)
     return replace(made, run=replace(made.run, rounds=rounds))
+
+
+def with_notes(made: Plan) -> Plan:
+    """Return a plan that says of images and masks of one's own which were left out; shipped data sets say it.
+
+    It does so where the bundle names its folders as `medfl new` writes it: ids dataset_dir, images and masks.
+    """
+    if made.bundle.is_shipped:
+        return made
+    try:
+        folder, images, masks = (made.bundle.get(name) for name in ("dataset_dir", "images", "masks"))
+    except InputError:
+        return made
+    lists = [made.bundle.data(section) for section in SECTIONS]
+    named = all(isinstance(name, str) for name in (folder, images, masks))
+    if not (named and all(isinstance(data, list) for data in lists)):
+        return made
+    items = [item for data in lists for item in data if isinstance(item, Mapping)]
+    found = own.notes(folder, images, masks, items)
+    record = replace(made.run.data, notes=(*made.run.data.notes, *found))
+    return replace(made, run=replace(made.run, data=record), notes=(*made.notes, *found))
 
 
 def has_local(path: Path) -> bool:

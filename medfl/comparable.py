@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from medfl.settings import Run
 
 GRID = "compare.json"
 """What all runs of a comparison's folder share."""
+_PLACES = re.compile(r"bundle_path|((public\.)?data|partition)\.(folder|counts|notes)(\..*)?")
+"""Names in a record that are no settings: where things lie, and what was said about them."""
 
 
 def folder(settings: Mapping[str, Any], out: Path) -> None:
@@ -73,6 +77,38 @@ def _is_finite(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Name the settings in which the records of two runs (run.json) differ, each with both values.
+
+    Where things lie is no setting. What neither record says, as those of older versions may not, does not differ.
+    """
+    left, right = _known(one), _known(other)
+    names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
+    return [f"{name} ({_short(left.get(name))} and {_short(right.get(name))})" for name in names]
+
+
+def _known(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a record by name, those of a group as group.name, what came later as it was before."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(Run):
+        neutral = None if field.default is dataclasses.MISSING else field.default
+        flat |= _leaves(field.name, document.get(field.name, neutral))
+    return {name: value for name, value in flat.items() if not _PLACES.fullmatch(name)}
+
+
+def _leaves(name: str, value: Any) -> dict[str, Any]:
+    if name == "partition.sites":
+        return {"sites": len(value)}
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {leaf: v for inner, part in value.items() for leaf, v in _leaves(f"{name}.{inner}", part).items()}
+
+
+def _short(value: Any, width: int = 40) -> str:
+    text = "not set" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= width else f"{text[:width]}…"
 
 
 def runs(planned: Run, there: Sequence[Path]) -> None:

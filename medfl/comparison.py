@@ -16,6 +16,7 @@ from typing import Any
 from scipy import stats
 
 from medfl import metrics
+from medfl.comparable import differences
 from medfl.curves import labels, progress
 from medfl.errors import InputError
 from medfl.report import RunFolder
@@ -143,9 +144,11 @@ class Comparison:
             seeds = rows.setdefault((str((run.run.get("partition") or {}).get("spec")), label), {})
             seed = int(run.run["seed"])
             if seed in seeds:
+                others = ", ".join(differences(seeds[seed].run, run.run))
                 raise InputError(
-                    f"{run.path} and {seeds[seed].path} are both {label} with seed {seed}",
-                    "runs differ in method, options, partition or seed",
+                    f"{seeds[seed].path} and {run.path} are both {label} with seed {seed}"
+                    + (f", but differ in {others}" if others else ""),
+                    "rows are told apart by method, options and partition, runs in a row by their seed",
                     "drop one",
                 )
             seeds[seed] = run

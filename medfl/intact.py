@@ -6,6 +6,8 @@ weights and the server's State of its best round.
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from medfl.folder import MANIFEST, RunFolder, read_run
 from medfl.settings import Run
 from medfl.storage import file_sha256
 
+_SETTLED = 10**9  # ns since a file's last change, after which its time tells a later one
 _ANEW = "restore it, or start the run anew in another folder"
 
 
@@ -40,7 +43,8 @@ def committed(folder: RunFolder, sums: bool = True) -> dict[str, Any] | None:
 
     Args:
         folder: of the run.
-        sums: read the States' files to compare their SHA-256; older folders have none.
+        sums: compare the SHA-256 of the States' files; older folders have none. A file is read once in a process as
+            long as it stays the same by its time and size: a run is looked at when it is planned and when it begins.
 
     Raises:
         InputError: something is missing or damaged that the run goes on with; names the file. Nothing was changed.
@@ -61,9 +65,22 @@ def committed(folder: RunFolder, sums: bool = True) -> dict[str, Any] | None:
     for path, digest in _needed(folder, manifest):
         if not path.is_file():
             raise InputError(f"{path} is missing", f"the run goes on from it after round {done}", _ANEW)
-        if sums and digest is not None and file_sha256(path) != digest:
+        if sums and digest is not None and _sum(path) != digest:
             raise InputError(f"{path} is not as the run wrote it", f"its SHA-256 was {digest[:12]}…", _ANEW)
     return manifest
+
+
+def _sum(path: Path) -> str:
+    """Return the SHA-256 of a file, read again only where it may have changed."""
+    stat = path.stat()
+    if time.time_ns() - stat.st_mtime_ns < _SETTLED:  # another write could have the same time
+        return file_sha256(path)
+    return _known_sum(path.absolute(), stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _known_sum(path: Path, *version: int) -> str:
+    return file_sha256(path)
 
 
 def _refuse_lost(folder: RunFolder) -> None:

@@ -192,10 +192,7 @@ def _sites(runs: Sequence[RunFolder]) -> dict[str, Any] | None:
     """Return each site's metric in each run, None where the runs have different sites."""
     if len({tuple(run.site_names) for run in runs}) > 1:
         return None
-    columns = [(f"tone-{i}", run.site_values(run.judged, run.key)) for i, run in enumerate(runs)]
-    local = next((values for run in runs if (values := run.site_values("local", run.key))), None)
-    if local and not any(run.run["method"] == "local" for run in runs):
-        columns.append(("local", local))
+    columns = _columns(runs)
     sizes = {tuple((run.size(site, "train"), run.size(site, "test")) for site in run.site_names) for run in runs}
     rows = [
         (
@@ -207,8 +204,24 @@ def _sites(runs: Sequence[RunFolder]) -> dict[str, Any] | None:
         for site in runs[0].site_names
     ]
     scale = max([1.0, *(value for _, own in columns for value in own.values())])
+    local = any(tone == "local" for tone, _ in columns)
     told = any(own for _, own in columns)
-    return {"rows": rows, "scale": scale, "local": columns[-1][0] == "local", "same": len(sizes) == 1} if told else None
+    return {"rows": rows, "scale": scale, "local": local, "same": len(sizes) == 1} if told else None
+
+
+def _columns(runs: Sequence[RunFolder]) -> list[tuple[str, dict[str, float]]]:
+    """Return (colour, site -> value) of each bar of a site: the runs', and what the site reaches alone.
+
+    A Local reference that all runs share comes last; of several each follows the run that it is the reference of. One
+    that stands on the page as a run of its own is not drawn again.
+    """
+    columns = [(f"tone-{i}", run.site_values(run.judged, run.key)) for i, run in enumerate(runs)]
+    there = [own for (_, own), run in zip(columns, runs, strict=True) if run.run["method"] == "local"]
+    alone = [run.site_values("local", run.key) for run in runs]
+    if alone[0] and all(own == alone[0] for own in alone):
+        return columns if alone[0] in there else [*columns, ("local", alone[0])]
+    beside = [[("local", local)] if local and local not in there else [] for local in alone]
+    return [column for own, local in zip(columns, beside, strict=True) for column in (own, *local)]
 
 
 def _roc(rows: Sequence[Mapping[str, Any]], found: Sequence[Outcomes | None]) -> dict[str, Any] | None:

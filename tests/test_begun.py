@@ -12,6 +12,8 @@ import pytest
 
 from medfl import begun, cli, datasets
 from medfl.methods.local import Local
+from medfl.storage import file_sha256
+from tests.test_intact import aged
 
 SMALL = (
     "--sites", "2", "--partition", "iid", "--local-epochs", "1", "--batch-size", "8", "--jobs", "1", "--quiet",
@@ -141,6 +143,21 @@ def test_a_resumed_run_keeps_its_local_reference(copied: Path, finished: Path) -
     assert local_columns(copied) == local_columns(finished) != [{}, {}]
     assert read(copied / "summary.json")["local"] == read(finished / "summary.json")["local"]
     assert content(copied / "local") == before, "there was nothing to do"
+
+
+def test_a_resume_reads_each_state_once_to_check_it(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the run and of its Local reference, which both go on."""
+    aged(copied)
+    read, states = list[Path](), [*copied.rglob("*.safetensors")]
+    there = [path for path in states if path.parent.name == "state"]
+
+    def counted(path: Path) -> str:
+        read.append(path)
+        return file_sha256(path)
+
+    monkeypatch.setattr("medfl.intact.file_sha256", counted)
+    assert cli.main(["run", "--out", str(copied), "--resume", "--rounds", "3", "--jobs", "1", "--quiet"]) == 0
+    assert sorted(read) == sorted(there)
 
 
 def test_more_rounds_are_more_for_the_local_reference_too(chest: Path, copied: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,43 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path) -> None:
     assert len(Comparison([RunFolder.read(one)]).rows) == 1
     with pytest.raises(InputError, match="no runs"):
         read([unfinished])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"lr": 0.01}, {"lr": 0.1}, ", but differ in lr (0.01 and 0.1);"),
+        ({"lr": None}, {"lr": 0.1}, ", but differ in lr (not set and 0.1);"),
+        ({"config": {"network": "a"}}, {"config": {"network": "b"}}, ", but differ in config.network (a and b);"),
+        ({"batch_size": 8}, {"batch_size": 16, "tf32": True},
+         ", but differ in batch_size (8 and 16), tf32 (false and true);"),
+        ({"messages": "lossless"}, {"messages": "topk"}, ", but differ in messages (lossless and topk);"),
+        ({"messages": "lossless"}, {}, " with seed 0;"),
+        ({"bundle_path": "here"}, {"bundle_path": "there"}, " with seed 0;"),
+    ],
+)  # fmt: skip
+def test_twins_are_refused_with_the_settings_in_which_they_differ(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "again").mkdir()
+    runs = [finished(tmp_path, "fedavg", 0, 0.5, **first), finished(tmp_path / "again", "fedavg", 0, 0.5, **second)]
+    with pytest.raises(InputError) as caught:
+        read(runs)
+    assert f"{runs[0]} and {runs[1]} are both fedavg with seed 0" in str(caught.value)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_twins_with_other_sites_or_folders_of_images(tmp_path: Path) -> None:
+    """How many sites there are sets runs apart; where their images lie does not."""
+    (tmp_path / "again").mkdir()
+    runs = [finished(tmp_path, "fedavg", 0, 0.5), finished(tmp_path / "again", "fedavg", 0, 0.5)]
+    document = json.loads((runs[1] / "run.json").read_text())
+    document["partition"]["sites"] = {"a": {}, "b": {}}
+    document["data"] |= {"folder": "/elsewhere", "counts": {"train": 3}, "notes": ["x"]}
+    (runs[1] / "run.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=re.escape("with seed 0, but differ in sites (1 and 2); rows")):
+        read(runs)
 
 
 def test_the_tables(tmp_path: Path) -> None:

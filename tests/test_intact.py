@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 from medfl.errors import InputError, RunError
 from medfl.folder import RunFolder
 from medfl.intact import committed, recorded
-from medfl.storage import save_state
+from medfl.storage import file_sha256, save_state
 from tests.helpers import run_record
 from tests.test_folder import commit, server
 
@@ -48,6 +51,36 @@ def test_a_whole_folder_is_gone_on_with(tmp_path: Path) -> None:
     assert set(manifest["sha256"]) == {path.name for path in folder.state.glob("*.safetensors")}
     assert RunFolder(folder.path).best()["weights"]["w"].item() == 2
     assert len(manifest["sha256"]) == 4
+
+
+def aged(folder: Path) -> None:
+    """Have all files last changed an hour ago."""
+    then = time.time() - 3600
+    for path in folder.rglob("*"):
+        os.utime(path, (then, then))
+
+
+def test_a_state_is_read_again_only_where_its_file_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read = made(tmp_path / "run"), list[str]()
+
+    def counted(path: Path) -> str:
+        read.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr("medfl.intact.file_sha256", counted)
+    for _ in range(2):
+        committed(RunFolder(folder.path))
+    assert len(read) == 8, "what changed a moment ago is read each time"
+    aged(folder.path)
+    read.clear()
+    for _ in range(2):
+        manifest = committed(RunFolder(folder.path))
+    assert manifest is not None
+    assert sorted(read) == sorted(manifest["sha256"])
+    broken = folder.state / manifest["sites"]["a"]
+    flipped(broken)
+    with pytest.raises(InputError, match=re.escape(f"{broken} is not as the run wrote it")):
+        committed(RunFolder(folder.path))
 
 
 def test_before_the_first_round_there_is_nothing_to_lose(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from functools import partial
@@ -51,6 +52,57 @@ def test_runs_stand_side_by_side(make: Make, tmp_path: Path) -> None:
     anchors = re.findall(r'href="#([^"]+)">', text)
     assert all(f'id="{anchor}"' in text for anchor in anchors)
     assert len(anchors) == 8
+
+
+def bars_of_first_site(text: str) -> list[tuple[str, float]]:
+    """Return the colour and the value of each bar of the first site."""
+    first = text.split('<div class="name">')[1]
+    return [(tone, float(value)) for tone, value in re.findall(r"--c:var\(--([\w-]+)\).*?<b>([\d.]+)</b>", first)]
+
+
+def change_local(folder: Path, by: float | None) -> None:
+    """Add to the Local reference of every site of a run; None removes it."""
+    with (folder / "sites.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        for name in [name for name in row if name.startswith("local_")]:
+            row[name] = "" if by is None else str(float(row[name]) + by)
+    with (folder / "sites.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_each_run_stands_beside_its_own_local(make: Make, tmp_path: Path) -> None:
+    a, b, c = make("a", rounds=2), make("b", rounds=2, seed=1), make("c", rounds=2, seed=2)
+    shared = bars_of_first_site(page_of(tmp_path, a, b)[0])
+    assert [tone for tone, _ in shared] == ["tone-0", "tone-1", "local"], "one that they share is drawn once"
+    change_local(b, 0.05)
+    change_local(c, None)
+    text, page = page_of(tmp_path, a, b, c)
+    bars = bars_of_first_site(text)
+    assert [tone for tone, _ in bars] == ["tone-0", "local", "tone-1", "local", "tone-2"]
+    assert bars[1] == shared[2]
+    assert bars[3][1] == pytest.approx(bars[1][1] + 0.05, abs=0.002)
+    assert "Local only" in page.text
+
+
+def test_a_local_run_on_the_page_is_its_own_bar(make: Make, tmp_path: Path) -> None:
+    """Of two references, the one whose run is on the page is there already."""
+    a, b, local = make("a", rounds=2), make("b", rounds=2, seed=1), make("c", rounds=2, method="local", options={})
+    change_local(b, 0.05)
+    with (a / "sites.csv").open(newline="") as file:
+        known = {row["site"]: row for row in csv.DictReader(file)}
+    with (local / "sites.csv").open(newline="") as file:
+        rows = [row | {"received_balanced_accuracy": known[row["site"]]["local_balanced_accuracy"]}
+                for row in csv.DictReader(file)]  # fmt: skip
+    with (local / "sites.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    change_local(local, None)
+    bars = bars_of_first_site(page_of(tmp_path, a, b, local)[0])
+    assert [tone for tone, _ in bars] == ["tone-0", "tone-1", "local", "tone-2"]
 
 
 def test_defaults_of_options_that_one_method_has_are_not_told(make: Make, tmp_path: Path) -> None:

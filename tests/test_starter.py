@@ -20,6 +20,7 @@ import medfl
 from medfl import cli, configuration, datasets, new_cli, starter
 from medfl.datasets import own
 from medfl.errors import InputError
+from medfl.launch import federate
 from medfl.partner.inspection import inspect
 
 SCHEMA = Path(medfl.__file__).parent / "schemas" / "bundle_metadata.json"
@@ -115,6 +116,41 @@ def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Pa
     assert run.task == "segmentation"
     (answer,) = run.predict(pairs / "images" / "c03.png")
     assert answer["mask"].shape == (32, 32)
+
+
+def test_a_run_says_how_many_images_have_no_mask(pairs: Path, tmp_path: Path) -> None:
+    """Also of images that came after the bundle was written, once a run, and again where it is resumed."""
+    bundle = starter.write(tmp_path / "mine", starter.look(pairs / "images", pairs / "masks"), size=32, network="unet8")
+    for number in range(3):
+        save(disc(32, 8, np.random.default_rng(number))[0], pairs / "images" / f"new{number}.png")
+    said = list[str]()
+    train(bundle, pairs, tmp_path / "run", say=said.append)
+    note = "3 of 23 images have no mask and are left out, first new0"
+    assert said.count(f"note: {note}") == 1
+
+    def recorded() -> list[str]:
+        notes: list[str] = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["notes"]
+        return notes
+
+    assert recorded().count(note) == 1
+    said.clear()
+    federate(requested={"rounds": 2}, out=tmp_path / "run", resume=True, jobs=1, say=said.append)
+    assert said.count(f"note: {note}") == 1
+    assert recorded().count(note) == 1
+
+
+def test_no_images_are_said_to_lack_masks_where_none_do(pairs: Path) -> None:
+    """Neither of whole pairs, nor of a folder whose pairs are not what the items are."""
+    items = [
+        item for section in ("train", "validate", "test") for item in own.paired(pairs, "images", "masks", section)
+    ]
+    assert own.notes(pairs, "images", "masks", items) == ()
+    (pairs / "masks" / "c00_mask.png").unlink()
+    assert own.notes(pairs, "images", "masks", items) == ()
+    assert own.notes(pairs, "images", "masks", [item for item in items if item["id"] != "c00"]) == (
+        "1 of 20 images have no mask and are left out, first c00",
+    )
+    assert own.notes(pairs, "images", "nowhere", items) == ()
 
 
 def test_volumes_with_masks_become_a_bundle_that_runs(solid: Path, tmp_path: Path) -> None:

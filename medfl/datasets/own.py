@@ -63,6 +63,19 @@ def paired(folder: str | Path, images: str, masks: str, section: str) -> list[It
     return [_item(record, record.mask) for record in _divided(root, pairs_of(root / images, root / masks), section)]
 
 
+def notes(folder: str | Path, images: str, masks: str, items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return what a user must know of a folder whose pairs are the items of all sections: how many have no mask.
+
+    Items that are no such pairs, those of another kind of data list, have no notes.
+    """
+    root, used = Path(folder), {str(item.get("image")) for item in items}
+    try:
+        table = _table(root / images, root / masks)
+    except InputError:
+        return ()
+    return tuple(table.notes) if used == {record.image for record in table.records} else ()
+
+
 def above(items: Iterable[Mapping[str, Any]]) -> str:
     """Return the deepest folder above the images of a data list: predictions keep the paths that they have below it."""
     return os.path.commonpath([os.path.dirname(os.path.abspath(split_uri(str(item["image"]))[0])) for item in items])
@@ -90,6 +103,11 @@ def pairs_of(images: Path, masks: Path) -> list[Record]:
     Raises:
         InputError: a folder is missing, there are no pairs, or a mask is not that of one image.
     """
+    return _table(images, masks).records
+
+
+def _table(images: Path, masks: Path) -> tables.Table:
+    """Return the records of `pairs_of` with what there is to say of them."""
     for place in (images, masks):
         if not place.is_dir():
             raise InputError(f"{place} is no folder", "a folder of images and one of their masks", "check the path")
@@ -103,7 +121,7 @@ def pairs_of(images: Path, masks: Path) -> list[Record]:
         if shown and all(said[0]) and not any(said[1]):
             advice = f"the masks seem to be in {images}: swap the two folders"
         raise InputError(told, "an image and its mask have the same name", advice)
-    return table.records
+    return table
 
 
 def is_volumes(images: Path) -> bool:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from medfl.datasets import stacks
+from medfl.datasets import deep, stacks
 from medfl.errors import InputError
 
 Pixels = NDArray[Any]
@@ -211,10 +211,14 @@ def read_pixels(
             name, _, row = part.rpartition("#")
             pixels = array(path, name)[int(row)].copy()  # what is loaded stays as it is, whatever is done to the image
         else:
-            source: Any = io.BytesIO(archive(path).read(part)) if part else path
-            with Image.open(source) as image:
+            content = archive(path).read(part) if part else b""
+            with Image.open(io.BytesIO(content) if part else path) as image:
                 pages = _pages(image)
-                pixels = _decode(image, size, channels if convert else None) if pages == 1 else np.empty(0)
+                if image.format == "PNG" and deep.is_deep(content if part else deep.head_of(path)):
+                    image.load()  # which refuses a file that is damaged
+                    pixels = deep.read(content or path, orientation(image))
+                else:
+                    pixels = _decode(image, size, channels if convert else None) if pages == 1 else np.empty(0)
             if pages > 1:
                 raise InputError(f"image {uri} has {pages} pages", "one picture a file", "save each page as a file")
     except UNREADABLE as error:

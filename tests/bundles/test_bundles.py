@@ -27,6 +27,7 @@ from PIL import Image
 
 from medfl import configuration, datasets, networks
 from medfl.bundle import Bundle, shipped
+from medfl.datasets import own as own_data
 from medfl.errors import InputError
 from medfl.methods import load
 from medfl.networks.heads import feature_size
@@ -212,6 +213,8 @@ def test_metadata_says_what_the_data_set_and_the_configurations_say(name: str) -
         assert image["spatial_shape"] == (shape if isinstance(shape, list) else [shape] * 2)
         assert len(image["channel_def"]) == image["num_channels"]
     own = {"preprocessing", "dataset", "dataloader", "inferer", "postprocessing", "handlers", "evaluator", "run"}
+    own |= {"imports"}
+    assert set(train["imports"]) <= set(inference["imports"])
     assert {key: value for key, value in inference.items() if key not in own}.items() <= train.items()
     assert inference["preprocessing"]["transforms"] == train["train"]["deterministic_transforms"]
     reader = train["train"]["deterministic_transforms"][0]
@@ -500,15 +503,15 @@ def check_volumes(items: list[datasets.Item], dice: float) -> None:
     scores = []
     for item in items:
         image, label = (nibabel.load(str(item[key])) for key in ("image", "label"))
-        name = Path(item["image"]).name.removesuffix(".nii.gz")
-        predicted = nibabel.load(f"output/{name}_seg.nii.gz")
+        below = os.path.relpath(item["image"], own_data.above(items)).removesuffix(".nii.gz")
+        predicted = nibabel.load(f"output/{below}_seg.nii.gz")
         assert predicted.shape == image.shape
         assert np.allclose(predicted.affine, image.affine, atol=1e-6)
         assert predicted.get_data_dtype() == np.uint8
         ours, theirs = (np.asarray(volume.dataobj) for volume in (predicted, label))
         pairs = [(ours == kind, theirs == kind) for kind in np.unique(theirs)[1:]]
         scores.append(np.mean([2 * (a & b).sum() / (a.sum() + b.sum()) for a, b in pairs]))
-    assert len(list(Path("output").glob("*.nii.gz"))) == len(items)
+    assert len(list(Path("output").rglob("*.nii.gz"))) == len(items)
     assert np.mean(scores) == pytest.approx(dice, abs=0.05)
 
 

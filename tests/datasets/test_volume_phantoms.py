@@ -166,3 +166,29 @@ def test_what_is_written_lies_where_the_input_lay(tmp_path: Path, change: str, f
     for kind in (1, 2):
         ours, theirs = values == kind, mask == kind
         assert 2 * (ours & theirs).sum() / (ours.sum() + theirs.sum()) >= least
+
+
+@pytest.mark.parametrize("name", ["brain_tissue", "ixi_brain"])
+def test_masks_of_volumes_of_one_name_are_written_into_their_subfolders(name: str, tmp_path: Path) -> None:
+    mask = np.zeros(SIDES, np.uint8)
+    mask[5:12, 6:14, 4:12] = 1
+    items = []
+    for number, folder in enumerate(("one", "two")):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        voxels = 100 * mask + np.random.default_rng(number).integers(1, 30, SIDES)
+        shown = save(tmp_path / "data" / folder / "t1.nii.gz", voxels.astype(np.int16))
+        drawn = np.roll(mask, 3 * number, axis=2)
+        items.append({"image": shown, "label": save(tmp_path / "data" / folder / "m.nii.gz", drawn)})
+    parser = ConfigParser()
+    parser.read_config(Bundle(name).root / "configs" / "inference.yaml")
+    changes = {"dataset#data": items, "output_dir": str(tmp_path / "out"), "patch_size": None, "spacing": None}
+    for key, value in {**changes, "image_size": None}.items():
+        parser[key] = value
+    parser.parse()
+    finish, classes = parser.get_parsed_content("postprocessing"), parser["num_classes"]
+    for item in parser.get_parsed_content("dataset"):
+        finish({**item, "pred": 10 * one_hot(item["label"].as_tensor()[None], classes)[0]})
+    written = [tmp_path / "out" / folder / "t1_seg.nii.gz" for folder in ("one", "two")]
+    assert sorted((tmp_path / "out").rglob("*.*")) == written
+    for path, item in zip(written, items, strict=True):
+        assert np.array_equal(np.asarray(nib.load(path).dataobj), np.asarray(nib.load(item["label"]).dataobj))
