@@ -70,6 +70,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operations: of each its name, its arguments, and for a tensor where it comes from.
         outside: names of the memory that was there before the step, its batch aside, and that it used.
         obstacle: why the step cannot be recorded, "" where nothing was seen.
+        draws: whether it draws random numbers.
     """
 
     def __init__(self, device: torch.device, inputs: Sequence[Tensor], storages: Storages) -> None:
@@ -77,7 +78,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Any] = []
         self.outside: set[int] = set()
-        self.obstacle = ""
+        self.obstacle, self.draws = "", False
         self._device, self._storages = device, storages
         self._generator = _default_generator(device)
         self._seed = self._generator.initial_seed()
@@ -99,6 +100,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, Tensor):
                 self._origin.setdefault(self._name(leaf), ("made", len(self.operations), place))
         self.operations.append((str(func), noted))
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         self.obstacle = self.obstacle or self._reason(func, given, list(_leaves(made)))
         return made
 
@@ -335,6 +337,11 @@ def indexed(device: torch.device) -> torch.device:
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def standing(device: torch.device) -> bytes:
+    """Return where all generators stand that code on a device may draw from without being given one."""
+    return _drawing(device) + _default_generator(indexed(device)).get_state().numpy().tobytes()
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

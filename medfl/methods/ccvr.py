@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from medfl.message import Message, Weights
 from medfl.methods.base import Method, class_head, option
+from medfl.methods.fedgh import fit_head
 from medfl.networks.heads import head, head_name
 from medfl.prototypes import Gaussians, gaussians, pool
 from medfl.seeding import stream
@@ -91,11 +92,7 @@ class CCVR(Method):
             x = torch.cat(drawn).to(host.device)
             y = torch.tensor(classes, device=host.device).repeat_interleave(self.virtual)
             optimizer = torch.optim.SGD(layer.parameters(), self.calibration_lr, momentum=0.9)
-            for _ in range(self.calibration_epochs):
-                for chunk in torch.split(torch.randperm(len(x), generator=generator), self.calibration_batch):
-                    optimizer.zero_grad()
-                    nn.functional.cross_entropy(layer(x[chunk]), y[chunk]).backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
+            fit_head(layer, optimizer, x, y, self.calibration_epochs, self.calibration_batch, generator)
         name = head_name(network)
         retrained = {
             f"{name}.{own}".removeprefix("."): value.detach().clone() for own, value in layer.state_dict().items()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
+from medfl.capturing import Steps
 from medfl.errors import InputError
 from medfl.message import Message, Weights
 from medfl.methods.base import Method, class_head, option
@@ -100,19 +101,12 @@ class FedGH(Method):
         if sent:
             samples, labels = torch.stack([r for _, _, r in sent]), torch.tensor([c for _, c, _ in sent])
             with stream(host.seed, "header") as generator:
-                self._fit(layer, samples.to(host.device), labels.to(host.device), generator)
+                layer.requires_grad_(True)
+                optimizer = torch.optim.SGD(layer.parameters(), self.server_lr)
+                size = self.server_batch_size or len(samples)
+                x, y = samples.to(host.device), labels.to(host.device)
+                fit_head(layer, optimizer, x, y, self.server_epochs, size, generator)
         return {"header": snapshot(layer)}
-
-    def _fit(self, layer: nn.Module, samples: Tensor, labels: Tensor, generator: torch.Generator) -> None:
-        layer.requires_grad_(True)
-        optimizer = torch.optim.SGD(layer.parameters(), self.server_lr)
-        for _ in range(self.server_epochs):
-            order = torch.randperm(len(samples), generator=generator).to(samples.device)
-            for chosen in torch.split(order, self.server_batch_size or len(order)):
-                optimizer.zero_grad()
-                loss = cross_entropy(logits(layer, samples[chosen]), labels[chosen])
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
 
     # Site half
 
@@ -149,6 +143,42 @@ def logits(layer: nn.Module, values: Tensor) -> Tensor:
     dims = next(layer.parameters()).ndim - 2
     output: Tensor = layer(values[(..., *[None] * dims)])
     return output.flatten(1)
+
+
+def fit_head(
+    layer: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    features: Tensor,
+    labels: Tensor,
+    epochs: int,
+    size: int,
+    generator: torch.Generator,
+) -> None:
+    """Train a head by cross-entropy on features, in random order; the steps are captured where they can be.
+
+    Args:
+        layer: the head, in place.
+        optimizer: of its parameters, anew.
+        features: (N, d), on its device.
+        labels: (N,) class indices, there too.
+        epochs: passes over them.
+        size: features a step.
+        generator: draws the order.
+    """
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(logits(layer, x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    steps = Steps(step, optimizer, features.device, epochs * max(1, len(features) // size))
+    for _ in range(epochs):
+        order = torch.randperm(len(features), generator=generator).to(features.device)
+        for chosen in torch.split(order, size):
+            steps(features[chosen], labels[chosen])
+    steps.finish()
 
 
 def class_means(network: nn.Module, shard: Shard, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +36,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.errors import InputError
 from medfl.message import Message
+from medfl.methods._aside import Aside
 from medfl.methods._contribution import RULES, Contribution, distributions, divergence_from, head_like
+from medfl.methods._parcel import Parcel
 from medfl.methods._public import PublicOptions, shared, untracked
 from medfl.methods.base import Method, class_head, deal, option, same_option
 from medfl.methods.fedgh import check_pixel_head, pixel_classes
@@ -251,14 +252,18 @@ class FedHelp(Method):
         if not self.lambda_j:
             fit(network, site, objective=lambda net, x, y: loss(net(x), y))
             return snapshot(network), {"weights": snapshot(network)}
-        lesson = _Lesson(self, site, state, network)
+        lesson, items, parcel = _Lesson(self, site, state, network), _Items(self, site), Parcel()
         factor = self.lambda_j * (len(lesson.public) / site.num_samples if self.loss_reduction == "sum" else 1)
 
-        def objective(pair: nn.Module, x: Any, y: Any) -> Tensor:
-            return loss(network(x), y) + factor * lesson.loss(len(x))  # eq. 3
+        def with_items(x: Any, y: Any) -> tuple[Any, Any]:
+            return x, parcel.pack(y, *items.take(len(x)))
+
+        def objective(pair: nn.Module, x: Any, packed: Any) -> Tensor:
+            y, *taken = parcel.unpack(packed)
+            return loss(network(x), y) + factor * lesson.loss(*taken)  # eq. 3
 
         steady = replace(site, train=_passes(site, len(lesson.public))) if self.public_schedule == "full" else site
-        fit(nn.ModuleList([network, lesson.trained]), optimizing_each(steady), objective=objective)
+        fit(nn.ModuleList([network, lesson.trained]), optimizing_each(steady), objective=objective, feed=with_items)
         trained = snapshot(network)
         return trained, {"weights": trained, **lesson.state}
 
@@ -274,11 +279,11 @@ class FedHelp(Method):
         return snapshot(proxy), {"weights": snapshot(large)}
 
     def _together(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
-        steps = count()
+        beside = Aside(site, "proxy")
 
         def objective(pair: nn.Module, x: Any, y: Any) -> Tensor:
             z = large(x)
-            with stream(site.seed, "proxy", next(steps)):  # so that the large network's dropout is that of one alone
+            with beside():
                 z_proxy = proxy(x)
             return self._of_large(loss, z, z_proxy, y) + self._of_proxy(loss, z, z_proxy, y)  # eq. 7
 
@@ -334,18 +339,36 @@ class FedHelp(Method):
         return self.top or (min(3, z.shape[1] - 1) if z.ndim == 2 else 1)
 
 
+class _Items:
+    """The public items of a small site's round, one batch after the other, and what teachers answered about them."""
+
+    def __init__(self, method: FedHelp, site: Site) -> None:
+        self.public, self.device = shared(site), site.device
+        self.answered = bool(method.lambda_r and self.public.answers)
+        generator = torch.Generator().manual_seed(derive(site.seed, "public"))
+        self.walk = cycle(len(self.public), generator)
+
+    def take(self, size: int) -> list[Tensor]:
+        """Return inputs, targets and positions of the next items, and the answers (M, B, ...) where some count."""
+        positions = self.walk(size)
+        x, y = self.public.at(positions)
+        taken = [x, torch.as_tensor(y), positions]
+        if self.answered:
+            taken.append(self.public.answered(positions))
+        return [part.to(self.device) for part in taken]
+
+
 class _Lesson:
     """The public half of a small site's round: R_i of eq. 1 and 8 on one public batch after the other."""
 
     def __init__(self, method: FedHelp, site: Site, state: State, network: nn.Module) -> None:
-        self.method, self.site, self.network, self.public = method, site, network, shared(site)
+        self.method, self.network, self.public = method, network, shared(site)
         self.head = head_like(head(network), self.public.task.num_classes).to(site.device)
         self.head.load_state_dict(state["public_head"])
         self.contribution = Contribution(method.alpha, state["alpha"], len(self.public.answers), method.lr_alpha)
         self.balance = state.get("public_balance")
         self.border = Border(method.beta_0, method.sigma, method.single_object, method.inside)
-        generator = torch.Generator().manual_seed(derive(site.seed, "public"))
-        self.take, self.steps = cycle(len(self.public), generator), count()
+        self.beside = Aside(site, "lesson")
         self.norm: dict[str, Tensor] = {}
         own: list[nn.Parameter] = []
         if "public_norm" in state:
@@ -364,25 +387,19 @@ class _Lesson:
             kept["public_norm"] = {name: value.detach().clone() for name, value in self.norm.items()}
         return kept
 
-    def loss(self, size: int) -> Tensor:
-        """Return R of the next public items: CE + lambda_R KL(t || q)."""
-        method, site, public = self.method, self.site, self.public
-        positions = self.take(size)
-        x, y = public.at(positions)
-        x, y = x.to(site.device), torch.as_tensor(y).to(site.device)
-        with (
-            stream(site.seed, "lesson", next(self.steps)),
-            self._norms(),
-        ):  # dropout of its own
+    def loss(self, x: Tensor, y: Tensor, positions: Tensor, answers: Tensor | None = None) -> Tensor:
+        """Return R of public items: CE + lambda_R KL(t || q); without answers CE."""
+        method = self.method
+        with self.beside(), self._norms():
             features, z = self._outputs(x)
         exact = z.to(torch.promote_types(z.dtype, torch.float32))
         labels = y.long() if exact.ndim == 2 else pixel_classes(y).reshape(len(y), *exact.shape[2:])
         weight = None if self.balance is None else beta(labels, self.balance, self.border)  # eq. 10
         ce = _mean(cross_entropy(exact, labels, reduction="none"), weight)
-        if not (method.lambda_r and public.answers):
+        if answers is None:
             return ce
         warm = method.temperature
-        answers = distributions(public.answered(positions).to(site.device), exact.ndim > 2)
+        answers = distributions(answers, exact.ndim > 2)
         if warm != 1:
             answers = answers.clamp(min=1e-12).pow(1 / warm)
             answers = answers / answers.sum(2, keepdim=True)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +33,7 @@ from torch.optim import Optimizer
 
 from medfl.aggregation import uniform_shares, weighted_mean
 from medfl.message import Message, Weights
+from medfl.methods._aside import Aside
 from medfl.methods._public import PublicOptions, shared
 from medfl.methods.base import Method, option, same_option
 from medfl.methods.fedmd import on_public, statistics
@@ -41,7 +41,6 @@ from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import frozen
 from medfl.public import Public
-from medfl.seeding import stream
 from medfl.site import Host, LocalSettings, Site, snapshot
 from medfl.storage import State
 from medfl.training import fit
@@ -129,11 +128,11 @@ class FedKEMF(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train phi and the received k together (1); reply k_i."""
         private, knowledge = site.model(state["private"]), proxies(site).lease(down["weights"])
-        steps = count()
+        beside = Aside(site, "knowledge")
 
         def objective(pair: nn.Module, x: Any, y: Any) -> Tensor:
             z = private(x)
-            with stream(site.seed, "knowledge", next(steps)):  # so that phi's dropout is that of a model alone
+            with beside():
                 z_k = knowledge(x)
             loss = site.loss(z, y) + site.loss(z_k, y)
             return loss + self.lam * (divergence(z, z_k) + divergence(z_k, z)) if self.lam else loss

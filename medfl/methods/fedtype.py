@@ -37,6 +37,7 @@ from torch.nn.functional import log_softmax
 
 from medfl.errors import InputError
 from medfl.message import Message
+from medfl.methods._parcel import Parcel
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, proxies
@@ -47,8 +48,8 @@ from medfl.storage import State
 from medfl.task import Task
 from medfl.training import FitReport, Objective, fit, for_epochs, summed
 
-Sets = Callable[[Tensor], Tensor]
-"""Logits (B, K) -> (B, K) bool, the classes of each sample's uncertainty set."""
+Sets = Callable[[Tensor, Tensor], Tensor]
+"""Logits (B, K), random numbers as of `uniform` -> (B, K) bool, the classes of each sample's uncertainty set."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,15 @@ class FedType(Method):
         once = replace(for_epochs(site, 1), journal=[])
         for epoch in range(site.settings.epochs):
             purpose = f"local {epoch}" if epoch else "local"
-            hits: list[Tensor] = []
+            hits = torch.zeros((), dtype=torch.int64, device=site.device)
             with evaluating(proxy):
-                objective = self._large_objective(site, large, proxy, lam, epoch, hits)
-                report = fit(large, once, objective=objective, purpose=purpose, optimizer_state=memory["large"])
+                told = self._large_objective(site, large, proxy, lam, epoch, hits)
+                report = fit(large, once, **told, purpose=purpose, optimizer_state=memory["large"])
             with evaluating(large):
                 objective = self._proxy_objective(site, large)
                 other = fit(proxy, once, objective=objective, purpose=purpose, optimizer_state=memory["proxy"])
             memory = {"large": report.optimizer_state or {}, "proxy": other.optimizer_state or {}}
-            before, accuracy = accuracy, float(torch.stack(hits).sum()) / site.num_samples
+            before, accuracy = accuracy, float(hits) / site.num_samples
             lam = grown(self.lam_proxy, before - accuracy)
             reports.append(report)
         site.journal.append(summed(reports))
@@ -115,26 +116,35 @@ class FedType(Method):
         return after, Message({"weights": snapshot(proxy)}, {"samples": site.num_samples})
 
     def _large_objective(
-        self, site: Site, large: nn.Module, proxy: nn.Module, lam: float, epoch: int, hits: list[Tensor]
-    ) -> Objective:
-        """Return the large model's loss; the number of samples that it has right goes into `hits` at each step."""
-        draws = torch.Generator().manual_seed(derive(site.seed, "sets", epoch))
-        if self.lam_b:
-            of_proxy = self._sets(site, proxy, lam, draws)
-            of_large = self._sets(site, large, self.lam_large, draws)
+        self, site: Site, large: nn.Module, proxy: nn.Module, lam: float, epoch: int, hits: Tensor
+    ) -> dict[str, Any]:
+        """Return the large model's loss and what feeds it; each step adds the samples that it has right to `hits`."""
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def own(network: nn.Module, x: Any, y: Any) -> tuple[Tensor, Tensor]:
             z = network(x)
-            hits.append((z.detach().argmax(1) == class_indices(y)).sum())
-            loss = site.loss(z, y)
-            if not self.lam_b:
-                return loss
+            hits.add_((z.detach().argmax(1) == class_indices(y)).sum())
+            return z, site.loss(z, y)
+
+        if not self.lam_b:
+            return {"objective": lambda network, x, y: own(network, x, y)[1]}
+        draws = torch.Generator().manual_seed(derive(site.seed, "sets", epoch))
+        of_proxy = self._sets(site, proxy, lam, draws)
+        of_large = self._sets(site, large, self.lam_large, draws)
+        parcel = Parcel()
+
+        def with_draws(x: Any, y: Any) -> tuple[Any, Any]:
+            drawn = [uniform(len(x), draws).to(site.device) for _ in range(2)]
+            return x, parcel.pack(y, *drawn)
+
+        def objective(network: nn.Module, x: Any, packed: Any) -> Tensor:
+            y, u_proxy, u_large = parcel.unpack(packed)
+            z, loss = own(network, x, y)
             with torch.no_grad():
-                sets = of_proxy(proxy(x))
-                kappa = consensus(sets, of_large(z)).mean()
+                sets = of_proxy(proxy(x), u_proxy)
+                kappa = consensus(sets, of_large(z, u_large)).mean()
             return loss + self.lam_b * kappa * set_loss(z, sets)
 
-        return objective
+        return {"objective": objective, "feed": with_draws}
 
     def _proxy_objective(self, site: Site, large: nn.Module) -> Objective:
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
@@ -149,31 +159,37 @@ class FedType(Method):
 
     def _sets(self, site: Site, network: nn.Module, lam: float, draws: torch.Generator) -> Sets:
         """Calibrate a network's uncertainty sets on the site's training items."""
-        rate = partial(scores, draws=draws, k_reg=self.k_reg, lam=lam)
+        rate = partial(scores, k_reg=self.k_reg, lam=lam)
         with evaluating(network), torch.no_grad():
             own = [
-                rate(network(x.to(site.device))).gather(1, class_indices(y).to(site.device)[:, None])
+                rate(network(x.to(site.device)), uniform(len(x), draws).to(site.device)).gather(
+                    1, class_indices(y).to(site.device)[:, None]
+                )
                 for x, y in site.still.batches(site.settings.batch_size)
             ]
         threshold = conformal_quantile(torch.cat(own)[:, 0], self.coverage)
-        return lambda z: (rate(z) <= threshold).scatter(1, z.argmax(1, keepdim=True), True)
+        return lambda z, u: (rate(z, u) <= threshold).scatter(1, z.argmax(1, keepdim=True), True)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the large model."""
         return site.model(state["private"])
 
 
-def scores(z: Tensor, draws: torch.Generator, k_reg: int, lam: float) -> Tensor:
+def uniform(count: int, draws: torch.Generator) -> Tensor:
+    """Draw a number in [0, 1) for each of so many samples, (count, 1) float64, on the CPU."""
+    return torch.rand(count, 1, generator=draws, dtype=torch.float64)
+
+
+def scores(z: Tensor, u: Tensor, k_reg: int, lam: float) -> Tensor:
     """Return how unusual each class would be as the label, (B, K) float64, with a random number for each sample.
 
     Args:
         z: logits (B, K); of equal ones the lower class ranks first.
-        draws: where the random numbers come from.
+        u: the random numbers, as of `uniform`.
         k_reg: k, the ranks without a cost.
         lam: lambda, the cost of each further rank.
     """
     p, order = z.double().softmax(1).sort(dim=1, descending=True, stable=True)
-    u = torch.rand(len(p), 1, generator=draws, dtype=p.dtype).to(p.device)
     ranks = torch.arange(1, p.shape[1] + 1, dtype=p.dtype, device=p.device)
     ranked = p.cumsum(1) - p + u * p + lam * (ranks - k_reg).clamp(min=0)
     return torch.empty_like(p).scatter(1, order, ranked)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.message import Message
+from medfl.methods._aside import Aside
+from medfl.methods._parcel import Parcel
 from medfl.methods.base import Method, option
 from medfl.prepared import Batch
 from medfl.seeding import stream
@@ -64,27 +67,37 @@ class PerFedAvg(Method):
         """Train with the gradient after a step: the loss is taken at w+, the optimiser steps from w."""
         if self.alpha == 0:
             return fit(model, site)
-        start: list[Tensor] = []
-        steps = 0
+        start = [p.detach().clone() for p in _trainable(model)]
+        names = ("inner", "hessian") if self.order == "hessian_free" else ("inner",)
+        beside, twice = Aside(site, "inner", 1), Aside(site, "hessian", 1, each=2)
+        steps, parcel, last = count(1), Parcel(), list[Any]()
 
-        def after_a_step(network: nn.Module, x: Any, y: Any) -> Tensor:
-            nonlocal start, steps
-            start, steps = [p.detach().clone() for p in _trainable(network)], steps + 1
-            with stream(site.seed, "inner", steps) as generator:
-                inner_step(network, site, draw(site, generator), self.alpha)  # (1)
-            return site.loss(network(x), y)
+        def with_draws(x: Any, y: Any) -> tuple[Any, Any]:
+            step, parts = next(steps), [y]
+            for name in names:
+                with stream(site.seed, name, step) as generator:
+                    parts += draw(site, generator)
+            return x, parcel.pack(*parts)
+
+        def after_a_step(network: nn.Module, x: Any, packed: Any) -> Tensor:
+            torch._foreach_copy_(start, [p.detach() for p in _trainable(network)])
+            y, x_inner, y_inner, *last[:] = parcel.unpack(packed)
+            with beside():
+                inner_step(network, site, (x_inner, y_inner), self.alpha)  # (1)
+            loss: Tensor = site.loss(network(x), y)
+            return loss
 
         def back(parameters: Sequence[nn.Parameter]) -> None:
             with torch.no_grad():
                 torch._foreach_copy_(list(parameters), start)
             if self.order == "hessian_free":
                 v = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-                product = hessian_product(model, site, v, self.delta, steps)
+                product = hessian_product(model, site, v, self.delta, (last[0], last[1]), twice)
                 for parameter, bent in zip(parameters, product, strict=True):
                     if parameter.grad is not None:
                         parameter.grad.sub_(bent, alpha=self.alpha)  # (3)
 
-        return fit(model, site, objective=after_a_step, gradient_hook=back)
+        return fit(model, site, objective=after_a_step, gradient_hook=back, feed=with_draws)
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the sites' weights."""
@@ -127,23 +140,26 @@ def inner_step(network: nn.Module, site: Site, batch: Batch, alpha: float) -> No
         torch._foreach_sub_(_trainable(network), found, alpha=alpha)
 
 
-def hessian_product(network: nn.Module, site: Site, v: Sequence[Tensor], delta: float, step: int) -> list[Tensor]:
+def hessian_product(
+    network: nn.Module, site: Site, v: Sequence[Tensor], delta: float, batch: Batch, beside: Aside
+) -> list[Tensor]:
     """Return [g(w + delta v; D'') - g(w - delta v; D'')] / (2 delta), near the Hessian times v.
 
     Args:
         network: holds w, also afterwards.
-        site: data and loss.
+        site: the loss.
         v: one tensor a trainable parameter.
         delta: above 0.
-        step: names the draw of D'', of its transforms and of dropout.
+        batch: D''.
+        beside: gives both gradients the same dropout.
     """
     parameters = _trainable(network)
     start, found = [p.detach().clone() for p in parameters], []
     for sign in (delta, -delta):
         with torch.no_grad():
             torch._foreach_copy_(parameters, torch._foreach_add(start, list(v), alpha=sign))
-        with stream(site.seed, "hessian", step) as generator:
-            found.append(gradient(network, site, draw(site, generator)))
+        with beside():
+            found.append(gradient(network, site, batch))
     with torch.no_grad():
         torch._foreach_copy_(parameters, start)
     return [(plus - minus) / (2 * delta) for plus, minus in zip(*found, strict=True)]

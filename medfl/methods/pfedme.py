@@ -58,24 +58,23 @@ class PFedMe(Method):
         model = site.model(down["weights"])  # theta
         theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         own = [p.detach().clone() for p in theta]  # w_i
-        part, taken = self.eta * site.settings.lr_factor * self.lam, 0
+        part = self.eta * site.settings.lr_factor * self.lam
+        taken = torch.zeros((), dtype=torch.int64, device=site.device)  # counted there, so that steps can be captured
 
-        def follow() -> None:
+        def follow(due: Tensor) -> None:
             with torch.no_grad():
-                torch._foreach_lerp_(own, theta, part)  # (2)
+                for w, after in zip(own, torch._foreach_lerp(own, theta, part), strict=True):  # (2)
+                    w.copy_(torch.where(due, after, w))
 
         def hold(parameters: Sequence[nn.Parameter]) -> None:
-            nonlocal taken
-            if taken and taken % self.inner_steps == 0:  # theta has just been through K steps on the last batch
-                follow()
-            taken += 1
+            follow((taken > 0) & (taken % self.inner_steps == 0))  # theta went through K steps on the last batch
+            taken.add_(1)
             for parameter, anchor in zip(parameters, own, strict=True):
                 if parameter.grad is not None:
                     parameter.grad.add_(parameter.detach() - anchor, alpha=self.lam)  # (1)
 
         fit(model, repeating(site, self.inner_steps), gradient_hook=hold)
-        if taken:
-            follow()
+        follow(taken > 0)
         personal = snapshot(model)
         with torch.no_grad():
             torch._foreach_copy_(theta, own)

@@ -326,7 +326,7 @@ def class_distance(values: Tensor, label: Tensor, target: Tensor) -> Tensor:
         label: (B,) class indices.
         target: C (K, d), constant, NaN for an unknown class.
     """
-    members = one_hot(label, len(target)).to(values.dtype)
+    members = (label[:, None] == torch.arange(len(target), device=label.device)).to(values.dtype)
     counts = members.sum(0)
     means = members.T @ values / counts.clamp(min=1)[:, None]
     norms = torch.linalg.vector_norm(target.nan_to_num().to(values.dtype) - means, dim=1)  # its gradient at 0 is 0

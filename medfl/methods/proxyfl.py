@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -28,9 +27,9 @@ from torch.nn.functional import kl_div, log_softmax
 
 from medfl.errors import InputError
 from medfl.message import Message, Weights
+from medfl.methods._aside import Aside
 from medfl.methods.base import Method, option
 from medfl.methods.local import bodies_option
-from medfl.seeding import stream
 from medfl.site import Host, Networks, Site, snapshot
 from medfl.storage import State
 from medfl.training import fit
@@ -86,11 +85,11 @@ class ProxyFL(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train phi and the arrived proxy together; reply the proxy."""
         private, proxy = site.model(state["private"]), proxies(site).lease(down["weights"])
-        steps = count()
+        beside = Aside(site, "proxy")
 
         def objective(pair: nn.Module, x: Any, y: Any) -> Tensor:
             z = private(x)
-            with stream(site.seed, "proxy", next(steps)):  # so that phi's dropout is that of a model alone
+            with beside():
                 z_proxy = proxy(x)
             return self._loss(site.loss(z, y), z, z_proxy) + self._loss(site.loss(z_proxy, y), z_proxy, z)
 

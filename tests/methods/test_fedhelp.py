@@ -16,7 +16,7 @@ from medfl.errors import InputError
 from medfl.message import Message
 from medfl.methods._contribution import Contribution, distributions, divergence_from, mixture
 from medfl.methods._public import untracked
-from medfl.methods.fedhelp import FedHelp, _Lesson, top_set
+from medfl.methods.fedhelp import FedHelp, _Items, _Lesson, top_set
 from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence
 from medfl.networks import build
@@ -358,10 +358,14 @@ def lesson(federation: Toy, **options: object) -> tuple[_Lesson, nn.Module]:
     return _Lesson(method, site, method.init_site(site), network), network
 
 
+def items(federation: Toy) -> _Items:
+    return _Items(fedhelp(), federation.site("b"))
+
+
 def test_the_public_loss_leaves_the_private_head_alone_and_moves_the_body() -> None:
     federation = toy()
     one, network = lesson(federation)
-    one.loss(4).backward()
+    one.loss(*items(toy()).take(4)).backward()
     phi, first = network[4], network[0]
     assert phi.weight.grad is None
     assert phi.bias.grad is None
@@ -373,7 +377,7 @@ def test_the_public_loss_leaves_the_private_head_alone_and_moves_the_body() -> N
 def test_public_batches_and_running_statistics(public_bn: str, moves: bool) -> None:
     one, network = lesson(toy(), public_bn=public_bn)
     before = bits(dict(network.named_buffers()))
-    one.loss(4).backward()
+    one.loss(*items(toy()).take(4)).backward()
     assert (bits(dict(network.named_buffers())) != before) is moves
     assert network[1].track_running_stats
     if public_bn == "separate":
@@ -398,15 +402,14 @@ def test_the_public_loss_by_hand(warm: float) -> None:
     federation = toy()
     one, network = lesson(federation, temperature=warm)
     twin, other = lesson(federation, temperature=warm)
-    positions = twin.take(4)
-    x, y = federation.public.at(positions)
+    x, y, positions, _ = items(federation).take(4)
     with untracked(other):
         features = other[:4](x)
     z = twin.head(features)
     answers = federation.public.answered(positions) ** (1 / warm)
     t = (answers / answers.sum(2, keepdim=True)).mean(0)
     expected = cross_entropy(z, y) + 0.1 * warm**2 * (t * (t.log() - log_softmax(z / warm, 1))).sum(1).mean()
-    torch.testing.assert_close(one.loss(4), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(one.loss(*items(federation).take(4)), expected, rtol=0, atol=1e-6)
 
 
 def test_without_public_data_a_small_site_is_fedavgs() -> None:

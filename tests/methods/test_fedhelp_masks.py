@@ -13,7 +13,7 @@ from medfl.augmenting import BatchRecipe, Crop
 from medfl.errors import InputError
 from medfl.message import Message
 from medfl.methods._public import untracked
-from medfl.methods.fedhelp import _Lesson
+from medfl.methods.fedhelp import _Items, _Lesson
 from medfl.networks.heads import features_and_output
 from medfl.prepared import Augmented, Shard
 from medfl.task import Task
@@ -38,8 +38,8 @@ def test_the_public_loss_of_masks_by_hand(dims: int) -> None:
     """Mean over pixels of beta (CE + 0.1 KL); in volumes each image is repeated and the logits averaged (pseudo3d)."""
     one, _, _ = lesson(dims)
     twin, network, made = lesson(dims)
-    positions = twin.take(2)
-    x, y = made.public.at(positions)
+    taken = _Items(one.method, made.site("b")).take(2)
+    x, y, positions, _ = taken
     if dims == 3:
         x = x[..., None].expand(*x.shape, 16)
     with untracked(network):
@@ -52,7 +52,7 @@ def test_the_public_loss_of_masks_by_hand(dims: int) -> None:
     weight = beta(y[:, 0], balance, Border())
     kl = (t * (t.log() - log_softmax(z, 1))).sum(1)
     expected = (weight * (cross_entropy(z, y[:, 0], reduction="none") + 0.1 * kl)).mean()
-    torch.testing.assert_close(one.loss(2), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one.loss(*taken), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_small_site_without_public_data_trains_on_weighted_pixels() -> None:

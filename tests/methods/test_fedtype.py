@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from medfl.errors import InputError
 from medfl.message import Message
 from medfl.methods import load
-from medfl.methods.fedtype import conformal_quantile, consensus, grown, scores, set_loss
+from medfl.methods.fedtype import conformal_quantile, consensus, grown, scores, set_loss, uniform
 from medfl.seeding import derive, stream
 from medfl.site import Networks, Site, snapshot
 from medfl.task import Task
@@ -91,24 +91,24 @@ def test_the_least_loss_over_a_set_of_three() -> None:
 
 def test_scores_by_hand() -> None:
     """p = (0.2, 0.5, 0.3), ranks 3, 1, 2; k = 1, lambda = 0.1, u: 0.8 + 0.2 u + 0.2; 0.5 u; 0.5 + 0.3 u + 0.1."""
-    u = torch.rand(1, 1, generator=draws(), dtype=torch.float64).item()
+    u = uniform(1, draws()).item()
     z = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64).log()
-    found = scores(z, draws(), 1, 0.1)[0].tolist()
+    found = scores(z, uniform(1, draws()), 1, 0.1)[0].tolist()
     assert found == pytest.approx([1 + 0.2 * u, 0.5 * u, 0.6 + 0.3 * u], abs=1e-12)
 
 
 def test_equal_logits_rank_by_class() -> None:
     """p = 1/4 each: (o - 1 + u) / 4 for rank o."""
-    u = torch.rand(2, 1, generator=draws(), dtype=torch.float64)
+    u = uniform(2, draws())
     expected = (torch.arange(4) + u) / 4
-    torch.testing.assert_close(scores(torch.zeros(2, 4), draws(), 5, 1.0), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(scores(torch.zeros(2, 4), u, 5, 1.0), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("k_reg", "lam", "tau"), [(5, 0.5, 0.9), (1, 0.1, 0.8), (0, 0.3, 0.7), (2, 0.4, 0.9)])
 def test_sets_are_those_of_the_public_code(k_reg: int, lam: float, tau: float) -> None:
     """Its size of a set: the ranks whose cumulated score is at most tau, one more with the probability V."""
     z = 3 * drawn(400, 6)
-    u = torch.rand(400, 1, generator=draws(), dtype=torch.float64).numpy()[:, 0]
+    u = uniform(400, draws()).numpy()[:, 0]
     p = z.softmax(1).numpy()
     order = np.argsort(-p, axis=1, kind="stable")
     ordered = np.take_along_axis(p, order, 1)
@@ -122,7 +122,7 @@ def test_sets_are_those_of_the_public_code(k_reg: int, lam: float, tau: float) -
     for row in rows:
         expected[row, order[row, : sizes[row]]] = True
     assert len(np.unique(sizes)) > 1
-    assert ((scores(z, draws(), k_reg, lam) <= tau).numpy() == expected).all()
+    assert ((scores(z, uniform(400, draws()), k_reg, lam) <= tau).numpy() == expected).all()
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,11 @@ def test_calibrated_sets_cover_that_part_of_the_labels(coverage: float) -> None:
     toy = Toy({"a": (x, y)}, classifier(norm=True, dropout=0.5), cross_entropy, batch_size=250)
     with toy.networks.scope():
         network = toy.site("a").model(toy.initial)
-        sets = load("fedtype", coverage=coverage, k_reg=1)._sets(toy.site("a"), network, 0.1, draws())
+        generator = draws()
+        sets = load("fedtype", coverage=coverage, k_reg=1)._sets(toy.site("a"), network, 0.1, generator)
         assert network.training
         z = network.eval()(x).detach()
-        members = sets(z)
+        members = sets(z, uniform(len(z), generator))
     covered = members.gather(1, y[:, None]).double().mean().item()
     if coverage == 0.9:
         assert covered == pytest.approx(coverage, abs=3 * (0.09 / 3000) ** 0.5)
@@ -157,7 +158,8 @@ def test_sets_are_calibrated_without_random_transforms() -> None:
     toy = Toy(blobs({"a": 40}), network=classifier())
     site, z = toy.site("a"), drawn(50, 3, seed=4)
     moving = replace(site, train=shaken(site.train))
-    found = [METHOD._sets(one, site.network(), 0.1, draws(5))(z) for one in (moving, site)]
+    u = uniform(len(z), draws(6))
+    found = [METHOD._sets(one, site.network(), 0.1, draws(5))(z, u) for one in (moving, site)]
     assert torch.equal(*found)
     assert not found[0].all()
 
@@ -178,12 +180,13 @@ def reference(site: Site, method: object, large: nn.Module, proxy: nn.Module, ac
         network.eval()
         own = []
         for x, y in site.train.batches(site.settings.batch_size):
-            own += [row[label] for row, label in zip(scores(network(x), generator, method.k_reg, lam), y, strict=True)]
+            rows = scores(network(x), uniform(len(x), generator), method.k_reg, lam)
+            own += [row[label] for row, label in zip(rows, y, strict=True)]
         tau = sorted(value.item() for value in own)[min(math.ceil((len(own) + 1) * method.coverage), len(own)) - 1]
         network.train()
 
         def sets(z: Tensor) -> Tensor:
-            inside = scores(z, generator, method.k_reg, lam) <= tau
+            inside = scores(z, uniform(len(z), generator), method.k_reg, lam) <= tau
             inside[range(len(z)), z.argmax(1)] = True
             return inside
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from medfl.methods import load
+from medfl.methods._aside import Aside
 from medfl.methods.perfedavg import draw, gradient, hessian_product
 from medfl.prepared import Shard, Stacked
 from medfl.seeding import stream
@@ -183,11 +184,13 @@ def test_both_gradients_of_the_difference_see_the_same_dropout(lines: Toy) -> No
     """With one mask the loss is a quadratic of that mask: any delta gives the same; with two, noise / delta."""
     toy = replace(lines, network=lambda: nn.Sequential(nn.Dropout(0.5), lines.network()), batch_size=6)
     site = toy.site("d")
+    beside = lambda step: Aside(site, "hessian", step, each=2)  # noqa: E731
     v = [torch.ones(1, 3, dtype=torch.float64)]
     with toy.networks.scope():
         model = site.model(toy.initial)
-        products = [hessian_product(model, site, v, delta, 1)[0] for delta in (1e-4, 1.0)]
-        other = hessian_product(model, site, v, 1.0, 2)[0]
+        batch = next(site.train.batches(6))
+        products = [hessian_product(model, site, v, delta, batch, beside(1))[0] for delta in (1e-4, 1.0)]
+        other = hessian_product(model, site, v, 1.0, batch, beside(2))[0]
         assert bits(snapshot(model)) == bits(toy.initial)
     close(*products, 1e-9)
     assert (products[0] - other).norm() > 0.1

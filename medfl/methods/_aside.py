@@ -1,0 +1,42 @@
+"""Random numbers of their own for a part of each training step, which leave those of the rest as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from medfl.seeding import stream
+from medfl.site import Site
+from medfl.watching import standing
+
+
+class Aside:
+    """A context for what goes on beside the training of a network, so that its dropout is that of one alone.
+
+    The n-th block has the stream (site, purpose, n). What draws nothing needs none: the first block shows whether it
+    does, and if not nothing is seeded any more, which a captured step could not repeat.
+
+    Args:
+        site: whose seed it is.
+        purpose: name of the streams.
+        first: n of the first block.
+        each: so many blocks in a row have the same stream.
+    """
+
+    def __init__(self, site: Site, purpose: str, first: int = 0, each: int = 1) -> None:
+        """Know nothing of what the blocks will draw."""
+        self._site, self._purpose, self._first, self._each = site, purpose, first, each
+        self._done, self._silent = 0, False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Run a block."""
+        if self._silent:
+            yield
+            return
+        with stream(self._site.seed, self._purpose, self._first + self._done // self._each):
+            before = None if self._done else standing(self._site.device)
+            yield
+            if before is not None:
+                self._silent = standing(self._site.device) == before
+        self._done += 1
