@@ -1,16 +1,17 @@
 """A grid of runs, methods x partitions x seeds, in one folder: run what is missing, then compare.
 
 Each run is a process of its own with its own log, several at a time; they share the prepared images, which are read
-before they start. Seeds come one after the other, so that an interrupted grid has whole tables of the first; within a
-seed the longest run begins first, as far as runs of the same method have told. A run that fails is told and does not
-stop the others.
+before they start. Which run starts when, and how many at once, says `scheduling`. A run that fails is told and does not
+stop the others. On a GPU a run that runs out of its share of the memory is tried once more, with the device to itself.
+
+This process forks the runs and therefore leaves CUDA alone: it plans them as on a CPU, and what it asks of a device is
+asked in a process apart.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import multiprocessing
 import os
 import shlex
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,14 @@ from typing import Any
 from tabulate import LATEX_ESCAPE_RULES
 from tqdm import tqdm
 
-from medfl import comparable, curves, methods, tables
+from medfl import comparable, curves, devices, methods, tables
 from medfl.comparison import Comparison, read
 from medfl.errors import InputError, MedflError
 from medfl.folder import read_run, safe
+from medfl.holding import within
 from medfl.launch import Shared, federate
-from medfl.planning import Plan, Request, plan
+from medfl.planning import Plan, Request, device_named, plan
+from medfl.scheduling import Schedule, Start, named
 from medfl.storage import write_atomic
 
 Say = Callable[[str], object]
@@ -80,17 +84,22 @@ class Cell:
     @property
     def title(self) -> str:
         """What the cell is called in messages."""
-        return f"{self.entry.label}{f' on {self.partition}' if self.partition else ''}, seed {self.seed}"
+        return f"{named(self.kind)}, seed {self.seed}"
 
     @property
     def kind(self) -> tuple[str, str | None]:
-        """What takes the same time with any seed."""
+        """What takes the same time and memory with any seed."""
         return self.entry.label, self.partition
 
     def seconds(self) -> float | None:
         """Return what the run took, None if it is not over."""
         summary = self._summary()
         return float(summary["seconds"]) if summary else None
+
+    def peak(self) -> int | None:
+        """Return the bytes of a GPU that the run took, None where it is not over, or was on a CPU."""
+        found = self._summary().get("peak_device_bytes")
+        return None if found is None else int(found)
 
     def done(self, rounds: int | None) -> bool:
         """Whether the run is finished, with so many rounds where a number is asked for."""
@@ -164,7 +173,7 @@ def compare(
     Args:
         grid: the runs.
         out: folder; a new one, or one of a grid with the same settings (methods, partitions and seeds may differ).
-        at_once: runs at the same time, each with one worker; default: the cores.
+        at_once: runs at the same time, each with one worker; default: the cores. On a GPU fewer where no more fit.
         against: as for `write_tables`, to be refused before any run.
         target: likewise.
         progress: show a bar on stderr.
@@ -185,19 +194,22 @@ def compare(
     missing = [cell for cell in cells if not cell.done(rounds)]
     shared, there = Shared(), [cell.folder for cell in cells if cell.done(rounds)]
     runs, images = [read_run(path / "run.json")[0] for path in there], dict[str, Plan]()
-    for cell in {cell.kind: cell for cell in missing}.values():  # refuse before any run
-        made = plan(_request(grid, cell))
-        comparable.runs(made.run, there)
-        runs.append(made.run)
-        images.setdefault(Shared.key(made), made)
-    comparable.named(runs, against, target)
-    for made in images.values():
-        shared.sections(made)
+    device = _device(str(grid.requested.get("device", "cpu"))) if missing else "cpu"
+    with devices.before_forks():
+        for cell in {cell.kind: cell for cell in missing}.values():  # refuse before any run
+            made = plan(dataclasses.replace(_request(grid, cell), device="cpu"))
+            runs.append(dataclasses.replace(made.run, device=device))
+            comparable.runs(runs[-1], there)
+            images.setdefault(Shared.key(made), made)
+        comparable.named(runs, against, target)
+        for made in images.values():
+            shared.sections(made)
+    gpu = None if device == "cpu" else devices.Gpu.ask(device)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / comparable.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     say(f"{len(cells)} runs, {len(cells) - len(missing)} of them there already")
     known = [cell for cell in cells if cell not in missing]
-    failed = _run_all(grid, missing, known, shared, at_once or os.cpu_count() or 1, progress, say)
+    failed = _run_all(grid, missing, known, shared, at_once or os.cpu_count() or 1, gpu, progress, say)
     finished = [cell.folder for cell in cells if cell.done(rounds)]
     return (read(finished) if finished else None), failed
 
@@ -260,13 +272,27 @@ def _request(grid: Grid, cell: Cell) -> Request:
     return Request(grid.bundle, options={**own, **cell.entry.options}, config=grid.config, **requested)
 
 
+def _device(name: str) -> str:
+    """Return the device of a name, which is looked for in another process."""
+    return name if name == "cpu" else devices.apart(partial(device_named, name))
+
+
 def _run_all(
-    grid: Grid, cells: Sequence[Cell], known: Sequence[Cell], shared: Shared, at_once: int, progress: bool, say: Say
+    grid: Grid,
+    cells: Sequence[Cell],
+    known: Sequence[Cell],
+    shared: Shared,
+    at_once: int,
+    gpu: devices.Gpu | None,
+    progress: bool,
+    say: Say,
 ) -> dict[str, str]:
-    """Run the cells, so many at a time; return title -> error of failed ones. Of `known` ones the time is read."""
-    context, left, failed = multiprocessing.get_context("fork"), list(cells), {}
-    busy: dict[int, tuple[Any, Cell, float]] = {}
-    took = {cell.kind: seconds for cell in known if (seconds := cell.seconds()) is not None}
+    """Run the cells, so many at a time; return title -> error of failed ones. Known ones tell time and memory."""
+    context, failed = multiprocessing.get_context("fork"), dict[str, str]()
+    busy: dict[int, tuple[Any, Start[Cell], float]] = {}
+    schedule = Schedule(cells, at_once, gpu.memory if gpu else None)
+    for cell in known:
+        schedule.learn(cell, cell.seconds(), cell.peak())
     with tqdm(
         total=len(cells),
         desc="runs",
@@ -275,75 +301,65 @@ def _run_all(
         bar_format="{desc} {n}/{total} {bar:8}{postfix}",
     ) as bar:
         try:
-            while left or busy:
-                while left and len(busy) < at_once:
-                    cell = _next(left, took)
-                    left.remove(cell)
-                    process = context.Process(target=_run, args=(grid, cell, shared), daemon=False)
+            while schedule.left or busy:
+                for line in schedule.news():
+                    say(line)
+                while start := schedule.start([begun for _, begun, _ in busy.values()]):
+                    if start.measures:
+                        say(f"alone on the device, to see how much memory it takes: {start.run.title}")
+                    process = context.Process(target=_run, args=(grid, start, shared, gpu), daemon=False)
                     process.start()
-                    busy[process.sentinel] = (process, cell, time.monotonic())
-                running = [(cell, time.monotonic() - started) for _, cell, started in busy.values()]
-                about = remaining(left, running, took, at_once)
+                    busy[process.sentinel] = (process, start, time.monotonic())
+                running = [(begun.run, time.monotonic() - since) for _, begun, since in busy.values()]
+                about = schedule.remaining(running)
                 time_left = "" if about is None else f", about {max(1, round(about / 60))} min"
                 bar.set_postfix_str(
                     f"running {', '.join(cell.entry.label for cell, _ in running)}"[:40]
-                    + f"; {len(left)} left{time_left}"
+                    + f"; {len(schedule.left)} left{time_left}"
                 )
                 for sentinel in wait([*busy], timeout=5 if progress else None):
-                    process, cell, started = busy.pop(int(str(sentinel)))
+                    process, start, since = busy.pop(int(str(sentinel)))
                     process.join()
-                    bar.update()
+                    cell, seconds = start.run, time.monotonic() - since
                     if process.exitcode == 0:
-                        took[cell.kind] = time.monotonic() - started
-                        say(f"done: {cell.title} ({time.monotonic() - started:.0f} s)")
+                        schedule.learn(cell, seconds, cell.peak())
+                        say(f"done: {cell.title} ({seconds:.0f} s)")
+                    elif process.exitcode == devices.RAN_OUT and schedule.again(start):
+                        say(f"{cell.title}: {_told(cell)}; once more from its last round, alone on the device")
                         continue
-                    path = cell.folder.with_name(f"{cell.folder.name}-{_FAILED}")
-                    text = path.read_text().splitlines()[0] if path.is_file() else f"ended with {process.exitcode}"
-                    failed[cell.title] = text
-                    say(f"FAILED: {cell.title}: {text}")
+                    else:
+                        failed[cell.title] = _told(cell) or f"ended with {process.exitcode}"
+                        say(f"FAILED: {cell.title}: {failed[cell.title]}")
+                    bar.update()
         finally:
             for process, _, _ in busy.values():
                 process.terminate()
     return failed
 
 
-def _next(left: Sequence[Cell], took: Mapping[tuple[str, str | None], float]) -> Cell:
-    """Return the longest run of the first seed; one of which nothing is known comes first, and tells."""
-    seed = left[0].seed
-    return max((cell for cell in left if cell.seed == seed), key=lambda cell: took.get(cell.kind, math.inf))
+def _told(cell: Cell) -> str:
+    """Return in a line why a run failed, "" where it could not tell."""
+    path = _failure(cell)
+    return path.read_text().splitlines()[0] if path.is_file() else ""
 
 
-def remaining(
-    left: Sequence[Cell],
-    running: Sequence[tuple[Cell, float]],
-    took: Mapping[tuple[str, str | None], float],
-    at_once: int,
-) -> float | None:
-    """Return about how many seconds a grid will still take, None while nothing is known.
-
-    Args:
-        left: runs that have not begun.
-        running: those that have, with the seconds since.
-        took: kind of run -> seconds of one that is over; of other kinds their mean is taken.
-        at_once: runs at the same time.
-    """
-    if not took:
-        return None
-    mean = sum(took.values()) / len(took)
-    rest = [max(0.0, took.get(cell.kind, mean) - since) for cell, since in running]
-    whole = [took.get(cell.kind, mean) for cell in left]
-    return max([sum(rest + whole) / at_once, *rest])
+def _failure(cell: Cell) -> Path:
+    return cell.folder.with_name(f"{cell.folder.name}-{_FAILED}")
 
 
-def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
+def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: devices.Gpu | None) -> None:
     """Run one cell in this process, which was made for it; what it says goes to a file beside its folder."""
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    cell, allowance = start.run, start.allowance
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
-    told = cell.folder.with_name(f"{cell.folder.name}-{_FAILED}")
+    told = _failure(cell)
     told.unlink(missing_ok=True)
     request = _request(grid, cell)
     with _logged(cell.folder.with_name(f"{cell.folder.name}-log.txt")) as say:
         try:
+            if gpu and allowance is not None:
+                tensors = gpu.bound(allowance)
+                shared.free = within(tensors, gpu.memory) if allowance < gpu.memory else None
             resume = (cell.folder / "run.json").is_file()
             requested = {name: getattr(request, name) for name in _REQUESTED if getattr(request, name) is not None}
             federate(
@@ -358,12 +374,15 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
                 command=f"a run of medfl compare {grid.bundle}",
                 say=say,
             )
-        except MedflError as error:
-            told.write_text(f"{' '.join(str(error).split())}\n")
-            sys.exit(error.exit_code)
-        except Exception:  # whatever it is, the other runs go on; the parent reads it here and tells it
-            told.write_text(f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}")
-            sys.exit(1)
+        except Exception as error:  # whatever it is, the other runs go on; the parent reads it here and tells it
+            text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
+            if gpu and allowance is not None and devices.ran_out(error):
+                given = f"given {devices.gib(allowance)} of {devices.gib(gpu.memory)}"
+                text, code = f"out of the device's memory, {given}\n{traceback.format_exc()}", devices.RAN_OUT
+            elif isinstance(error, MedflError):
+                text, code = f"{' '.join(str(error).split())}\n", error.exit_code
+            told.write_text(text)
+            sys.exit(code)
 
 
 _REQUESTED = tuple(f.name for f in dataclasses.fields(Request) if f.name not in ("bundle", "options", "config"))

@@ -21,6 +21,24 @@ def free_memory(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
+def within(allowance: int, memory: int) -> Free:
+    """Return what tells the free memory of a process that may not take all of a device that it shares.
+
+    Its allowance is what a run of the same kind took that had the device to itself, with what that one held there. So
+    all of what is left of the allowance may be held, twice which is told to `hold`, and not what that one could not.
+
+    Args:
+        allowance: bytes that the tensors of this process may take.
+        memory: bytes that a process has which is alone on the device.
+    """
+
+    def free(device: torch.device) -> int:
+        left = allowance - int(torch.cuda.memory_allocated(device))
+        return max(0, min(memory, 2 * min(left, free_memory(device))))
+
+    return free
+
+
 def hold(
     sections: Mapping[str, Prepared], device: torch.device, free: Free = free_memory
 ) -> tuple[dict[str, Prepared], str]:

@@ -14,7 +14,7 @@ import pytest
 
 import medfl
 from medfl import cli, datasets
-from medfl.compare import Cell, Entry, _next, remaining
+from medfl.compare import Entry
 from medfl.errors import InputError
 
 SMALL = (
@@ -234,32 +234,3 @@ def test_an_entry_reads_options_as_a_shell_does() -> None:
     assert (entry.method, entry.options) == ("fedhelp", {"large": "a, b", "top": "1"})
     with pytest.raises(InputError, match="NAME OPTION=VALUE"):
         Entry.read("fedhelp large='a")
-
-
-def cell(out: Path, method: str, seed: int) -> Cell:
-    return Cell(Entry.read(method), None, seed, out / method / str(seed))
-
-
-def test_the_longest_run_of_a_seed_comes_first_and_one_of_which_nothing_is_known_before_it(tmp_path: Path) -> None:
-    left = [cell(tmp_path, method, seed) for seed in (0, 1) for method in ("fedavg", "scaffold", "fedprox")]
-    assert _next(left, {}).entry.method == "fedavg"
-    took = {("fedavg", None): 5.0, ("scaffold", None): 9.0}
-    order = []
-    while left:
-        chosen = _next(left, took)
-        left.remove(chosen)
-        order.append((chosen.entry.method, chosen.seed))
-        took.setdefault(chosen.kind, 7.0)
-    assert order == [
-        ("fedprox", 0), ("scaffold", 0), ("fedavg", 0), ("scaffold", 1), ("fedprox", 1), ("fedavg", 1),
-    ]  # fmt: skip
-
-
-def test_the_time_that_is_left_counts_what_runs_and_what_waits(tmp_path: Path) -> None:
-    fedavg, scaffold = cell(tmp_path, "fedavg", 0), cell(tmp_path, "scaffold", 0)
-    assert remaining([fedavg], [], {}, 2) is None
-    took = {fedavg.kind: 10.0, scaffold.kind: 30.0}
-    assert remaining([fedavg, fedavg], [(scaffold, 10.0)], took, 2) == 20.0  # (10 + 10 + 20) / 2
-    assert remaining([], [(scaffold, 5.0), (fedavg, 50.0)], took, 2) == 25.0  # no run is shared between workers
-    unknown = cell(tmp_path, "fedprox", 0)
-    assert remaining([unknown], [], took, 1) == 20.0

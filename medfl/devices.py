@@ -1,0 +1,145 @@
+"""A GPU that several processes share: it is asked in a process apart, each has an allowance, and tells its peak.
+
+A process that has initialised CUDA cannot fork others that use it, so whoever forks runs asks with `apart` and within
+`before_forks`. PyTorch's allocator knows of tensors alone: what the CUDA context and the libraries' kernels take beside
+them cannot be told apart from other processes' memory while several run, so `OUTSIDE` is allowed for it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+import torch
+
+from medfl.errors import InputError, RunError
+
+T = TypeVar("T")
+
+GIB = 2**30
+OUTSIDE = GIB
+"""Bytes of a device allowed for a process's CUDA context, kernels of libraries and captured graphs."""
+RAN_OUT = 3
+"""Exit code of a process that ran out of a device's memory."""
+_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_SHORT = re.compile(r"CUDA out of memory|CUDA error: out of memory|(CUBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device: its name ("cuda" or "cuda:1"), its bytes, and those that processes may share among them."""
+
+    name: str
+    total: int
+    memory: int
+
+    @classmethod
+    def ask(cls, name: str) -> Gpu:
+        """Ask for the memory of a device; what other programs hold is not there to be shared.
+
+        Raises:
+            InputError: this process has used CUDA, so that none that it forks can.
+        """
+        free, total = apart(partial(torch.cuda.mem_get_info, _index(name)))
+        return cls(name, total, free)
+
+    def bound(self, allowance: int) -> int:
+        """Hold this process to an allowance, and return the bytes that its tensors may take of it.
+
+        Past them torch raises `OutOfMemoryError`. A process that may take everything needs nothing kept back for its
+        context, which was there when the memory was asked for.
+        """
+        tensors = allowance if allowance >= self.memory else max(0, allowance - OUTSIDE)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, tensors / self.total), _index(self.name))
+        return tensors
+
+
+def peak(device: str) -> dict[str, int]:
+    """Return {"peak_device_bytes": the most that this process has held of a CUDA device}, {} on a CPU.
+
+    That is the allocator's largest reservation and `OUTSIDE`.
+    """
+    if torch.device(device).type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {"peak_device_bytes": int(torch.cuda.max_memory_reserved(_index(device))) + OUTSIDE}
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error was caused by a CUDA device without memory left, for the allocator or for a library."""
+    seen: BaseException | None = error
+    while seen is not None:
+        # an error of a site reaches the server as text
+        if isinstance(seen, torch.OutOfMemoryError) or _SHORT.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def gib(number: float) -> str:
+    """Return bytes as people read them."""
+    return f"{number / GIB:.1f} GiB"
+
+
+def apart(function: Callable[[], T]) -> T:
+    """Call a function in a forked process, so that CUDA is not initialised in this one, and return what it returns.
+
+    Raises:
+        InputError: this process has used CUDA, so that none that it forks can.
+        RunError: the process ended without an answer.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(function, there), daemon=True)
+    process.start()
+    there.close()
+    answer: T
+    try:
+        answer, error = here.recv()
+    except EOFError:
+        process.join()
+        raise RunError(f"the process that asked for the CUDA devices ended with {process.exitcode}") from None
+    process.join()
+    if error is not None:
+        raise error
+    return answer
+
+
+def _answer(function: Callable[[], object], link: Connection) -> None:
+    try:
+        if torch.cuda._is_in_bad_fork():
+            raise InputError(
+                "a comparison on a GPU from a process that has used CUDA",
+                "its runs are forked, and CUDA works in no process that is forked after its first use",
+                "begin it in a new process, as medfl compare does",
+            )
+        link.send((function(), None))
+    except InputError as error:
+        link.send((None, error))
+    except Exception as error:  # whatever the driver says
+        link.send((None, RunError(f"the CUDA devices cannot be asked: {type(error).__name__}: {error}")))
+
+
+@contextmanager
+def before_forks() -> Iterator[None]:
+    """Have `torch.cuda.is_available`, which expressions of bundles call, ask NVML and leave CUDA uninitialised."""
+    before = os.environ.get(_NVML)
+    os.environ[_NVML] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NVML]
+        else:
+            os.environ[_NVML] = before
+
+
+def _index(device: str) -> int:
+    """Return the index of a CUDA device; "cuda" alone is the first, as in a process that has chosen no other."""
+    return torch.device(device).index or 0
