@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -24,8 +25,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
+from medfl.abreast import current
 from medfl.importing import without_collecting
 from medfl.recordings import Home, Recording, Repeatable, forget, keep, kept
+from medfl.together import QUEUED, Request
 from medfl.watching import Remembered, Storages, Watch, indexed
 
 Step = Callable[..., Tensor]
@@ -53,6 +56,7 @@ class CudaGraph:
     """A step as a CUDA graph; all graphs of a device share one pool of memory."""
 
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+    _sides: ClassVar[dict[torch.device, list[torch.cuda.Stream]]] = {}
     _pools: ClassVar[dict[torch.device, Any]] = {}
     _last: ClassVar[dict[torch.device, CudaGraph]] = {}  # a pool lives as long as one of its graphs does
 
@@ -107,6 +111,21 @@ class CudaGraph:
         """Launch the graph on the current stream."""
         self._graph.replay()
 
+    @contextmanager
+    def branch(self, place: int) -> Iterator[None]:
+        """Run a block of a capture on a stream of its own, after all that the capture did before its branches."""
+        sides = self._sides.setdefault(self._device, [])
+        while len(sides) <= place:
+            sides.append(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        sides[place].wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(sides[place]):
+            yield
+
+    def join(self, count: int) -> None:
+        """Let the stream of the capture wait for the branches."""
+        for side in self._sides[self._device][:count]:
+            torch.cuda.current_stream(self._device).wait_stream(side)
+
 
 GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
 """Type of device -> what records steps there; on all others they run eagerly."""
@@ -133,11 +152,13 @@ class Verdict:
         obstacle: why it cannot be captured, "" if it can.
         used: which of the tensors that it reaches it uses, by their place (`Remembered.tensors`).
         complete: whether these are all that it uses besides its batch, all on its device.
+        draws: whether it draws random numbers.
     """
 
     obstacle: str
     used: tuple[int, ...] = ()
     complete: bool = False
+    draws: bool = False
 
 
 class Verdicts:
@@ -194,10 +215,13 @@ class Steps:
         self._step, self._device, self._expected = step, device, expected
         self._graph: Graph | None = None
         self._recording: Recording | None = None
+        self._asked: Request | None = None  # steps that were promised
+        self._loss = torch.float32
         self._home: Home | None = None
         self._form: Any = None
         self._first: Watch | None = None
         self._verdict: Verdict | None = None
+        self._key: Hashable = None
         self._seen: tuple[Tensor, ...] = ()
         self._storages = Storages()
         if not _ALLOWED.get() or device.type not in GRAPHS or expected < 2:
@@ -218,18 +242,45 @@ class Steps:
         if self._form is None:  # the first step makes what lasts
             self._form, self._seen = form, batch
             with self._graph.warming():
-                return self._step(*batch)
+                loss = self._step(*batch)
+            self._loss = loss.dtype
+            return loss
         if form != self._form:
             self.finish()
             return self._step(*batch)
+        if self._asked is not None:
+            return self._queue(self._asked, batch)
         if self._recording is None:
             return self._warm(self._graph, batch)
         return self._replay(self._recording, batch)
 
     def finish(self) -> None:
         """Bring the values home that replays left in the recording's memory; to be called after the last step."""
+        self.flush()
         if self._recording is not None and self._home is not None and self._recording.busy:
             self._recording.leave(self._home)
+
+    def flush(self) -> None:
+        """Have the steps done whose losses were promised; to be called before one of these is looked at."""
+        visit = current()
+        if visit is None or self._asked is None or not self._asked.batches:
+            return
+        asked, self._asked = self._asked, self._asking(self._asked)
+        asked.losses = asked.losses[: len(asked.batches)]
+        visit.meet(asked)
+        self.replayed += asked.replayed
+        self.eager = asked.eager
+
+    def _queue(self, asked: Request, batch: tuple[Tensor, ...]) -> Tensor:
+        """Promise a step that is done together with those of other visits."""
+        asked.batches.append(batch)
+        loss = asked.losses[len(asked.batches) - 1]
+        if len(asked.batches) == QUEUED:
+            self.flush()
+        return loss
+
+    def _asking(self, like: Request) -> Request:
+        return replace(like, batches=[], losses=torch.empty(QUEUED, dtype=self._loss, device=self._device))
 
     def _replay(self, recording: Recording, batch: tuple[Tensor, ...]) -> Tensor:
         assert self._home is not None
@@ -243,14 +294,19 @@ class Steps:
         """Do a step before there is a recording: look for one, for a verdict, or make them."""
         before = Remembered(self._step, self._seen, self._storages, self._device)
         key = (before.kind, self._form, self._device, _arithmetic())
-        if self._first is None:
-            self._verdict = _VERDICTS.get(key)
+        another = self._verdict is not None and not self._verdict.obstacle and key != self._key
+        if self._first is None or another:  # an eager step since the verdict can have made it another step
+            self._key, self._first, self._verdict = key, None, _VERDICTS.get(key)
         if self._verdict is None:
             few = self._few() if self._first is None else ""
             return self._refuse(few)(*batch) if few else self._watch(graph, key, before, batch)
         if self._verdict.obstacle:
             return self._refuse(self._verdict.obstacle)(*batch)
         self._home = Home([before.tensors[place] for place in self._verdict.used])
+        if current() is not None and self._verdict.complete and not self._verdict.draws:
+            make = partial(GRAPHS[self._device.type], self._device)
+            self._asked = self._asking(Request((key, self._home.layout), self._step, self._home, make))
+            return self._queue(self._asked, batch)
         self._recording = kept((key, self._home.layout)) if self._verdict.complete else None
         if self._recording is not None:
             return self._replay(self._recording, batch)
@@ -278,7 +334,7 @@ class Steps:
             obstacle = "two steps in a row differ in what they do"
         if obstacle or self._first is not None:
             used, complete = after.among(watch.outside)
-            self._verdict = Verdict(obstacle, used, complete)
+            self._verdict = Verdict(obstacle, used, complete, watch.draws)
             _VERDICTS.add(key, self._verdict)
         self._first = watch
         return loss

@@ -219,8 +219,9 @@ def _add_compare(verbs: Any) -> None:
     arguments.training(compare)
     machine = arguments.machine(compare)
     machine.add_argument(
-        "--jobs", default="auto", metavar="auto|N", help="runs at the same time; they change no result; default auto"
-    )
+        "--jobs", default="auto", metavar="auto|N",
+        help="runs at the same time, on a GPU no more than fit its memory; they change no result; default auto",
+    )  # fmt: skip
     output = compare.add_argument_group("output")
     output.add_argument(
         "--out", type=Path, required=True, metavar="DIR",
@@ -322,13 +323,13 @@ def _paper(options: Any) -> int:
 
 _SHARED = (
     "presets", "data", "sites", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "device", "amp",
-    "tf32", "channels_last", "capture", "threads", "eval_every", "messages",
+    "tf32", "channels_last", "capture", "pack", "threads", "eval_every", "messages",
 )  # fmt: skip
 
 _REQUESTED = (
     "method", "presets", "data", "sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr",
-    "lr_decay", "seed", "device", "amp", "tf32", "channels_last", "capture", "threads", "eval_every", "messages",
-    "aggregation",
+    "lr_decay", "seed", "device", "amp", "tf32", "channels_last", "capture", "pack", "threads", "eval_every",
+    "messages", "aggregation",
 )  # fmt: skip
 
 

@@ -107,6 +107,10 @@ class RunFolder:
         """Write run.json: the run, its hash, and what helps a reader (`extra`)."""
         self._json("run.json", {**extra, **run.to_dict(), "run_hash": run.run_hash})
 
+    def add_to_run(self, told: Mapping[str, Any]) -> None:
+        """Write more into run.json that helps a reader; the run itself stays what it is."""
+        self._json("run.json", {**self.read_run()[1], **told})
+
     def read_run(self) -> tuple[Run, dict[str, Any]]:
         """Read run.json: the run, and all that the file says; InputError if it is damaged."""
         return read_run(self.path / "run.json")

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medfl import methods
-from medfl.begun import BESIDE, discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan
+from medfl.begun import BESIDE, discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan, with_notes
 from medfl.begun import LISTED as _LISTED
 from medfl.configuration import shipped_folders
 from medfl.errors import InputError, meant
 from medfl.flare import job as flare_job
 from medfl.folder import RunFolder
-from medfl.holding import free_memory
+from medfl.holding import Free, free_memory
 from medfl.kinds import checked
 from medfl.partner.inspection import inspect
 from medfl.partner.policy import Policy
@@ -48,10 +48,15 @@ FLARE = ("flare", "flare-poc")
 
 
 class Shared:
-    """Prepared images that several runs share: of a bundle with one configuration, on one folder and split."""
+    """Prepared images that several runs share: of a bundle with one configuration, on one folder and split.
+
+    Attributes:
+        free: tells how much of a device's memory is left to a run that has its allowance; None: all that is free.
+    """
 
     def __init__(self) -> None:
         """Hold nothing yet."""
+        self.free: Free | None = None
         self._known: dict[str, dict[str, Prepared]] = {}
 
     def sections(self, made: Plan) -> dict[str, Prepared]:
@@ -136,7 +141,7 @@ def federate(
     if out is not None and not resume:
         RunFolder.refuse_used(Path(out), BESIDE)
     with tf32(False):  # what teachers know and answer is kept for other runs too
-        made = _plan(bundle, options or {}, config or {}, requested, out, resume, source, say)
+        made = with_notes(_plan(bundle, options or {}, config or {}, requested, out, resume, source, say))
     run = made.run
     if save_predictions:
         _refuse_unsaved(made)
@@ -147,7 +152,8 @@ def federate(
         _refuse_elsewhere(path, runtime)
     for note in made.notes:
         say(f"note: {note}")
-    idle = [f"--{name}" for name in ("tf32", "capture") if getattr(run, name) and run.device == "cpu"]
+    used = {"tf32": run.tf32, "capture": run.capture and run.pack == 1, "pack": run.pack > 1}
+    idle = [f"--{name}" for name in used if used[name] and run.device == "cpu"]
     if idle:
         say(f"note: {' and '.join(idle)}: of no effect on a CPU")
     say(_division(made))
@@ -165,7 +171,7 @@ def federate(
         if save_predictions:
             _refuse_unplaced(federation)
         if run.device != "cpu" and runtime not in FLARE:  # whose sites hold their own
-            say(federation.hold(free_memory))
+            say(federation.hold((shared.free if shared is not None else None) or free_memory))
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
         told = {"runtime": runtime, **tolerance.record()}
         execute = partial(_execute, jobs=workers, runtime=runtime, tolerance=tolerance, progress=progress, say=say)

@@ -31,10 +31,12 @@ from medfl.robust import Aggregation
 from medfl.sections import SECTIONS
 from medfl.settings import LOSSLESS, MEAN, PartitionRecord, Run
 
-_LEAST = {"rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0}
+_LEAST = {
+    "rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0, "pack": 1,
+}  # fmt: skip
 _REPEATED = (
     "method", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "seed", "device", "amp", "threads",
-    "eval_every", "messages", "aggregation", "tf32", "channels_last", "capture",
+    "eval_every", "messages", "aggregation", "tf32", "channels_last", "capture", "pack",
 )  # fmt: skip
 
 
@@ -51,6 +53,7 @@ class Request:
         tf32: let a GPU round the factors of products to TF32.
         channels_last: keep kernels in memory with their channels last.
         capture: replay captured training steps on a GPU.
+        pack: how many sites may do a captured step at once; more than 1 captures.
     """
 
     bundle: str
@@ -77,6 +80,7 @@ class Request:
     tf32: bool = False
     channels_last: bool = False
     capture: bool = False
+    pack: int = 1
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,8 @@ def plan(request: Request, say: Say = str) -> Plan:
         aggregation=aggregation,
         tf32=request.tf32,
         channels_last=request.channels_last,
-        capture=request.capture,
+        capture=request.capture or request.pack > 1,
+        pack=request.pack,
     )
     notes = opened.notes + tuple(public.notes(bundle, sections) if public else ())
     return Plan(run, bundle, method, notes, public)
@@ -305,6 +310,15 @@ def _value(value: Any) -> Any:
         return yaml.safe_load(value)
     except yaml.YAMLError:
         return value
+
+
+def device_named(name: str) -> str:
+    """Return the device that a run with this name has, "auto" resolved; finding it may initialise CUDA.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    return _device(name)
 
 
 def _device(name: str) -> str:

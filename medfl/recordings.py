@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -36,6 +36,12 @@ class Repeatable(Protocol):
 
     def replay(self) -> None:
         """Repeat the recorded operations."""
+
+    def branch(self, place: int) -> AbstractContextManager[None]:
+        """Return the context of operations of a capture that may be done beside those of its other branches."""
+
+    def join(self, count: int) -> None:
+        """Let what follows in a capture wait for its branches, 0 to count - 1."""
 
 
 class Home:
@@ -83,7 +89,7 @@ class Recording:
         self.busy = False
         for mine, given in zip(self._inputs, batch, strict=True):
             mine.copy_(given)
-        with _moved(home, self._own):
+        with moved(home, self._own):
             self._loss = graph.capture(lambda: step(*self._inputs))
 
     @property
@@ -111,13 +117,14 @@ class Recording:
 
 
 @contextmanager
-def _moved(home: Home, memory: Sequence[Tensor]) -> Iterator[None]:
-    """Let the tensors of a visit lie in other memory inside the block."""
+def moved(home: Home, memory: Sequence[Tensor]) -> Iterator[None]:
+    """Let the tensors of a visit lie in other memory, pieces as long as its own, inside the block."""
     before = [tensor.data for tensor in home.tensors]
     try:
         for tensor, (place, offset, _) in zip(home.tensors, home.layout, strict=True):
             there = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor.data = there.set_(memory[place].untyped_storage(), offset, tensor.shape, tensor.stride())
+            start = memory[place].storage_offset() // tensor.element_size() + offset
+            tensor.data = there.set_(memory[place].untyped_storage(), start, tensor.shape, tensor.stride())
         yield
     finally:
         for tensor, data in zip(home.tensors, before, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -43,3 +43,19 @@ def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
         finally:
             np.random.set_state(numpy_state)
             random.setstate(python_state)
+
+
+def drawn() -> Callable[[], None]:
+    """Return what brings all global generators back to where they are now."""
+    host, numbers, python = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [(one, one.get_state()) for one in torch.cuda.default_generators] if used else []
+
+    def back() -> None:
+        torch.default_generator.set_state(host)
+        np.random.set_state(numbers)
+        random.setstate(python)
+        for generator, state in devices:
+            generator.set_state(state)
+
+    return back

@@ -21,6 +21,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "tf32": False,
     "channels_last": False,
     "capture": False,
+    "pack": 1,
 }
 """Settings that came later: where they change nothing a record has none, and its hash is what it was."""
 
@@ -123,6 +124,7 @@ class Run:
         tf32: whether convolutions and matrix products on a GPU may round their factors to TF32.
         channels_last: whether kernels lie in memory with their channels last; their values are the same.
         capture: whether training steps on a GPU are captured and replayed (`medfl.capturing`).
+        pack: how many sites may do a captured step at once (`medfl.together`).
     """
 
     bundle: str
@@ -152,6 +154,7 @@ class Run:
     tf32: bool = False
     channels_last: bool = False
     capture: bool = False
+    pack: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values; without `public` and `text` where there are none, and the neutral."""

@@ -5,6 +5,7 @@ A Site has one site's private data; a Host never does.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ class Networks:
         """Take the bundle's network factory; every network starts from the same weights, drawn on the run's stream."""
         self._factory, self._seed, self.device = factory, seed, device
         self._free: list[_Pooled] = []
-        self._leased: list[_Pooled] = []
+        self._lent = threading.local()  # visits abreast have threads of their own
         self._initial: dict[str, Tensor] | None = None
 
     def fresh(self, *path: str | int) -> nn.Module:
@@ -64,19 +65,25 @@ class Networks:
         """
         _ = self.initial
         pooled = self._free.pop() if self._free else _Pooled(self.fresh())
-        self._leased.append(pooled)
+        self._leased().append(pooled)
         pooled.load(weights)
         return pooled.network
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Take every network leased inside back when the block ends."""
-        held, self._leased = self._leased, []
+        held, self._lent.networks = self._leased(), []
         try:
             yield
         finally:
-            self._free.extend(self._leased)
-            self._leased = held
+            self._free.extend(self._leased())
+            self._lent.networks = held
+
+    def _leased(self) -> list[_Pooled]:
+        if not hasattr(self._lent, "networks"):
+            self._lent.networks = []
+        found: list[_Pooled] = self._lent.networks
+        return found
 
 
 class _Pooled:

@@ -128,7 +128,10 @@ def fit(
             done = len(losses)
             for x, y in site.train.batches(settings.batch_size, generator):
                 batch = _to(x, site.device), _to(y, site.device)
+                if feed is not None:
+                    steps.flush()  # it may change what these look at
                 losses.append(steps(*(feed(*batch) if feed else batch)))
+            steps.flush()
             _check_finite(losses, done, site)
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * epoch_factor

@@ -42,6 +42,12 @@ class Recorder:
         with self.listener:
             return step()
 
+    def branch(self, place: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def join(self, count: int) -> None:
+        """Nothing: operations come one after the other."""
+
     def replay(self) -> None:
         self.replays += 1
         with torch.no_grad():

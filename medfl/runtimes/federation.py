@@ -274,7 +274,7 @@ class Federation:
         """
         with ExitStack() as stack:
             stack.enter_context(tf32(self.run.tf32))
-            if self.run.capture:
+            if self.run.capture:  # packing captures
                 stack.enter_context(allowed())
             for pool in self._pools:
                 stack.enter_context(pool.scope())

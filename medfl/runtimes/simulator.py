@@ -7,12 +7,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from medfl import profiling
+from medfl import devices, profiling
+from medfl.capturing import GRAPHS
 from medfl.errors import InputError
 from medfl.folder import RunFolder
 from medfl.intact import committed
@@ -31,6 +33,7 @@ from medfl.runtimes.tracking import tracked
 from medfl.runtimes.workers import Workers
 from medfl.settings import PublicRecord
 from medfl.storage import State, moved, write_atomic
+from medfl.together import Together
 
 
 class Simulator:
@@ -70,7 +73,7 @@ class Simulator:
         track: str | None = None,
     ) -> None:
         """Take the parts; nothing runs yet."""
-        self.track, self.eager = track, list[str]()
+        self.track, self.eager, self.chosen = track, list[str](), 0
         self._make_workers, self.tolerance = workers, tolerance or Tolerance()
         self.tolerance.check(federation)
         self.federation, self.folder, self.say, self.progress = federation, folder, say, progress
@@ -112,6 +115,7 @@ class Simulator:
         self.folder.rounds(up_to=self.done)
         with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
             self.tolerance.hand_over(self.workers)
+            self.workers.together = self._together()
             self.asking = Asking(self.federation, self.folder, self.workers, self.tolerance, self.say)
             self.scoring = Scoring(self.federation, self.folder, self.record, self.asking)
             summary = self._execute(bool(manifest))
@@ -140,6 +144,7 @@ class Simulator:
                 self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
             self.workers.close()
             summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
+            summary |= devices.peak(self.run.device)
             pictures.finish(self.run.rounds, self.server)
             pictures.judged(self.run.rounds, cases, masks)
         return summary
@@ -260,8 +265,19 @@ class Simulator:
         with profiling.during(profiling.CHECKPOINT):
             self.folder.append_round(entry)
 
+    def _together(self) -> Together | None:
+        """Return what does steps of several sites at once, None where they are done one by one."""
+        recorded = torch.device(self.run.device).type in GRAPHS
+        return Together(self.run.pack) if self.run.pack > 1 and recorded else None
+
     def _note(self, results: Mapping[str, StepResult]) -> None:
-        """Say once why steps that were to be captured are not."""
+        """Say once why steps that were to be captured are not, and which of several sites are done at once."""
+        together = self.workers.together
+        if together is not None and len(together.choices) > self.chosen:
+            for choice in together.choices[self.chosen :]:
+                self.say(f"note: {choice}")
+            self.chosen = len(together.choices)
+            self.folder.add_to_run({"packed": [asdict(choice) for choice in together.choices]})
         for result in results.values():
             if result.eager and result.eager not in self.eager:
                 self.eager.append(result.eager)

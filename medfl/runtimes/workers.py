@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from medfl.abreast import abreast
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.pool import Begun, Pool, made
 from medfl.runtimes.pool import Later as Later
 from medfl.runtimes.pool import Task as Task
 from medfl.runtimes.visits import answered
+from medfl.together import Together
 
 
 class Workers:
@@ -20,6 +22,7 @@ class Workers:
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
         self._federation = federation
+        self.together: Together | None = None
         self._pool = Pool(federation, jobs) if jobs > 1 else None
 
     @property
@@ -41,9 +44,19 @@ class Workers:
         if self._pool is not None:
             yield from self._pool.begin(Begun(tasks, sizes))
             return
+        if self.together is not None:
+            yield from abreast(self._each(tasks), self.together.size, self.together)
+            return
         for index, task in enumerate(tasks):
             function, arguments = made(task)
             yield index, answered(function, arguments, partial(function, self._federation))
+
+    def _each(self, tasks: Sequence[Task | Later]) -> Iterator[Callable[[], tuple[int, Any]]]:
+        """Return the tasks as calls, each made when it is about to be done."""
+        for index, task in enumerate(tasks):
+            function, arguments = made(task)
+            done = partial(function, self._federation)
+            yield partial(_answer, index, function, arguments, done)
 
     def all(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> list[Any]:
         """Run tasks and return their results in order."""
@@ -87,6 +100,12 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         """End the workers."""
         self.close()
+
+
+def _answer(
+    index: int, function: Callable[..., Any], arguments: tuple[Any, ...], done: Callable[..., Any]
+) -> tuple[int, Any]:
+    return index, answered(function, arguments, done)
 
 
 def _telling(answers: Iterator[tuple[int, Any]], came: Callable[[], object]) -> Iterator[tuple[int, Any]]:
