@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from medfl import capturing, datasets, federate
 from medfl.capturing import allowed
 from medfl.methods import names
+from medfl.runtimes import simulator
 from medfl.site import Networks, snapshot
 from medfl.storage import load_weights
+from medfl.together import ALONE, BESIDE, GROUPED, Together
 from medfl.training import FitReport, fit
 from tests.helpers import Optimizer, Toy, adam, blobs, classifier, cross_entropy, sgd
 
@@ -137,6 +140,28 @@ def test_the_final_metric_is_within_the_noise_of_seeds(
             found[capture].append(summary["last"]["balanced_accuracy"])
     assert any(visit.replayed for visit in visits)
     assert abs(mean(found[True]) - mean(found[False])) <= max(0.05, stdev(found[False]))
+
+
+@pytest.mark.parametrize("way", [ALONE, BESIDE, GROUPED])
+def test_packed_sites_are_near_those_one_by_one(
+    way: str, chest: str, tmp_path: Path, visits: list[capturing.Steps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = run(chest, tmp_path / "eager", "fedavg", "cuda", 1, **LONGER)
+    visits.clear()
+    monkeypatch.setattr(simulator, "Together", partial(Together, ways=[way]))
+    packed = run(chest, tmp_path / "packed", "fedavg", "cuda", 1, pack=3, **LONGER)
+    assert all(visit.replayed for visit in visits)
+    assert [choice["way"] for choice in json.loads((tmp_path / "packed" / "run.json").read_text())["packed"]] == [way]
+    for name, value in eager.items():
+        torch.testing.assert_close(packed[name], value, **NEAR, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_way_of_packing_is_measured_and_recorded(chest: str, tmp_path: Path, visits: list[capturing.Steps]) -> None:
+    run(chest, tmp_path / "run", "scaffold", "cuda", 2, pack=3, **LONGER)
+    (choice,) = json.loads((tmp_path / "run" / "run.json").read_text())["packed"]
+    assert choice["refused"] == {}
+    assert choice["way"] == min(choice["seconds"], key=choice["seconds"].get)
+    assert all(visit.replayed for visit in visits)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "central", "feddyn"])

@@ -19,18 +19,28 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     return installed(monkeypatch)
 
 
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     folder = Path(__file__).resolve().parents[1] / "benchmarks"
     monkeypatch.syspath_prepend(str(folder))
-    spec = importlib.util.spec_from_file_location("benchmarks_gpu", folder / "gpu.py")
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "benchmarks_gpu", module)
+    monkeypatch.setitem(sys.modules, f"benchmarks_{name}", module)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = loaded("gpu", monkeypatch)
     monkeypatch.setattr(module, "SKIPPED", 4)
     return module
+
+
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return loaded("gpu_packing", monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +80,9 @@ def test_the_benchmark_makes_rows_of_measurements(benchmark: Any) -> None:
     json.dumps([made])
 
 
-@pytest.mark.parametrize(("method", "replays"), [("fedavg", 11), ("ditto", 22), ("proxyfl", 0)])
+@pytest.mark.parametrize(("method", "replays"), [("fedavg", 11), ("ditto", 22), ("proxyfl", 11), ("pfedbayes", 0)])
 def test_the_benchmark_times_replays(method: str, replays: int, benchmark: Any, recorders: list[Recorder]) -> None:
-    """12 steps a visit, verdicts known from the visits before; Ditto has two of them, ProxyFL counts its steps."""
+    """12 steps a visit, verdicts known from the visits before; Ditto has two of them, pFedBayes draws by itself."""
     options = benchmark.parser().parse_args(
         ["--device", "cpu", "--network", "small_cnn", "--batch", "2", "--steps", "12", "--repeats", "1"]
     )
@@ -90,3 +100,34 @@ def test_the_benchmark_has_volumes(benchmark: Any) -> None:
     assert made["images_per_second"] == 2 * made["steps_per_second"]
     assert made["images_per_second_eager"] == 2 * made["steps_per_second_eager"]
     assert made["replayed"] > 0
+
+
+# gpu_packing.py
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--device", "cpu"], "error: --device cpu, .*; packed steps are measured on a GPU; run this where .*"),
+        (["--sites", "2,0"], "error: --sites 2,0; whole numbers above 0.*"),
+        (["--sizes", "big"], "error: --sizes big; whole numbers above 0.*"),
+    ],
+)
+def test_the_benchmark_of_packing_refuses_in_a_line(
+    arguments: list[str], text: str, packing: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_packing.py", *arguments])
+    assert packing.main() == 2
+    assert re.fullmatch(text + "\n", capsys.readouterr().err)
+
+
+def test_the_benchmark_of_packing_times_each_way(packing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SHORT", 6)
+    arguments = ["--device", "cpu", "--network", "small_cnn", "--batch", "2", "--steps", "8", "--repeats", "1"]
+    made = packing.rows(2, 28, packing.parser().parse_args(arguments))
+    assert [row["name"].rpartition("2 sites ")[2] for row in made] == list(packing.WAYS)
+    for row in made:
+        assert row["site_steps_per_second"] == pytest.approx(row["ratio"] * row["site_steps_per_second_eager"])
+        assert "x eager" in packing.told(row)
+    json.dumps(made)
+    assert packing.told({"name": "pack/a", "refused": "it draws"}) == "pack/a: cannot be had: it draws"
