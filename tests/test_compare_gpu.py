@@ -29,6 +29,12 @@ NEED = {"fedavg": 20 * GIB, "fedprox": 30 * GIB}
 """What a run of a method takes of the device."""
 
 
+@pytest.fixture(autouse=True)
+def unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process have asked whether there is a GPU, which forbids CUDA in its forks."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+
+
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16)

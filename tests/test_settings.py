@@ -35,6 +35,7 @@ CHANGES = {
     "aggregation": "median",
     "tf32": True,
     "capture": True,
+    "pack": 4,
     "channels_last": True,
 }
 PUBLIC = PublicRecord(
@@ -45,7 +46,7 @@ DATA = {"source": "real", "checksum": "2" * 64, "split": "flamby"}
 PARTITION = {"spec": "centre", "seed": 3, "sites": {"x": {"train": ["train1"]}}}
 
 
-LATER = ("public", "text", "messages", "aggregation", "tf32", "channels_last", "capture")
+LATER = ("public", "text", "messages", "aggregation", "tf32", "channels_last", "capture", "pack")
 """Settings that older records do not have."""
 
 
