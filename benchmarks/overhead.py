@@ -143,11 +143,13 @@ def bare_rounds(network: str, job: Job, sites: list[list[Batch]], rounds: int) -
     return time.perf_counter() - started
 
 
-def medfl_seconds(network: str, job: Job, data: Path, partition: Path, rounds: int, jobs: int) -> float:
+def medfl_seconds(
+    network: str, job: Job, data: Path, partition: Path, rounds: int, jobs: int, compile_: bool = False
+) -> float:
     """Return the seconds of a whole `federate` call."""
     requested = {
         "data": str(data), "partition": f"file:{partition}", "rounds": rounds, "local_epochs": 1,
-        "batch_size": job.batch, "lr": 0.01, "eval_every": 0, "cohort": 1.0,
+        "batch_size": job.batch, "lr": 0.01, "eval_every": 0, "cohort": 1.0, "compile": compile_,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as out:
         started = time.perf_counter()
@@ -162,18 +164,18 @@ def compare(network: str, jobs: int, folder: Path, options: argparse.Namespace) 
     data, partition = cohort(job, folder)
     sites = job.batches()
     bare_rounds(network, job, sites, 1)
-    medfl_seconds(network, job, data, partition, 1, jobs)
+    medfl_seconds(network, job, data, partition, 1, jobs, options.compile)
     bare, ours, start = [], [], []
     for _ in range(repeats):
         first = bare_rounds(network, job, sites, rounds) / rounds
-        short = medfl_seconds(network, job, data, partition, 1, jobs)
-        ours.append((medfl_seconds(network, job, data, partition, 1 + rounds, jobs) - short) / rounds)
+        short = medfl_seconds(network, job, data, partition, 1, jobs, options.compile)
+        ours.append((medfl_seconds(network, job, data, partition, 1 + rounds, jobs, options.compile) - short) / rounds)
         second = bare_rounds(network, job, sites, rounds) / rounds
         bare.append((first + second) / 2)
         start.append(short - ours[-1])
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
     return {
-        "name": f"overhead/{network}{'-3d' if job is VOLUMES else f'-{job.shape[1]}'}-{job.sites}-sites-jobs{jobs}",
+        "name": f"overhead/{network}{'-3d' if job is VOLUMES else f'-{job.shape[1]}'}-{job.sites}-sites-jobs{jobs}{'-compiled' if options.compile else ''}",
         "ratio": statistics.median(ratios),
         "relative_to": "bare PyTorch loop, same arithmetic, batches in memory",
         "ratio_min": min(ratios),
@@ -205,6 +207,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--networks", default="small_cnn,resnet18,unet8")
     parser.add_argument("--jobs", default="1", help="worker processes, comma-separated")
+    parser.add_argument("--compile", action="store_true", help="compile medfl's training steps")
     parser.add_argument("--sites", type=int, default=10)
     parser.add_argument("--images", type=int, default=60, help="of each site")
     parser.add_argument("--size", type=int, default=28, help="pixels a side")

@@ -31,9 +31,10 @@ from flare_client import Problem, train
 from safetensors.torch import load_file, save_file
 
 SITES, IMAGES, SEED = 10, 60, 0
-SYSTEMS = ("script", "medfl", "medfl-2", "flower", "flare")
+SYSTEMS = ("script", "medfl", "medfl-2", "medfl-2-compiled", "flower", "flare")
 TITLES = {
     "script": "plain PyTorch script", "medfl": "medfl, --jobs 1", "medfl-2": "medfl, --jobs 2",
+    "medfl-2-compiled": "medfl, --jobs 2 --compile",
     "flower": "Flower's simulation (Ray), one core a client", "flare": "NVIDIA FLARE's simulator, ten threads",
 }  # fmt: skip
 
@@ -80,13 +81,13 @@ def run_script(folder: Path, rounds: int) -> None:
     save_file(weights, folder / "final.safetensors")
 
 
-def run_medfl(folder: Path, rounds: int, jobs: int) -> None:
+def run_medfl(folder: Path, rounds: int, jobs: int, compile_: bool) -> None:
     """Train with medfl."""
     from medfl import federate
 
     requested = {
         "data": str(folder / "data"), "partition": f"file:{folder / 'sites.csv'}", "rounds": rounds, "local_epochs": 1,
-        "batch_size": 8, "lr": 0.01, "eval_every": 0, "cohort": 1.0, "seed": SEED,
+        "batch_size": 8, "lr": 0.01, "eval_every": 0, "cohort": 1.0, "seed": SEED, "compile": compile_,
     }  # fmt: skip
     sgd = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}
     network = json.loads((folder / "problem.json").read_text())["network"]
@@ -152,7 +153,7 @@ def child(system: str, folder: Path, rounds: int) -> None:
     """Run one system in this process."""
     torch.set_num_threads(1)
     if system.startswith("medfl"):
-        run_medfl(folder, rounds, 2 if system.endswith("2") else 1)
+        run_medfl(folder, rounds, 2 if "-2" in system else 1, system.endswith("compiled"))
     else:
         {"script": run_script, "flower": run_flower, "flare": run_flare}[system](folder, rounds)
 

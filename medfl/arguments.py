@@ -94,6 +94,10 @@ def computing(group: Any) -> None:
     group.add_argument("--tf32", action="store_true", default=None, help="let a GPU round products to TF32")
     group.add_argument("--channels-last", action="store_true", default=None, help="lay images out with channels last")
     group.add_argument("--capture", action="store_true", default=None, help="replay captured training steps on a GPU")
+    group.add_argument(
+        "--compile", action="store_true", default=None,
+        help="compile training steps by TorchInductor: faster for small networks, other last bits",
+    )  # fmt: skip
     number(group, "--pack", "N", "capture, and train up to N sites in one step where that is measured to be faster")
 
 

@@ -14,11 +14,11 @@ After "CUDA Graphs", whole-network capture, in PyTorch's documentation.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
 from medfl.abreast import current
+from medfl.compiling import of_visit, wanted
+from medfl.grouped import CannotBeNoted
 from medfl.importing import without_collecting
 from medfl.recordings import Home, Recording, Repeatable, forget, keep, kept
+from medfl.seeding import drawn
 from medfl.together import QUEUED, Request
 from medfl.watching import Remembered, Storages, Watch, indexed
 
@@ -42,14 +45,18 @@ _WATCHED = 4  # steps of a visit in which a verdict can be found: one makes what
 _ALONE = 64  # verdicts that no second visit asked for, from which on short visits are not watched
 
 
-class Graph(Repeatable, Protocol):
-    """What records a step and repeats it."""
+class Warming(Protocol):
+    """What has a say in the steps before there is a recording."""
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Make an optimiser that has not stepped yet fit to be captured."""
 
     def warming(self) -> AbstractContextManager[None]:
         """Return the context of the eager steps before the capture."""
+
+
+class Graph(Warming, Repeatable, Protocol):
+    """What records a step and repeats it."""
 
 
 class CudaGraph:
@@ -125,6 +132,20 @@ class CudaGraph:
         """Let the stream of the capture wait for the branches."""
         for side in self._sides[self._device][:count]:
             torch.cuda.current_stream(self._device).wait_stream(side)
+
+
+class NoGraph:
+    """Records nothing: for steps that are compiled only."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Be of no effect."""
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Leave an optimiser as it is."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        """Return no context."""
+        return nullcontext()
 
 
 GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
@@ -213,9 +234,10 @@ class Steps:
         """
         self.replayed, self.eager = 0, ""
         self._step, self._device, self._expected = step, device, expected
-        self._graph: Graph | None = None
+        self._graph: Warming | None = None
         self._recording: Recording | None = None
         self._asked: Request | None = None  # steps that were promised
+        self._compiled: Step | None = None
         self._loss = torch.float32
         self._home: Home | None = None
         self._form: Any = None
@@ -224,12 +246,13 @@ class Steps:
         self._key: Hashable = None
         self._seen: tuple[Tensor, ...] = ()
         self._storages = Storages()
-        if not _ALLOWED.get() or device.type not in GRAPHS or expected < 2:
+        self._records = _ALLOWED.get() and device.type in GRAPHS
+        if not (self._records or wanted()) or expected < (_WATCHED if wanted() else 2):
             return
-        self.eager = obstacle or _FAILED.get(device.type, "") or _listened()
+        self.eager = obstacle or (_FAILED.get(device.type, "") if self._records else "") or _listened()
         if not self.eager:
             self._device = indexed(device)
-            self._graph = GRAPHS[device.type](self._device)
+            self._graph = GRAPHS[device.type](self._device) if self._records else NoGraph(self._device)
             self._graph.prepare(optimizer)
 
     def __call__(self, *batch: Any) -> Tensor:
@@ -250,6 +273,13 @@ class Steps:
             return self._step(*batch)
         if self._asked is not None:
             return self._queue(self._asked, batch)
+        if wanted() and self._compiled is None and self._recording is None:
+            done = self._compile(self._graph, batch)
+            if done is not None:
+                return done
+        if self._compiled is not None and not self._records:
+            self.replayed += 1
+            return self._compiled(*batch)
         if self._recording is None:
             return self._warm(self._graph, batch)
         return self._replay(self._recording, batch)
@@ -290,7 +320,7 @@ class Steps:
         self.replayed += 1
         return recording.loss
 
-    def _warm(self, graph: Graph, batch: tuple[Tensor, ...]) -> Tensor:
+    def _warm(self, graph: Warming, batch: tuple[Tensor, ...]) -> Tensor:
         """Do a step before there is a recording: look for one, for a verdict, or make them."""
         before = Remembered(self._step, self._seen, self._storages, self._device)
         key = (before.kind, self._form, self._device, _arithmetic())
@@ -305,12 +335,61 @@ class Steps:
         self._home = Home([before.tensors[place] for place in self._verdict.used])
         if current() is not None and self._verdict.complete and not self._verdict.draws:
             make = partial(GRAPHS[self._device.type], self._device)
-            self._asked = self._asking(Request((key, self._home.layout), self._step, self._home, make))
+            whole = self._step if self._compiled else None
+            name, step = (key, self._home.layout), self._compiled or self._step
+            self._asked = self._asking(Request(name, step, self._home, make, whole=whole))
             return self._queue(self._asked, batch)
         self._recording = kept((key, self._home.layout)) if self._verdict.complete else None
         if self._recording is not None:
             return self._replay(self._recording, batch)
-        return self._capture(graph, key, batch)
+        return self._capture(cast("Graph", graph), key, batch)
+
+    def _compile(self, graph: Warming, batch: tuple[Tensor, ...]) -> Tensor | None:
+        """Have the step compiled; if it cannot be, do it, and all others of the visit, eagerly.
+
+        Which steps are compiled must not depend on what the process has seen, for they have other last bits. So a step
+        that is only looked at is undone.
+        """
+        before = Remembered(self._step, self._seen, self._storages, self._device)
+        key = (before.kind, self._form, self._device, _arithmetic())
+        verdict, done = _VERDICTS.get(key), None
+        if verdict is None:
+            verdict, done = self._looked_at(graph, before, batch)
+            _VERDICTS.add(key, verdict)
+        why = verdict.obstacle or ("" if verdict.complete else "it uses tensors that cannot be reached from it")
+        why = why or ("it draws random numbers" if verdict.draws else "")
+        if not why:
+            self._home = Home([before.tensors[place] for place in verdict.used])
+            try:
+                self._compiled = of_visit(key, self._step, self._home, batch)
+                return None
+            except CannotBeNoted as error:
+                why = str(error)
+        self._refuse(why)
+        return self._step(*batch) if done is None else done
+
+    def _looked_at(
+        self, graph: Warming, before: Remembered, batch: tuple[Tensor, ...]
+    ) -> tuple[Verdict, Tensor | None]:
+        """Look at a step, and at its repetition where both can be undone; return its loss if it was not undone."""
+        reached = Home([tensor for tensor in before.tensors if tensor.device == self._device])
+        kept, back, watches = [part.clone() for part in reached.parts], drawn(), list[Watch]()
+        obstacle, verdict = before.obstacle, Verdict(before.obstacle)
+        while not obstacle and len(watches) < 2:
+            watches.append(Watch(self._device, batch, self._storages))
+            with graph.warming(), watches[-1]:
+                loss = self._step(*batch)
+            after = Remembered(self._step, self._seen, self._storages, self._device)
+            obstacle = _found(before, after, watches)
+            verdict = Verdict(obstacle, *after.among(watches[-1].outside), watches[-1].draws)
+            if not verdict.complete or verdict.draws:
+                break
+        if not watches or (len(watches) == 1 and (obstacle or not verdict.complete or verdict.draws)):
+            return verdict, loss if watches else None
+        if reached.parts:
+            torch._foreach_copy_(reached.parts, kept)
+        back()
+        return verdict, None
 
     def _few(self) -> str:
         """Return why steps of which nothing is known are not watched."""
@@ -320,18 +399,14 @@ class Steps:
             return f"a visit has fewer than {_WATCHED} steps of the same shape"
         return "each visit has few steps, with code or numbers of its own"
 
-    def _watch(self, graph: Graph, key: Hashable, before: Remembered, batch: tuple[Tensor, ...]) -> Tensor:
+    def _watch(self, graph: Warming, key: Hashable, before: Remembered, batch: tuple[Tensor, ...]) -> Tensor:
         """Do a step and look at it; the second one of two gives the verdict."""
         watch = Watch(self._device, batch, self._storages)
         with graph.warming(), watch:
             loss = self._step(*batch)
         self._seen = batch
         after = Remembered(self._step, self._seen, self._storages, self._device)
-        obstacle = before.obstacle or after.obstacle or watch.obstacle
-        if not obstacle and before.state != after.state:
-            obstacle = "it remembers something from one step to the next"
-        if not obstacle and self._first is not None and self._first.operations != watch.operations:
-            obstacle = "two steps in a row differ in what they do"
+        obstacle = _found(before, after, [self._first or watch, watch])
         if obstacle or self._first is not None:
             used, complete = after.among(watch.outside)
             self._verdict = Verdict(obstacle, used, complete, watch.draws)
@@ -344,7 +419,7 @@ class Steps:
         assert self._home is not None
         assert self._verdict is not None
         try:
-            self._recording = Recording(graph, self._step, self._home, batch)
+            self._recording = Recording(graph, self._compiled or self._step, self._home, batch)
         except RuntimeError as error:
             _FAILED[self._device.type] = f"a capture failed: {str(error).splitlines()[0]}"
             forget()
@@ -360,11 +435,21 @@ class Steps:
         return self._step
 
 
+def _found(before: Remembered, after: Remembered, watches: Sequence[Watch]) -> str:
+    """Return why a step cannot be repeated: by what was before and after it, and by the first and the last watch."""
+    obstacle = before.obstacle or after.obstacle or watches[-1].obstacle
+    if not obstacle and before.state != after.state:
+        obstacle = "it remembers something from one step to the next"
+    if not obstacle and watches[0].operations != watches[-1].operations:
+        obstacle = "two steps in a row differ in what they do"
+    return obstacle
+
+
 def _form(batch: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return shapes and types of a batch, None if it is not made of plain tensors."""
     if any(type(part) is not Tensor for part in batch):
         return None
-    return tuple((part.shape, part.dtype, part.device) for part in batch)
+    return tuple((part.shape, part.stride(), part.dtype, part.device) for part in batch)
 
 
 def _listened() -> str:
@@ -377,4 +462,4 @@ def _arithmetic() -> tuple[Any, ...]:
     """Return the settings of the process that choose the kernels of a step."""
     backends, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     chosen = (backends.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, torch.get_num_threads())
-    return (*chosen, torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled())
+    return (wanted(), *chosen, torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled())

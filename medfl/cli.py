@@ -323,13 +323,13 @@ def _paper(options: Any) -> int:
 
 _SHARED = (
     "presets", "data", "sites", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "device", "amp",
-    "tf32", "channels_last", "capture", "pack", "threads", "eval_every", "messages",
+    "tf32", "channels_last", "capture", "pack", "compile", "threads", "eval_every", "messages",
 )  # fmt: skip
 
 _REQUESTED = (
     "method", "presets", "data", "sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr",
-    "lr_decay", "seed", "device", "amp", "tf32", "channels_last", "capture", "pack", "threads", "eval_every",
-    "messages", "aggregation",
+    "lr_decay", "seed", "device", "amp", "tf32", "channels_last", "capture", "pack", "compile", "threads",
+    "eval_every", "messages", "aggregation",
 )  # fmt: skip
 
 

@@ -21,6 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 Step = Callable[..., Tensor]
 
 
+class CannotBeNoted(RuntimeError):
+    """A step does something that its operations do not tell."""
+
+
 class CannotBeGrouped(RuntimeError):
     """A step does something that is done for one network at a time."""
 
@@ -34,7 +38,7 @@ def noted(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> Gra
         batch: its arguments.
 
     Raises:
-        CannotBeGrouped: it draws random numbers, or uses other tensors.
+        CannotBeNoted: it draws random numbers, or uses other tensors.
     """
 
     def named(*given: Tensor) -> Tensor:
@@ -43,13 +47,13 @@ def noted(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> Gra
     try:
         made: GraphModule = make_fx(named, tracing_mode="real")(*tensors, *batch)
     except RuntimeError as error:
-        raise CannotBeGrouped(f"its operations cannot be noted: {str(error).splitlines()[0]}") from error
+        raise CannotBeNoted(f"its operations cannot be noted: {str(error).splitlines()[0]}") from error
     for node in made.graph.nodes:
         made_of_numbers = {str(user.target).partition(".")[2].startswith("lift_fresh") for user in node.users}
         if node.op == "get_attr" and made_of_numbers != {True}:
-            raise CannotBeGrouped("it uses a tensor that is not seen from outside")
+            raise CannotBeNoted("it uses a tensor that is not seen from outside")
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise CannotBeGrouped(f"{node.target} draws random numbers")
+            raise CannotBeNoted(f"{node.target} draws random numbers")
     return made
 
 

@@ -36,7 +36,7 @@ _LEAST = {
 }  # fmt: skip
 _REPEATED = (
     "method", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "seed", "device", "amp", "threads",
-    "eval_every", "messages", "aggregation", "tf32", "channels_last", "capture", "pack",
+    "eval_every", "messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile",
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ class Request:
         channels_last: keep kernels in memory with their channels last.
         capture: replay captured training steps on a GPU.
         pack: how many sites may do a captured step at once; more than 1 captures.
+        compile: compile training steps.
     """
 
     bundle: str
@@ -81,6 +82,7 @@ class Request:
     channels_last: bool = False
     capture: bool = False
     pack: int = 1
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ def plan(request: Request, say: Say = str) -> Plan:
         channels_last=request.channels_last,
         capture=request.capture or request.pack > 1,
         pack=request.pack,
+        compile=request.compile,
     )
     notes = opened.notes + tuple(public.notes(bundle, sections) if public else ())
     return Plan(run, bundle, method, notes, public)

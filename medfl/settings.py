@@ -22,6 +22,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "channels_last": False,
     "capture": False,
     "pack": 1,
+    "compile": False,
 }
 """Settings that came later: where they change nothing a record has none, and its hash is what it was."""
 
@@ -125,6 +126,7 @@ class Run:
         channels_last: whether kernels lie in memory with their channels last; their values are the same.
         capture: whether training steps on a GPU are captured and replayed (`medfl.capturing`).
         pack: how many sites may do a captured step at once (`medfl.together`).
+        compile: whether training steps are compiled (`medfl.compiling`).
     """
 
     bundle: str
@@ -155,6 +157,7 @@ class Run:
     channels_last: bool = False
     capture: bool = False
     pack: int = 1
+    compile: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values; without `public` and `text` where there are none, and the neutral."""

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from medfl.compiling import compiled
 from medfl.grouped import Grouped, noted
 from medfl.recordings import Home, Recording, Repeatable, moved
 
@@ -44,6 +45,7 @@ class Request:
         graph: makes something that records a step.
         batches: the arguments of each.
         losses: (steps,), to be filled.
+        whole: does a step that can be grouped, which a compiled one cannot; None: `step` does.
         replayed: how many were done by replays, to be filled.
         eager: why none were, to be filled.
     """
@@ -54,6 +56,7 @@ class Request:
     graph: Callable[[], Repeatable]
     batches: list[tuple[Tensor, ...]] = field(default_factory=list)
     losses: Tensor = field(default_factory=lambda: torch.empty(0))
+    whole: Callable[..., Tensor] | None = None
     replayed: int = 0
     eager: str = ""
 
@@ -158,10 +161,13 @@ class Pack:
 
     def _grouped(self, request: Request, count: int) -> Callable[[], Tensor]:
         with moved(request.home, [part.clone() for part in request.home.parts]):
-            operations = noted(request.step, request.home.tensors, request.batches[0])
-        grouped = Grouped(operations, count)
-        grouped(self._rows.stacked, self._inputs)  # whatever cannot be grouped is found here, not amid a recording
-        return partial(grouped, self._rows.stacked, self._inputs)
+            operations = noted(request.whole or request.step, request.home.tensors, request.batches[0])
+        grouped, stacked = Grouped(operations, count), self._rows.stacked
+        if request.whole is not None:
+            made = compiled(lambda *batch: grouped(stacked, batch), stacked, self._inputs)
+            return partial(made, stacked, self._inputs)
+        grouped(stacked, self._inputs)  # whatever cannot be grouped is found here, not amid a recording
+        return partial(grouped, stacked, self._inputs)
 
     def replay(self) -> None:
         """Do the step of all rows once more, on the same batches."""

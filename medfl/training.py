@@ -18,16 +18,17 @@ from medfl.seeding import stream
 from medfl.site import Penalty, Site
 from medfl.storage import State
 
-Objective = Callable[[nn.Module, Any, Any], Tensor]
-"""(model, inputs, targets) -> scalar loss, mean over the batch."""
+Objective = Callable[..., Tensor]
+"""(model, inputs, targets, *more of the feed) -> scalar loss, mean over the batch."""
 
 GradientHook = Callable[[Sequence[nn.Parameter]], None]
 """Called after backward and before the step with the trainable parameters, in `model.parameters()` order; edits
 `.grad`."""
 
 
-Feed = Callable[[Any, Any], tuple[Any, Any]]
-"""(inputs, targets) of a batch, on the device -> those that the step trains on in its place."""
+Feed = Callable[[Any, Any], tuple[Any, ...]]
+"""(inputs, targets) of a batch, on the device -> what the step trains on in its place: (inputs, targets, *more), on the
+device too. The objective gets it all."""
 
 
 _SCALES = 40
@@ -86,7 +87,8 @@ def fit(
         site: data, loss and settings.
         objective: the loss; default `site.loss(model(x), y)`.
         gradient_hook: edits gradients between backward and step (after unscaling with mixed precision).
-        feed: changes each batch before its step; what draws by itself belongs here, for a captured step cannot.
+        feed: changes each batch before its step, or adds to it; what draws by itself belongs here, for a captured step
+            cannot.
         purpose: name of the random stream.
         optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh
             optimiser, not kept.
@@ -103,11 +105,11 @@ def fit(
     objective = penalised(objective or (lambda net, x, y: site.loss(net(x), y)), site.penalty)
     scaler = _scaler(site)
 
-    def step(x: Any, y: Any) -> Tensor:
+    def step(x: Any, y: Any, *more: Any) -> Tensor:
         for parameter in parameters:  # also those that the optimiser leaves out, which a hook may read
             parameter.grad = None
         with one_sample_safe(model, x), autocast(site):
-            loss = _one_number(objective(model, x, y), site)
+            loss = _one_number(objective(model, x, y, *more), site)
         if scaler.is_enabled():
             _scaled_backward(loss, scaler, optimizer, parameters, site)
         else:
@@ -201,9 +203,9 @@ def penalised(objective: Objective, penalty: Penalty | None) -> Objective:
     if penalty is None:
         return objective
 
-    def added(network: nn.Module, x: Any, y: Any) -> Tensor:
+    def added(network: nn.Module, x: Any, y: Any, *more: Any) -> Tensor:
         with entering_head(network) as seen:
-            loss = objective(network, x, y)
+            loss = objective(network, x, y, *more)
         return loss + penalty(seen[0], y)
 
     return added

@@ -9,9 +9,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from medfl import capturing, methods
 from medfl.capturing import allowed
+from medfl.prepared import Shard, Stacked
+from medfl.public import Public
+from medfl.task import Task
 from tests.helpers import WITHOUT_IMAGES, Toy, bits, blobs, classifier, cross_entropy, public_blobs, sgd, simulate
 from tests.recorder import Recorder, installed
 
@@ -138,3 +143,29 @@ def test_one_recording_serves_other_draws(
             visits.clear()
             simulate(method, federation(0.0, seed).adapted(method))
     assert [visit.replayed for visit in visits] == replayed
+
+
+def coloured(count: int, seed: int, channels: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, channels, 8, 8, generator=generator), torch.arange(count) % 3
+
+
+def network() -> nn.Module:
+    pooled = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *pooled)
+
+
+def test_grey_public_images_are_captured_where_sites_have_coloured_ones(visits: list[capturing.Steps]) -> None:
+    """Their channels are one in memory; in a recording they are three."""
+    x, y = coloured(12, 0, channels=1)
+    shard = Shard.of(Stacked([{"id": f"{i}"} for i in range(12)], x, y), range(12))
+    answers = tuple(torch.full((12, 3), 1 / 3) for _ in range(2))
+    public = Public("grey", shard, Task("classification", ("k", "l", "m")), answers, channels=3)
+    data = {"a": coloured(9, 1), "b": coloured(11, 2)}
+    toy = Toy(data, network, cross_entropy, sgd(0.1), epochs=3, batch_size=2, public=public)
+    method = methods.load("fedhelp", large="a", alpha="uniform")
+    eager = simulate(method, toy)
+    visits.clear()
+    with allowed():
+        assert bits(simulate(method, toy).replies) == bits(eager.replies)
+    assert [(visit.eager, visit.replayed > 0) for visit in visits] == [("", True), ("", True)]

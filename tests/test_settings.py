@@ -36,6 +36,7 @@ CHANGES = {
     "tf32": True,
     "capture": True,
     "pack": 4,
+    "compile": True,
     "channels_last": True,
 }
 PUBLIC = PublicRecord(
@@ -46,7 +47,7 @@ DATA = {"source": "real", "checksum": "2" * 64, "split": "flamby"}
 PARTITION = {"spec": "centre", "seed": 3, "sites": {"x": {"train": ["train1"]}}}
 
 
-LATER = ("public", "text", "messages", "aggregation", "tf32", "channels_last", "capture", "pack")
+LATER = ("public", "text", "messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile")
 """Settings that older records do not have."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from medfl import datasets, methods
 from medfl.abreast import abreast
 from medfl.capturing import allowed
-from medfl.grouped import CannotBeGrouped, Grouped, noted
+from medfl.grouped import CannotBeGrouped, CannotBeNoted, Grouped, noted
 from medfl.launch import federate
 from medfl.methods import Method
 from medfl.networks import build
@@ -135,7 +135,7 @@ def test_grouped_operations_train_each_network_as_alone(name: str, optimiser: st
 def test_a_step_that_draws_cannot_be_grouped() -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     step = _step_of(network, torch.optim.SGD(network.parameters(), 0.1))
-    with pytest.raises(CannotBeGrouped, match="draws random numbers"):
+    with pytest.raises(CannotBeNoted, match="draws random numbers"):
         noted(step, list(network.parameters()), [torch.randn(3, 4), torch.randint(4, (3,))])
 
 
@@ -161,7 +161,7 @@ def test_a_step_with_a_tensor_that_nobody_names_cannot_be_grouped() -> None:
         optimizer.step()
         return loss.detach()
 
-    with pytest.raises(CannotBeGrouped, match="not seen from outside"):
+    with pytest.raises(CannotBeNoted, match="not seen from outside"):
         noted(step, list(network.parameters()), [torch.randn(3, 4), torch.randint(4, (3,))])
 
 

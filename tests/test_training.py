@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -198,6 +199,42 @@ def test_a_pull_of_strength_zero_keeps_every_bit() -> None:
     before = bits(network.weight.grad)
     hook(list(network.parameters()))
     assert bits(network.weight.grad) == before
+
+
+# Feeds
+
+
+def noisy(seed: int = 0) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    """A feed that doubles the inputs and draws two more tensors a step."""
+    draws = torch.Generator().manual_seed(seed)
+    return lambda x, y: (2 * x, y, torch.randn(x.shape, generator=draws), torch.rand(len(x), generator=draws))
+
+
+def with_noise(model: nn.Module, x: Tensor, y: Tensor, noise: Tensor, factors: Tensor) -> Tensor:
+    return (factors * cross_entropy(model(x + noise), y, reduction="none")).mean()
+
+
+def test_what_a_feed_adds_reaches_the_objective() -> None:
+    """Against an objective that makes it of the plain batch itself."""
+    site, again = make().site("a"), noisy()
+    fed, written = site.model(make().initial), site.model(make().initial)
+    report = fit(fed, site, objective=with_noise, feed=noisy())
+    expected = fit(written, site, objective=lambda net, x, y: with_noise(net, *again(x, y)))
+    assert bits(snapshot(fed)) == bits(snapshot(written))
+    assert report == expected
+
+
+def test_a_penalty_has_the_targets_of_a_batch_with_more_tensors() -> None:
+    site, seen = make().site("a"), list[Tensor]()
+
+    def penalty(features: Tensor, targets: Tensor) -> Tensor:
+        seen.append(targets)
+        return 0 * features.sum()
+
+    fit(site.model(make().initial), replace(site, penalty=penalty), objective=with_noise, feed=noisy())
+    with stream(site.seed, "local") as generator:
+        expected = [y for _ in range(2) for _, y in site.train.batches(4, generator)]
+    assert bits(seen) == bits(expected)
 
 
 # What a site adds to the loss

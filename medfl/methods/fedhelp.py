@@ -38,7 +38,6 @@ from medfl.errors import InputError
 from medfl.message import Message
 from medfl.methods._aside import Aside
 from medfl.methods._contribution import RULES, Contribution, distributions, divergence_from, head_like
-from medfl.methods._parcel import Parcel
 from medfl.methods._public import PublicOptions, shared, untracked
 from medfl.methods.base import Method, class_head, deal, option, same_option
 from medfl.methods.fedgh import check_pixel_head, pixel_classes
@@ -252,14 +251,13 @@ class FedHelp(Method):
         if not self.lambda_j:
             fit(network, site, objective=lambda net, x, y: loss(net(x), y))
             return snapshot(network), {"weights": snapshot(network)}
-        lesson, items, parcel = _Lesson(self, site, state, network), _Items(self, site), Parcel()
+        lesson, items = _Lesson(self, site, state, network), _Items(self, site)
         factor = self.lambda_j * (len(lesson.public) / site.num_samples if self.loss_reduction == "sum" else 1)
 
-        def with_items(x: Any, y: Any) -> tuple[Any, Any]:
-            return x, parcel.pack(y, *items.take(len(x)))
+        def with_items(x: Any, y: Any) -> tuple[Any, ...]:
+            return x, y, *items.take(len(x))
 
-        def objective(pair: nn.Module, x: Any, packed: Any) -> Tensor:
-            y, *taken = parcel.unpack(packed)
+        def objective(pair: nn.Module, x: Any, y: Any, *taken: Tensor) -> Tensor:
             return loss(network(x), y) + factor * lesson.loss(*taken)  # eq. 3
 
         steady = replace(site, train=_passes(site, len(lesson.public))) if self.public_schedule == "full" else site

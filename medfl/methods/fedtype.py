@@ -37,7 +37,6 @@ from torch.nn.functional import log_softmax
 
 from medfl.errors import InputError
 from medfl.message import Message
-from medfl.methods._parcel import Parcel
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, proxies
@@ -130,14 +129,11 @@ class FedType(Method):
         draws = torch.Generator().manual_seed(derive(site.seed, "sets", epoch))
         of_proxy = self._sets(site, proxy, lam, draws)
         of_large = self._sets(site, large, self.lam_large, draws)
-        parcel = Parcel()
 
-        def with_draws(x: Any, y: Any) -> tuple[Any, Any]:
-            drawn = [uniform(len(x), draws).to(site.device) for _ in range(2)]
-            return x, parcel.pack(y, *drawn)
+        def with_draws(x: Any, y: Any) -> tuple[Any, ...]:
+            return x, y, *[uniform(len(x), draws).to(site.device) for _ in range(2)]
 
-        def objective(network: nn.Module, x: Any, packed: Any) -> Tensor:
-            y, u_proxy, u_large = parcel.unpack(packed)
+        def objective(network: nn.Module, x: Any, y: Any, u_proxy: Tensor, u_large: Tensor) -> Tensor:
             z, loss = own(network, x, y)
             with torch.no_grad():
                 sets = of_proxy(proxy(x), u_proxy)

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.message import Message
 from medfl.methods._aside import Aside
-from medfl.methods._parcel import Parcel
 from medfl.methods.base import Method, option
 from medfl.prepared import Batch
 from medfl.seeding import stream
@@ -70,18 +69,18 @@ class PerFedAvg(Method):
         start = [p.detach().clone() for p in _trainable(model)]
         names = ("inner", "hessian") if self.order == "hessian_free" else ("inner",)
         beside, twice = Aside(site, "inner", 1), Aside(site, "hessian", 1, each=2)
-        steps, parcel, last = count(1), Parcel(), list[Any]()
+        steps, last = count(1), list[Any]()
 
-        def with_draws(x: Any, y: Any) -> tuple[Any, Any]:
-            step, parts = next(steps), [y]
+        def with_draws(x: Any, y: Any) -> tuple[Any, ...]:
+            step, drawn = next(steps), list[Any]()
             for name in names:
                 with stream(site.seed, name, step) as generator:
-                    parts += draw(site, generator)
-            return x, parcel.pack(*parts)
+                    drawn += draw(site, generator)
+            return x, y, *drawn
 
-        def after_a_step(network: nn.Module, x: Any, packed: Any) -> Tensor:
+        def after_a_step(network: nn.Module, x: Any, y: Any, x_inner: Any, y_inner: Any, *for_hessian: Any) -> Tensor:
             torch._foreach_copy_(start, [p.detach() for p in _trainable(network)])
-            y, x_inner, y_inner, *last[:] = parcel.unpack(packed)
+            last[:] = for_hessian
             with beside():
                 inner_step(network, site, (x_inner, y_inner), self.alpha)  # (1)
             loss: Tensor = site.loss(network(x), y)

@@ -15,6 +15,7 @@ from torch import nn
 from medfl.bundle import Bundle
 from medfl.caps import Caps
 from medfl.capturing import allowed
+from medfl.compiling import compiling
 from medfl.compression import Compression
 from medfl.errors import InputError, RunError
 from medfl.holding import Free, free_memory, hold
@@ -276,6 +277,8 @@ class Federation:
             stack.enter_context(tf32(self.run.tf32))
             if self.run.capture:  # packing captures
                 stack.enter_context(allowed())
+            if self.run.compile:
+                stack.enter_context(compiling())
             for pool in self._pools:
                 stack.enter_context(pool.scope())
             yield
