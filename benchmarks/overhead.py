@@ -149,7 +149,7 @@ def medfl_seconds(
     """Return the seconds of a whole `federate` call."""
     requested = {
         "data": str(data), "partition": f"file:{partition}", "rounds": rounds, "local_epochs": 1,
-        "batch_size": job.batch, "lr": 0.01, "eval_every": 0, "cohort": 1.0, "compile": compile_,
+        "batch_size": job.batch, "lr": 0.01, "eval_every": 0, "cohort": 1.0, "lr_decay": 1.0, "compile": compile_,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as out:
         started = time.perf_counter()
@@ -174,8 +174,10 @@ def compare(network: str, jobs: int, folder: Path, options: argparse.Namespace) 
         bare.append((first + second) / 2)
         start.append(short - ours[-1])
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
+    name = f"overhead/{network}{'-3d' if job is VOLUMES else f'-{job.shape[1]}'}-{job.sites}-sites-jobs{jobs}"
+    name += "-compiled" if options.compile else ""
     return {
-        "name": f"overhead/{network}{'-3d' if job is VOLUMES else f'-{job.shape[1]}'}-{job.sites}-sites-jobs{jobs}{'-compiled' if options.compile else ''}",
+        "name": name,
         "ratio": statistics.median(ratios),
         "relative_to": "bare PyTorch loop, same arithmetic, batches in memory",
         "ratio_min": min(ratios),

@@ -87,7 +87,8 @@ def run_medfl(folder: Path, rounds: int, jobs: int, compile_: bool) -> None:
 
     requested = {
         "data": str(folder / "data"), "partition": f"file:{folder / 'sites.csv'}", "rounds": rounds, "local_epochs": 1,
-        "batch_size": 8, "lr": 0.01, "eval_every": 0, "cohort": 1.0, "seed": SEED, "compile": compile_,
+        "batch_size": 8, "lr": 0.01, "eval_every": 0, "cohort": 1.0, "lr_decay": 1.0, "seed": SEED,
+        "compile": compile_,
     }  # fmt: skip
     sgd = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}
     network = json.loads((folder / "problem.json").read_text())["network"]

@@ -156,6 +156,8 @@ def federate(
     idle = [f"--{name}" for name in used if used[name] and run.device == "cpu"]
     if idle:
         say(f"note: {' and '.join(idle)}: of no effect on a CPU")
+    if run.compile and run.lr_decay != 1:
+        say(f"note: --compile: every round is compiled anew, for its learning rate is another (--lr-decay {run.lr_decay})")
     say(_division(made))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with _threads(run.threads), tf32(run.tf32):
