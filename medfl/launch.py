@@ -157,7 +157,9 @@ def federate(
     if idle:
         say(f"note: {' and '.join(idle)}: of no effect on a CPU")
     if run.compile and run.lr_decay != 1:
-        say(f"note: --compile: every round is compiled anew, for its learning rate is another (--lr-decay {run.lr_decay})")
+        say(
+            f"note: --compile with --lr-decay {run.lr_decay}: each round has its own learning rate and is compiled anew"
+        )
     say(_division(made))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with _threads(run.threads), tf32(run.tf32):
