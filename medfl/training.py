@@ -174,9 +174,13 @@ def _scaled_backward(
     Raises:
         RunError: the gradients are not finite at any scale; names the site.
     """
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    others = [p for p in parameters if id(p) not in stepped]  # the scaler leaves them, a hook may read them
     for _ in range(_SCALES):
         scaler.scale(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
         scaler.unscale_(optimizer)
+        for gradient in (p.grad for p in others if p.grad is not None):
+            gradient.div_(scaler.get_scale())
         scaler.update()
         norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None], float("inf"))
         if torch.stack(norms).isfinite().all():

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from medfl import capturing, recordings
-from medfl.capturing import CudaGraph, allowed
+from medfl.capturing import allowed
+from medfl.graphs import CudaGraph
 from medfl.seeding import stream
 from medfl.site import snapshot
 from medfl.training import clip, fit, in_turn, pull, push

@@ -450,6 +450,27 @@ def test_a_batch_whose_scaled_gradients_overflow_is_trained_on(overflowing, monk
     assert results[0] == results[1]
 
 
+def test_a_hook_reads_plain_gradients_of_parameters_that_the_optimiser_leaves_out_too(overflowing, monkeypatch) -> None:
+    def first_layer(network: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(network.parameters())[:2], 1e-4)
+
+    seen: list[list[Tensor]] = []
+    for amp in (True, False):
+        toy = make(optimizer=first_layer, epochs=1)
+        if not amp:
+            monkeypatch.undo()
+        read: list[Tensor] = []
+        fit(
+            toy.site("a").model(toy.initial),
+            toy.site("a"),
+            gradient_hook=lambda ps, read=read: read.extend(p.grad.clone() for p in ps),
+        )
+        seen.append(read)
+    assert len(overflowing) == 1
+    assert len(seen[0]) > 2
+    assert bits(seen[0]) == bits(seen[1])
+
+
 def test_gradients_that_no_scale_makes_finite_end_the_run_by_name(overflowing) -> None:
     toy = make(loss=lambda output, y: (output * float("inf")).sum())
     site = toy.site("a")

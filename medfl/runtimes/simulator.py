@@ -14,9 +14,9 @@ import torch
 from tqdm import tqdm
 
 from medfl import devices, profiling
-from medfl.capturing import GRAPHS
 from medfl.errors import InputError
 from medfl.folder import RunFolder
+from medfl.graphs import GRAPHS
 from medfl.intact import committed
 from medfl.message import Message
 from medfl.runtimes.absent import Say, Tolerance

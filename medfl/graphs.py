@@ -1,0 +1,121 @@
+"""What records a training step and repeats it: CUDA graphs, and nothing where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from medfl.importing import without_collecting
+from medfl.recordings import Repeatable
+
+
+class Warming(Protocol):
+    """What has a say in the steps before there is a recording."""
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Make an optimiser that has not stepped yet fit to be captured."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        """Return the context of the eager steps before the capture."""
+
+
+class Graph(Warming, Repeatable, Protocol):
+    """What records a step and repeats it."""
+
+
+class CudaGraph:
+    """A step as a CUDA graph; all graphs of a device share one pool of memory."""
+
+    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+    _sides: ClassVar[dict[torch.device, list[torch.cuda.Stream]]] = {}
+    _pools: ClassVar[dict[torch.device, Any]] = {}
+    _last: ClassVar[dict[torch.device, CudaGraph]] = {}  # a pool lives as long as one of its graphs does
+
+    def __init__(self, device: torch.device) -> None:
+        """Be about to capture on an `indexed` device, on the stream of the warm-up (libraries tie handles to one)."""
+        self._device = device
+        if self._device not in self._streams:
+            self._streams[self._device] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._pools[self._device] = torch.cuda.graph_pool_handle()
+        self._graph = torch.cuda.CUDAGraph()
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Let the optimiser count its steps on the device, if it counts them."""
+        for group in optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+        optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # some steps are eager
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """Run a block on the stream of the capture."""
+        stream, current = self._streams[self._device], torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
+    def capture(self, step: Callable[[], Tensor]) -> Tensor:
+        """Record a step, then do it by its first replay."""
+        generator = torch.cuda.default_generators[self._device.index]
+        drawn = generator.get_state()
+        try:
+            with self.warming(), without_collecting():  # which could free device memory amid a capture
+                self._graph.capture_begin(pool=self._pools[self._device], capture_error_mode="thread_local")
+                try:
+                    loss = step()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        self._graph.capture_end()
+                    raise
+                self._graph.capture_end()
+        except RuntimeError:
+            fresh = torch.Generator(self._device)  # the old one may take itself to be captured still
+            fresh.set_state(drawn)
+            generator.graphsafe_set_state(fresh.graphsafe_get_state())
+            raise
+        self._last[self._device] = self
+        self.replay()
+        return loss
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
+        self._graph.replay()
+
+    @contextmanager
+    def branch(self, place: int) -> Iterator[None]:
+        """Run a block of a capture on a stream of its own, after all that the capture did before its branches."""
+        sides = self._sides.setdefault(self._device, [])
+        while len(sides) <= place:
+            sides.append(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        sides[place].wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(sides[place]):
+            yield
+
+    def join(self, count: int) -> None:
+        """Let the stream of the capture wait for the branches."""
+        for side in self._sides[self._device][:count]:
+            torch.cuda.current_stream(self._device).wait_stream(side)
+
+
+class NoGraph:
+    """Records nothing: for steps that are compiled only."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Be of no effect."""
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Leave an optimiser as it is."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        """Return no context."""
+        return nullcontext()
+
+
+GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
+"""Type of device -> what records steps there; on all others they run eagerly."""
