@@ -119,12 +119,13 @@ SMALLEST = {
     "method_cost": "--batch 2 --size 28 --network small_cnn --large resnet20 --steps 1 --repeats 1 --iterations 1",
     "scale": "--rounds 2 --sites 10 --methods fedavg",
     "startup": "--repeats 1",
+    "local_step": "--networks small_cnn --steps 4 --repeats 1",
     "runtime_cost": "--rounds 2 --networks small_cnn --images 40 --runtimes simulator,monai-fl",
 }
 
 
 def test_the_benchmarks_commands_run_at_their_smallest(elsewhere: Path) -> None:
-    given = [words[1:] for words in inline("performance.md", "python") if "gpu.py" not in words[1]]  # needs one
+    given = [words[1:] for words in inline("performance.md", "python") if "/gpu" not in words[1]]  # need one
     assert {Path(path).stem for path, *_ in given} == set(SMALLEST)
     for path, *flags in given:
         first = ["--methods", "fedmr"] if "method_cost" in path else []
