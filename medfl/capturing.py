@@ -232,8 +232,8 @@ class Steps:
         if current() is not None and self._verdict.complete and not self._verdict.draws:
             make = partial(GRAPHS[self._device.type], self._device)
             whole = self._step if self._compiled else None
-            name, step = (key, self._home.layout), self._compiled or self._step
-            self._asked = self._asking(Request(name, step, self._home, make, whole=whole))
+            shape, step = (*key[1:], self._home.layout), self._compiled or self._step
+            self._asked = self._asking(Request((key, self._home.layout), shape, step, self._home, make, whole=whole))
             return self._queue(self._asked, batch)
         self._recording = kept((key, self._home.layout)) if self._verdict.complete else None
         if self._recording is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +28,7 @@ QUEUED = 16
 ALONE, BESIDE, GROUPED, EAGER = "one after the other", "beside each other", "grouped", "eagerly"
 WAYS = ALONE, BESIDE, GROUPED
 _TIMED, _REPEATS = 4, 3
+_MOST = 4  # groups kept, each with the memory of all its sites
 _ALIGNED = 64  # bytes
 
 
@@ -40,6 +42,7 @@ class Request:
 
     Attributes:
         key: equal where one recording serves both visits.
+        shape: equal where the steps differ in no more than their numbers, as learning rates; they take the same time.
         step: does one.
         home: where the tensors of the visit live.
         graph: makes something that records a step.
@@ -51,6 +54,7 @@ class Request:
     """
 
     key: Hashable
+    shape: Hashable
     step: Callable[..., Tensor]
     home: Home
     graph: Callable[[], Repeatable]
@@ -201,24 +205,28 @@ class _Group:
         eager: why they are done eagerly, "" where they are not.
     """
 
-    def __init__(self, request: Request, size: int, clock: Clock, ways: Sequence[str]) -> None:
-        """Measure the ways."""
+    def __init__(
+        self, request: Request, size: int, clock: Clock, ways: Sequence[str], known: Choice | None = None
+    ) -> None:
+        """Measure the ways, or go by what was measured of the same step with other numbers."""
         self._clock = clock
         self._single: Recording | None = None
         self._pack: Pack | None = None
         seconds, refused = dict[str, float](), dict[str, str]()
-        for way in ways:
+        replay: Callable[[], None]
+        for way in ways if known is None else [way for way in ways if way in (ALONE, known.way)]:
             try:
                 if way == ALONE:
                     self._single = Recording(request.graph(), request.step, request.home, request.batches[0])
-                    seconds[way] = size * self._timed(partial(self._single.replay, request.batches[0]), request)
-                    continue
-                pack = Pack(request, size, way)
-                took = self._timed(pack.replay, request)
+                    replay, times = partial(self._single.replay, request.batches[0]), size
+                else:
+                    pack = Pack(request, size, way)
+                    replay, times = pack.replay, 1
+                took = known.seconds.get(way, math.inf) if known else times * self._timed(replay, request)
             except RuntimeError as error:  # an operation that cannot be recorded or grouped, too little memory
                 refused[way] = str(error).splitlines()[0]
                 continue
-            if took < min(seconds.values(), default=math.inf):
+            if way != ALONE and took < min(seconds.values(), default=math.inf):
                 self._pack = pack
             seconds[way] = took
         way = min(seconds, key=lambda one: seconds[one]) if seconds else EAGER
@@ -270,23 +278,36 @@ class Together:
 
     Attributes:
         size: visits at once.
-        choices: what was measured, in the order in which steps of new kinds came.
+        choices: what was measured, in the order in which steps of new shapes came.
     """
 
     def __init__(self, size: int, clock: Clock = _now, ways: Sequence[str] = WAYS) -> None:
         """Know no step; of these ways the fastest is taken."""
         self.size, self.choices = size, list[Choice]()
         self._clock, self._ways = clock, ways
-        self._groups: dict[Hashable, _Group] = {}
+        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
+        self._measured: dict[Hashable, Choice] = {}
 
     def __call__(self, requests: Sequence[Request]) -> None:
         """Do what some visits ask for: those with the same key together."""
         for key in dict.fromkeys(request.key for request in requests):
             mine = [request for request in requests if request.key == key]
-            if key not in self._groups:
-                self._groups[key] = _Group(mine[0], self.size, self._clock, self._ways)
-                self.choices.append(self._groups[key].choice)
-            self._groups[key].do(mine)
+            group = self._group(mine[0])
+            group.do(mine)
             for request in mine:
-                request.replayed = 0 if self._groups[key].eager else len(request.batches)
-                request.eager = self._groups[key].eager
+                request.replayed = 0 if group.eager else len(request.batches)
+                request.eager = group.eager
+
+    def _group(self, request: Request) -> _Group:
+        """Return how the steps of a request are done; the memory of those that were not done for long is given back."""
+        found = self._groups.pop(request.key, None)
+        while found is None and len(self._groups) >= _MOST:
+            self._groups.popitem(last=False)
+        if found is None:
+            known = self._measured.get(request.shape)
+            found = _Group(request, self.size, self._clock, self._ways, known)
+            if known is None:
+                self._measured[request.shape] = found.choice
+                self.choices.append(found.choice)
+        self._groups[request.key] = found
+        return found

@@ -406,4 +406,25 @@ def test_learning_rates_that_decay_make_a_step_of_their_own() -> None:
 
         _each(made, together, visit)
     assert rates == [0.1, 0.05]
-    assert len(together.choices) == 2
+    assert len(together.choices) == 1, "measured once"
+    assert len(together._groups) == 2
+    assert {group.choice.way for group in together._groups.values()} == {BESIDE}
+
+
+def test_only_so_many_groups_keep_their_memory() -> None:
+    made, together = toy(lr_decay=0.5), Together(3, ways=[ALONE, BESIDE])
+    for round_ in range(1, 8):
+
+        def visit(name: str, round_: int = round_) -> Any:
+            with_rate = made.site(name, round_)
+            model = with_rate.model(made.initial)
+            report = fit(model, with_rate)
+            return [name, bits(snapshot(model)), report.steps, report.loss]
+
+        expected = []
+        for name in made.names:
+            with made.networks.scope():
+                expected.append(visit(name))
+        assert sorted(_each(made, together, visit), key=lambda each: str(each[0])) == expected
+    assert len(together._groups) == 4
+    assert len(together.choices) == 1
