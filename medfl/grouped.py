@@ -21,6 +21,23 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 Step = Callable[..., Tensor]
 
 
+_NUMBER_BY_NUMBER = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "addcmul",
+    "addcdiv",
+    "lerp",
+    "sqrt",
+    "neg",
+    "reciprocal",
+    "zero",
+    "copy",
+)
+"""Operations on lists of tensors that may be done on the tensors of all networks as on those of one."""
+
+
 class CannotBeNoted(RuntimeError):
     """A step does something that its operations do not tell."""
 
@@ -110,7 +127,10 @@ class Grouped(Interpreter):
         if name.startswith("lift_fresh"):
             return args[0]  # `_repeated` has made it
         if name.startswith("_foreach_"):
-            return self._each(name.removeprefix("_foreach_"), args, kwargs)
+            plain = name.removeprefix("_foreach_")
+            if plain.rstrip("_") in _NUMBER_BY_NUMBER and _alike(args):
+                return target(*args, **kwargs)
+            return self._each(plain, args, kwargs)
         if "batch_norm" in name and not all(one.is_contiguous() for one in args if _of_channels(one)):
             raise CannotBeGrouped("running statistics that do not lie in one piece would not be updated")
         return self._mapped(target, args, kwargs)
@@ -146,6 +166,14 @@ class Grouped(Interpreter):
                 named["value"] = given.pop()
             made.append(self._mapped(operation, tuple(given), named))
         return None if name.endswith("_") else made
+
+
+def _alike(args: Sequence[Any]) -> bool:
+    """Tell whether lists have tensors of the same shapes at the same places, and the rest are numbers."""
+    lists = [one for one in args if isinstance(one, list | tuple) and one and isinstance(one[0], Tensor)]
+    if any(isinstance(one, Tensor) for one in args):
+        return False
+    return all(len({tensor.shape for tensor in together}) == 1 for together in zip(*lists, strict=True))
 
 
 def _of_channels(value: Any) -> bool:

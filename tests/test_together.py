@@ -132,6 +132,38 @@ def test_grouped_operations_train_each_network_as_alone(name: str, optimiser: st
     assert not torch.equal(stacked[0][0], stacked[0][1])
 
 
+def test_lists_of_tensors_are_taken_as_a_whole_where_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an optimiser on a GPU takes them: the last factors are one number for each tensor, so these go one by one."""
+    weights, factors = [torch.ones(2, 3), torch.ones(3)], [torch.tensor(2.0), torch.tensor(3.0)]
+
+    def step(x: Tensor) -> Tensor:
+        torch._foreach_add_(weights, 1.0)
+        torch._foreach_addcmul_(weights, weights, weights, 0.5)
+        torch._foreach_mul_(weights, factors)
+        torch._foreach_mul_(weights, torch.tensor(2.0))
+        return x.sum()
+
+    operations = noted(step, [*weights, *factors], [torch.zeros(1)])
+    for tensor in weights:
+        tensor.fill_(1.0)
+    one_by_one: list[str] = []
+    inner = Grouped._each
+    monkeypatch.setattr(Grouped, "_each", lambda self, name, *rest: one_by_one.append(name) or inner(self, name, *rest))
+    start = [torch.stack([tensor, 3 * tensor]) for tensor in (*weights, *factors)]
+    losses = Grouped(operations, 2)(start, [torch.zeros(2, 1)])
+    assert losses.tolist() == [0, 0]
+    assert one_by_one == ["mul_", "mul_"]
+    step(torch.zeros(1))
+    for tensor, whole in zip(weights, start, strict=False):
+        assert torch.equal(whole[0], tensor)
+    for tensor, factor in zip(weights, factors, strict=True):
+        tensor.fill_(3.0)
+        factor.mul_(3.0)
+    step(torch.zeros(1))
+    for tensor, whole in zip(weights, start, strict=False):
+        assert torch.equal(whole[1], tensor)
+
+
 def test_a_step_that_draws_cannot_be_grouped() -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     step = _step_of(network, torch.optim.SGD(network.parameters(), 0.1))
