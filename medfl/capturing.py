@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
 from medfl.abreast import current
-from medfl.compiling import of_visit, wanted
+from medfl.compiling import counting_in_tensors, of_visit, wanted
 from medfl.graphs import GRAPHS, Graph, NoGraph, Warming
 from medfl.grouped import CannotBeNoted
 from medfl.recordings import Home, Recording, forget, keep, kept
@@ -149,6 +149,8 @@ class Steps:
         if not self.eager:
             self._device = indexed(device)
             self._graph = GRAPHS[device.type](self._device) if self._records else NoGraph(self._device)
+            if wanted() and device.type == "cpu":
+                self._step = partial(counting_in_tensors, step)
             self._graph.prepare(optimizer)
 
     def __call__(self, *batch: Any) -> Tensor:

@@ -28,6 +28,14 @@ class Graph(Warming, Repeatable, Protocol):
     """What records a step and repeats it."""
 
 
+def counting(optimizer: Optimizer) -> None:
+    """Let an optimiser that has not stepped yet count in tensors, as it must to be repeated without Python."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # some steps are eager
+
+
 class CudaGraph:
     """A step as a CUDA graph; all graphs of a device share one pool of memory."""
 
@@ -46,10 +54,7 @@ class CudaGraph:
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Let the optimiser count its steps on the device, if it counts them."""
-        for group in optimizer.param_groups:
-            if "capturable" in group:
-                group["capturable"] = True
-        optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # some steps are eager
+        counting(optimizer)
 
     @contextmanager
     def warming(self) -> Iterator[None]:
@@ -110,7 +115,8 @@ class NoGraph:
         """Be of no effect."""
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Leave an optimiser as it is."""
+        """Let the optimiser count its steps in tensors, if it counts them."""
+        counting(optimizer)
 
     def warming(self) -> AbstractContextManager[None]:
         """Return no context."""

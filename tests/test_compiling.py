@@ -78,6 +78,18 @@ def test_a_compiled_step_trains_as_an_eager_one() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
+def test_optimisers_that_count_are_compiled(kind: Any, counted: list[int]) -> None:
+    """On the CPU they read their counters back, but for those who ask; the noted operations give the step's bits."""
+    made = toy(optimizer=lambda network: kind(network.parameters(), 0.01, eps=1e-3))
+    report, found = trained(made, "a", True)
+    assert (report.replayed, report.eager) == (14, "")
+    eager, weights = trained(made, "a", False)
+    assert report.loss == pytest.approx(eager.loss, rel=1e-4)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+
+
 def test_one_compilation_serves_all_sites_and_rounds(counted: list[int]) -> None:
     made = toy()
     for name in ("a", "b", "a"):
