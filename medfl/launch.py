@@ -156,6 +156,8 @@ def federate(
     idle = [f"--{name}" for name in used if used[name] and run.device == "cpu"]
     if idle:
         say(f"note: {' and '.join(idle)}: of no effect on a CPU")
+    if run.compile:
+        say("note: --compile: the first training steps wait for the compiler, seconds to minutes")
     if run.compile and run.lr_decay != 1:
         say(
             f"note: --compile with --lr-decay {run.lr_decay}: each round has its own learning rate and is compiled anew"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,38 @@ def test_a_run_trains_without_it_unless_asked(
     assert ("tf32" in document) is expected, "records without it keep their hash"
     federate(out=out, resume=True, requested={"rounds": 2})
     assert seen == [(expected, expected)] * 2, "a run is resumed with its own settings"
+
+
+NOTES = [
+    ({"pack": 2}, ["--pack: of no effect on a CPU"]),
+    ({"capture": True, "tf32": True}, ["--tf32 and --capture: of no effect on a CPU"]),
+    ({"compile": True}, ["--compile: the first training steps wait for the compiler, seconds to minutes"]),
+    (
+        {"compile": True, "lr_decay": 0.5},
+        [
+            "--compile: the first training steps wait for the compiler, seconds to minutes",
+            "--compile with --lr-decay 0.5: each round has its own learning rate and is compiled anew",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "notes"), NOTES)
+def test_what_is_asked_of_the_machine_is_said_and_recorded(
+    asked: dict[str, Any], notes: list[str], tmp_path: Path
+) -> None:
+    chest = str(datasets.write_phantom("pneumonia", tmp_path / "data", per_class=10, size=28))
+    requested = {"data": chest, "sites": 2, "rounds": 1, "local_epochs": 1, "lr_decay": 1.0, **asked}
+    said: list[str] = []
+    federate(
+        "pneumonia", config={"network": "small_cnn"}, requested=requested, out=tmp_path / "run", jobs=1, say=said.append
+    )
+    assert [line for line in said if line.startswith("note: --")] == [f"note: {note}" for note in notes]
+    run, document = read_run(tmp_path / "run" / "run.json")
+    for name, value in asked.items():
+        assert getattr(run, name) == value
+        assert document[name] == value
+    assert run.capture is ("capture" in asked or "pack" in asked), "packing captures"
 
 
 def test_a_site_and_the_server_keep_to_it_in_any_process() -> None:
