@@ -143,6 +143,10 @@ def federate(
     with tf32(False):  # what teachers know and answer is kept for other runs too
         made = with_notes(_plan(bundle, options or {}, config or {}, requested, out, resume, source, say))
     run = made.run
+    if profile and run.compile:
+        raise InputError(
+            "--profile with --compile", "it listens to every step, and a compiled one tells nothing", "leave one out"
+        )
     if save_predictions:
         _refuse_unsaved(made)
     path = Path(out) if out else Path("runs") / f"{made.bundle.name}-{run.method.rpartition('.')[2]}-{run.seed}"

@@ -181,14 +181,15 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_compiled_run_is_the_same_with_any_number_of_workers_and_resumed(scans: Path, tmp_path: Path) -> None:
-    def run(name: str, jobs: int, rounds: int = 2, **more: Any) -> dict[str, Tensor]:
+def test_a_compiled_run_is_the_same_with_workers_clients_and_resumed(scans: Path, tmp_path: Path) -> None:
+    def run(name: str, jobs: int | None, rounds: int = 2, runtime: str = "simulator", **more: Any) -> dict[str, Tensor]:
         requested = {"data": str(scans), "partition": "iid", "sites": 3, "rounds": rounds, "batch_size": 4, **more}
         config = {"network": "small_cnn", "image_size": 32, "optimizer": SGD}
-        federate("mednist", config=config, requested=requested, out=tmp_path / name, jobs=jobs)
+        federate("mednist", config=config, requested=requested, out=tmp_path / name, jobs=jobs, runtime=runtime)
         return load_weights(tmp_path / name / "weights.safetensors")
 
     plain, one, two = run("plain", 1), run("one", 1, compile=True), run("two", 2, compile=True)
+    clients = run("clients", None, runtime="monai-fl", compile=True)
     run("broken", 1, 1, compile=True)
     federate(out=tmp_path / "broken", resume=True, requested={"rounds": 2}, jobs=1)
     broken = load_weights(tmp_path / "broken" / "weights.safetensors")
@@ -196,4 +197,5 @@ def test_a_compiled_run_is_the_same_with_any_number_of_workers_and_resumed(scans
     for name, value in plain.items():
         assert torch.equal(one[name], two[name])
         assert torch.equal(one[name], broken[name])
+        assert torch.equal(one[name], clients[name])
         torch.testing.assert_close(one[name], value, rtol=1e-3, atol=1e-5)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from medfl import datasets, federate, launch
+from medfl.errors import InputError
 from medfl.folder import RunFolder, read_run
 from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
@@ -101,6 +102,15 @@ def test_what_is_asked_of_the_machine_is_said_and_recorded(
         assert getattr(run, name) == value
         assert document[name] == value
     assert run.capture is ("capture" in asked or "pack" in asked), "packing captures"
+
+
+def test_a_run_that_is_compiled_is_not_profiled(tmp_path: Path) -> None:
+    """With a profile all steps are eager: the run would give other weights for being looked at."""
+    chest = str(datasets.write_phantom("pneumonia", tmp_path / "data", per_class=10, size=28))
+    requested = {"data": chest, "sites": 2, "rounds": 1, "compile": True}
+    with pytest.raises(InputError, match="--profile with --compile; .*; leave one out"):
+        federate("pneumonia", requested=requested, out=tmp_path / "run", profile=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_site_and_the_server_keep_to_it_in_any_process() -> None:
