@@ -97,8 +97,8 @@ def timed(clock: Clock) -> Iterator[None]:
     """Let the clock run in all visits inside the block."""
 
     class Timed(Steps):
-        def __init__(self, step: Any, optimizer: Any, device: Any, expected: int, obstacle: str = "") -> None:
-            super().__init__(step, optimizer, device, expected, obstacle)
+        def __init__(self, step: Any, optimizer: Any, device: Any, expected: int, *rest: Any) -> None:
+            super().__init__(step, optimizer, device, expected, *rest)
             self.calls, self.expected = 0, expected
 
         def __call__(self, x: Any, y: Any) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
 from medfl.abreast import current
-from medfl.compiling import counting_in_tensors, of_visit, wanted
+from medfl.compiling import of_visit, wanted
 from medfl.graphs import GRAPHS, Graph, NoGraph, Warming
 from medfl.grouped import CannotBeNoted
 from medfl.recordings import Home, Recording, forget, keep, kept
@@ -117,7 +117,13 @@ class Steps:
     """
 
     def __init__(
-        self, step: Step, optimizer: Optimizer, device: torch.device, expected: int, obstacle: str = ""
+        self,
+        step: Step,
+        optimizer: Optimizer,
+        device: torch.device,
+        expected: int,
+        obstacle: str = "",
+        varies: bool = False,
     ) -> None:
         """Be about to train.
 
@@ -127,6 +133,7 @@ class Steps:
             device: where the network is.
             expected: steps with the shape of the first one.
             obstacle: why it cannot be captured, as far as the caller knows.
+            varies: whether the optimiser's learning rates are others in other rounds.
         """
         self.replayed, self.eager = 0, ""
         self._step, self._device, self._expected = step, device, expected
@@ -149,9 +156,7 @@ class Steps:
         if not self.eager:
             self._device = indexed(device)
             self._graph = GRAPHS[device.type](self._device) if self._records else NoGraph(self._device)
-            if wanted() and device.type == "cpu":
-                self._step = partial(counting_in_tensors, step)
-            self._graph.prepare(optimizer)
+            self._graph.prepare(optimizer, varies)
 
     def __call__(self, *batch: Any) -> Tensor:
         """Do the step of a batch and return its loss, which no later step overwrites."""

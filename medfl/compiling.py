@@ -9,7 +9,6 @@ convolutions of large ones can be slower (docs/performance.md).
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,25 +41,6 @@ def compiling() -> Iterator[None]:
 def wanted() -> bool:
     """Tell whether steps are to be compiled."""
     return _ALLOWED.get()
-
-
-_ASKED = "_get_capturable_supported_devices"
-_OPTIMISERS = [kind for name, kind in sys.modules.items() if name.startswith("torch.optim.") and hasattr(kind, _ASKED)]
-
-
-def counting_in_tensors(step: Step, *batch: Tensor) -> Tensor:
-    """Do a step whose optimiser counts in tensors, which PyTorch refuses to do on a CPU, where it reads them back.
-
-    It is written for any device; only on GPUs does it pay by itself.
-    """
-    before = [getattr(kind, _ASKED) for kind in _OPTIMISERS]
-    try:
-        for kind in _OPTIMISERS:
-            setattr(kind, _ASKED, lambda *_, **__: ["cpu"])
-        return step(*batch)
-    finally:
-        for kind, function in zip(_OPTIMISERS, before, strict=True):
-            setattr(kind, _ASKED, function)
 
 
 def compiled(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> Compiled:

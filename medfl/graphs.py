@@ -17,8 +17,8 @@ from medfl.recordings import Repeatable
 class Warming(Protocol):
     """What has a say in the steps before there is a recording."""
 
-    def prepare(self, optimizer: Optimizer) -> None:
-        """Make an optimiser that has not stepped yet fit to be captured."""
+    def prepare(self, optimizer: Optimizer, varies: bool) -> None:
+        """Make an optimiser that has not stepped yet fit to be captured; its rates may vary between rounds."""
 
     def warming(self) -> AbstractContextManager[None]:
         """Return the context of the eager steps before the capture."""
@@ -28,12 +28,46 @@ class Graph(Warming, Repeatable, Protocol):
     """What records a step and repeats it."""
 
 
-def counting(optimizer: Optimizer) -> None:
-    """Let an optimiser that has not stepped yet count in tensors, as it must to be repeated without Python."""
+def countable(optimizer: Optimizer, varies: bool) -> None:
+    """Let an optimiser that has not stepped yet keep in tensors what differs from step to step or from round to round.
+
+    So its steps can be repeated without Python. To be called on one whose learning rates are set.
+
+    Args:
+        optimizer: to be used inside `by_tensors` from now on.
+        varies: whether learning rates change between rounds: as tensors they are no numbers of the step.
+    """
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
+        if varies:
+            group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # one parameter after the other takes numbers only
     optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # some steps are eager
+
+
+@contextmanager
+def by_tensors(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimiser step inside the block without reading its tensors back.
+
+    For that PyTorch has to take the step for one that it is compiling: outside of that a CPU's optimiser may not count
+    in tensors, and SGD makes a number of its learning rate.
+    """
+    groups = optimizer.param_groups
+    if not any(isinstance(g["lr"], Tensor) or (g.get("capturable") and _on_cpu(g)) for g in groups):
+        yield
+        return
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def _on_cpu(group: dict[str, Any]) -> bool:
+    return any(parameter.device.type == "cpu" for parameter in group["params"][:1])
 
 
 class CudaGraph:
@@ -52,9 +86,9 @@ class CudaGraph:
             self._pools[self._device] = torch.cuda.graph_pool_handle()
         self._graph = torch.cuda.CUDAGraph()
 
-    def prepare(self, optimizer: Optimizer) -> None:
-        """Let the optimiser count its steps on the device, if it counts them."""
-        counting(optimizer)
+    def prepare(self, optimizer: Optimizer, varies: bool) -> None:
+        """Let the optimiser keep on the device what it reckons with."""
+        countable(optimizer, varies)
 
     @contextmanager
     def warming(self) -> Iterator[None]:
@@ -114,9 +148,9 @@ class NoGraph:
     def __init__(self, device: torch.device) -> None:
         """Be of no effect."""
 
-    def prepare(self, optimizer: Optimizer) -> None:
-        """Let the optimiser count its steps in tensors, if it counts them."""
-        counting(optimizer)
+    def prepare(self, optimizer: Optimizer, varies: bool) -> None:
+        """Let the optimiser keep in tensors what it reckons with."""
+        countable(optimizer, varies)
 
     def warming(self) -> AbstractContextManager[None]:
         """Return no context."""

@@ -162,10 +162,6 @@ def federate(
         say(f"note: {' and '.join(idle)}: of no effect on a CPU")
     if run.compile:
         say("note: --compile: the first training steps wait for the compiler, seconds to minutes")
-    if run.compile and run.lr_decay != 1:
-        say(
-            f"note: --compile with --lr-decay {run.lr_decay}: each round has its own learning rate and is compiled anew"
-        )
     say(_division(made))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with _threads(run.threads), tf32(run.tf32):

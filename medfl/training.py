@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.capturing import Steps
 from medfl.errors import InputError, RunError
+from medfl.graphs import by_tensors
 from medfl.networks.heads import entering_head
 from medfl.seeding import stream
 from medfl.site import Penalty, Site
@@ -116,12 +117,14 @@ def fit(
             loss.backward()  # type: ignore[no-untyped-call]
         if gradient_hook is not None:
             gradient_hook(parameters)
-        optimizer.step()
+        with by_tensors(optimizer):
+            optimizer.step()
         return loss.detach()
 
     settings = site.settings
     alike = settings.epochs * max(1, len(site.train) // settings.batch_size)
-    steps = Steps(step, optimizer, site.device, alike, _obstacle(site, scaler, epoch_factor))
+    obstacle = _obstacle(site, scaler, epoch_factor)
+    steps = Steps(step, optimizer, site.device, alike, obstacle, settings.lr_decay != 1)
     if optimizer_state:
         _restore(optimizer, optimizer_state)
     losses: list[Tensor] = []
@@ -135,7 +138,7 @@ def fit(
                 losses.append(steps(*(feed(*batch) if feed else batch)))
             steps.flush()
             _check_finite(losses, done, site)
-            for group in optimizer.param_groups:
+            for group in optimizer.param_groups if epoch_factor != 1 else ():
                 group["lr"] = group["lr"] * epoch_factor
         steps.finish()
     mean = float(torch.stack(losses).mean()) if losses else float("nan")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medfl import capturing, recordings
+from medfl.graphs import countable
 from medfl.site import Site, snapshot
 from medfl.training import FitReport, fit
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd
@@ -32,8 +33,10 @@ class Recorder:
         self.listener = _Listener()
         self.replays = 0
 
-    def prepare(self, optimizer: Optimizer) -> None:
-        """Nothing: an optimiser that counts its steps on the device cannot be had on the CPU."""
+    def prepare(self, optimizer: Optimizer, varies: bool) -> None:
+        """Keep rates that vary in tensors; counters, which a CPU reads back, stay what they are."""
+        if varies:
+            countable(optimizer, varies)
 
     def warming(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -324,6 +324,6 @@ def test_an_optimiser_is_told_to_count_on_the_device() -> None:
     network: Any = classifier()()
     counting, plain = adam(0.1)(network), sgd(0.1)(network)
     for optimizer in (counting, plain):
-        CudaGraph.prepare(None, optimizer)  # type: ignore[arg-type]  # it needs no graph
+        CudaGraph.prepare(None, optimizer, False)  # type: ignore[arg-type]  # it needs no graph
     assert [group["capturable"] for group in counting.param_groups] == [True]
     assert "capturable" not in plain.param_groups[0]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,37 @@ def test_one_compilation_serves_all_sites_and_rounds(counted: list[int]) -> None
     for name in ("a", "b", "a"):
         assert trained(made, name, True)[0].replayed
     assert counted == [1]
+
+
+RATED = {
+    "sgd": partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=0.02, eps=1e-2),  # or noise about a gradient of 0 makes steps of any sign
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.02, eps=1e-2),
+}
+
+
+@pytest.mark.parametrize("kind", RATED)
+def test_one_compilation_serves_rounds_with_other_learning_rates(kind: str, counted: list[int]) -> None:
+    made = toy(optimizer=lambda network: RATED[kind](network.parameters()), lr_decay=0.5)
+    found = []
+    for compile_ in (False, True):
+        for round_ in (1, 2, 5):
+            with made.networks.scope():
+                site = made.site("a", round_)
+                site = replace(site, settings=replace(site.settings, lr_decay=0.5))
+                model = site.model(made.initial)
+                with compiling.compiling() if compile_ else nullcontext():
+                    report = fit(model, site)
+                found.append((report, snapshot(model)))
+    assert counted == [1]
+    for (eager, weights), (report, compiled) in zip(found[:3], found[3:], strict=True):
+        assert (report.replayed, report.eager) == (14, "")
+        assert report.loss == pytest.approx(eager.loss, rel=1e-3)
+        for name, value in weights.items():
+            torch.testing.assert_close(compiled[name], value, rtol=1e-2, atol=2e-3)
+    first = found[3][1]
+    for _, weights in found[4:]:
+        assert max((weights[name] - first[name]).abs().max() for name in weights if "weight" in name) > 0.01
 
 
 def test_the_same_steps_are_compiled_whatever_the_process_has_seen(

@@ -76,13 +76,6 @@ NOTES = [
     ({"pack": 2}, ["--pack: of no effect on a CPU"]),
     ({"capture": True, "tf32": True}, ["--tf32 and --capture: of no effect on a CPU"]),
     ({"compile": True}, ["--compile: the first training steps wait for the compiler, seconds to minutes"]),
-    (
-        {"compile": True, "lr_decay": 0.5},
-        [
-            "--compile: the first training steps wait for the compiler, seconds to minutes",
-            "--compile with --lr-decay 0.5: each round has its own learning rate and is compiled anew",
-        ],
-    ),
 ]
 
 

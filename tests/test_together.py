@@ -439,7 +439,7 @@ def test_learning_rates_that_decay_make_a_step_of_their_own() -> None:
         _each(made, together, visit)
     assert rates == [0.1, 0.05]
     assert len(together.choices) == 1, "measured once"
-    assert len(together._groups) == 2
+    assert len(together._groups) == 2, "in the toy the rate is a number"
     assert {group.choice.way for group in together._groups.values()} == {BESIDE}
 
 

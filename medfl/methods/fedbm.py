@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.capturing import Steps
+from medfl.graphs import by_tensors
 from medfl.message import Message, Weights
 from medfl.methods._synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
 from medfl.methods._text import TextOptions, opened, shared
@@ -174,7 +175,8 @@ class FedBM(Method):
             augment = partial(source.augmentation.moved, places=places)
             loss = self.generator_loss(teacher, network(z), z, labels, augment)
             loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            with by_tensors(optimizer):
+                optimizer.step()
             return loss.detach()
 
         steps = Steps(step, optimizer, host.device, self.g_iterations)

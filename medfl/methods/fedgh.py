@@ -27,6 +27,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from medfl.capturing import Steps
 from medfl.errors import InputError
+from medfl.graphs import by_tensors
 from medfl.message import Message, Weights
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.fedproto import check_lengths, feature_length, owned, received
@@ -170,7 +171,8 @@ def fit_head(
         optimizer.zero_grad()
         loss = cross_entropy(logits(layer, x), y)
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        with by_tensors(optimizer):
+            optimizer.step()
         return loss.detach()
 
     steps = Steps(step, optimizer, features.device, epochs * max(1, len(features) // size))
