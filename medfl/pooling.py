@@ -3,7 +3,7 @@
 PyTorch pools contiguous images one number after the other, images with the channels last many numbers at a time. Which
 number of a window is the largest does not depend on the order of the memory, so the pooled images and the places of the
 largest ones are computed with the channels last and handed on contiguous; the gradient goes back by PyTorch's own way.
-In a small network on small images plain pooling is nearly a third of a training step.
+In a small network plain pooling is a large part of a training step (benchmarks/local_step.py).
 """
 
 from __future__ import annotations

@@ -47,9 +47,8 @@ class Workers:
         if self.together is not None:
             yield from abreast(self._each(tasks), self.together.size, self.together)
             return
-        for index, task in enumerate(tasks):
-            function, arguments = made(task)
-            yield index, answered(function, arguments, partial(function, self._federation))
+        for done in self._each(tasks):
+            yield done()
 
     def _each(self, tasks: Sequence[Task | Later]) -> Iterator[Callable[[], tuple[int, Any]]]:
         """Return the tasks as calls, each made when it is about to be done."""
