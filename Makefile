@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | bench | docs | site   PYTHON=python3.12 TORCH=cpu make demo
+# make demo | test | test-all | lint | bench | gpu-kit | docs | site   PYTHON=python3.12 TORCH=cpu make demo
 PYTHON ?= python3
 # TORCH=cpu takes PyTorch's CPU wheel from its own index instead of the CUDA build.
 TORCH ?=
@@ -9,7 +9,7 @@ TORCH_CPU = $(if $(filter cpu,$(TORCH)),$(call PIP,$(1)) torch --index-url https
 SOURCES := setup.cfg pyproject.toml
 WORKERS := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all lint bench docs site clean
+.PHONY: demo test test-all lint bench gpu-kit docs site clean
 
 $(DEMO)/.installed: $(SOURCES)
 	$(PYTHON) -m venv --clear $(DEMO)
@@ -44,6 +44,10 @@ lint: $(TEST)/.installed
 bench: $(TEST)/.installed
 	$(TEST)/bin/python benchmarks/overhead.py
 	$(TEST)/bin/python benchmarks/method_cost.py
+
+# What benchmarks/gpu_day.py needs on a machine with a GPU and without a network: wheels, and images from $MEDFL_DATA.
+gpu-kit: $(TEST)/.installed
+	$(TEST)/bin/python benchmarks/gpu_kit.py
 
 # What the README and docs/ say of the code is made from it, the tables of docs/results.md from the summaries of runs.
 docs: $(TEST)/.installed

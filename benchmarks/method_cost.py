@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,10 +44,15 @@ def embeddings(_: str) -> torch.Tensor:
 
 
 class Federation:
-    """Two sites with random images, on which one method is ready for round 2."""
+    """Sites with random images, on which one method is ready for round 2."""
 
     def __init__(
-        self, method: Method, options: argparse.Namespace, large: str = "", public: Public | None = None
+        self,
+        method: Method,
+        options: argparse.Namespace,
+        large: str = "",
+        public: Public | None = None,
+        sites: Sequence[str] = SITES,
     ) -> None:
         """Run round 1 with one step a site; the first one has the network `large` where one is named."""
         device = torch.device(options.device)
@@ -55,14 +61,14 @@ class Federation:
         build = partial(networks.build, options.network, 3, CLASSES)
         self.networks = Networks(lambda: method.adapt(build(), self.task), 0, device)
         self.large = Networks(partial(networks.build, large, 3, CLASSES), 0, device) if large else self.networks
-        self.public = public
+        self.public, self.sites = public, sites
         generator = torch.Generator().manual_seed(0)
         count = options.batch
         images = torch.randn(count, 3, options.size, options.size, generator=generator)
         labels = torch.randint(CLASSES, (count,), generator=generator)
         items = [{"id": str(i), "label": int(y)} for i, y in enumerate(labels)]
         self.data, self.batch = Stacked(items, images.to(device), labels.to(device)), options.batch
-        names = ("central",) if method.pools_data else SITES
+        names = ("central",) if method.pools_data else sites
         with self.networks.scope():
             told = {name: method.introduce(self.site(name, 0, 1)) for name in names}
             self.server = method.init_server(self.host(0), self.networks.initial, told)
@@ -82,7 +88,7 @@ class Federation:
         shard = Shard.of(self.data, range(self.batch))
         settings = LocalSettings(steps, self.batch, lambda network: torch.optim.SGD(network.parameters(), 1e-4, 0.9))
         loss = nn.functional.cross_entropy
-        pool = self.large if name == SITES[0] else self.networks
+        pool = self.large if name == self.sites[0] else self.networks
         own = Site(name, round_, shard, shard, shard, loss, settings, pool, round_, self.task)
         return replace(own, common=self.networks, public=self.public)
 

@@ -241,6 +241,7 @@ def out_of_memory(*_: object) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_step_is_measured_on_a_gpu(moles: Path) -> None:
     found = check(Asked("ham10000", str(moles), config=SMALL, batch_size=4, device="cuda"))
     assert "on the GPU" in said(found, "memory", "ok")

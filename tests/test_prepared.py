@@ -241,6 +241,7 @@ def test_items_one_by_one_stay_where_they_are(prepared: Prepared) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("make", [stacked, coded, augmented_codes])
 def test_batches_come_from_the_gpu(make: Any) -> None:
     prepared: Prepared = make()
