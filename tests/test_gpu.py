@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from medfl import capturing, datasets, federate
 from medfl.capturing import allowed
+from medfl.devices import GIB, Gpu, ran_out
 from medfl.methods import names
+from medfl.precision import tf32
 from medfl.runtimes import simulator
 from medfl.site import Networks, snapshot
 from medfl.storage import load_weights
@@ -216,3 +218,66 @@ def test_a_capture_that_fails_leaves_the_training_as_it_is(visits: list[capturin
     assert failed.replayed == 0
     assert failed.eager.startswith("a capture failed")
     assert torch.rand(3, device="cuda").isfinite().all(), "the generator still draws"
+
+
+def test_compiled_rounds_are_near_eager_ones(chest: str, tmp_path: Path, visits: list[capturing.Steps]) -> None:
+    eager = run(chest, tmp_path / "eager", "fedavg", "cuda", 1, **LONGER)
+    visits.clear()
+    compiled = run(chest, tmp_path / "compiled", "fedavg", "cuda", 1, compile=True, **LONGER)
+    assert all(visit.replayed for visit in visits)
+    for name, value in eager.items():
+        torch.testing.assert_close(compiled[name], value, **NEAR, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# How numbers are computed, and how much memory
+
+
+def products() -> dict[str, float]:
+    """Return the largest relative error of a matrix product and of a convolution, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.rand(256, 256, generator=generator).to("cuda") for _ in range(2))
+    x, k = torch.rand(4, 32, 32, 32, generator=generator).cuda(), torch.rand(32, 32, 3, 3, generator=generator).cuda()
+    pairs = {"matmul": (a @ b, a.double() @ b.double())}
+    pairs["conv"] = (nn.functional.conv2d(x, k), nn.functional.conv2d(x.double(), k.double()))
+    return {name: float(((near - exact) / exact).abs().max()) for name, (near, exact) in pairs.items()}
+
+
+def test_products_are_rounded_to_tf32_only_where_that_is_asked_for() -> None:
+    """float32 keeps 24 bits of a factor, TF32 11: the errors are about 1e-6 and 1e-4."""
+    with tf32(False):
+        assert max(products().values()) < 1e-5
+    if torch.cuda.get_device_capability() >= (8, 0):
+        with tf32(True):
+            assert min(products().values()) > 1e-5
+
+
+def test_a_run_computes_in_float32_unless_it_says_tf32(
+    chest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, bool]] = []
+    begin = capturing.Steps.__init__
+
+    def noted(self: capturing.Steps, *arguments: Any) -> None:
+        seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+        begin(self, *arguments)
+
+    monkeypatch.setattr(capturing.Steps, "__init__", noted)
+    run(chest, tmp_path / "plain", "fedavg", "cuda", 1)
+    assert set(seen) == {(False, False)}
+    seen.clear()
+    run(chest, tmp_path / "tf32", "fedavg", "cuda", 1, tf32=True)
+    assert set(seen) == {(True, True)}
+
+
+def test_a_process_is_held_to_its_allowance() -> None:
+    """2 GiB, of which 1 GiB is the context's: half a GiB of tensors fits, two do not."""
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.empty_cache()
+    try:
+        assert Gpu("cuda", total, total).bound(2 * GIB) == GIB
+        torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+        assert ran_out(caught.value)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
