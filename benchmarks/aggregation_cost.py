@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from medfl.aggregation import sample_shares, weighted_mean
-from medfl.message import Message
+from medfl.core.message import Message
 from medfl.robust import Aggregation
 
 RULES = ("median", "trimmed:0.2", "krum:2", "multikrum:2")

@@ -33,7 +33,7 @@ from medfl import methods, networks
 from medfl.abreast import abreast
 from medfl.capturing import allowed
 from medfl.compiling import compiling
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.graphs import GRAPHS
 from medfl.prepared import Shard, Stacked
 from medfl.site import LocalSettings, Networks, Site

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from medfl.core.errors import InputError
 from medfl.datasets.ham10000 import CENTRES
 from medfl.datasets.reading import read_pixels
-from medfl.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = (

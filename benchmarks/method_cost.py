@@ -25,12 +25,12 @@ import torch
 from torch import nn
 
 from medfl import methods, networks
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.task import Task
 from medfl.methods import Method
 from medfl.prepared import Shard, Stacked
 from medfl.public import Public
 from medfl.site import Host, LocalSettings, Networks, Site
-from medfl.task import Task
 
 CLASSES, SITES = 8, ("a", "b")
 STEPS_OF_A_ROUND, ROUNDS_OF_A_CYCLE = 5 * 88, 5

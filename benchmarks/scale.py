@@ -26,14 +26,14 @@ import torch
 from torch import nn
 
 from medfl import methods, networks
+from medfl.core.run import DataRecord, PartitionRecord, Run
+from medfl.core.run_folder import RunFolder
 from medfl.evaluation import ClassEvaluator
-from medfl.folder import RunFolder
 from medfl.planning import versions
 from medfl.prepared import Stacked
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.pictures import Pictures
 from medfl.runtimes.simulator import Simulator
-from medfl.settings import DataRecord, PartitionRecord, Run
 
 COHORT, IMAGES, OWN, CLASSES = 100, 4000, 4, 3
 SECTIONS = {"train": IMAGES, "validate": COHORT, "test": COHORT}

@@ -12,40 +12,40 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from medfl.importing import without_collecting
+from medfl.core.importing import without_collecting
 
 if TYPE_CHECKING:
     from medfl.api import bundles as bundles
     from medfl.api import compare as compare
     from medfl.api import run as run
     from medfl.bundle import Bundle as Bundle
-    from medfl.errors import InputError as InputError
-    from medfl.errors import RunError as RunError
+    from medfl.core.errors import InputError as InputError
+    from medfl.core.errors import RunError as RunError
+    from medfl.core.message import Message as Message
+    from medfl.core.run import Run as Run
+    from medfl.core.storage import State as State
+    from medfl.core.task import Task as Task
     from medfl.launch import federate as federate
-    from medfl.message import Message as Message
     from medfl.methods.base import Method as Method
     from medfl.methods.base import option as option
     from medfl.results import Result as Result
     from medfl.results import load_run as load_run
-    from medfl.settings import Run as Run
     from medfl.site import Host as Host
     from medfl.site import Site as Site
-    from medfl.storage import State as State
-    from medfl.task import Task as Task
     from medfl.training import fit as fit
 
 _PUBLIC = {
     "Bundle": "medfl.bundle",
     "Host": "medfl.site",
-    "InputError": "medfl.errors",
-    "Message": "medfl.message",
+    "InputError": "medfl.core.errors",
+    "Message": "medfl.core.message",
     "Method": "medfl.methods.base",
     "Result": "medfl.results",
-    "Run": "medfl.settings",
-    "RunError": "medfl.errors",
+    "Run": "medfl.core.run",
+    "RunError": "medfl.core.errors",
     "Site": "medfl.site",
-    "State": "medfl.storage",
-    "Task": "medfl.task",
+    "State": "medfl.core.storage",
+    "Task": "medfl.core.task",
     "bundles": "medfl.api",
     "compare": "medfl.api",
     "federate": "medfl.launch",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
-from medfl.seeding import drawn
+from medfl.core.seeding import drawn
 
 T = TypeVar("T")
 Task = Callable[[], T]

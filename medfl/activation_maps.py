@@ -18,7 +18,7 @@ from monai.visualize import GradCAM, GradCAMpp
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.partition_plot import INK, SOFT, shorten
 from medfl.prepared import Shard
 

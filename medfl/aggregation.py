@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from medfl.errors import RunError
-from medfl.message import Message, Weights
+from medfl.core.errors import RunError
+from medfl.core.message import Message, Weights
 
 _BLOCK = 32768
 """Numbers summed at a time on a CPU: their float64 sum and the buffer beside it stay in its cache."""

@@ -27,12 +27,12 @@ from tqdm import tqdm
 
 from medfl import foundation, medsam, trained
 from medfl.bundle import Bundle
-from medfl.errors import InputError, MedflError, RunError
+from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.seeding import stream
+from medfl.core.storage import cache_folder, write_atomic
 from medfl.questions import Questions as Questions
 from medfl.questions import Teacher as Teacher
 from medfl.questions import public_classes
-from medfl.seeding import stream
-from medfl.storage import cache_folder, write_atomic
 
 Say = Callable[[str], object]
 

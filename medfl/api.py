@@ -14,8 +14,8 @@ from medfl.compare import Entry, Grid, write_tables
 from medfl.compare import compare as run_grid
 from medfl.comparison import Comparison
 from medfl.configuration import shipped
-from medfl.errors import InputError, RunError
-from medfl.kinds import checked
+from medfl.core.errors import InputError, RunError
+from medfl.core.type_checks import checked
 from medfl.launch import federate
 from medfl.planning import Request, check_names
 from medfl.results import Result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 
 def reader(kind: type[int] | type[float], flag: str) -> Callable[[str], int | float]:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from medfl import partition_plot, run_text
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.core.run_folder import RunFolder
+from medfl.core.run_integrity import committed, recorded
 from medfl.datasets import own
-from medfl.errors import InputError
-from medfl.folder import RunFolder
-from medfl.intact import committed, recorded
 from medfl.planning import Plan, again, plan, repeat, versions
 from medfl.runtimes.federation import Federation
 from medfl.sections import SECTIONS
-from medfl.settings import Run
 
 Say = Callable[[str], object]
 BESIDE = ("local",)

@@ -35,15 +35,15 @@ from medfl.configuration import (
 )
 from medfl.configuration import shipped as shipped
 from medfl.configuration import shipped_root as shipped_root
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.seeding import stream
+from medfl.core.storage import cache_folder
 from medfl.evaluation import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.metrics import KEY_METRICS, higher_is_better
 from medfl.prepared import Item, Prepared
 from medfl.preparing import prepare
 from medfl.prompts import Text, read_text
 from medfl.sections import SECTIONS, Section, Sections
-from medfl.seeding import stream
-from medfl.storage import cache_folder
 
 _TRAINERS = ("train#trainer", "trainer")
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)

@@ -26,8 +26,8 @@ from monai.data import MetaTensor
 from torch import Tensor
 
 from medfl import datasets
+from medfl.core.errors import InputError, RunError
 from medfl.datasets.reading import content_key
-from medfl.errors import InputError, RunError
 
 _SHARE = 0.5  # of the free memory that one section's samples may take
 

@@ -30,10 +30,10 @@ from torch.optim import optimizer as _optimizers
 
 from medfl.abreast import current
 from medfl.compiling import of_visit, wanted
+from medfl.core.seeding import drawn
 from medfl.graphs import GRAPHS, Graph, NoGraph, Warming
 from medfl.grouped import CannotBeNoted
 from medfl.recordings import Home, Recording, forget, keep, kept
-from medfl.seeding import drawn
 from medfl.together import QUEUED, Request
 from medfl.watching import Remembered, Storages, Watch, indexed
 

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from medfl.bundle import Bundle
+from medfl.core.errors import InputError
 from medfl.datasets.tables import read_csv
-from medfl.errors import InputError
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "age": ("age", "age_approx", "age_at_diagnosis", "age_years", "patient_age"),

@@ -18,17 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from medfl import datasets, terminal
+from medfl import datasets
 from medfl import methods as registry
 from medfl.bundle import Bundle, shipped
 from medfl.configuration import read
-from medfl.errors import InputError, meant
+from medfl.core import terminal
+from medfl.core.errors import InputError, meant
+from medfl.core.storage import write_atomic
+from medfl.core.task import Task
 from medfl.methods.base import Method
 from medfl.prepared import Shard, Stacked
 from medfl.public import Public
 from medfl.site import Host, LocalSettings, Networks, Site
-from medfl.storage import write_atomic
-from medfl.task import Task
 
 _JUDGED = {"global": "the server's model is the product", "personal": "each site's own model is the product"}
 _SHOWN = 4  # options of a method in a table; its own page has them all

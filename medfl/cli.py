@@ -16,11 +16,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from medfl import arguments, new_cli, report_cli, subgroups_cli, terminal
-from medfl.errors import InputError, MedflError, meant
+from medfl import arguments, new_cli, report_cli, subgroups_cli
+from medfl.core import terminal
+from medfl.core.errors import InputError, MedflError, meant
+from medfl.core.importing import without_collecting
 from medfl.export import cli as export_cli
 from medfl.flare import cli as flare_cli
-from medfl.importing import without_collecting
 from medfl.partner import cli as site_cli
 
 _EXIT_INTERRUPTED = 130

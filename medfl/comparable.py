@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from medfl import curves
-from medfl.errors import InputError, meant
-from medfl.folder import RunFolder as OwnFolder
+from medfl.core.errors import InputError, meant
+from medfl.core.run import Run
+from medfl.core.run_folder import RunFolder as OwnFolder
 from medfl.report import RunFolder
-from medfl.settings import Run
 
 GRID = "compare.json"
 """What all runs of a comparison's folder share."""

@@ -30,15 +30,16 @@ from typing import Any
 from tabulate import LATEX_ESCAPE_RULES
 from tqdm import tqdm
 
-from medfl import comparable, curves, devices, methods, tables
+from medfl import comparable, curves, methods, tables
 from medfl.comparison import Comparison, read
-from medfl.errors import InputError, MedflError
-from medfl.folder import read_run, safe
+from medfl.core import gpu_memory
+from medfl.core.errors import InputError, MedflError
+from medfl.core.run_folder import read_run, safe
+from medfl.core.storage import write_atomic
 from medfl.holding import within
 from medfl.launch import Shared, federate
 from medfl.planning import Plan, Request, device_named, plan
 from medfl.scheduling import Schedule, Start, named
-from medfl.storage import write_atomic
 
 Say = Callable[[str], object]
 _FAILED = "failed.txt"
@@ -195,7 +196,7 @@ def compare(
     shared, there = Shared(), [cell.folder for cell in cells if cell.done(rounds)]
     runs, images = [read_run(path / "run.json")[0] for path in there], dict[str, Plan]()
     device = _device(str(grid.requested.get("device", "cpu"))) if missing else "cpu"
-    with devices.before_forks():
+    with gpu_memory.before_forks():
         for cell in {cell.kind: cell for cell in missing}.values():  # refuse before any run
             made = plan(dataclasses.replace(_request(grid, cell), device="cpu"))
             runs.append(dataclasses.replace(made.run, device=device))
@@ -204,7 +205,7 @@ def compare(
         comparable.named(runs, against, target)
         for made in images.values():
             shared.sections(made)
-    gpu = None if device == "cpu" else devices.Gpu.ask(device)
+    gpu = None if device == "cpu" else gpu_memory.Gpu.ask(device)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / comparable.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     say(f"{len(cells)} runs, {len(cells) - len(missing)} of them there already")
@@ -274,7 +275,7 @@ def _request(grid: Grid, cell: Cell) -> Request:
 
 def _device(name: str) -> str:
     """Return the device of a name, which is looked for in another process."""
-    return name if name == "cpu" else devices.apart(partial(device_named, name))
+    return name if name == "cpu" else gpu_memory.apart(partial(device_named, name))
 
 
 def _run_all(
@@ -283,7 +284,7 @@ def _run_all(
     known: Sequence[Cell],
     shared: Shared,
     at_once: int,
-    gpu: devices.Gpu | None,
+    gpu: gpu_memory.Gpu | None,
     progress: bool,
     say: Say,
 ) -> dict[str, str]:
@@ -324,7 +325,7 @@ def _run_all(
                     if process.exitcode == 0:
                         schedule.learn(cell, seconds, cell.peak())
                         say(f"done: {cell.title} ({seconds:.0f} s)")
-                    elif process.exitcode == devices.RAN_OUT and schedule.again(start):
+                    elif process.exitcode == gpu_memory.RAN_OUT and schedule.again(start):
                         say(f"{cell.title}: {_told(cell)}; once more from its last round, alone on the device")
                         continue
                     else:
@@ -347,7 +348,7 @@ def _failure(cell: Cell) -> Path:
     return cell.folder.with_name(f"{cell.folder.name}-{_FAILED}")
 
 
-def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: devices.Gpu | None) -> None:
+def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | None) -> None:
     """Run one cell in this process, which was made for it; what it says goes to a file beside its folder."""
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     cell, allowance = start.run, start.allowance
@@ -376,9 +377,9 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: devices.Gpu | None
             )
         except Exception as error:  # whatever it is, the other runs go on; the parent reads it here and tells it
             text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
-            if gpu and allowance is not None and devices.ran_out(error):
-                given = f"given {devices.gib(allowance)} of {devices.gib(gpu.memory)}"
-                text, code = f"out of the device's memory, {given}\n{traceback.format_exc()}", devices.RAN_OUT
+            if gpu and allowance is not None and gpu_memory.ran_out(error):
+                given = f"given {gpu_memory.gib(allowance)} of {gpu_memory.gib(gpu.memory)}"
+                text, code = f"out of the device's memory, {given}\n{traceback.format_exc()}", gpu_memory.RAN_OUT
             elif isinstance(error, MedflError):
                 text, code = f"{' '.join(str(error).split())}\n", error.exit_code
             told.write_text(text)

@@ -26,8 +26,8 @@ from monai.bundle import ConfigParser, ReferenceResolver
 from monai.bundle.utils import merge_kv
 
 from medfl import datasets
-from medfl.errors import InputError, meant
-from medfl.seeding import stream
+from medfl.core.errors import InputError, meant
+from medfl.core.seeding import stream
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")

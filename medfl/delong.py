@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm, rankdata
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 Floats = NDArray[np.float64]
 

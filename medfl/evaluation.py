@@ -16,7 +16,7 @@ from monai.handlers import IgniteMetricHandler
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.errors import InputError, MedflError, RunError
+from medfl.core.errors import InputError, MedflError, RunError
 from medfl.metrics import Cases
 from medfl.prepared import Prepared, Shard, Stacked
 from medfl.segmentation import DISTANCES, channel_scores, scores

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from medfl import methods
-from medfl.errors import InputError, RunError
-from medfl.storage import load_weights
-from medfl.task import Task
+from medfl.core.errors import InputError, RunError
+from medfl.core.storage import load_weights
+from medfl.core.task import Task
 
 TARGET = "medfl.exported.network"
 

@@ -18,10 +18,10 @@ from PIL import Image
 from torch import Tensor
 
 from medfl.bundle import Bundle
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.storage import weights_sha256
 from medfl.prompts import Text
 from medfl.questions import Questions, need_task, read_picture
-from medfl.storage import weights_sha256
 from medfl.teachers import at_hand, unit
 
 MODELS = {

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfl import metrics
+from medfl.core.errors import InputError
+from medfl.core.storage import write_atomic
 from medfl.curves import labels
-from medfl.errors import InputError
 from medfl.partition_plot import INK, SOFT, shorten
 from medfl.pictures import Picture, colours, render
 from medfl.report import RunFolder
 from medfl.report.words import setting
-from medfl.storage import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

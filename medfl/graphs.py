@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from medfl.importing import without_collecting
+from medfl.core.importing import without_collecting
 from medfl.recordings import Repeatable
 
 

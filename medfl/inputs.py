@@ -19,9 +19,9 @@ from PIL import Image
 from torch import nn
 
 from medfl.bundle import Bundle
+from medfl.core.errors import InputError
 from medfl.datasets.tables import IMAGE_SUFFIXES
 from medfl.datasets.volumes import SUFFIXES as VOLUME_SUFFIXES
-from medfl.errors import InputError
 from medfl.evaluation import CaseEvaluator, MaskEvaluator
 from medfl.prepared import Prepared, Shard
 from medfl.preparing import Source, prepare

@@ -18,11 +18,12 @@ from medfl import methods
 from medfl.begun import BESIDE, discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan, with_notes
 from medfl.begun import LISTED as _LISTED
 from medfl.configuration import shipped_folders
-from medfl.errors import InputError, meant
+from medfl.core.errors import InputError, meant
+from medfl.core.run import LOSSLESS, MEAN
+from medfl.core.run_folder import RunFolder
+from medfl.core.type_checks import checked
 from medfl.flare import job as flare_job
-from medfl.folder import RunFolder
 from medfl.holding import Free, free_memory
-from medfl.kinds import checked
 from medfl.partner.inspection import inspect
 from medfl.partner.policy import Policy
 from medfl.planning import Plan, Request, check_kinds, plan
@@ -35,7 +36,6 @@ from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.memory import jobs_that_fit
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.workers import Workers
-from medfl.settings import LOSSLESS, MEAN
 
 if TYPE_CHECKING:
     from medfl.runtimes.monai_fl import MedflClientAlgo

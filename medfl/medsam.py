@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.bundle import Bundle
+from medfl.core.errors import InputError
+from medfl.core.storage import weights_sha256
 from medfl.datasets.pairs import read_pair
-from medfl.errors import InputError
 from medfl.questions import Picture, Questions, as_picture, need_task, read_picture
-from medfl.storage import weights_sha256
 from medfl.teachers import at_hand
 
 HUB = "wanglab/medsam-vit-base"

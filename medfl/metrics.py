@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
 
 
 @dataclass(frozen=True)

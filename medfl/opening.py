@@ -13,12 +13,12 @@ from typing import Any
 
 from medfl import datasets
 from medfl.bundle import Bundle, shipped
+from medfl.core.errors import InputError
+from medfl.core.run import DataRecord, Run
+from medfl.core.seeding import stream
+from medfl.core.storage import cache_folder
 from medfl.datasets import own
-from medfl.errors import InputError
 from medfl.sections import SECTIONS
-from medfl.seeding import stream
-from medfl.settings import DataRecord, Run
-from medfl.storage import cache_folder
 
 Say = Callable[[str], object]
 

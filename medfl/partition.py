@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from medfl import partition_plot
-from medfl.errors import InputError, meant
+from medfl.core.errors import InputError, meant
 from medfl.partition_counts import by_counts, cut, read_count, read_limits
 from medfl.partition_draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
 

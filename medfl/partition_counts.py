@@ -14,9 +14,9 @@ from functools import partial
 
 import numpy as np
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.seeding import derive
 from medfl.partition_draw import SECTIONS, Group, Item, Rule, gathered, images_in, listed
-from medfl.seeding import derive
 
 _Data = Mapping[str, Sequence[Item]]
 _Homes = dict[str, list[str | None]]

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.errors import InputError
-from medfl.seeding import derive
+from medfl.core.errors import InputError
+from medfl.core.seeding import derive
 
 Item = Mapping[str, Any]
 

@@ -19,9 +19,10 @@ import yaml
 
 from medfl import methods, run_text
 from medfl.bundle import Bundle, shipped
-from medfl.compression import Compression
-from medfl.errors import InputError, meant
-from medfl.kinds import misfits
+from medfl.core.compression import Compression
+from medfl.core.errors import InputError, meant
+from medfl.core.run import LOSSLESS, MEAN, PartitionRecord, Run
+from medfl.core.type_checks import misfits
 from medfl.methods.base import Method
 from medfl.opening import PHANTOM, Say, bundle_of, checked, with_data
 from medfl.partition import OWN_SITES, Partition, assign, parse
@@ -29,7 +30,6 @@ from medfl.protocol import options_for, resolved
 from medfl.public_data import PublicPlan, plan_public
 from medfl.robust import Aggregation
 from medfl.sections import SECTIONS
-from medfl.settings import LOSSLESS, MEAN, PartitionRecord, Run
 
 _LEAST = {
     "rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0, "pack": 1,
@@ -48,7 +48,7 @@ class Request:
         config: ids of the bundle's configuration to override; values may be text as typed.
         data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
         presets: names of presets of the bundle's protocol, laid over it in this order.
-        messages: how messages are made smaller (`medfl.compression`).
+        messages: how messages are made smaller (`medfl.core.compression`).
         aggregation: how replies are made into one (`medfl.robust`).
         tf32: let a GPU round the factors of products to TF32.
         channels_last: keep kernels in memory with their channels last.

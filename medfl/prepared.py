@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from medfl.compact import Coded, Column, plain, shape_of, stacked
-from medfl.errors import InputError
-from medfl.seeding import derive, stream
+from medfl.core.errors import InputError
+from medfl.core.seeding import derive, stream
 
 Item = Mapping[str, Any]
 Batch = tuple[Any, Any]

@@ -30,10 +30,10 @@ from tqdm import tqdm
 from medfl.augmenting import BatchRecipe, recipe
 from medfl.cache import OnDisk, Spot
 from medfl.compact import Coded, decoded, encode, shape_of
-from medfl.errors import InputError, MedflError
-from medfl.packing import pack, unpack
+from medfl.core.errors import InputError, MedflError
+from medfl.core.seeding import derive, stream
+from medfl.core.shared_memory import pack, unpack
 from medfl.prepared import Augmented, Batch, Geometry, Item, Prepared, Sampled, Sampler, check_channels, stack
-from medfl.seeding import derive, stream
 from medfl.still import stilled
 
 _PARALLEL_FROM = 512  # items from which starting worker processes pays

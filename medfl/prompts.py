@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medfl.core.task import Task
 from medfl.prepared import Batch, Shard
-from medfl.task import Task
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ import torch
 
 from medfl.answers import Questions, Teacher, obtain, open_teacher, split_names
 from medfl.bundle import Bundle, shipped
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.run import PublicRecord
+from medfl.core.seeding import stream
+from medfl.core.task import Task
 from medfl.methods.base import Method
 from medfl.opening import PHANTOM, Opened, Say, with_data
 from medfl.prepared import Item, Prepared, Shard
 from medfl.public import Public
-from medfl.seeding import stream
-from medfl.settings import PublicRecord
-from medfl.task import Task
 
 _LEAST_SIDE, _DEPTH = 32, 16  # four halvings of a U-Net leave two pixels a side, and one slice
 _AUGMENTATION = "train#random_transforms"

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.bundle import Bundle
+from medfl.core.errors import InputError
 from medfl.datasets.reading import read_pixels
-from medfl.errors import InputError
 from medfl.public import Public
 
 Picture = NDArray[np.uint8]

@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from medfl import activation_maps, case_metadata, inputs, metrics, subgroups
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.core.run_folder import read_run
+from medfl.core.type_checks import checked
 from medfl.evaluation import ClassEvaluator
 from medfl.export.models import RunResult
-from medfl.folder import read_run
-from medfl.kinds import checked
 from medfl.metrics import Cases
 from medfl.planning import Plan, repeat
 from medfl.precision import tf32
 from medfl.prepared import Prepared, Shard
 from medfl.report import RunFolder, write_report
 from medfl.sections import SECTIONS
-from medfl.settings import Run
 
 if TYPE_CHECKING:
     from medfl.activation_maps import ActivationMap

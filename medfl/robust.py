@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from medfl.aggregation import slices, uniform_shares, weighted_mean
-from medfl.errors import InputError, RunError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message, Weights
 
 KINDS = ("mean", "median", "trimmed", "krum", "multikrum")
 _FORMS = "mean, median, trimmed:FRACTION, krum:F or multikrum:F"

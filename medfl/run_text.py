@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from medfl.bundle import Bundle
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.run import Run, TextRecord
+from medfl.core.storage import write_atomic
 from medfl.methods.base import Method
-from medfl.settings import Run, TextRecord
-from medfl.storage import write_atomic
 
 FILE = "text.safetensors"
 """Of a run's folder: `embeddings` (K, M, D) float32, as they were used."""

@@ -14,8 +14,8 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
+from medfl.core.storage import write_atomic
 from medfl.prepared import Geometry
-from medfl.storage import write_atomic
 
 _SCANNER = 1  # NIfTI's code of a header whose affine leads to the scanner's millimetres
 

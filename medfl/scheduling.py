@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
-from medfl.devices import gib
+from medfl.core.gpu_memory import gib
 
 Kind = tuple[str, str | None]
 """What takes the same time and memory with any seed: a method as it was typed, and a partition."""

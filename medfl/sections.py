@@ -13,7 +13,7 @@ from monai.engines.utils import default_prepare_batch
 from torch.utils.data import DataLoader
 
 from medfl.configuration import Configuration
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.prepared import Item
 from medfl.preparing import Source, records, take_apart
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from medfl import charts, curves, intervals, methods, metrics, roc
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.storage import write_atomic
 from medfl.report import RunFolder
 from medfl.report.outcomes import Outcomes, outcomes
 from medfl.report.page import context, environment
 from medfl.report.run_folder import KINDS
 from medfl.report.words import setting
-from medfl.storage import write_atomic
 
 _SETTINGS = ("rounds", "local_epochs", "batch_size", "lr", "lr_decay", "cohort", "eval_every", "messages", "device")
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from medfl.message import Weights
+from medfl.core.message import Weights
+from medfl.core.seeding import stream
+from medfl.core.task import Task
 from medfl.prepared import Shard
 from medfl.public import Public
-from medfl.seeding import stream
-from medfl.task import Task
 
 Penalty = Callable[[Tensor, Any], Tensor]
 """(features (B, d), targets) -> scalar, added to the loss of a step."""

@@ -22,11 +22,11 @@ import numpy as np
 from tqdm import tqdm
 
 from medfl import networks
+from medfl.core.errors import InputError
+from medfl.core.storage import write_atomic
 from medfl.datasets import own, pairs, surveying, tables, volumes
 from medfl.datasets.reading import Pixels, read_pixels
 from medfl.datasets.splitting import Record
-from medfl.errors import InputError
-from medfl.storage import write_atomic
 
 Say = Callable[[str], object]
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")

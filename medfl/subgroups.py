@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from medfl import case_metadata, delong, intervals
+from medfl.core.errors import InputError
 from medfl.delong import Area
-from medfl.errors import InputError
 from medfl.partner.suppression import told_counts
 
 MIN_COUNT = 10

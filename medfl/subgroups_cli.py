@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl import arguments, terminal
+from medfl import arguments
+from medfl.core import terminal
 
 if TYPE_CHECKING:
     from medfl.subgroups import Estimate, Subgroups

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.task import Task
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.prototypes import class_indices
-from medfl.task import Task
 from medfl.training import Objective
 
 CLASSIFIERS = ("trainable", "random_frozen", "text_mean", "text_distribution")

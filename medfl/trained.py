@@ -21,18 +21,18 @@ from torch import Tensor, nn
 from medfl import methods, run_text
 from medfl.bundle import Bundle, shipped
 from medfl.configuration import Configuration, config_file, own_modules, read
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
+from medfl.core.run import Run
+from medfl.core.run_folder import read_run
+from medfl.core.storage import load_weights, weights_sha256
+from medfl.core.task import Task
 from medfl.evaluation import ClassEvaluator
-from medfl.folder import read_run
 from medfl.opening import bundle_of
 from medfl.prepared import Shard, Stacked
 from medfl.preparing import Samples, Source
 from medfl.questions import Questions, public_classes
 from medfl.sections import SECTIONS
-from medfl.settings import Run
 from medfl.site import Networks
-from medfl.storage import load_weights, weights_sha256
-from medfl.task import Task
 from medfl.teachers import unlike
 
 _BATCH = 16

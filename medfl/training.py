@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.capturing import Steps
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
+from medfl.core.seeding import stream
+from medfl.core.storage import State
 from medfl.graphs import by_tensors
 from medfl.networks.heads import entering_head
-from medfl.seeding import stream
 from medfl.site import Penalty, Site
-from medfl.storage import State
 
 Objective = Callable[..., Tensor]
 """(model, inputs, targets, *more of the feed) -> scalar loss, mean over the batch."""

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.task import Task
 from medfl.prepared import Prepared, Shard
 from medfl.public import Public
 from medfl.site import LocalSettings, Networks, Site
-from medfl.task import Task
 
 _LARGEST = 200_000  # things that a step may reach; a walk through more is no quick look
 _READING = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from medfl import datasets
 from medfl.bundle import Bundle
+from medfl.core.task import Task
 from medfl.prepared import Shard
 from medfl.public import Public
 from medfl.questions import Questions, public_classes
-from medfl.task import Task
 
 
 def opened(name: str, folder: Path, per_class: int = 10, size: int = 24, **config: object) -> Bundle:

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medfl.core.message import Message
+from medfl.core.run import DataRecord, PartitionRecord, Run
+from medfl.core.seeding import derive
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.evaluation import ClassEvaluator
-from medfl.message import Message
 from medfl.methods import Method
 from medfl.prepared import Augmented, Shard, Stacked
 from medfl.public import Public
-from medfl.seeding import derive
-from medfl.settings import DataRecord, PartitionRecord, Run
 from medfl.site import Host, LocalSettings, Networks, Site
-from medfl.storage import State
-from medfl.task import Task
 
 Data = Mapping[str, tuple[Tensor, Tensor]]
 """Site -> (inputs, targets)."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from medfl.abreast import Abandoned, abreast, current
-from medfl.seeding import stream
+from medfl.core.seeding import stream
 
 
 def meeting(name: str, times: int, log: list[str]) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.activation_maps import last_convolution, of
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.networks import build
 from medfl.prepared import Shard, Stacked
 

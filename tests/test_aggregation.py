@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.message import Message
+from medfl.core.message import Message
 from tests.helpers import bits
 
 

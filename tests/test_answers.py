@@ -22,10 +22,10 @@ from torch import Tensor
 from medfl import answers
 from medfl.answers import Questions, obtain, open_teacher, split_names
 from medfl.bundle import Bundle
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
+from medfl.core.task import Task
 from medfl.prepared import Shard, Stacked
 from medfl.public import Public
-from medfl.task import Task
 from tests.helpers import public_blobs
 
 

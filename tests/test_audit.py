@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from medfl import cli
-from medfl.errors import InputError, RunError
-from medfl.message import Message
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
 from medfl.partner.audit import Audit, described, text, verified
 
 

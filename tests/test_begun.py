@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from medfl import begun, cli, datasets
+from medfl.core.storage import file_sha256
 from medfl.methods.local import Local
-from medfl.storage import file_sha256
 from tests.test_intact import aged
 
 SMALL = (
@@ -155,7 +155,7 @@ def test_a_resume_reads_each_state_once_to_check_it(copied: Path, monkeypatch: p
         read.append(path)
         return file_sha256(path)
 
-    monkeypatch.setattr("medfl.intact.file_sha256", counted)
+    monkeypatch.setattr("medfl.core.run_integrity.file_sha256", counted)
     assert cli.main(["run", "--out", str(copied), "--resume", "--rounds", "3", "--jobs", "1", "--quiet"]) == 0
     assert sorted(read) == sorted(there)
 

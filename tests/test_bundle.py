@@ -14,7 +14,7 @@ from torch import nn
 
 from medfl import datasets
 from medfl.bundle import Bundle, shipped
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.evaluation import CaseEvaluator, ClassEvaluator
 from medfl.metrics import KEY_METRICS, higher_is_better
 

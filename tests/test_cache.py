@@ -24,7 +24,7 @@ from monai.transforms import (
 from medfl import cache
 from medfl.cache import OnDisk, Spot, budget, sample_key, size_of
 from medfl.compact import Coded
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
 from medfl.prepared import Augmented, Prepared, Sampled
 from medfl.preparing import Source, prepare
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from medfl.caps import Caps
-from medfl.errors import RunError
-from medfl.message import Message
+from medfl.core.errors import RunError
+from medfl.core.message import Message
+from medfl.core.message_limits import Caps
 from tests.helpers import bits
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from medfl import capturing, recordings
 from medfl.capturing import allowed
+from medfl.core.seeding import stream
 from medfl.graphs import CudaGraph
-from medfl.seeding import stream
 from medfl.site import snapshot
 from medfl.training import clip, fit, in_turn, pull, push
 from tests.helpers import (

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from medfl import catalogue, datasets, methods, terminal
+from medfl import catalogue, datasets, methods
 from medfl.bundle import shipped
-from medfl.errors import InputError
+from medfl.core import terminal
+from medfl.core.errors import InputError
 from medfl.methods.base import Method, option
 
 README = Path(__file__).resolve().parents[1] / "README.md"

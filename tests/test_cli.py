@@ -126,7 +126,7 @@ def _sees(line: str, *texts: str) -> None:
     [
         (("--method", "fedfoo"), ("method 'fedfoo'", "methods are ccvr, central, ditto", "dotted path")),
         (("--method", "no.such.module"), ("method 'no.such.module'", "importable module")),
-        (("--method", "medfl.errors"), ("module 'medfl.errors'", "METHOD = ")),
+        (("--method", "medfl.core.errors"), ("module 'medfl.core.errors'", "METHOD = ")),
         (("--method", "fedprox", "--set", "nu=1"), ("option 'nu' of method 'fedprox'", "lite, margin, mu, mu2")),
         (("--method", "fedavg", "--set", "mu=1"), ("option 'mu' of method 'fedavg'", "its options are: none")),
         (("--method", "fedprox", "--set", "mu=-1"), ("mu=-1", "float >= 0")),

@@ -15,11 +15,11 @@ import yaml
 
 from medfl import bundle, cli, datasets
 from medfl.bundle import Bundle
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.storage import load_state, load_weights
 from medfl.methods.fedbm import FedBM
 from medfl.networks.generator import Generator
 from medfl.prompts import read_text
-from medfl.storage import load_state, load_weights
 from medfl.teachers import Embeddings
 from tests.helpers import bits
 from tests.zoo.build import ZOO

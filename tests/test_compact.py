@@ -7,7 +7,7 @@ import torch
 from monai.transforms import BorderPad, NormalizeIntensity, ScaleIntensityRange
 
 from medfl.compact import Coded, decoded, encode, plain, shape_of, stacked
-from medfl.packing import pack, unpack
+from medfl.core.shared_memory import pack, unpack
 
 
 def seeded(seed: int = 0) -> torch.Generator:

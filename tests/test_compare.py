@@ -15,7 +15,7 @@ import pytest
 import medfl
 from medfl import cli, datasets
 from medfl.compare import Entry
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 SMALL = (
     "--config", "network=small_cnn", "--config", "image_size=16", "--sites", "3", "--rounds", "2",

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from medfl import cli, comparable, datasets, devices, launch, planning
-from medfl.devices import GIB, OUTSIDE, Gpu, apart, before_forks, peak, ran_out
-from medfl.errors import InputError, RunError
+from medfl import cli, comparable, datasets, launch, planning
+from medfl.core import gpu_memory
+from medfl.core.errors import InputError, RunError
+from medfl.core.gpu_memory import GIB, OUTSIDE, Gpu, apart, before_forks, peak, ran_out
 
 SMALL = (
     "--config", "network=small_cnn", "--config", "image_size=16", "--sites", "2", "--rounds", "2", "--local-epochs",
@@ -270,7 +271,7 @@ def test_the_peak_is_what_the_allocator_reserved_and_the_context(monkeypatch: py
 
 
 def test_a_run_leaves_its_peak_in_its_summary(scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "peak", lambda device: {"peak_device_bytes": len(device)})
+    monkeypatch.setattr(gpu_memory, "peak", lambda device: {"peak_device_bytes": len(device)})
     out = tmp_path / "run"
     assert cli.main(["run", "mednist", "--data", str(scans), "--out", str(out), *SMALL, "--rounds", "1"]) == 0
     assert json.loads((out / "summary.json").read_text())["peak_device_bytes"] == len("cpu")
@@ -304,7 +305,7 @@ def test_a_run_on_a_cpu_is_asked_for_no_device(
     def asked(*_: Any) -> None:
         raise AssertionError("a device was asked for")
 
-    monkeypatch.setattr(devices, "apart", asked)
+    monkeypatch.setattr(gpu_memory, "apart", asked)
     assert go(scans, tmp_path / "grid", "--methods", "fedavg", "--seeds", "0", "--rounds", "1", device="cpu") == 0
     assert not [line for line in said(capsys) if "peaks" in line or "alone" in line]
     summary = json.loads((tmp_path / "grid" / "iid" / "fedavg" / "seed-0" / "summary.json").read_text())

@@ -16,7 +16,7 @@ from scipy import stats
 from medfl import tables
 from medfl.compare import titled
 from medfl.comparison import Comparison, Spread, progress, read
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.report import RunFolder
 from tests.test_curves import folder
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from medfl import capturing, compiling, datasets
+from medfl.core.storage import load_weights
 from medfl.launch import federate
 from medfl.site import snapshot
-from medfl.storage import load_weights
 from medfl.training import FitReport, fit
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd
 

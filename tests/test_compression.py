@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from medfl.compression import Compression
-from medfl.errors import InputError, RunError
-from medfl.message import Message
+from medfl.core.compression import Compression
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
 from tests.helpers import bits
 
 EXACT = frozenset({"norm.weight", "norm.running_var", "embeddings"})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.partner.connection import Kit, address, reach
 
 x509 = pytest.importorskip("cryptography.x509")

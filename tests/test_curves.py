@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from medfl.cli import main
+from medfl.core.errors import InputError
 from medfl.curves import curves, labels, progress
-from medfl.errors import InputError
 from medfl.pictures import Picture
 from medfl.report import RunFolder
 

@@ -10,8 +10,8 @@ import pytest
 from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 
+from medfl.core.errors import InputError
 from medfl.delong import area, covariance, one_vs_rest, paired_test
-from medfl.errors import InputError
 
 
 def cases(count: int, ties: bool, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from medfl import datasets, federate, launch, load_run, planning
 from medfl.answers import obtain, open_teacher
-from medfl.folder import RunFolder
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.run_folder import RunFolder
+from medfl.core.seeding import stream
+from medfl.core.task import Task
 from medfl.methods import load, names
 from medfl.results import Result
 from medfl.runtimes.exchange import Exchange
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.workers import Workers
-from medfl.seeding import stream
 from medfl.site import Networks
-from medfl.task import Task
 from tests import pretended
 from tests.asking import asked, opened
 from tests.helpers import WITHOUT_IMAGES, Toy, ToyBundle, bits, judged, public_blobs, run_record, simulate

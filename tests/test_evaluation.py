@@ -15,7 +15,7 @@ from monai.transforms import AsDiscreted, Compose
 from torch import nn
 
 from medfl.bundle import Bundle
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
 from medfl.evaluation import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.metrics import summarise
 from medfl.prepared import Geometry, Sampled, Shard, Stacked

@@ -22,20 +22,20 @@ from PIL import Image
 
 from medfl import datasets
 from medfl.bundle import Bundle
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
+from medfl.core.run_folder import safe
+from medfl.core.seeding import stream
+from medfl.core.storage import load_weights, save_weights
 from medfl.export import checks as export_checks
 from medfl.export import formats as export_formats
 from medfl.export import writing
 from medfl.export.checks import SCHEMA, problems
 from medfl.export.formats import Session, chosen
 from medfl.export.writing import export
-from medfl.folder import safe
 from medfl.launch import federate
 from medfl.networks.heads import head
 from medfl.partner.inspection import inspect
 from medfl.partner.policy import Policy
-from medfl.seeding import stream
-from medfl.storage import load_weights, save_weights
 from tests.zoo.build import ZOO
 
 ROOT = Path(__file__).parents[1]

@@ -12,9 +12,9 @@ import yaml
 from torch import nn
 
 from medfl import exported
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.storage import save_weights
 from medfl.export.configs import Rewritten, adapted, starting, without_start
-from medfl.storage import save_weights
 
 TEXT = """\
 # A head.

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from medfl import cli
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.flare import cli as flare_cli
 from medfl.partner import serve
 

@@ -16,7 +16,7 @@ from nvflare.private.fed.app.default_app_validator import DefaultAppValidator
 from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
 from nvflare.security.security import FLAuthorizer
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.flare import offer as flare_offer
 from medfl.flare.kit import secure
 from medfl.flare.own import OwnSite

@@ -11,9 +11,9 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from medfl.errors import InputError, RunError
-from medfl.folder import RunFolder
-from medfl.storage import load_state, load_weights, save_state
+from medfl.core.errors import InputError, RunError
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import load_state, load_weights, save_state
 from tests.helpers import bits, run_record
 
 

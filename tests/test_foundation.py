@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from medfl import foundation
 from medfl.answers import obtain, open_teacher
 from medfl.bundle import Bundle
+from medfl.core.errors import InputError
 from medfl.datasets import read_pixels
-from medfl.errors import InputError
 from medfl.foundation import MODELS, PHOTO_PROMPTS, prompts_for, zero_shot_head
 from medfl.prompts import Text
 from medfl.questions import as_picture

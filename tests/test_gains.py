@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from medfl.cli import main
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.gains import draw, gains
 from tests.test_curves import folder
 

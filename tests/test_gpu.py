@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from medfl import capturing, datasets, federate
 from medfl.capturing import allowed
-from medfl.devices import GIB, Gpu, ran_out
+from medfl.core.gpu_memory import GIB, Gpu, ran_out
+from medfl.core.storage import load_weights
 from medfl.methods import names
 from medfl.precision import tf32
 from medfl.runtimes import simulator
 from medfl.site import Networks, snapshot
-from medfl.storage import load_weights
 from medfl.together import ALONE, BESIDE, GROUPED, Together
 from medfl.training import FitReport, fit
 from tests.helpers import Optimizer, Toy, adam, blobs, classifier, cross_entropy, sgd

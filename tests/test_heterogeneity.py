@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.spatial.distance import jensenshannon
 
 from medfl import cli
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.partner.heterogeneity import draw, read
 from medfl.partner.statistics import FORM
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from medfl.importing import without_collecting
+from medfl.core.importing import without_collecting
 
 
 def test_the_collector_rests_inside_and_is_as_before_after() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from medfl.errors import InputError, RunError
-from medfl.folder import RunFolder
-from medfl.intact import committed, recorded
-from medfl.storage import file_sha256, save_state
+from medfl.core.errors import InputError, RunError
+from medfl.core.run_folder import RunFolder
+from medfl.core.run_integrity import committed, recorded
+from medfl.core.storage import file_sha256, save_state
 from tests.helpers import run_record
 from tests.test_folder import commit, server
 
@@ -67,7 +67,7 @@ def test_a_state_is_read_again_only_where_its_file_changed(tmp_path: Path, monke
         read.append(path.name)
         return file_sha256(path)
 
-    monkeypatch.setattr("medfl.intact.file_sha256", counted)
+    monkeypatch.setattr("medfl.core.run_integrity.file_sha256", counted)
     for _ in range(2):
         committed(RunFolder(folder.path))
     assert len(read) == 8, "what changed a moment ago is read each time"

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from medfl import datasets, launch
+from medfl.core.run import PartitionRecord
 from medfl.launch import federate
-from medfl.settings import PartitionRecord
 
 
 def division(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> str:

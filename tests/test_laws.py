@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from medfl import datasets, storage
-from medfl.errors import InputError, RunError
+from medfl import datasets
+from medfl.core import storage
+from medfl.core.errors import InputError, RunError
 from medfl.launch import federate
 
 ROUNDS = 4

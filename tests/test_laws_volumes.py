@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from medfl import datasets
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
 from medfl.launch import federate
-from medfl.message import Message
 from medfl.methods.fedbn import FedBN
 
 ROUNDS = 3

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from medfl.errors import RunError
-from medfl.message import Message
+from medfl.core.errors import RunError
+from medfl.core.message import Message
 from medfl.partner.leaving import Gate, normal
 from medfl.partner.outbound import Outbound
 from medfl.partner.privacy import Account

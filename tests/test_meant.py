@@ -11,8 +11,8 @@ import pytest
 
 import medfl
 from medfl import configuration, datasets, launch, methods, networks, partition, protocol
-from medfl.errors import InputError, meant
-from medfl.kinds import misfits
+from medfl.core.errors import InputError, meant
+from medfl.core.type_checks import misfits
 from medfl.planning import Request
 
 

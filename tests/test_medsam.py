@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from medfl import medsam
 from medfl.answers import obtain, open_teacher
 from medfl.bundle import Bundle
+from medfl.core.errors import InputError
+from medfl.core.seeding import stream
 from medfl.datasets import read_pair
-from medfl.errors import InputError
 from medfl.medsam import BoxOfMaskd, box_of, load, prepared, renamed
-from medfl.seeding import stream
 from tests.asking import asked, opened
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
-from medfl.errors import RunError
-from medfl.message import Message, is_finite, verify
+from medfl.core.errors import RunError
+from medfl.core.message import Message, is_finite, verify
 from tests.helpers import bits
 
 MESSAGES = {

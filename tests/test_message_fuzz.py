@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from medfl.errors import RunError
-from medfl.message import Message
+from medfl.core.errors import RunError
+from medfl.core.message import Message
 from medfl.methods import load
 from medfl.runtimes.at_site import AtSite
 from medfl.runtimes.federation import Federation

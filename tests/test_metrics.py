@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, roc_auc_score
 
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
 from medfl.metrics import (
     KEY_METRICS,
     METRICS,

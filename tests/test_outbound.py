@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.partner.outbound import Outbound
 from medfl.partner.policy import Policy
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from medfl import overlays, strips
 from medfl.cli import main
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.run_folder import RunFolder
 from medfl.evaluation import MaskEvaluator
-from medfl.folder import RunFolder
 from medfl.launch import federate
 from medfl.methods import load
 from medfl.overlays import Example, ranked

@@ -5,9 +5,9 @@ import multiprocessing
 import pytest
 import torch
 
-from medfl.errors import InputError
-from medfl.message import Message
-from medfl.packing import Shared, pack, unpack
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.shared_memory import Shared, pack, unpack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])

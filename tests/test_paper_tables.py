@@ -17,7 +17,7 @@ from medfl import datasets, methods
 from medfl.bundle import Bundle, shipped
 from medfl.compare import Entry, Grid
 from medfl.comparison import Comparison, read
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.papers.tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, names, scaled
 from medfl.partition import parse
 from medfl.partition_draw import canonical

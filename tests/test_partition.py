@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.seeding import derive
 from medfl.partition import FORMS, Partition, assign, natural, parse
 from medfl.partition_draw import MAX_DRAWS, Group, Share, divide
-from medfl.seeding import derive
 
 CLASSES = ("mel", "nv", "bcc", "df")
 DRAWN = ("iid", "dirichlet:0.5", "classes:2")

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from medfl.core.errors import InputError
 from medfl.datasets.splitting import Record, by_group
-from medfl.errors import InputError
 from medfl.partition import OWN_SITES, Partition, assign, parse
 from medfl.partition_counts import Count, Limit, apportion, deal
 from medfl.partition_draw import Group

@@ -12,7 +12,7 @@ import pytest
 
 from medfl import datasets, planning
 from medfl.bundle import shipped_root
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.opening import bundle_of
 from medfl.planning import Request, again, plan, repeat
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.partner.inspection import inspect
 from medfl.partner.policy import WORDS, Limits, Policy
 from tests.hostile.base import write

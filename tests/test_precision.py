@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from medfl import datasets, federate, launch
-from medfl.errors import InputError
-from medfl.folder import RunFolder, read_run
+from medfl.core.errors import InputError
+from medfl.core.run_folder import RunFolder, read_run
+from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
 from medfl.precision import channels_last, tf32
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
-from medfl.storage import load_weights
 from tests.helpers import ToyBundle, run_record
 
 

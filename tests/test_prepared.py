@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from medfl import prepared as module
 from medfl.compact import Coded, encode, plain
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.prepared import Augmented, Prepared, Sampled, Shard, Stacked, stack
 
 ITEMS = [{"id": name, "label": index % 2} for index, name in enumerate("abcdefg")]

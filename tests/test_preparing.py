@@ -39,7 +39,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from medfl import preparing
 from medfl.compact import Coded
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.prepared import Augmented, Prepared, Sampled, Shard, Stacked
 from medfl.preparing import Samples, Source, prepare, records, take_apart
 from medfl.still import stilled

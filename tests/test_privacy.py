@@ -12,8 +12,8 @@ import torch
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from medfl.errors import RunError
-from medfl.message import Message
+from medfl.core.errors import RunError
+from medfl.core.message import Message
 from medfl.partner.leaving import Gate
 from medfl.partner.outbound import Outbound
 from medfl.partner.privacy import Account, account_file, epsilon_of

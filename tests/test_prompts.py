@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.prompts import Text, read_text
 
 NODE = {

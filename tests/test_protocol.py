@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from medfl.bundle import Bundle, shipped
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.planning import Request, plan
 from medfl.protocol import options_for, resolved
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from medfl.core.task import Task
 from medfl.prepared import Shard, Stacked
 from medfl.public import Public, cycle, recoloured
-from medfl.task import Task
 from tests.helpers import public_blobs
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from medfl import pictures
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.report import RunFolder, result_table, write_report
 from tests.run_folders import CLASSES, Make, build, render
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from medfl import cli, report_cli
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from tests.run_folders import Make, build
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text()

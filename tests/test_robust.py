@@ -13,8 +13,8 @@ from torch import Tensor
 
 from medfl import robust
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.errors import InputError, RunError
-from medfl.message import Message
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
 from medfl.robust import Aggregation
 from medfl.runtimes.stock import Replies
 from tests.helpers import bits

@@ -15,7 +15,7 @@ from PIL import Image
 
 import medfl
 from medfl import activation_maps, datasets
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.results import Result, load_run
 
 CONFIG = {"network": "small_cnn", "image_size": 24}

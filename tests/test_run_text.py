@@ -13,10 +13,10 @@ from torch import Tensor
 
 from medfl import cli, datasets, run_text, teachers
 from medfl.bundle import Bundle
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.run import Run, TextRecord
 from medfl.methods import load
 from medfl.prompts import Text
-from medfl.settings import Run, TextRecord
 from medfl.teachers import Embeddings, unit
 from tests.helpers import run_record
 

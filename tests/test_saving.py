@@ -22,8 +22,8 @@ from monai.transforms import (
 )
 from PIL import Image
 
+from medfl.core.errors import RunError
 from medfl.datasets.pairs import ReadPaird
-from medfl.errors import RunError
 from medfl.prepared import Geometry
 from medfl.preparing import Samples, Source, prepare
 from medfl.saving import save, to_original

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from medfl.devices import GIB
+from medfl.core.gpu_memory import GIB
 from medfl.scheduling import Kind, Schedule, Start, allowance, described, most, next_start, remaining
 
 MEMORY = 100 * GIB

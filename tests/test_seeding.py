@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from medfl.seeding import derive, stream
+from medfl.core.seeding import derive, stream
 
 PINNED = (3456079177858693020, 2843754191089344717, 5891121604427942361)
 

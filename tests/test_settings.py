@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from medfl.errors import InputError
-from medfl.settings import DataRecord, PartitionRecord, PublicRecord, Run
+from medfl.core.errors import InputError
+from medfl.core.run import DataRecord, PartitionRecord, PublicRecord, Run
 from tests.helpers import run_record
 
 RUN = run_record()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from medfl.seeding import stream
+from medfl.core.seeding import stream
 from medfl.site import Networks, evaluating, merged, snapshot, split_names
 from tests.helpers import Toy, bits, blobs, classifier
 

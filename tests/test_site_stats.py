@@ -13,7 +13,7 @@ import pytest
 
 from medfl import cli, datasets
 from medfl.bundle import Bundle
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.opening import with_data
 from medfl.partner.scanning import scan
 from medfl.partner.statistics import FORM, OTHERS, UNRECORDED, Asked, _Counts, bins_of, encoded, gather, text

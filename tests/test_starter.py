@@ -18,8 +18,8 @@ from PIL import Image
 
 import medfl
 from medfl import cli, configuration, datasets, new_cli, starter
+from medfl.core.errors import InputError
 from medfl.datasets import own
-from medfl.errors import InputError
 from medfl.launch import federate
 from medfl.partner.inspection import inspect
 

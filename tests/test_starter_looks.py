@@ -11,7 +11,7 @@ from PIL import Image
 
 import medfl
 from medfl import cli, starter
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 DRAWS = np.random.default_rng(0)
 

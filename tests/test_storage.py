@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from medfl.errors import RunError
-from medfl.storage import load_state, load_weights, moved, save_state, save_weights, weights_sha256, write_atomic
+from medfl.core.errors import RunError
+from medfl.core.storage import load_state, load_weights, moved, save_state, save_weights, weights_sha256, write_atomic
 from tests.helpers import bits, classifier
 
 STATE = {

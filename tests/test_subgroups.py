@@ -10,7 +10,7 @@ from sklearn.metrics import recall_score, roc_auc_score
 
 from medfl import delong
 from medfl.case_metadata import band
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.subgroups import of
 
 CLASSES = ("a", "b", "c")

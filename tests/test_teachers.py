@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from medfl import cli, datasets, teachers
 from medfl.bundle import Bundle, shipped
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.prompts import Text
 from medfl.teachers import Embeddings, build, cached, load, obtain, unit
 from medfl.text_classifier import check

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.task import Task
 from medfl.networks import build
 from medfl.networks.heads import head
-from medfl.task import Task
 from medfl.text_classifier import (
     TextHead,
     adapt,

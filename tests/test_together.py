@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from medfl import datasets, methods
 from medfl.abreast import abreast
 from medfl.capturing import allowed
+from medfl.core.storage import load_weights
 from medfl.grouped import CannotBeGrouped, CannotBeNoted, Grouped, noted
 from medfl.launch import federate
 from medfl.methods import Method
@@ -23,7 +24,6 @@ from medfl.networks import build
 from medfl.recordings import Home
 from medfl.runtimes import simulator
 from medfl.site import snapshot
-from medfl.storage import load_weights
 from medfl.together import ALONE, BESIDE, EAGER, GROUPED, Pack, Request, Rows, Together
 from medfl.training import fit, learning_rate
 from tests.helpers import (

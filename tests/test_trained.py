@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from medfl import datasets, methods
 from medfl.answers import obtain, open_teacher
 from medfl.bundle import Bundle
-from medfl.errors import InputError
-from medfl.folder import RunFolder
+from medfl.core.errors import InputError
+from medfl.core.run import PartitionRecord
+from medfl.core.run_folder import RunFolder
+from medfl.core.seeding import stream
+from medfl.core.storage import save_weights
+from medfl.core.task import Task
 from medfl.questions import Questions
-from medfl.seeding import stream
-from medfl.settings import PartitionRecord
 from medfl.site import Networks
-from medfl.storage import save_weights
-from medfl.task import Task
 from medfl.trained import foreground
 from tests.asking import asked, opened
 from tests.helpers import run_record

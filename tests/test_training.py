@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from medfl import training
-from medfl.errors import RunError
-from medfl.seeding import stream
+from medfl.core.errors import RunError
+from medfl.core.seeding import stream
+from medfl.core.storage import load_state, save_state
 from medfl.site import Site, snapshot
-from medfl.storage import load_state, save_state
 from medfl.training import FitReport, fit, pull, summed
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, half_square, linear, regression, sgd
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from medfl import capturing
 from medfl.capturing import allowed
-from medfl.seeding import stream
+from medfl.core.seeding import stream
 from medfl.training import _obstacle
 from medfl.watching import Remembered, Storages
 from tests.helpers import (

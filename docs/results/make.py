@@ -39,12 +39,13 @@ from typing import Any
 
 import yaml
 
-from medfl import metrics, terminal
+from medfl import metrics
 from medfl.comparison import Spread
-from medfl.errors import InputError, MedflError
+from medfl.core import terminal
+from medfl.core.errors import InputError, MedflError
+from medfl.core.storage import write_atomic
 from medfl.papers import tables as paper_tables
 from medfl.report import RunFolder
-from medfl.storage import write_atomic
 
 HERE = Path(__file__).resolve().parent
 PAGE, TABLES, SUMMARIES = HERE.with_suffix(".md"), HERE / "tables.yaml", HERE / "summaries.jsonl"

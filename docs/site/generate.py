@@ -16,9 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from medfl import catalogue, cli, methods, terminal
+from medfl import catalogue, cli, methods
 from medfl.bundle import Bundle, shipped
-from medfl.storage import write_atomic
+from medfl.core import terminal
+from medfl.core.storage import write_atomic
 
 DOCS = Path(__file__).resolve().parents[1]
 

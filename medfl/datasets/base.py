@@ -17,10 +17,10 @@ from typing import NotRequired, TypedDict
 
 import numpy as np
 
+from medfl.core.errors import InputError, meant
 from medfl.datasets.reading import content_key, whole
 from medfl.datasets.splitting import LEFT_OUT, SECTIONS, Rule, WholeCentres
 from medfl.datasets.tables import Layout, Table, several
-from medfl.errors import InputError, meant
 
 
 class Item(TypedDict):

@@ -14,7 +14,7 @@ import numpy as np
 from monai.data.utils import orientation_ras_lps
 from numpy.typing import NDArray
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 _DESCRIPTION, _POSITION = "0008|103e", "0020|0032"
 

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
+from medfl.core.errors import InputError, RunError
 from medfl.datasets.base import DataSet, Download, get
-from medfl.errors import InputError, RunError
 
 ATTEMPTS = 4
 TIMEOUT = 30.0  # seconds without a byte

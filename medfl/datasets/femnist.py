@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from medfl.core.errors import InputError
 from medfl.datasets.base import DataSet
 from medfl.datasets.phantom import Generator
 from medfl.datasets.scenes_text import character, hand
 from medfl.datasets.splitting import Record, WholeCentres, by_group
 from medfl.datasets.tables import Layout, Table
-from medfl.errors import InputError
 
 CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 KINDS = ("digit",) * 10 + ("uppercase letter",) * 26 + ("lowercase letter",) * 26

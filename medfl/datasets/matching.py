@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 Named = Sequence[tuple[str, str]]
 """(path below a folder, without the file's ending; URI)."""

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from medfl.core.errors import InputError
 from medfl.datasets import matching, pairs, tables
 from medfl.datasets.base import MARKER, Item
 from medfl.datasets.reading import split_uri
 from medfl.datasets.splitting import SECTIONS, Record, by_group, given
 from medfl.datasets.volumes import SUFFIXES, volume_paths
-from medfl.errors import InputError
 
 TABLE = "cases.csv"
 _SHARES = (0.7, 0.1, 0.2)

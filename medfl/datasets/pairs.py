@@ -21,11 +21,11 @@ from monai.transforms.transform import MapTransform
 from numpy.typing import NDArray
 from PIL import Image
 
+from medfl.core.errors import InputError
 from medfl.datasets import matching
 from medfl.datasets.reading import JOINED, Pixels, ReadPixelsd, as_tensor, read_pixels, resize, split_uri
 from medfl.datasets.splitting import Record
 from medfl.datasets.tables import Table, first, image_files, image_index
-from medfl.errors import InputError
 
 Mask = NDArray[np.uint8]
 Shape = tuple[int, int]

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from medfl.core.errors import InputError, RunError
+from medfl.core.seeding import derive
 from medfl.datasets.base import MARKER, get
 from medfl.datasets.drawing import Scene, centre_look, to_bytes
-from medfl.errors import InputError, RunError
-from medfl.seeding import derive
 
 Generator = np.random.Generator
 Draw = Callable[[Path, Generator, int, int], int]

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
+from medfl.core.errors import InputError
 from medfl.datasets import deep, stacks
-from medfl.errors import InputError
 
 Pixels = NDArray[Any]
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.seeding import derive
 from medfl.datasets.drawing import Array, blob, centre_look, grid, inside, noise, paint, to_bytes
 from medfl.datasets.scenes_colour import LESIONS, lesion
-from medfl.seeding import derive
 
 Bytes = NDArray[np.uint8]
 LEAST = 5  # cases a centre: fewer would leave a section without any

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 SECTIONS = ("train", "validate", "test")
 LEFT_OUT = ""

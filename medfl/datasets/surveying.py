@@ -6,8 +6,8 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from medfl.core.errors import InputError
 from medfl.datasets import matching, tables
-from medfl.errors import InputError
 
 _SECTIONS = {"train", "training", "val", "valid", "validate", "validation", "test", "testing"}
 _IMAGES = {"image", "images", "img", "imgs"}

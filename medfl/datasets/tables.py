@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from medfl.core.errors import InputError
 from medfl.datasets.reading import archive, array, array_shape, split_uri
 from medfl.datasets.splitting import Record
-from medfl.errors import InputError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
 SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}

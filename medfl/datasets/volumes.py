@@ -22,9 +22,9 @@ from monai.transforms.transform import MapTransform
 from monai.utils.enums import MetaKeys, SpaceKeys
 from numpy.typing import NDArray
 
+from medfl.core.errors import InputError
 from medfl.datasets import dicom
 from medfl.datasets.reading import UNREADABLE, archive, split_uri
-from medfl.errors import InputError
 
 Array = NDArray[Any]
 SUFFIXES = (".nii", ".nii.gz")

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from medfl.configuration import config_file, read
+from medfl.core.seeding import stream
 from medfl.export.formats import quiet
-from medfl.seeding import stream
 
 LARGE = 25_000_000
 """Bytes from which the zoo wants a file in large_files.yml."""

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError, RunError
-from medfl.storage import write_atomic
+from medfl.core.errors import InputError, RunError
+from medfl.core.storage import write_atomic
 
 LIMITS = {"torchscript": 1e-5, "onnx": 1e-4}
 """Format -> the most by which a probability (in other tasks: an output) may differ."""

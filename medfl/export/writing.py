@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 from medfl import exported, methods
 from medfl.configuration import Configuration, config_file, own_modules, read
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
+from medfl.core.run_folder import safe
+from medfl.core.seeding import stream
+from medfl.core.storage import save_weights, write_atomic
+from medfl.core.task import Task
 from medfl.export.checks import LARGE, problems
 from medfl.export.configs import Rewritten, adapted, starting, without_start
 from medfl.export.formats import FILES, LIMITS, Agreement, Seen, agreement, quiet, tiny, write
 from medfl.export.images import Images, plain, same_predictions, test_images
 from medfl.export.models import CPU, WHICH, Model, RunResult
 from medfl.export.texts import as_json, describe, every_option, large_files, listed, readme, record
-from medfl.folder import safe
 from medfl.opening import Say
-from medfl.seeding import stream
-from medfl.storage import save_weights, write_atomic
-from medfl.task import Task
 
 _SCRIPTED = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
 _START = "$@bundle_root + '/models/model.safetensors'"

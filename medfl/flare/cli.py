@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl import arguments
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 _SIMULATE = """\
 The same as medfl run --runtime flare: a process for the server and one for each

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from medfl import methods
-from medfl.errors import InputError, MedflError, RunError
+from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.run import Run
+from medfl.core.storage import write_atomic
 from medfl.runtimes.federation import POOLED
-from medfl.settings import Run
-from medfl.storage import write_atomic
 
 RUN_FILE = "run.json"
 """The run's record, in the configuration folder of a job."""

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
+from medfl.core.run import Run
 from medfl.flare.files import allow, participants, raise_failed
 from medfl.runtimes.flare import BESIDE, DONE, FAILED, SAID
 from medfl.runtimes.flare_wire import wire_names
-from medfl.settings import Run
 
 Say = Callable[[str], object]
 MOST_SITES = 32

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl.errors import InputError
-from medfl.storage import write_atomic
+from medfl.core.errors import InputError
+from medfl.core.storage import write_atomic
 
 RESOURCES, AUTHORIZATION = "resources.json", "authorization.json"
 _SENTRY = "medfl.flare.sentry.Sentry"

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from medfl.errors import RunError
+from medfl.core.errors import RunError
 from medfl.flare.files import allow
 
 SERVER, ADMIN, _ORG = "server", "admin@medfl.org", "medfl"

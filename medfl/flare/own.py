@@ -32,18 +32,18 @@ from jsonschema import Draft202012Validator
 from medfl import methods, run_text
 from medfl.bundle import Bundle
 from medfl.configuration import shipped_folders
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.core.untrusted import Refused, decode, read_plain, shown
 from medfl.opening import with_data
 from medfl.partner.inspection import inspect
 from medfl.partner.policy import Policy
-from medfl.partner.untrusted import Refused, decode, read_plain, shown
 from medfl.prepared import Item
 from medfl.protocol import resolved
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_remote import names_only
 from medfl.runtimes.flare_wire import flare_name
 from medfl.sections import SECTIONS
-from medfl.settings import Run
 
 FILE = "medfl.yaml"
 _BYTES = 100_000

@@ -31,11 +31,13 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
 from medfl import run_text
-from medfl.errors import InputError, MedflError, about_what_came
+from medfl.core.errors import InputError, MedflError, about_what_came
+from medfl.core.run import Run
+from medfl.core.run_folder import SITES, RunFolder
+from medfl.core.storage import write_atomic
 from medfl.flare import tensors as flare_tensors
 from medfl.flare.files import failed, participants, read_run
 from medfl.flare.own import FILE, OwnSite, open_server, open_site, taken, unlimited
-from medfl.folder import SITES, RunFolder
 from medfl.planning import repeat
 from medfl.report import write_report
 from medfl.runtimes import flare_wire as wire
@@ -45,8 +47,6 @@ from medfl.runtimes.flare import BESIDE, DONE, FAILED, SAID, Answer, FlareWorker
 from medfl.runtimes.flare_remote import ToldFolder
 from medfl.runtimes.flare_wire import Parcel, from_model, to_model
 from medfl.runtimes.simulator import Simulator
-from medfl.settings import Run
-from medfl.storage import write_atomic
 
 if TYPE_CHECKING:
     from medfl.runtimes.flare_site import FlareSite

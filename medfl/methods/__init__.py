@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from medfl.errors import InputError, meant
+from medfl.core.errors import InputError, meant
 from medfl.methods._sharing import Sharing, WithPrototypes
 from medfl.methods.base import Method, option
 

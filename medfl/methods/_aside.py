@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from medfl.seeding import stream
+from medfl.core.seeding import stream
 from medfl.site import Site
 from medfl.watching import standing
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.methods.base import option
 from medfl.public import Public
 from medfl.site import Host, Site

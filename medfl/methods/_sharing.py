@@ -16,17 +16,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.seeding import derive
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.manifold import inter_class_loss, shaped
-from medfl.message import Message, Weights
 from medfl.methods.base import Method, Synthetic, class_head, option
 from medfl.methods.fedproto import averaged, check_lengths, distances, num_classes, owned, received, table
 from medfl.networks.heads import feature_size, head
 from medfl.prototypes import class_counts, collect
-from medfl.seeding import derive
 from medfl.site import Host, Site, merged
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import FitReport
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError, RunError, about_what_came
-from medfl.message import Message
+from medfl.core.errors import InputError, RunError, about_what_came
+from medfl.core.message import Message
 from medfl.networks.generator import Augmentation, Generator, check_size
 from medfl.text_classifier import Gaussians
 

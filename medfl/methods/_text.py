@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.errors import InputError, RunError, about_what_came
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError, RunError, about_what_came
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option, same_option
 from medfl.networks.heads import head, head_names
 from medfl.site import Host, Site, snapshot
-from medfl.storage import State
-from medfl.task import Task
 from medfl.text_classifier import CLASSIFIERS, adapt, embeddings_for, embeddings_of, install
 from medfl.training import Feed, Objective, fit
 

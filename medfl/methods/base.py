@@ -11,12 +11,12 @@ import yaml
 from torch import Tensor, nn
 
 from medfl.aggregation import sample_shares, weighted_mean
-from medfl.errors import InputError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.networks.heads import head, head_name
 from medfl.site import Host, Site, merged, snapshot
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import FitReport, fit
 
 

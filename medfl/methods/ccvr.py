@@ -21,15 +21,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from medfl.message import Message, Weights
+from medfl.core.message import Message, Weights
+from medfl.core.seeding import stream
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.fedgh import fit_head
 from medfl.networks.heads import head, head_name
 from medfl.prototypes import Gaussians, gaussians, pool
-from medfl.seeding import stream
 from medfl.site import Host, Site
-from medfl.storage import State
-from medfl.task import Task
 
 
 @dataclass(frozen=True)

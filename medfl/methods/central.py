@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.site import Site, snapshot
-from medfl.storage import State
 from medfl.training import fit
 
 

@@ -32,8 +32,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
 from medfl.methods._public import PublicOptions, shared
 from medfl.methods.base import Method, option, same_option
 from medfl.methods.fedmd import (
@@ -53,7 +54,6 @@ from medfl.methods.proxyfl import divergence
 from medfl.networks.heads import frozen
 from medfl.public import Public
 from medfl.site import Host, Site, snapshot
-from medfl.storage import State
 from medfl.training import Objective, fit
 
 _BATCH = 512  # of the public code

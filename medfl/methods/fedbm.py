@@ -24,8 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from medfl.capturing import Steps
+from medfl.core.message import Message, Weights
+from medfl.core.seeding import derive, stream
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.graphs import by_tensors
-from medfl.message import Message, Weights
 from medfl.methods._synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
 from medfl.methods._text import TextOptions, opened, shared
 from medfl.methods.base import Method, Synthetic, option
@@ -39,10 +42,7 @@ from medfl.networks.generator import (
 )
 from medfl.networks.heads import features_and_output, frozen, head
 from medfl.prototypes import class_indices
-from medfl.seeding import derive, stream
 from medfl.site import Host, Site, snapshot
-from medfl.storage import State
-from medfl.task import Task
 from medfl.text_classifier import Gaussians, TextHead, embeddings_of, text_objective
 from medfl.training import Feed
 

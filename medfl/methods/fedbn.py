@@ -18,10 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.site import Host, split_names
-from medfl.storage import State
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "batch": (_BatchNorm,),

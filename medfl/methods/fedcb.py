@@ -19,13 +19,13 @@ from typing import ClassVar
 
 from torch import nn
 
-from medfl.errors import InputError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods._text import TextOptions, opened, shared
 from medfl.methods.base import Method, option
 from medfl.site import Host, Site
-from medfl.storage import State
-from medfl.task import Task
 from medfl.text_classifier import COVARIANCES, text_objective
 
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from medfl.aggregation import mean_with_drift, uniform_shares, weighted_mean
-from medfl.message import Message, Weights
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.site import Host, Site, snapshot, zeros_of
-from medfl.storage import State
 from medfl.training import GradientHook, clip, effective_steps, fit, in_turn, learning_rate, pull, push
 
 

@@ -19,10 +19,10 @@ from typing import ClassVar
 from torch import nn
 
 from medfl.aggregation import mean_with_drift
-from medfl.message import Message, Weights
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.site import Host, Site, snapshot, zeros_of
-from medfl.storage import State
 from medfl.training import clip, fit, in_turn, pull, push
 
 

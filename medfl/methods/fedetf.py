@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import head_name, replace_head
 from medfl.prototypes import class_counts
 from medfl.site import Site
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import FitReport, class_prior, fit, only
 
 _EPOCHS = 3  # of each phase of the personal model, in the public code

@@ -34,8 +34,11 @@ from torch.nn.functional import cross_entropy, log_softmax
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.seeding import derive, stream
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods._aside import Aside
 from medfl.methods._contribution import RULES, Contribution, distributions, divergence_from, head_like
 from medfl.methods._public import PublicOptions, shared, untracked
@@ -46,10 +49,7 @@ from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import entering_head, feature_size, head
 from medfl.prepared import Shard
 from medfl.public import cycle
-from medfl.seeding import derive, stream
 from medfl.site import Host, Site, evaluating, snapshot, split_names
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import FitReport, Objective, fit, for_epochs, summed
 from medfl.weight_map import Border, beta, class_balance
 

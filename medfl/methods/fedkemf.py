@@ -32,7 +32,8 @@ from torch.nn.functional import log_softmax
 from torch.optim import Optimizer
 
 from medfl.aggregation import uniform_shares, weighted_mean
-from medfl.message import Message, Weights
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
 from medfl.methods._aside import Aside
 from medfl.methods._public import PublicOptions, shared
 from medfl.methods.base import Method, option, same_option
@@ -42,7 +43,6 @@ from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import frozen
 from medfl.public import Public
 from medfl.site import Host, LocalSettings, Site, snapshot
-from medfl.storage import State
 from medfl.training import fit
 
 

@@ -32,15 +32,15 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d, l1_loss, mse_loss
 
 from medfl.aggregation import uniform_shares, weighted_mean
-from medfl.message import Message, Weights
+from medfl.core.message import Message, Weights
+from medfl.core.seeding import stream
+from medfl.core.storage import State
 from medfl.methods._public import PublicOptions, shared, untracked
 from medfl.methods.base import Method, option, same_option
 from medfl.methods.local import bodies_option
 from medfl.prepared import Batch, Prepared, Shard
 from medfl.public import Public
-from medfl.seeding import stream
 from medfl.site import Host, Site, evaluating, snapshot
-from medfl.storage import State
 from medfl.training import fit, for_epochs
 
 _BATCH = 256  # of the public code

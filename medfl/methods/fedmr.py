@@ -22,13 +22,13 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
-from medfl.message import Message, Weights
 from medfl.methods._sharing import Sharing
 from medfl.methods.base import Method, option, same_option
 from medfl.site import Host, Site, snapshot
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import FitReport, fit
 
 

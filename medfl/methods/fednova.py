@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from medfl.aggregation import sample_shares, weighted_mean
-from medfl.message import Message, Weights
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.site import Host, Site, snapshot, zeros_of
-from medfl.storage import State
 from medfl.training import effective_steps, fit, pull
 
 

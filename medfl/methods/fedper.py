@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.methods.base import Method, option
 from medfl.networks.heads import head_name, head_names
 from medfl.networks.two_conv import TwoConv

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from medfl.errors import InputError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, head
 from medfl.prototypes import class_indices, collect, merge
 from medfl.site import Host, Site, snapshot
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import FitReport, fit
 
 

@@ -19,15 +19,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, head_name
 from medfl.prototypes import MISSING, OTHERS, OWN, class_counts, class_indices, collect, distance
 from medfl.site import Host, Site, snapshot
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import FitReport, fit
 
 

@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.site import Site
-from medfl.storage import State
 from medfl.training import FitReport, fit, pull
 
 

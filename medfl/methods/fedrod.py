@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, replace_head
 from medfl.prototypes import class_counts
 from medfl.site import Host, Site, merged
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import FitReport, class_prior, fit
 
 

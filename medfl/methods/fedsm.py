@@ -25,12 +25,12 @@ from torch.nn.functional import cross_entropy
 
 from medfl import networks
 from medfl.aggregation import sample_shares, weighted_mean
-from medfl.errors import InputError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.seeding import stream
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.seeding import stream
 from medfl.site import Host, Site, snapshot
-from medfl.storage import State
 from medfl.training import fit, one_sample_safe
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)

@@ -35,16 +35,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.seeding import derive
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, proxies
 from medfl.prototypes import class_indices
-from medfl.seeding import derive
 from medfl.site import Site, evaluating, snapshot
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import FitReport, Objective, fit, for_epochs, summed
 
 Sets = Callable[[Tensor, Tensor], Tensor]

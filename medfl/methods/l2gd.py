@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 from medfl.aggregation import uniform_shares, weighted_mean
-from medfl.errors import InputError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.seeding import stream
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.seeding import stream
 from medfl.site import Host, Site, snapshot
-from medfl.storage import State
 from medfl.training import FitReport, fit, for_epochs
 
 

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.site import Host, Site, snapshot
-from medfl.storage import State
 
 
 def bodies_option() -> Any:

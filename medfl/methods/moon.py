@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, softplus
 
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, frozen, head_name, replace_head
 from medfl.site import Site
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import FitReport, fit
 
 _PROJECTED = 256

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.seeding import stream
+from medfl.core.storage import State
 from medfl.methods._aside import Aside
 from medfl.methods.base import Method, option
 from medfl.prepared import Batch
-from medfl.seeding import stream
 from medfl.site import Host, Site
-from medfl.storage import State
 from medfl.training import FitReport, fit, one_sample_safe
 
 

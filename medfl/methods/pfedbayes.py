@@ -37,13 +37,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.errors import InputError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.seeding import stream
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.methods.pfedme import repeating, towards, trained_names
-from medfl.seeding import stream
 from medfl.site import Host, Site, snapshot, split_names
-from medfl.storage import State
 from medfl.training import fit
 
 _NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)

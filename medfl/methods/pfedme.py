@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.message import Message, Weights
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.prepared import Batch, Prepared, Shard
 from medfl.site import Host, Site, snapshot
-from medfl.storage import State
 from medfl.training import fit
 
 

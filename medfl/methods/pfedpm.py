@@ -33,8 +33,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, one_hot
 
-from medfl.errors import InputError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.seeding import stream
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.fedproto import (
     among,
@@ -51,10 +54,7 @@ from medfl.methods.fedproto import (
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.prototypes import class_counts, class_indices, collect
-from medfl.seeding import stream
 from medfl.site import Host, Site, evaluating, snapshot
-from medfl.storage import State
-from medfl.task import Task
 from medfl.training import fit
 
 _OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

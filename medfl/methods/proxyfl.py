@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
 
-from medfl.errors import InputError
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
 from medfl.methods._aside import Aside
 from medfl.methods.base import Method, option
 from medfl.methods.local import bodies_option
 from medfl.site import Host, Networks, Site, snapshot
-from medfl.storage import State
 from medfl.training import fit
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.message import Message, Weights
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.site import Host, Site, snapshot, zeros_of
-from medfl.storage import State
 from medfl.training import fit, learning_rate
 
 

@@ -14,7 +14,7 @@ from monai.networks.nets.efficientnet import EfficientNetBN
 from monai.networks.nets.resnet import ResNet
 from torch import nn
 
-from medfl.errors import InputError, meant
+from medfl.core.errors import InputError, meant
 from medfl.networks.cifar_resnet import CifarResNet
 from medfl.networks.small_cnn import SmallCNN
 from medfl.networks.two_conv import TwoConv

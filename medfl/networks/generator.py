@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.networks.heads import frozen
 
 _STEPS = 16  # four doublings

@@ -10,12 +10,12 @@ from typing import Any
 from medfl.bundle import Bundle
 from medfl.compare import Grid, Say, compare, write_tables
 from medfl.comparison import Comparison
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.storage import write_atomic
 from medfl.methods import load, values_of
 from medfl.papers import tables as paper_tables
 from medfl.papers.tables import PaperTable
 from medfl.protocol import resolved
-from medfl.storage import write_atomic
 from medfl.tables import rendered
 
 _HEADS = ("partition", "method", "metric, %", "ours", "published", "difference")

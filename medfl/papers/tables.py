@@ -41,7 +41,7 @@ import yaml
 
 from medfl.compare import Entry, Grid
 from medfl.comparison import Comparison, Row, Spread
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.protocol import resolved
 from medfl.report import RunFolder
 

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl import terminal
-from medfl.errors import InputError, RunError
-from medfl.partner.untrusted import shown
+from medfl.core import terminal
+from medfl.core.errors import InputError, RunError
+from medfl.core.untrusted import shown
 
 if TYPE_CHECKING:
-    from medfl.message import Message
+    from medfl.core.message import Message
 
 Say = Callable[[str], object]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from medfl.bundle import Bundle
+from medfl.core.untrusted import shown
 from medfl.partner.scanning import Seen, sections
-from medfl.partner.untrusted import shown
 
 Finding = tuple[str, str, str, str]
 """Topic, level (ok, warning, FAILED), what was found, what to do."""

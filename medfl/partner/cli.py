@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl import terminal
 from medfl.arguments import number
-from medfl.errors import InputError
+from medfl.core import terminal
+from medfl.core.errors import InputError
 from medfl.partner import serve
 
 _EXAMPLES = """\
@@ -127,7 +127,7 @@ def _inspect(options: Any, show: Callable[..., int]) -> int:
     found = inspect(folder, policy)
     document = {**found.as_dict(), "outbound": policy.outbound.lines()}
     if target is not None and found.accepted:
-        from medfl.storage import write_atomic
+        from medfl.core.storage import write_atomic
 
         pinned = replace(found.policy(policy), outbound=policy.outbound)
         write_atomic(target, pinned.text().encode())
@@ -147,7 +147,7 @@ def _can_write(target: Path, folder: Path) -> None:
 
 
 def _text(document: Mapping[str, Any], width: int) -> list[str]:
-    from medfl.partner.untrusted import shown
+    from medfl.core.untrusted import shown
 
     pinned = "every file is as the policy says" if document["pinned"] else "not pinned: --policy names no files"
     lines = [f"bundle {shown(document['bundle'])} in {shown(document['folder'], 200)}", "", f"Files ({pinned})"]
@@ -249,7 +249,7 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
     if options.out is None:
         lines += ["", "Nothing was written; with --out FILE, exactly this is."]
     else:
-        from medfl.storage import write_atomic
+        from medfl.core.storage import write_atomic
 
         write_atomic(options.out, encoded(document))
         lines += ["", f"written: {options.out}"]

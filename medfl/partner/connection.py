@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medfl.errors import InputError
-from medfl.partner.untrusted import shown
+from medfl.core.errors import InputError
+from medfl.core.untrusted import shown
 
 _SECONDS, _PATIENCE = 5.0, 2.0
 _FILES = ("rootCA.pem", "client.crt", "client.key")

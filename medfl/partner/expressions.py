@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from medfl.core.untrusted import Refused, shown
 from medfl.partner.allowed import (
     BUILTINS,
     MEMBERS,
@@ -23,7 +24,6 @@ from medfl.partner.allowed import (
     WORDED_MODULES,
     argument_refused,
 )
-from medfl.partner.untrusted import Refused, shown
 
 DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "numpy"}
 """The modules that MONAI offers every expression without an import."""

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import jensenshannon
 
-from medfl import terminal
-from medfl.errors import InputError
+from medfl.core import terminal
+from medfl.core.errors import InputError
+from medfl.core.untrusted import Refused, decode, read_plain, shown
 from medfl.partition_plot import BAND, INK, SOFT, TINTS, TITLES, shorten
 from medfl.partner.statistics import FORM
-from medfl.partner.untrusted import Refused, decode, read_plain, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medfl.errors import RunError
-from medfl.message import Message, Weights
+from medfl.core.errors import RunError
+from medfl.core.message import Message, Weights
 from medfl.partner.outbound import Outbound
 from medfl.partner.privacy import Account, Overspent
 

@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
-from medfl.errors import InputError
-from medfl.partner.untrusted import shown
+from medfl.core.errors import InputError
+from medfl.core.untrusted import shown
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from typing import Any
 
 import yaml
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.untrusted import Refused, decode, read_plain, shown
 from medfl.partner.outbound import Outbound
-from medfl.partner.untrusted import Refused, decode, read_plain, shown
 
 WORDS = {
     "scripts": "the bundle's own Python is imported and runs with your rights",

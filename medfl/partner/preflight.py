@@ -16,27 +16,28 @@ from typing import Any
 
 import torch
 
-from medfl import datasets, holding, methods, terminal
+from medfl import datasets, holding, methods
 from medfl.bundle import Bundle
 from medfl.cache import budget, free_memory
 from medfl.configuration import shipped_folders
+from medfl.core import terminal
+from medfl.core.errors import InputError, MedflError
+from medfl.core.run import DataRecord, PartitionRecord, Run
+from medfl.core.storage import cache_folder
+from medfl.core.untrusted import shown
 from medfl.datasets.base import read_table
-from medfl.errors import InputError, MedflError
 from medfl.opening import with_data
 from medfl.partner.case_findings import Findings
 from medfl.partner.connection import Kit, reach
 from medfl.partner.inspection import inspect
 from medfl.partner.policy import Policy
 from medfl.partner.scanning import scan, sections
-from medfl.partner.untrusted import shown
 from medfl.planning import versions
 from medfl.preparing import Source, prepare
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.memory import step_bytes
 from medfl.sections import SECTIONS
-from medfl.settings import DataRecord, PartitionRecord, Run
 from medfl.site import snapshot
-from medfl.storage import cache_folder
 from medfl.training import fit
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from medfl.errors import InputError, RunError
-from medfl.partner.untrusted import shown
-from medfl.storage import write_atomic
+from medfl.core.errors import InputError, RunError
+from medfl.core.storage import write_atomic
+from medfl.core.untrusted import shown
 
 _NAMED = 4
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from medfl.bundle import Bundle
+from medfl.core.errors import MedflError
 from medfl.datasets.reading import UNREADABLE, archive, orientation, split_uri
-from medfl.errors import MedflError
 from medfl.preparing import Samples
 from medfl.sections import SECTIONS
 

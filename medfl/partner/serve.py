@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
 
 _EXAMPLES = """\
 examples
@@ -147,8 +147,8 @@ def _write_own(options: Any, kit: Path) -> None:
         InputError: it is incomplete, or the kit says something else.
     """
     from medfl.configuration import shipped_folders
+    from medfl.core.storage import write_atomic
     from medfl.flare.own import FILE, OwnSite
-    from medfl.storage import write_atomic
 
     path = kit / "local" / FILE
     names = ("bundle", "data", "folder", "policy", "device", "audit", "permits")

@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl import case_metadata, terminal
+from medfl import case_metadata
 from medfl.bundle import Bundle
-from medfl.errors import InputError
+from medfl.core import terminal
+from medfl.core.errors import InputError
+from medfl.core.untrusted import shown
 from medfl.partner.scanning import Seen, scan, sections
 from medfl.partner.suppression import Entropy, geometric, hidden_bins, noised, told_counts
-from medfl.partner.untrusted import shown
 from medfl.runtimes.data_stats import Bins, Sums, sums, value_range
 
 FORM = "medfl site statistics 1"

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medfl import calibration, charts, intervals, metrics, roc
+from medfl.core.seeding import derive
 from medfl.intervals import Interval
 from medfl.pictures import WORST
 from medfl.report import words
 from medfl.report.run_folder import Predictions, RunFolder
-from medfl.seeding import derive
 
 _SITES, _CLASSES = 12, 12  # of confusion matrices of single sites: more would not be read
 _FEW = 5  # cases of a class, below which its part of an interval says nothing

@@ -10,10 +10,10 @@ from typing import Any
 import jinja2
 
 from medfl import intervals, metrics, overlays, pictures
+from medfl.core.storage import write_atomic
 from medfl.report import drawn, words
 from medfl.report.outcomes import outcomes
 from medfl.report.run_folder import KINDS, POOLED, RunFolder, damaged
-from medfl.storage import write_atomic
 
 
 def write_report(run_folder: Path) -> Path:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medfl import metrics
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.report import forms
 
 _RUN_FOLDER = "a folder that `medfl run` wrote"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
 from medfl.runtimes.federation import Federation
 
 Say = Callable[[str], object]

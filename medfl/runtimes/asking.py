@@ -7,16 +7,16 @@ from functools import partial
 from typing import Any
 
 from medfl import profiling
-from medfl.errors import RunError
-from medfl.folder import RunFolder
-from medfl.message import Message
+from medfl.core.errors import RunError
+from medfl.core.message import Message
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import State
 from medfl.metrics import Cases
 from medfl.runtimes.absent import Absent, Say, Tolerance, present
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import StepResult, introduce
 from medfl.runtimes.visits import scored, served, train, tried
 from medfl.runtimes.workers import Later, Task, Workers
-from medfl.storage import State
 
 
 class Asking:

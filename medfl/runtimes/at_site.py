@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.compression import Compression
-from medfl.errors import RunError
-from medfl.message import Message, Weights, is_finite
+from medfl.core.compression import Compression
+from medfl.core.errors import RunError
+from medfl.core.message import Message, Weights, is_finite
 from medfl.prepared import Batch, Shard
 from medfl.runtimes.federation import LIKE_PARAMETERS, Federation
 

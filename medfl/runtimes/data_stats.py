@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.task import Task
 from medfl.partner.suppression import hidden_bins, told_counts
 from medfl.prepared import Shard
 from medfl.prototypes import class_counts
-from medfl.task import Task
 
 OWN_BINS = 32
 _BATCH = 16

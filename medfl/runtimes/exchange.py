@@ -12,7 +12,9 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl import profiling
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.seeding import derive
+from medfl.core.storage import State, load_state, moved, save_state
 from medfl.metrics import Cases
 from medfl.runtimes import visits
 from medfl.runtimes.at_site import moved_message
@@ -21,8 +23,6 @@ from medfl.runtimes.monai_fl import JUDGE, LOSS, ROUND, MedflClientAlgo, exchang
 from medfl.runtimes.states import InMemory, States
 from medfl.runtimes.step import StepResult, introduce, site_step
 from medfl.runtimes.workers import Later, Task, Workers
-from medfl.seeding import derive
-from medfl.storage import State, load_state, moved, save_state
 
 
 class Exchange(Workers):

@@ -13,13 +13,17 @@ import torch
 from torch import nn
 
 from medfl.bundle import Bundle
-from medfl.caps import Caps
 from medfl.capturing import allowed
 from medfl.compiling import compiling
-from medfl.compression import Compression
-from medfl.errors import InputError, RunError
+from medfl.core.compression import Compression
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message, is_finite
+from medfl.core.message_limits import Caps
+from medfl.core.run import Run
+from medfl.core.seeding import derive
+from medfl.core.storage import State
+from medfl.core.task import Task
 from medfl.holding import Free, free_memory, hold
-from medfl.message import Message, is_finite
 from medfl.methods.base import Method
 from medfl.pooling import pooling_faster
 from medfl.precision import channels_last, tf32
@@ -27,11 +31,7 @@ from medfl.prepared import Prepared, Shard
 from medfl.public import Public
 from medfl.robust import Aggregation
 from medfl.sections import SECTIONS
-from medfl.seeding import derive
-from medfl.settings import Run
 from medfl.site import Host, LocalSettings, Networks, Site
-from medfl.storage import State
-from medfl.task import Task
 
 _MOST_ITEMS = 2.0**53
 LIKE_PARAMETERS = ("control", "personal", "rho")

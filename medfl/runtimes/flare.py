@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from medfl import profiling
-from medfl.errors import MedflError, RunError
+from medfl.core.errors import MedflError, RunError
+from medfl.core.message import Message
+from medfl.core.seeding import derive
 from medfl.evaluation import Masks
-from medfl.message import Message
 from medfl.metrics import Cases
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes import visits
@@ -28,7 +29,6 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_wire import Parcel
 from medfl.runtimes.step import StepResult, introduce, site_abroad, site_judge, site_masks, site_weights
 from medfl.runtimes.workers import Later, Task, Workers
-from medfl.seeding import derive
 
 BESIDE, SAID, FAILED, DONE = "flare", "said.txt", "failed.json", "done"
 """In a run folder: what goes with a job; in it what the server says, what ended the run, and that it is finished."""

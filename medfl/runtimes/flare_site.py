@@ -17,19 +17,19 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics, WeightType
 from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
-from medfl.errors import InputError, MedflError, RunError, about_what_came, identity
+from medfl.core.errors import InputError, MedflError, RunError, about_what_came, identity
+from medfl.core.message import Message
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import State
+from medfl.core.untrusted import shown
 from medfl.evaluation import Masks
-from medfl.folder import RunFolder
-from medfl.message import Message
 from medfl.metrics import Cases, summarise
-from medfl.partner.untrusted import shown
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_wire import Parcel
 from medfl.runtimes.guard import in_words
 from medfl.runtimes.monai_fl import JUDGE, KEPT, LOSS, ROUND, MedflClientAlgo
 from medfl.runtimes.step import site_abroad, site_judge, site_masks, site_step, site_weights
-from medfl.storage import State
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.errors import RunError
-from medfl.message import Message, Weights
+from medfl.core.errors import RunError
+from medfl.core.message import Message, Weights
+from medfl.core.untrusted import shown
 from medfl.metrics import Cases
-from medfl.partner.untrusted import shown
 from medfl.sections import SECTIONS
 
 INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = WORDS = (

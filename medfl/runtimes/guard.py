@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medfl.errors import MedflError, RunError, identity
-from medfl.folder import safe
-from medfl.message import Message
+from medfl.core.errors import MedflError, RunError, identity
+from medfl.core.message import Message
+from medfl.core.run_folder import safe
+from medfl.core.storage import State
 from medfl.metrics import Cases, summarise
 from medfl.partner.audit import Audit, described, document, numbers
 from medfl.partner.leaving import Gate
 from medfl.partner.outbound import Outbound
 from medfl.partner.privacy import Account, account_file
 from medfl.runtimes.step import UNSENT, StepResult
-from medfl.storage import State
 
 Say = Callable[[str], object]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from medfl.cache import free_memory
-from medfl.errors import MedflError
+from medfl.core.errors import MedflError
 from medfl.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.site import snapshot

@@ -36,9 +36,11 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
 from medfl import profiling
-from medfl.errors import InputError, MedflError, RunError, about_what_came
-from medfl.folder import safe
-from medfl.message import Message, Weights
+from medfl.core.errors import InputError, MedflError, RunError, about_what_came
+from medfl.core.message import Message, Weights
+from medfl.core.run_folder import safe
+from medfl.core.seeding import derive
+from medfl.core.storage import State
 from medfl.metrics import Cases, summarise
 from medfl.partner.outbound import Outbound
 from medfl.runtimes.at_site import Aborted, AtSite
@@ -48,8 +50,6 @@ from medfl.runtimes.guard import Doing, Guard
 from medfl.runtimes.states import InFolder, InMemory, States
 from medfl.runtimes.step import UNSENT, StepResult, introduce, site_judge, site_step
 from medfl.sections import SECTIONS
-from medfl.seeding import derive
-from medfl.storage import State
 
 HOSTS = ("medfl", "averaging")
 ROUND, KEPT, LOSS = "round", "kept", "train_loss"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from medfl import overlays
+from medfl.core.run_folder import safe
 from medfl.evaluation import Masks
-from medfl.folder import safe
 from medfl.metrics import Cases
 from medfl.overlays import Example
 from medfl.pictures import Picture

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from medfl import pictures
+from medfl.core.run_folder import RunFolder
+from medfl.core.seeding import derive, stream
+from medfl.core.storage import State
 from medfl.evaluation import Masks
-from medfl.folder import RunFolder
 from medfl.methods.base import Synthetic
 from medfl.metrics import Cases
 from medfl.networks.heads import entering_head, head
@@ -23,9 +25,7 @@ from medfl.prepared import Shard, Stacked
 from medfl.prototypes import DISTANCES, features
 from medfl.runtimes import overlays, worst
 from medfl.runtimes.federation import Federation
-from medfl.seeding import derive, stream
 from medfl.site import evaluating
-from medfl.storage import State
 
 _COLUMNS = 8  # generated images of a class in a grid
 _ITEMS, _PIXELS, _LEAST = 1000, 1000 * 64 * 64, 25  # test items at most; their pixels; items a class at least

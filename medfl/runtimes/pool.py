@@ -18,9 +18,9 @@ from typing import Any, cast
 import torch
 
 from medfl import profiling
-from medfl.errors import MedflError, RunError
-from medfl.message import Weights
-from medfl.packing import Shared, pack, unpack
+from medfl.core.errors import MedflError, RunError
+from medfl.core.message import Weights
+from medfl.core.shared_memory import Shared, pack, unpack
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.stock import Stock
 from medfl.runtimes.visits import answered

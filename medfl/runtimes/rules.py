@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.storage import State
 from medfl.site import Site
-from medfl.storage import State
 
 _VALUES = (Tensor, Mapping, bool, int, float, str, type(None))
 

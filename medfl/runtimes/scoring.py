@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from medfl.core.message import Weights
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import State, file_sha256, weights_sha256
 from medfl.evaluation import Masks
-from medfl.folder import RunFolder
-from medfl.message import Weights
 from medfl.metrics import Cases, higher_is_better, spread, summarise
 from medfl.planes import unit
 from medfl.runtimes.asking import Asking
@@ -24,7 +25,6 @@ from medfl.runtimes.step import (
     site_weights,
 )
 from medfl.runtimes.stock import SitesWeights
-from medfl.storage import State, file_sha256, weights_sha256
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16

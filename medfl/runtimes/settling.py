@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from medfl.errors import InputError, MedflError, RunError
-from medfl.message import Message, is_finite
-from medfl.partner.untrusted import shown
+from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.message import Message, is_finite
+from medfl.core.storage import State
+from medfl.core.untrusted import shown
 from medfl.runtimes.absent import Absent, Say, Tolerance, present
 from medfl.runtimes.federation import LIKE_PARAMETERS, Federation
 from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
-from medfl.storage import State
 
 _ARRIVED = frozenset({"weights", *LIKE_PARAMETERS})
 """Groups whose forms were checked on arrival."""

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from medfl import devices, profiling
-from medfl.errors import InputError
-from medfl.folder import RunFolder
+from medfl import profiling
+from medfl.core import gpu_memory
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.run import PublicRecord
+from medfl.core.run_folder import RunFolder
+from medfl.core.run_integrity import committed
+from medfl.core.storage import State, moved, write_atomic
 from medfl.graphs import GRAPHS
-from medfl.intact import committed
-from medfl.message import Message
 from medfl.runtimes.absent import Say, Tolerance
 from medfl.runtimes.ahead import Training
 from medfl.runtimes.asking import Asking
@@ -31,8 +34,6 @@ from medfl.runtimes.step import StepResult
 from medfl.runtimes.stock import Replies
 from medfl.runtimes.tracking import tracked
 from medfl.runtimes.workers import Workers
-from medfl.settings import PublicRecord
-from medfl.storage import State, moved, write_atomic
 from medfl.together import Together
 
 
@@ -144,7 +145,7 @@ class Simulator:
                 self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
             self.workers.close()
             summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
-            summary |= devices.peak(self.run.device)
+            summary |= gpu_memory.peak(self.run.device)
             pictures.finish(self.run.rounds, self.server)
             pictures.judged(self.run.rounds, cases, masks)
         return summary

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from medfl.errors import RunError, about_what_came
-from medfl.storage import State, load_state, moved, save_state
+from medfl.core.errors import RunError, about_what_came
+from medfl.core.storage import State, load_state, moved, save_state
 
 
 class States(Protocol):

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from torch import nn
 
+from medfl.core.message import Message
+from medfl.core.run_folder import safe
+from medfl.core.seeding import derive
+from medfl.core.storage import State
 from medfl.evaluation import CaseEvaluator, MaskEvaluator, Masks
-from medfl.folder import safe
-from medfl.message import Message
 from medfl.metrics import Cases
 from medfl.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import check_update
 from medfl.saving import save
-from medfl.seeding import derive
 from medfl.site import Site
-from medfl.storage import State
 from medfl.training import summed
 
 UNSENT = "unsent"

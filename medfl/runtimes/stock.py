@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from medfl.cache import free_memory
-from medfl.errors import RunError
-from medfl.message import Message, Weights
+from medfl.core.errors import RunError
+from medfl.core.message import Message, Weights
 
 BUDGET: int | None = None
 """Bytes of one round's replies that stay in memory; None: an eighth of what is free, at most `_MOST`."""

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from medfl.errors import InputError
-from medfl.folder import RunFolder
+from medfl.core.errors import InputError
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import write_atomic
 from medfl.runtimes.events import scalars
-from medfl.storage import write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from medfl.configuration import root_cause, told
-from medfl.errors import InputError, MedflError
+from medfl.core.errors import InputError, MedflError
+from medfl.core.seeding import stream
 from medfl.prepared import Shard
 from medfl.runtimes.federation import Federation
-from medfl.seeding import stream
 from medfl.site import Networks
 from medfl.training import fit
 

@@ -27,13 +27,13 @@ from PIL import Image
 
 from medfl import configuration, datasets, networks
 from medfl.bundle import Bundle, shipped
+from medfl.core.errors import InputError
+from medfl.core.seeding import stream
+from medfl.core.task import Task
 from medfl.datasets import own as own_data
-from medfl.errors import InputError
 from medfl.methods import load
 from medfl.networks.heads import feature_size
 from medfl.protocol import options_for, resolved
-from medfl.seeding import stream
-from medfl.task import Task
 
 ROOT = Path(__file__).parents[2]
 BUNDLES = ROOT / "bundles"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import medfl.datasets as datasets
+from medfl.core.errors import InputError
 from medfl.datasets.phantom import draw_medmnist, save
 from medfl.datasets.scenes_colour import skin
-from medfl.errors import InputError
 
 SECTIONS = ("train", "validate", "test")
 NAMES = (

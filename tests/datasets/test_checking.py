@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import medfl.datasets as datasets
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 
 @pytest.mark.parametrize("name", datasets.names())

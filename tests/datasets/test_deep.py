@@ -14,9 +14,9 @@ import SimpleITK
 import torch
 from PIL import Image
 
+from medfl.core.errors import InputError
 from medfl.datasets import ReadPixelsd, read_pair
 from medfl.datasets.reading import read_pixels
-from medfl.errors import InputError
 
 
 def write(path: Path, pixels: np.ndarray) -> str:

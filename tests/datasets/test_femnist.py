@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import medfl.datasets as datasets
+from medfl.core.errors import InputError
 from medfl.datasets.femnist import skim
 from medfl.datasets.scenes_text import Hand, character, hand
-from medfl.errors import InputError
 
 
 def written(*labels: int, side: int = 2) -> dict[str, list]:

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 import medfl.datasets as datasets
+from medfl.core.errors import InputError
 from medfl.datasets.reading import JOINED
-from medfl.errors import InputError
 
 SECTIONS = ("train", "validate", "test")
 SITES = ("other_publications", "radiopaedia", "rsna_journals", "sirm_italy")

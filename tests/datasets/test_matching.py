@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from medfl.core.errors import InputError
 from medfl.datasets import own, sections
 from medfl.datasets.matching import match
 from medfl.datasets.pairs import mask_index, matched
 from medfl.datasets.volumes import volume_paths
-from medfl.errors import InputError
 
 PAIRED = {
     "patients": (["p1/t1", "p2/t1"], ["p2/t1", "p1/t1_mask"], {"p1/t1": "p1/t1_mask", "p2/t1": "p2/t1"}),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import medfl.datasets as datasets
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 SECTIONS = ("train", "validate", "test")
 PLAIN, RAW, OTHERS = "NCT-CRC-HE-100K", "NCT-CRC-HE-100K-NONORM", "CRC-VAL-HE-7K"

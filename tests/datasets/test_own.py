@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from medfl.core.errors import InputError
 from medfl.datasets import own
 from medfl.datasets.base import MARKER
 from medfl.datasets.own import labelled, paired
-from medfl.errors import InputError
 
 SECTIONS = ("train", "validate", "test")
 

@@ -12,7 +12,7 @@ from sklearn.metrics import balanced_accuracy_score
 
 import medfl.datasets as datasets
 import medfl.datasets.phantom as phantom
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
 
 NAMES = tuple(name for name in datasets.names() if datasets.get(name).task == "classification")
 

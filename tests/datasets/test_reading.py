@@ -11,9 +11,9 @@ import torch
 from monai.transforms import ScaleIntensityRanged
 from PIL import Image, ImageOps
 
+from medfl.core.errors import InputError
 from medfl.datasets import ReadPixelsd
 from medfl.datasets.reading import archive, array_shape, content_key, read_pixels
-from medfl.errors import InputError
 
 
 @pytest.fixture

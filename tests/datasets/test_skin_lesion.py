@@ -12,8 +12,8 @@ import pytest
 
 import medfl.datasets as datasets
 from medfl.bundle import Bundle
+from medfl.core.errors import InputError
 from medfl.datasets.ham10000 import CENTRES
-from medfl.errors import InputError
 from medfl.methods import load
 from medfl.public_data import plan_public
 

@@ -15,9 +15,9 @@ import pytest
 import scipy.io
 
 import medfl.datasets as datasets
+from medfl.core.errors import InputError
 from medfl.datasets import stacks
 from medfl.datasets.reading import split_uri, whole
-from medfl.errors import InputError
 
 STACKED = ("mnist", "fmnist", "svhn", "cifar10", "cifar100")
 PIXELS = np.random.default_rng(0).integers(0, 256, (10, 4, 4, 3), dtype=np.uint8)

@@ -17,8 +17,8 @@ from sklearn.ensemble import RandomForestClassifier
 
 import medfl.datasets as datasets
 from medfl.bundle import Bundle
+from medfl.core.errors import InputError
 from medfl.datasets.volumes import read_pair
-from medfl.errors import InputError
 from tests.datasets.test_volumes import AFFINE, save, save_dicom
 
 NAMES = ("brain_tissue", "hippocampus", "ixi_brain")

@@ -18,11 +18,11 @@ import pytest
 
 import medfl.datasets as datasets
 from medfl.bundle import Bundle
+from medfl.core.errors import InputError, RunError
 from medfl.datasets import ixi_brain
 from medfl.datasets.download import fetch
 from medfl.datasets.splitting import Record
 from medfl.datasets.volumes import read_pair
-from medfl.errors import InputError, RunError
 from tests.datasets.test_volumes import save, save_dicom
 
 SECTIONS = ("train", "validate", "test")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from medfl.core.seeding import stream
 from medfl.methods._aside import Aside
-from medfl.seeding import stream
 from tests.helpers import Toy, blobs
 
 SITE = Toy(blobs({"a": 3})).site("a")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.message import Message
+from medfl.core.message import Message
 from medfl.methods import load
 from medfl.methods.ccvr import CCVR
 from medfl.prototypes import Gaussians, pool

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from medfl import methods
-from medfl.errors import InputError
-from medfl.message import Message, is_finite
+from medfl.core.errors import InputError
+from medfl.core.message import Message, is_finite
+from medfl.core.storage import load_state, save_state
 from medfl.methods import Method
-from medfl.storage import load_state, save_state
 from tests.helpers import (
     WITHOUT_IMAGES,
     Toy,

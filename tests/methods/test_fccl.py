@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.seeding import stream
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fccl import collaboration, cross_correlation, standardised
 from medfl.prepared import Shard, Stacked
 from medfl.public import Public
-from medfl.seeding import stream
 from medfl.site import Networks, Site
-from medfl.task import Task
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
 
 METHOD = load("fccl")

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from medfl.errors import InputError, RunError
-from medfl.message import Message
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
+from medfl.core.storage import load_state, save_state
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fedbm import FedBM
 from medfl.networks import build
 from medfl.networks.generator import Generator
 from medfl.networks.heads import head
 from medfl.runtimes.federation import Federation
-from medfl.storage import load_state, save_state
-from medfl.task import Task
 from medfl.text_classifier import Gaussians, embeddings_of
 from tests.helpers import Toy, ToyBundle, adam, bits, cross_entropy, run_record, sgd, simulate
 from tests.squares import EMBEDDINGS, federation, images, quick, run

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.networks import build
 from medfl.networks.heads import head
-from medfl.task import Task
 from medfl.text_classifier import Gaussians, TextHead, embeddings_of
 from tests.helpers import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
 

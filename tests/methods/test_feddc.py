@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from medfl.message import Message
+from medfl.core.message import Message
+from medfl.core.storage import State
 from medfl.methods import load
-from medfl.storage import State
 from tests.helpers import Outcome, Toy, adam, bits, linear, quadratic, sgd, simulate
 
 ALPHA = 0.5

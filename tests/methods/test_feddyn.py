@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.methods import load
 from medfl.site import Site
 from tests.helpers import Outcome, Toy, bits, linear, quadratic, sgd, simulate

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.seeding import stream
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fedetf import SimplexHead, simplex
-from medfl.seeding import stream
 from medfl.site import snapshot
-from medfl.task import Task
 from tests.helpers import Toy, bits, classifier, cross_entropy, judged, sgd, simulate
 
 METHOD = load("fedetf")

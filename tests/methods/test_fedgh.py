@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.seeding import stream
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fedgh import class_means, logits
 from medfl.networks import build
 from medfl.networks.heads import features_and_output
 from medfl.prepared import Shard, Stacked
-from medfl.seeding import stream
 from medfl.site import Networks, Site
-from medfl.task import Task
 from medfl.training import fit
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, shaken, simulate
 

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy, log_softmax, one_hot
 
 from medfl import methods
 from medfl.bundle import Bundle
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
 from medfl.methods._contribution import Contribution, distributions, divergence_from, mixture
 from medfl.methods._public import untracked
 from medfl.methods.fedhelp import FedHelp, _Items, _Lesson, top_set
@@ -148,7 +148,7 @@ def test_one_joint_step_is_two_separate_ones() -> None:
 
 
 def generator_of(site: object, purpose: str = "local") -> torch.Generator:
-    from medfl.seeding import stream
+    from medfl.core.seeding import stream
 
     with stream(site.seed, purpose) as generator:
         return generator

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
-from medfl.message import Message, is_finite
+from medfl.core.errors import InputError
+from medfl.core.message import Message, is_finite
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.networks.heads import features_and_output
 from medfl.prototypes import collect
 from medfl.site import snapshot
-from medfl.task import Task
 from tests.helpers import WHOLE, Outcome, Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD, FEDAVG = load("fedmr"), load("fedavg")

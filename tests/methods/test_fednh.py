@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.seeding import stream
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fednh import CosineHead, spread
 from medfl.prototypes import collect
-from medfl.seeding import stream
 from medfl.site import snapshot
-from medfl.task import Task
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD = load("fednh")

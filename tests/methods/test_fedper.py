@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.networks import build
 from medfl.site import merged
-from medfl.task import Task
 from tests.helpers import Toy, bits, classifier, half_square, judged, sgd, simulate
 
 METHOD = load("fedper")

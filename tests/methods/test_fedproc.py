@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fedproc import prototype_loss
 from medfl.prototypes import collect
-from medfl.task import Task
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD, FEDAVG = load("fedproc"), load("fedavg")

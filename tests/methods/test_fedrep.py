@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.methods import load
 from medfl.site import merged, snapshot
 from medfl.training import fit, for_epochs, only

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
 from medfl.methods import load
 from medfl.methods.fedsm import SuperModel, soft_pull
 from medfl.networks import build

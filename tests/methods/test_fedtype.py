@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.seeding import derive, stream
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fedtype import conformal_quantile, consensus, grown, scores, set_loss, uniform
-from medfl.seeding import derive, stream
 from medfl.site import Networks, Site, snapshot
-from medfl.task import Task
 from tests.helpers import Toy, adam, bits, blobs, classifier, judged, sgd, shaken, simulate
 
 METHOD = load("fedtype")

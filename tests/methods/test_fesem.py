@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fesem import nearest
 from medfl.site import snapshot
-from medfl.task import Task
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, simulate
 
 METHOD = load("fesem")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
 from medfl.methods import load
 from tests.helpers import Toy, bits, judged, quadratic, sgd, simulate
 

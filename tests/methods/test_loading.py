@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.methods import Method, load, method_class, names, options_of
 from medfl.methods.fedprox import FedProx
 

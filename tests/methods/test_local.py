@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from medfl.message import Message
+from medfl.core.message import Message
 from medfl.methods import load
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import site_step

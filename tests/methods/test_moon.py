@@ -10,13 +10,13 @@ import torch
 from monai.networks.nets import UNet
 from torch import Tensor, nn
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.moon import bottleneck_and_output, contrastive
 from medfl.networks.heads import feature_size, features_and_output, head, head_name
 from medfl.site import Site
-from medfl.task import Task
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD, FEDAVG = load("moon"), load("fedavg")

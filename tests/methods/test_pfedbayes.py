@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.seeding import stream
+from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.pfedbayes import Averaged, Gaussian, divergence, gaussian_names
 from medfl.networks import build
-from medfl.seeding import stream
 from medfl.site import Site
-from medfl.task import Task
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
 
 METHOD = load("pfedbayes")

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.seeding import stream
+from medfl.core.storage import load_state, save_state
+from medfl.core.task import Task
 from medfl.methods import load, pfedpm
 from medfl.methods.fedproto import apart, averaged, table
 from medfl.methods.pfedpm import Relation, class_distance, mix, relation_loss, relation_step
 from medfl.networks.heads import feature_size, features_and_output, head_name
-from medfl.seeding import stream
 from medfl.site import Networks, Site, snapshot
-from medfl.storage import load_state, save_state
-from medfl.task import Task
 from tests.helpers import Toy, bits, blobs, classifier, judged, sgd, simulate
 
 METHOD = load("pfedpm")

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from medfl.errors import InputError
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.seeding import stream
 from medfl.methods import load
 from medfl.methods.proxyfl import divergence, optimizing_each, stride
-from medfl.seeding import stream
 from medfl.site import Networks, Site
 from medfl.training import fit
 from tests.helpers import Toy, adam, bits, blobs, classifier, judged, sgd, simulate

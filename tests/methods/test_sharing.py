@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
-from medfl.message import Message, is_finite
+from medfl.core.errors import InputError
+from medfl.core.message import Message, is_finite
+from medfl.core.storage import load_state, save_state
+from medfl.core.task import Task
 from medfl.methods import Method, load, method_class, names, options_of, prototype_options, values_of
 from medfl.methods._sharing import Sharing, WithPrototypes
 from medfl.methods.fedprox import FedProx
-from medfl.storage import load_state, save_state
-from medfl.task import Task
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 TAKERS = ["feddc", "feddyn", "fednova", "fedprox", "moon"]

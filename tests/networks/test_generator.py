@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.networks import build
 from medfl.networks.generator import (
     NORMALISATIONS,

@@ -12,7 +12,7 @@ from monai.networks.nets.flexible_unet import FlexibleUNet
 from monai.networks.nets.segresnet import SegResNet
 from torch import nn
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.networks import build
 from medfl.networks.heads import (
     entering_head,

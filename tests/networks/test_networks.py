@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from medfl import networks
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 from medfl.networks.cifar_resnet import CifarResNet
 from medfl.networks.heads import features_and_output
 from medfl.networks.two_conv import TwoConv

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("nvflare")
 
-from medfl.errors import InputError, RunError, identity
+from medfl.core.errors import InputError, RunError, identity
 from medfl.flare.parts import RemoteExecutor
 from medfl.partner.audit import verified
 from medfl.runtimes import flare_wire as wire

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from medfl import datasets
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
+from medfl.core.run import PartitionRecord
+from medfl.core.storage import load_weights
 from medfl.launch import federate
-from medfl.message import Message
 from medfl.methods import load
 from medfl.methods.base import deal
 from medfl.prepared import Stacked
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import global_cases, introduce, site_judge, site_step, site_weights
-from medfl.settings import PartitionRecord
 from medfl.site import snapshot
-from medfl.storage import load_weights
 from tests.helpers import PARTS, SECTIONS, ToyBundle, bits, run_record
 
 

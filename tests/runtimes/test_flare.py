@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("nvflare")
 
-from medfl.errors import RunError
-from medfl.folder import RunFolder
-from medfl.message import Message
+from medfl.core.errors import RunError
+from medfl.core.message import Message
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import load_state, load_weights
 from medfl.methods import load, names
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.absent import Absent, Tolerance
@@ -32,7 +33,6 @@ from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import introduce
 from medfl.runtimes.visits import train
 from medfl.runtimes.workers import Workers
-from medfl.storage import load_state, load_weights
 from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 from tests.runtimes.test_smaller_messages import Wide
 

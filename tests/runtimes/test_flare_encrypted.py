@@ -27,9 +27,9 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 
 from medfl import datasets, methods
-from medfl.errors import InputError, RunError
-from medfl.settings import Run
-from medfl.storage import load_weights
+from medfl.core.errors import InputError, RunError
+from medfl.core.run import Run
+from medfl.core.storage import load_weights
 from tests.runtimes.test_flare_own import SITES, executed, offer
 
 pytestmark = [pytest.mark.flare, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # FLARE's own

@@ -17,12 +17,14 @@ pytest.importorskip("nvflare")
 
 from medfl import datasets, launch, run_text
 from medfl.bundle import Bundle
-from medfl.errors import InputError
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import load_state, load_weights
 from medfl.flare import offer as flare_offer
 from medfl.flare.files import read_run
 from medfl.flare.own import OwnSite, open_server, open_site, taken, unlimited
 from medfl.flare.parts import ALLOWED, SIMULATED
-from medfl.folder import RunFolder
 from medfl.prepared import Batch, Prepared
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
@@ -32,8 +34,6 @@ from medfl.runtimes.flare_site import FlareSite
 from medfl.runtimes.monai_fl import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
 from medfl.sections import SECTIONS
-from medfl.settings import Run
-from medfl.storage import load_state, load_weights
 from medfl.teachers import Embeddings, unit
 from tests.helpers import bits
 from tests.runtimes.test_flare import Near

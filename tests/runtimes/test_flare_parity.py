@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from medfl import cli, datasets, launch
-from medfl.errors import InputError, RunError
-from medfl.storage import load_state, load_weights
+from medfl.core.errors import InputError, RunError
+from medfl.core.storage import load_state, load_weights
 from tests.helpers import bits
 
 pytest.importorskip("nvflare")
@@ -155,10 +155,10 @@ def test_the_recipe_runs_in_flare_s_own_environment(scans: Path, tmp_path: Path)
     """`SimEnv` as FLARE's users know it, given the classes that it may make."""
     from nvflare.recipe.sim_env import SimEnv
 
+    from medfl.core.run_folder import RunFolder
     from medfl.flare.files import allow
     from medfl.flare.job import on_one_machine
     from medfl.flare.parts import SIMULATED
-    from medfl.folder import RunFolder
 
     run(scans, tmp_path / "simulator", "fedavg", "simulator", rounds=1)
     recorded, _ = RunFolder(tmp_path / "simulator").read_run()

@@ -22,7 +22,7 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_opt.pt.decomposers import TensorDecomposer
 
 from medfl import datasets
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
 from medfl.flare import offer as flare_offer
 from medfl.flare import tensors as flare_tensors
 from medfl.flare.files import allow, failed, raise_failed, read_run

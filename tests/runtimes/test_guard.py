@@ -14,8 +14,8 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl import datasets, launch
-from medfl.errors import InputError, RunError
-from medfl.message import Message
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
 from medfl.partner.audit import verified
 from medfl.partner.inspection import inspect
 from medfl.partner.outbound import Outbound

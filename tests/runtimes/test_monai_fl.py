@@ -20,9 +20,12 @@ from torch import Tensor, nn
 
 from medfl import cli, datasets, launch, profiling
 from medfl.bundle import Bundle
-from medfl.errors import InputError, RunError
-from medfl.folder import RunFolder
-from medfl.message import Message
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
+from medfl.core.run import PartitionRecord
+from medfl.core.run_folder import RunFolder
+from medfl.core.seeding import stream
+from medfl.core.storage import load_state, load_weights
 from medfl.methods import load, names
 from medfl.runtimes.at_site import Aborted
 from medfl.runtimes.exchange import Exchange
@@ -30,9 +33,6 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.workers import Workers
-from medfl.seeding import stream
-from medfl.settings import PartitionRecord
-from medfl.storage import load_state, load_weights
 from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, run_record
 from tests.runtimes.test_smaller_messages import Wide
 from tests.zoo.build import ZOO

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from medfl import folder as folders
-from medfl import storage
-from medfl.errors import RunError
-from medfl.folder import RunFolder
+from medfl.core import run_folder as folders
+from medfl.core import storage
+from medfl.core.errors import RunError
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.runtimes import stock
 from medfl.runtimes.absent import Tolerance
@@ -30,7 +31,6 @@ from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import global_cases, site_judge
 from medfl.runtimes.visits import scored, served, train
 from medfl.runtimes.workers import Later, Task, Workers
-from medfl.storage import load_weights
 from tests.helpers import ToyBundle, bits, run_record
 
 ROUNDS = 5

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.errors import RunError
-from medfl.folder import RunFolder
+from medfl.core.errors import RunError
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.methods.base import Method
 from medfl.methods.fedbm import FedBM
@@ -23,7 +24,6 @@ from medfl.prepared import Shard, Stacked
 from medfl.runtimes import pictures
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
-from medfl.storage import load_weights
 from tests.helpers import SECTIONS, ToyBundle, bits, run_record
 
 QUICK = {"g_every": 2, "g_start": 1, "g_iterations": 1, "g_batch": 6, "synthetic_batch": 3, "normalise": "half"}

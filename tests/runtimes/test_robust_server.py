@@ -13,11 +13,13 @@ import torch
 
 from medfl import cli
 from medfl.aggregation import sample_shares, weighted_mean
-from medfl.caps import Caps
-from medfl.errors import InputError, RunError
-from medfl.folder import RunFolder
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
+from medfl.core.message_limits import Caps
+from medfl.core.run import PartitionRecord
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import load_state, load_weights
 from medfl.launch import federate
-from medfl.message import Message
 from medfl.methods import load
 from medfl.runtimes.absent import Absent, Tolerance
 from medfl.runtimes.exchange import Exchange
@@ -26,8 +28,6 @@ from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import introduce, site_judge
 from medfl.runtimes.visits import scored, train, tried
 from medfl.runtimes.workers import Workers
-from medfl.settings import PartitionRecord
-from medfl.storage import load_state, load_weights
 from tests.helpers import SECTIONS, ToyBundle, bits, run_record
 
 Spoil = Callable[[Message], Message]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from medfl.errors import InputError
-from medfl.folder import RunFolder
-from medfl.message import Message
+from medfl.core.errors import InputError
+from medfl.core.message import Message
+from medfl.core.run_folder import RunFolder
 from medfl.methods import Method, load
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation

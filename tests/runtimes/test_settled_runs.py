@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from medfl.errors import RunError
-from medfl.folder import RunFolder
-from medfl.message import Message
+from medfl.core.errors import RunError
+from medfl.core.message import Message
+from medfl.core.run_folder import RunFolder
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.visits import train
 from medfl.runtimes.workers import Workers

@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from medfl.errors import InputError, RunError
-from medfl.message import Message, is_finite
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message, is_finite
+from medfl.core.run import PartitionRecord
+from medfl.core.storage import State
 from medfl.methods import load, names
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.settling import Settled, begin, odd, settle
 from medfl.runtimes.step import introduce, site_step
-from medfl.settings import PartitionRecord
-from medfl.storage import State
 from tests.helpers import SECTIONS, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 ROUNDS = 3

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from medfl import profiling
-from medfl.folder import RunFolder
+from medfl.core.run import PartitionRecord
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.runtimes import asking, scoring, stock, visits
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
-from medfl.settings import PartitionRecord
-from medfl.storage import load_weights
 from tests.helpers import ToyBundle, bits, run_record
 
 

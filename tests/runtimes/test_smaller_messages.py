@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from medfl import cli, datasets
-from medfl.compression import Compression
-from medfl.errors import InputError, RunError
+from medfl.core.compression import Compression
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message, is_finite
+from medfl.core.storage import State, load_state, save_state
 from medfl.launch import federate
-from medfl.message import Message, is_finite
 from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import UNSENT, StepResult, introduce, site_abroad, site_judge, site_step, site_weights
-from medfl.storage import State, load_state, save_state
 from tests.helpers import ToyBundle, bits, public_blobs, run_record
 
 FORMS = ("float16", "bfloat16", "int8", "topk:0.1")

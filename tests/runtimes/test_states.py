@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medfl.errors import RunError
+from medfl.core.errors import RunError
 from medfl.runtimes.states import InFolder, InMemory, States
 
 Make = Callable[[], States]

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from medfl.aggregation import _BLOCK, sample_shares, weighted_mean
-from medfl.errors import RunError
-from medfl.message import Message
+from medfl.core.errors import RunError
+from medfl.core.message import Message
+from medfl.core.storage import weights_sha256
 from medfl.methods import load, names
 from medfl.runtimes import stock
 from medfl.runtimes.stock import Replies, SitesWeights, Stock
-from medfl.storage import weights_sha256
 from tests.helpers import WITHOUT_IMAGES, Toy, bits, simulate
 
 TENSORS = {

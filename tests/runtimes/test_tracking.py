@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("mlflow")
 
-from medfl.errors import InputError
-from medfl.folder import RunFolder
+from medfl.core.errors import InputError
+from medfl.core.run_folder import RunFolder
 from medfl.runtimes.events import Events, log, scalars
 from medfl.runtimes.tracking import FILE, STORE, Tracking, parse, tracked
 from tests.helpers import run_record

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from medfl.errors import InputError, RunError
-from medfl.message import Message
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
 from medfl.methods import load, names
 from medfl.runtimes import stock
 from medfl.runtimes.federation import Federation

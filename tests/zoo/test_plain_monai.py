@@ -16,7 +16,7 @@ import torch
 from monai.bundle import ConfigWorkflow
 from monai.utils import set_determinism
 
-from medfl.seeding import stream
+from medfl.core.seeding import stream
 
 from .broken import BROKEN
 from .build import ZOO

@@ -31,8 +31,8 @@ from nvflare.job_config.api import FedJob
 from nvflare.job_config.defs import FilterType
 from tenseal import CKKSVector  # type: ignore[import-untyped]
 
+from medfl.core.run import Run
 from medfl.flare.job import ASK_EVERY
-from medfl.settings import Run
 
 BUILDER = {"path": "nvflare.lighter.impl.he.HEBuilder", "args": {}}
 """What makes the keys when the federation is provisioned, before the kits are signed; FLARE's defaults."""

@@ -26,15 +26,15 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 from torch import Tensor
 
-from medfl.errors import RunError
+from medfl.core.errors import RunError
+from medfl.core.run import Run
+from medfl.core.storage import save_weights
 from medfl.flare.files import participants, read_run
 from medfl.flare.own import FILE, OwnSite, open_site, taken
 from medfl.planning import repeat
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_wire import wire_names
 from medfl.runtimes.monai_fl import ROUND, MedflClientAlgo, exchange_object
-from medfl.settings import Run
-from medfl.storage import save_weights
 
 RULES: Mapping[str, Any] = {
     "scopes": [

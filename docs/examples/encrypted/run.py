@@ -26,14 +26,14 @@ from typing import Any
 import torch
 
 from medfl import methods
-from medfl.errors import InputError, MedflError, RunError
+from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import load_weights
 from medfl.flare.files import participants
 from medfl.flare.job import require_flare
 from medfl.flare.loopback import SERVER, Loopback
-from medfl.folder import RunFolder
 from medfl.launch import federate
 from medfl.runtimes.flare_wire import wire_names
-from medfl.storage import load_weights
 
 HERE = Path(__file__).resolve().parent
 PLAIN, ENCRYPTED, FEDERATION, WITNESSED = "plain", "encrypted", "federation", "server.jsonl"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.errors import RunError
+from medfl.core.errors import RunError
 
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

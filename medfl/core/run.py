@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from medfl.errors import InputError
-from medfl.kinds import misfits
+from medfl.core.errors import InputError
+from medfl.core.type_checks import misfits
 
 _NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts")
 """Where things lie and what was said about them cannot change a weight."""
@@ -120,7 +120,7 @@ class Run:
         versions: versions of medfl, torch, monai and numpy.
         public: the public data, None for a method that uses none.
         text: the text embeddings, None for a method that uses none, and in records that said nothing of them.
-        messages: how messages are made smaller (`medfl.compression`).
+        messages: how messages are made smaller (`medfl.core.compression`).
         aggregation: how the server makes one set of weights of the replies' (`medfl.robust`).
         tf32: whether convolutions and matrix products on a GPU may round their factors to TF32.
         channels_last: whether kernels lie in memory with their channels last; their values are the same.

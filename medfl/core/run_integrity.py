@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from medfl.errors import InputError
-from medfl.folder import MANIFEST, RunFolder, read_run
-from medfl.settings import Run
-from medfl.storage import file_sha256
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.core.run_folder import MANIFEST, RunFolder, read_run
+from medfl.core.storage import file_sha256
 
 _SETTLED = 10**9  # ns since a file's last change, after which its time tells a later one
 _ANEW = "restore it, or start the run anew in another folder"

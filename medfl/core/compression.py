@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.errors import InputError, RunError
-from medfl.message import Message, Weights, is_finite
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message, Weights, is_finite
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 KINDS = ("lossless", *_HALVES, "int8", "topk")

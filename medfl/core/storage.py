@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from medfl.errors import RunError
+from medfl.core.errors import RunError
 
 State = dict[str, Any]
 """A plain, possibly nested dict of tensors, numbers, strings and lists: all that survives a round."""

@@ -9,7 +9,7 @@ from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 P = ParamSpec("P")
 R = TypeVar("R")

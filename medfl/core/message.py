@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from medfl.caps import Caps
-from medfl.errors import RunError
+from medfl.core.errors import RunError
+from medfl.core.message_limits import Caps
 
 Weights = Mapping[str, Tensor]
 """Tensor name -> tensor, as in a state dict."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from medfl.errors import InputError
+from medfl.core.errors import InputError
 
 
 def _none(plm: str) -> Tensor:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from medfl.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError
 
 T = TypeVar("T")
 

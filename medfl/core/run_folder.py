@@ -20,10 +20,10 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from medfl.errors import InputError, RunError
-from medfl.message import Weights
-from medfl.settings import Run
-from medfl.storage import State, file_sha256, load_state, save_state, save_weights, write_atomic
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Weights
+from medfl.core.run import Run
+from medfl.core.storage import State, file_sha256, load_state, save_state, save_weights, write_atomic
 
 SITES = "sites"
 """Where in the run folder the sites of a FLARE federation on one machine keep their States."""
@@ -237,7 +237,7 @@ class RunFolder:
     def rounds(self, up_to: int | None = None) -> list[dict[str, Any]]:
         """Read rounds.jsonl up to the first line that is no round, as a kill leaves one.
 
-        With `up_to` drop what is later, and so not committed, from the file too; `medfl.intact` has looked for damage.
+        With `up_to` drop what is later, and so not committed, from the file too; `medfl.core.run_integrity` has looked for damage.
         """
         path = self.path / "rounds.jsonl"
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
