@@ -24,9 +24,9 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.type_checks import checked
 from medfl.flare import job as flare_job
 from medfl.holding import Free, free_memory
-from medfl.partner.inspection import inspect
-from medfl.partner.policy import Policy
 from medfl.planning import Plan, Request, check_kinds, plan
+from medfl.policy.inspection import inspect
+from medfl.policy.policy import Policy
 from medfl.precision import tf32
 from medfl.prepared import Prepared
 from medfl.report import write_report

@@ -23,7 +23,7 @@ from scipy.stats import binomtest
 from medfl import case_metadata, delong, intervals
 from medfl.core.errors import InputError
 from medfl.delong import Area
-from medfl.partner.suppression import told_counts
+from medfl.policy.suppression import told_counts
 
 MIN_COUNT = 10
 _NO_GROUPS = ("id", "label", "predicted", "group")

@@ -15,7 +15,7 @@ import torch
 from medfl import cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.partner.audit import Audit, described, text, verified
+from medfl.policy.audit import Audit, described, text, verified
 
 
 def written(path: Path, count: int = 4) -> Path:

@@ -14,10 +14,10 @@ import pytest
 from medfl import cli, datasets
 from medfl.bundle import shipped_root
 from medfl.methods import names
-from medfl.partner.audit import verified
-from medfl.partner.outbound import Outbound
-from medfl.partner.policy import Policy
-from medfl.partner.privacy import epsilon_of
+from medfl.policy.audit import verified
+from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Policy
+from medfl.policy.privacy import epsilon_of
 from medfl.runtimes.monai_fl import MedflClientAlgo
 from tests.helpers import ToyBundle
 from tests.runtimes.test_monai_fl import broadcast, federation, said

@@ -34,8 +34,8 @@ from medfl.export.formats import Session, chosen
 from medfl.export.writing import export
 from medfl.launch import federate
 from medfl.networks.heads import head
-from medfl.partner.inspection import inspect
-from medfl.partner.policy import Policy
+from medfl.policy.inspection import inspect
+from medfl.policy.policy import Policy
 from tests.zoo.build import ZOO
 
 ROOT = Path(__file__).parents[1]

@@ -21,10 +21,10 @@ from medfl import cli
 from medfl.configuration import shipped_root
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused
-from medfl.partner import allowed
-from medfl.partner.expressions import DEFAULT_NAMES, Found, check_expression
-from medfl.partner.inspection import Inspection, inspect
-from medfl.partner.policy import WORDS, Policy
+from medfl.policy import allowed
+from medfl.policy.expressions import DEFAULT_NAMES, Found, check_expression
+from medfl.policy.inspection import Inspection, inspect
+from medfl.policy.policy import WORDS, Policy
 from tests.hostile.base import write
 from tests.hostile.friendly import FRIENDLY
 from tests.hostile.table import HOSTILE

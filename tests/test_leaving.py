@@ -12,9 +12,9 @@ from scipy.stats import kstest
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
-from medfl.partner.leaving import Gate, normal
-from medfl.partner.outbound import Outbound
-from medfl.partner.privacy import Account
+from medfl.policy.gate import Gate, normal
+from medfl.policy.outbound import Outbound
+from medfl.policy.privacy import Account
 from tests.helpers import bits
 
 pytest.importorskip("dp_accounting")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.partner.outbound import Outbound
-from medfl.partner.policy import Policy
+from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Policy
 
 
 def read(tmp_path: Path, text: str) -> Outbound:

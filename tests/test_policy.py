@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.partner.inspection import inspect
-from medfl.partner.policy import WORDS, Limits, Policy
+from medfl.policy.inspection import inspect
+from medfl.policy.policy import WORDS, Limits, Policy
 from tests.hostile.base import write
 
 

@@ -18,11 +18,11 @@ from medfl.bundle import Bundle
 from medfl.opening import with_data
 from medfl.partner import preflight
 from medfl.partner.case_findings import Findings
-from medfl.partner.inspection import inspect
-from medfl.partner.outbound import Outbound
-from medfl.partner.policy import Policy
 from medfl.partner.preflight import Asked, Preflight, check
 from medfl.partner.scanning import scan
+from medfl.policy.inspection import inspect
+from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Policy
 from tests.hostile.base import write
 from tests.zoo.build import ZOO
 

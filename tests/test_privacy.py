@@ -14,9 +14,9 @@ from scipy.stats import norm
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
-from medfl.partner.leaving import Gate
-from medfl.partner.outbound import Outbound
-from medfl.partner.privacy import Account, account_file, epsilon_of
+from medfl.policy.gate import Gate
+from medfl.policy.outbound import Outbound
+from medfl.policy.privacy import Account, account_file, epsilon_of
 
 pytest.importorskip("dp_accounting")
 

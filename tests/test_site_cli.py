@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from medfl import cli
-from medfl.partner.outbound import Outbound
-from medfl.partner.policy import Policy
+from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Policy
 from tests.hostile.base import write
 
 

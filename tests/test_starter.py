@@ -21,7 +21,7 @@ from medfl import cli, configuration, datasets, new_cli, starter
 from medfl.core.errors import InputError
 from medfl.datasets import own
 from medfl.launch import federate
-from medfl.partner.inspection import inspect
+from medfl.policy.inspection import inspect
 
 SCHEMA = Path(medfl.__file__).parent / "schemas" / "bundle_metadata.json"
 

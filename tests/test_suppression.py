@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medfl.partner.suppression import geometric, hidden_bins, noised, told_counts
+from medfl.policy.suppression import geometric, hidden_bins, noised, told_counts
 from tests.test_leaving import repeated
 
 

@@ -36,8 +36,8 @@ from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.untrusted import Refused, decode, read_plain, shown
 from medfl.opening import with_data
-from medfl.partner.inspection import inspect
-from medfl.partner.policy import Policy
+from medfl.policy.inspection import inspect
+from medfl.policy.policy import Policy
 from medfl.prepared import Item
 from medfl.protocol import resolved
 from medfl.runtimes.federation import Federation

@@ -116,8 +116,8 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 
 def _inspect(options: Any, show: Callable[..., int]) -> int:
     from medfl.configuration import shipped_folders
-    from medfl.partner.inspection import inspect
-    from medfl.partner.policy import Policy
+    from medfl.policy.inspection import inspect
+    from medfl.policy.policy import Policy
 
     policy = Policy.read(options.policy) if options.policy is not None else Policy()
     folder = shipped_folders().get(options.bundle, Path(options.bundle))
@@ -201,8 +201,8 @@ def _config(given: list[str]) -> dict[str, Any]:
 
 def _check(options: Any, show: Callable[..., int]) -> int:
     from medfl.partner.connection import address
-    from medfl.partner.policy import Policy
     from medfl.partner.preflight import Asked, check
+    from medfl.policy.policy import Policy
 
     asked = Asked(
         options.bundle,
@@ -229,8 +229,8 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
     if options.out is not None:
         _new(options.out)
     from medfl.opening import with_data
-    from medfl.partner.policy import Policy
     from medfl.partner.statistics import Asked, bins_of, encoded, gather, text
+    from medfl.policy.policy import Policy
     from medfl.runtimes.data_stats import OWN_BINS
 
     policy = Policy.read(options.policy) if options.policy is not None else Policy()
@@ -270,7 +270,7 @@ def _collect(options: Any, show: Callable[..., int]) -> int:
 
 
 def _audit(options: Any, show: Callable[..., int]) -> int:
-    from medfl.partner import audit
+    from medfl.policy import audit
 
     found = audit.verified(options.file, options.noted)
     show(options, found.as_dict(), lambda: "\n".join(audit.text(found, terminal.width())))
@@ -285,7 +285,7 @@ def accepted(bundle: str, policy: Any) -> None:
         InputError: it is refused.
     """
     from medfl.configuration import shipped_folders
-    from medfl.partner.inspection import inspect
+    from medfl.policy.inspection import inspect
 
     inspect(shipped_folders().get(bundle, Path(bundle)), policy).require()
 

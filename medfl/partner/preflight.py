@@ -1,6 +1,6 @@
 """Preflight: would a bundle run here, on these data? Everything is looked at, nothing is trained for good or sent.
 
-Nothing of the bundle runs before it is inspected and accepted (`medfl.partner.inspection`).
+Nothing of the bundle runs before it is inspected and accepted (`medfl.policy.inspection`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from medfl.datasets.base import read_table
 from medfl.opening import with_data
 from medfl.partner.case_findings import Findings
 from medfl.partner.connection import Kit, reach
-from medfl.partner.inspection import inspect
-from medfl.partner.policy import Policy
 from medfl.partner.scanning import scan, sections
 from medfl.planning import versions
+from medfl.policy.inspection import inspect
+from medfl.policy.policy import Policy
 from medfl.preparing import Source, prepare
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.memory import step_bytes
@@ -189,7 +189,7 @@ def _inspected(found: Preflight, asked: Asked) -> bool:
             found.add("policy", OK, text)
         if asked.policy.outbound.formal:
             with found.about("policy"):
-                from medfl.partner.privacy import epsilon_of
+                from medfl.policy.privacy import epsilon_of
 
                 first = epsilon_of({asked.policy.outbound.multiplier: 1}, asked.policy.outbound.delta)
                 found.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {asked.policy.outbound.delta:g}")

@@ -31,7 +31,7 @@ from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.untrusted import shown
 from medfl.partner.scanning import Seen, scan, sections
-from medfl.partner.suppression import Entropy, geometric, hidden_bins, noised, told_counts
+from medfl.policy.suppression import Entropy, geometric, hidden_bins, noised, told_counts
 from medfl.runtimes.data_stats import Bins, Sums, sums, value_range
 
 FORM = "medfl site statistics 1"

@@ -15,10 +15,10 @@ from medfl.core.message import Message
 from medfl.core.run_folder import safe
 from medfl.core.storage import State
 from medfl.metrics import Cases, summarise
-from medfl.partner.audit import Audit, described, document, numbers
-from medfl.partner.leaving import Gate
-from medfl.partner.outbound import Outbound
-from medfl.partner.privacy import Account, account_file
+from medfl.policy.audit import Audit, described, document, numbers
+from medfl.policy.gate import Gate
+from medfl.policy.outbound import Outbound
+from medfl.policy.privacy import Account, account_file
 from medfl.runtimes.step import UNSENT, StepResult
 
 Say = Callable[[str], object]

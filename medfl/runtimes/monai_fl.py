@@ -42,7 +42,7 @@ from medfl.core.run_folder import safe
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.metrics import Cases, summarise
-from medfl.partner.outbound import Outbound
+from medfl.policy.outbound import Outbound
 from medfl.runtimes.at_site import Aborted, AtSite
 from medfl.runtimes.data_stats import Bins, statistics
 from medfl.runtimes.federation import Federation

@@ -14,7 +14,7 @@ pytest.importorskip("nvflare")
 
 from medfl.core.errors import InputError, RunError, identity
 from medfl.flare.parts import RemoteExecutor
-from medfl.partner.audit import verified
+from medfl.policy.audit import verified
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_site import FlareSite

@@ -16,10 +16,10 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from medfl import datasets, launch
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.partner.audit import verified
-from medfl.partner.inspection import inspect
-from medfl.partner.outbound import Outbound
-from medfl.partner.policy import Policy
+from medfl.policy.audit import verified
+from medfl.policy.inspection import inspect
+from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Policy
 from medfl.runtimes.monai_fl import MedflClientAlgo
 from medfl.runtimes.step import site_abroad, site_judge
 from tests.helpers import ToyBundle, bits

@@ -25,9 +25,9 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Plain, Refused, decode, read_plain, shown, visible
-from medfl.partner.allowed import MODULES, WEIGHTS_OF_THEIR_OWN, argument_refused, target_allowed
-from medfl.partner.expressions import DEFAULT_NAMES, Found, check_expression, check_id, check_path, imported
-from medfl.partner.policy import WORDS, Policy
+from medfl.policy.allowed import MODULES, WEIGHTS_OF_THEIR_OWN, argument_refused, target_allowed
+from medfl.policy.expressions import DEFAULT_NAMES, Found, check_expression, check_id, check_path, imported
+from medfl.policy.policy import WORDS, Policy
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
 _INERT = (

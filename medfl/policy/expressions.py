@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from medfl.core.untrusted import Refused, shown
-from medfl.partner.allowed import (
+from medfl.policy.allowed import (
     BUILTINS,
     MEMBERS,
     METHODS,

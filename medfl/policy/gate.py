@@ -25,8 +25,8 @@ from torch import Tensor
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
-from medfl.partner.outbound import Outbound
-from medfl.partner.privacy import Account, Overspent
+from medfl.policy.outbound import Outbound
+from medfl.policy.privacy import Account, Overspent
 
 Entropy = Callable[[int], bytes]
 """Number of bytes -> so many random ones."""

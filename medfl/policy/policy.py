@@ -5,7 +5,7 @@
     limits: {config_bytes: 200000}
     files:                       # sha256 of each; with it, a bundle has these files and no others
       configs/train.yaml: 3f5a...
-    outbound: {clip: 1.0}        # what may leave the site, see `medfl.partner.outbound`
+    outbound: {clip: 1.0}        # what may leave the site, see `medfl.policy.outbound`
 
 Every key may be left out. The site keeps the file, outside of the bundle; nothing of it comes over a wire.
 """
@@ -23,7 +23,7 @@ import yaml
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, decode, read_plain, shown
-from medfl.partner.outbound import Outbound
+from medfl.policy.outbound import Outbound
 
 WORDS = {
     "scripts": "the bundle's own Python is imported and runs with your rights",

@@ -1,4 +1,4 @@
-"""What a site's policy says of what may leave: the key `outbound` of the policy file (`medfl.partner.policy`).
+"""What a site's policy says of what may leave: the key `outbound` of the policy file (`medfl.policy.policy`).
 
     outbound:
       keys: [weights, scalars/samples]   # patterns of group/name, or a group; anything else refuses the round
@@ -13,7 +13,7 @@ Every key may be left out; without any of them nothing changes. Names that leave
 reply, `scalars/...`, `metrics/...` of an evaluation (over FLARE with the number of a section's items, as
 `metrics/validate/cases`), `data_stats`, and `told/train_loss`, which is left out rather than refused. The number of
 steps and of training images, and whether the site kept a State, come with every reply. How it is done:
-`medfl.partner.leaving`.
+`medfl.policy.gate`.
 """
 
 from __future__ import annotations
