@@ -25,7 +25,7 @@ from PIL import Image
 
 from medfl.core.errors import InputError
 from medfl.datasets.ham10000 import CENTRES
-from medfl.datasets.reading import read_pixels
+from medfl.datasets.readers.reading import read_pixels
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = (

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
-from medfl.datasets.reading import content_key
+from medfl.datasets.readers.reading import content_key
 
 _SHARE = 0.5  # of the free memory that one section's samples may take
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError
-from medfl.datasets.tables import read_csv
+from medfl.datasets.readers.tables import read_csv
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "age": ("age", "age_approx", "age_at_diagnosis", "age_years", "patient_age"),

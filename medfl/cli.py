@@ -440,7 +440,7 @@ def _data_make(options: Any) -> int:
 
 def _data_fetch(options: Any) -> int:
     from medfl import datasets
-    from medfl.datasets.download import fetch
+    from medfl.datasets.readers.download import fetch
 
     files = [str(path) for path in fetch(datasets.get(options.bundle), options.out, progress=sys.stderr.isatty())]
     return _show(options, {"name": options.bundle, "files": files}, lambda: "\n".join(files))

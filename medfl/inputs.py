@@ -20,8 +20,8 @@ from torch import nn
 
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError
-from medfl.datasets.tables import IMAGE_SUFFIXES
-from medfl.datasets.volumes import SUFFIXES as VOLUME_SUFFIXES
+from medfl.datasets.readers.tables import IMAGE_SUFFIXES
+from medfl.datasets.readers.volumes import SUFFIXES as VOLUME_SUFFIXES
 from medfl.evaluation import CaseEvaluator, MaskEvaluator
 from medfl.prepared import Prepared, Shard
 from medfl.preparing import Source, prepare

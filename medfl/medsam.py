@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.storage import weights_sha256
-from medfl.datasets.pairs import read_pair
+from medfl.datasets.readers.pairs import read_pair
 from medfl.questions import Picture, Questions, as_picture, need_task, read_picture
 from medfl.teachers import at_hand
 

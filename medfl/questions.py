@@ -14,7 +14,7 @@ from torch import Tensor
 
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError
-from medfl.datasets.reading import read_pixels
+from medfl.datasets.readers.reading import read_pixels
 from medfl.public import Public
 
 Picture = NDArray[np.uint8]

@@ -138,7 +138,7 @@ class Result:
         Raises:
             InputError: the run has not come that far.
         """
-        from medfl.datasets.tables import read_csv
+        from medfl.datasets.readers.tables import read_csv
 
         path = self.path / "predictions.csv"
         rows = read_csv(path, ("id", "site")) if path.is_file() else None

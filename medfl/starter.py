@@ -24,9 +24,10 @@ from tqdm import tqdm
 from medfl import networks
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
-from medfl.datasets import own, pairs, surveying, tables, volumes
-from medfl.datasets.reading import Pixels, read_pixels
-from medfl.datasets.splitting import Record
+from medfl.datasets import own
+from medfl.datasets.readers import pairs, surveying, tables, volumes
+from medfl.datasets.readers.reading import Pixels, read_pixels
+from medfl.datasets.readers.splitting import Record
 
 Say = Callable[[str], object]
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")

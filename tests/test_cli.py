@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from medfl import bundle, cli, datasets
-from medfl.datasets import download
+from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
 from medfl.training import fit
 

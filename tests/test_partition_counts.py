@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.datasets.splitting import Record, by_group
+from medfl.datasets.readers.splitting import Record, by_group
 from medfl.partition import OWN_SITES, Partition, assign, parse
 from medfl.partition_counts import Count, Limit, apportion, deal
 from medfl.partition_draw import Group

@@ -23,7 +23,7 @@ from monai.transforms import (
 from PIL import Image
 
 from medfl.core.errors import RunError
-from medfl.datasets.pairs import ReadPaird
+from medfl.datasets.readers.pairs import ReadPaird
 from medfl.prepared import Geometry
 from medfl.preparing import Samples, Source, prepare
 from medfl.saving import save, to_original

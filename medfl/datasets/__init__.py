@@ -20,11 +20,11 @@ from medfl.datasets.base import (
     splits,
     trial,
 )
-from medfl.datasets.checking import CheckReport, check
-from medfl.datasets.pairs import ReadPaird, WriteMaskd, read_pair
-from medfl.datasets.phantom import write_phantom
-from medfl.datasets.reading import ReadPixelsd, read_pixels
-from medfl.datasets.volumes import CheckPatchd, ReadVolumed
+from medfl.datasets.phantoms.phantom import write_phantom
+from medfl.datasets.readers.checking import CheckReport, check
+from medfl.datasets.readers.pairs import ReadPaird, WriteMaskd, read_pair
+from medfl.datasets.readers.reading import ReadPixelsd, read_pixels
+from medfl.datasets.readers.volumes import CheckPatchd, ReadVolumed
 
 __all__ = [
     "CheckPatchd",

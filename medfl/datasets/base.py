@@ -18,9 +18,9 @@ from typing import NotRequired, TypedDict
 import numpy as np
 
 from medfl.core.errors import InputError, meant
-from medfl.datasets.reading import content_key, whole
-from medfl.datasets.splitting import LEFT_OUT, SECTIONS, Rule, WholeCentres
-from medfl.datasets.tables import Layout, Table, several
+from medfl.datasets.readers.reading import content_key, whole
+from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Rule, WholeCentres
+from medfl.datasets.readers.tables import Layout, Table, several
 
 
 class Item(TypedDict):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantom import draw_stacked
-from medfl.datasets.scenes_natural import things
-from medfl.datasets.splitting import carved
-from medfl.datasets.stacks import ARCHIVES, CIFAR10, write_cifar
-from medfl.datasets.tables import Layout, first, stacked
+from medfl.datasets.phantoms.phantom import draw_stacked
+from medfl.datasets.phantoms.scenes_natural import things
+from medfl.datasets.readers.splitting import carved
+from medfl.datasets.readers.stacks import ARCHIVES, CIFAR10, write_cifar
+from medfl.datasets.readers.tables import Layout, first, stacked
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 LICENCE = "none is stated on its page, which asks to cite the technical report"

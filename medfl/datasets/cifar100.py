@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.cifar10 import CITATION, LICENCE, SOURCE, batches_layout, batches_writer
-from medfl.datasets.phantom import draw_stacked
-from medfl.datasets.scenes_natural import things
-from medfl.datasets.splitting import carved
-from medfl.datasets.stacks import ARCHIVES, CIFAR100
+from medfl.datasets.phantoms.phantom import draw_stacked
+from medfl.datasets.phantoms.scenes_natural import things
+from medfl.datasets.readers.splitting import carved
+from medfl.datasets.readers.stacks import ARCHIVES, CIFAR100
 
 # The fine labels, which are in alphabetical order.
 CLASSES = (

@@ -13,10 +13,10 @@ import numpy as np
 
 from medfl.core.errors import InputError
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantom import Generator
-from medfl.datasets.scenes_text import character, hand
-from medfl.datasets.splitting import Record, WholeCentres, by_group
-from medfl.datasets.tables import Layout, Table
+from medfl.datasets.phantoms.phantom import Generator
+from medfl.datasets.phantoms.scenes_text import character, hand
+from medfl.datasets.readers.splitting import Record, WholeCentres, by_group
+from medfl.datasets.readers.tables import Layout, Table
 
 CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 KINDS = ("digit",) * 10 + ("uppercase letter",) * 26 + ("lowercase letter",) * 26

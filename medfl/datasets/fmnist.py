@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from medfl.datasets.base import DataSet
 from medfl.datasets.mnist import idx_downloads, idx_layout, idx_writer
-from medfl.datasets.phantom import draw_stacked
-from medfl.datasets.scenes_natural import garment
-from medfl.datasets.splitting import carved
+from medfl.datasets.phantoms.phantom import draw_stacked
+from medfl.datasets.phantoms.scenes_natural import garment
+from medfl.datasets.readers.splitting import carved
 
 DATASET = DataSet(
     name="fmnist",

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantom import SHARES, Generator, cut, mixed_cases, render, save
-from medfl.datasets.scenes_colour import skin
-from medfl.datasets.splitting import Record, by_group, carved, given
-from medfl.datasets.tables import SECTION_NAMES, Layout, Table, first, image_index, label_of, medmnist, read_csv
+from medfl.datasets.phantoms.phantom import SHARES, Generator, cut, mixed_cases, render, save
+from medfl.datasets.phantoms.scenes_colour import skin
+from medfl.datasets.readers.splitting import Record, by_group, carved, given
+from medfl.datasets.readers.tables import SECTION_NAMES, Layout, Table, first, image_index, label_of, medmnist, read_csv
 
 CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 CENTRES = ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from medfl.datasets import scenes_volumes
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.pairs import paired
-from medfl.datasets.phantom import Generator
-from medfl.datasets.splitting import by_group
-from medfl.datasets.tables import Layout, Table
-from medfl.datasets.volumes import count_voxels, read_pair, volume_index
+from medfl.datasets.phantoms import scenes_volumes
+from medfl.datasets.phantoms.phantom import Generator
+from medfl.datasets.readers.pairs import paired
+from medfl.datasets.readers.splitting import by_group
+from medfl.datasets.readers.tables import Layout, Table
+from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_index
 
 CLASSES = ("background", "anterior", "posterior")
 ROOT = "Task04_Hippocampus"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.ham10000 import centre_roots
-from medfl.datasets.phantom import Generator, cut, mixed_cases, render, save
-from medfl.datasets.scenes_colour import skin
-from medfl.datasets.splitting import Record, by_group, carved
-from medfl.datasets.tables import Layout, Table, first, image_index, label_of, read_csv
+from medfl.datasets.phantoms.phantom import Generator, cut, mixed_cases, render, save
+from medfl.datasets.phantoms.scenes_colour import skin
+from medfl.datasets.readers.splitting import Record, by_group, carved
+from medfl.datasets.readers.tables import Layout, Table, first, image_index, label_of, read_csv
 
 # FLamby's targets 0 to 7 and centres 0 to 5.
 CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from medfl.datasets import scenes_volumes
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.pairs import paired
-from medfl.datasets.phantom import Generator
-from medfl.datasets.splitting import Record, by_group, carved
-from medfl.datasets.tables import Layout, Table, first, read_csv
-from medfl.datasets.volumes import count_voxels, read_pair, volume_files, volume_index
+from medfl.datasets.phantoms import scenes_volumes
+from medfl.datasets.phantoms.phantom import Generator
+from medfl.datasets.readers.pairs import paired
+from medfl.datasets.readers.splitting import Record, by_group, carved
+from medfl.datasets.readers.tables import Layout, Table, first, read_csv
+from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_files, volume_index
 
 CLASSES = ("background", "brain")
 CENTRES = ("Guys", "HH", "IOP")  # FLamby's Manufacturer 0, 1, 2

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantom import draw_folders
-from medfl.datasets.scenes_colour import endoscopy
-from medfl.datasets.splitting import by_group
-from medfl.datasets.tables import class_folders
+from medfl.datasets.phantoms.phantom import draw_folders
+from medfl.datasets.phantoms.scenes_colour import endoscopy
+from medfl.datasets.readers.splitting import by_group
+from medfl.datasets.readers.tables import class_folders
 
 CLASSES = (
     "dyed-lifted-polyps",

@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.pairs import mask_index, matched, pair_folders, paired, read_pair
-from medfl.datasets.phantom import Generator, save
-from medfl.datasets.reading import JOINED, archive
-from medfl.datasets.scenes_masks import lungs, photograph, shots
-from medfl.datasets.splitting import Record, by_group
-from medfl.datasets.tables import Layout, Table, image_files, image_index, read_csv
+from medfl.datasets.phantoms.phantom import Generator, save
+from medfl.datasets.phantoms.scenes_masks import lungs, photograph, shots
+from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair
+from medfl.datasets.readers.reading import JOINED, archive
+from medfl.datasets.readers.splitting import Record, by_group
+from medfl.datasets.readers.tables import Layout, Table, image_files, image_index, read_csv
 
 CLASSES = ("background", "lung")
 SITES = {"other_publications": 20, "radiopaedia": 25, "rsna_journals": 12, "sirm_italy": 12}  # images of each

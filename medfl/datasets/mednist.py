@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantom import draw_medmnist
-from medfl.datasets.scenes_grey import modality
-from medfl.datasets.splitting import by_group, given
-from medfl.datasets.tables import class_folders, medmnist
+from medfl.datasets.phantoms.phantom import draw_medmnist
+from medfl.datasets.phantoms.scenes_grey import modality
+from medfl.datasets.readers.splitting import by_group, given
+from medfl.datasets.readers.tables import class_folders, medmnist
 
 CLASSES = ("AbdomenCT", "BreastMRI", "CXR", "ChestCT", "Hand", "HeadCT")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from medfl.datasets import stacks
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantom import Labels, draw_stacked
-from medfl.datasets.scenes_natural import DIGITS, digit
-from medfl.datasets.splitting import carved
-from medfl.datasets.tables import Layout, first, stacked
+from medfl.datasets.phantoms.phantom import Labels, draw_stacked
+from medfl.datasets.phantoms.scenes_natural import DIGITS, digit
+from medfl.datasets.readers import stacks
+from medfl.datasets.readers.splitting import carved
+from medfl.datasets.readers.tables import Layout, first, stacked
 
 STEMS = {"train": "train", "test": "t10k"}
 FILES = "{train,t10k}-{images-idx3,labels-idx1}-ubyte[.gz]"

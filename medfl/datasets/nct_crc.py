@@ -8,10 +8,10 @@ from pathlib import Path
 from PIL import Image
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantom import Case, Generator, render
-from medfl.datasets.scenes_tissue import tissue
-from medfl.datasets.splitting import LEFT_OUT, Record, by_group, carved
-from medfl.datasets.tables import Layout, Table, class_folders
+from medfl.datasets.phantoms.phantom import Case, Generator, render
+from medfl.datasets.phantoms.scenes_tissue import tissue
+from medfl.datasets.readers.splitting import LEFT_OUT, Record, by_group, carved
+from medfl.datasets.readers.tables import Layout, Table, class_folders
 
 CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
 PLAIN, RAW, OTHERS = "NCT-CRC-HE-100K", "NCT-CRC-HE-100K-NONORM", "CRC-VAL-HE-7K"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantom import draw_folders
-from medfl.datasets.scenes_grey import oct_scan
-from medfl.datasets.splitting import given
-from medfl.datasets.tables import class_folders
+from medfl.datasets.phantoms.phantom import draw_folders
+from medfl.datasets.phantoms.scenes_grey import oct_scan
+from medfl.datasets.readers.splitting import given
+from medfl.datasets.readers.tables import class_folders
 
 CLASSES = ("AMD", "CNV", "CSR", "DME", "DR", "DRUSEN", "MH", "NORMAL")
 ROOT = "RetinalOCT_Dataset"

@@ -16,11 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.datasets import matching, pairs, tables
 from medfl.datasets.base import MARKER, Item
-from medfl.datasets.reading import split_uri
-from medfl.datasets.splitting import SECTIONS, Record, by_group, given
-from medfl.datasets.volumes import SUFFIXES, volume_paths
+from medfl.datasets.readers import matching, pairs, tables
+from medfl.datasets.readers.reading import split_uri
+from medfl.datasets.readers.splitting import SECTIONS, Record, by_group, given
+from medfl.datasets.readers.volumes import SUFFIXES, volume_paths
 
 TABLE = "cases.csv"
 _SHARES = (0.7, 0.1, 0.2)
@@ -54,7 +54,7 @@ def paired(folder: str | Path, images: str, masks: str, section: str) -> list[It
     """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
 
     They are pictures or NIfTI volumes, also in subfolders; a mask's name may end in _mask, _segmentation, _seg or
-    _label. Which is of which image: `medfl.datasets.matching.match`.
+    _label. Which is of which image: `medfl.datasets.readers.matching.match`.
 
     Raises:
         InputError: a folder is missing, there are no pairs, a mask is not that of one image, or a wrong table.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantom import draw_medmnist
-from medfl.datasets.scenes_colour import blood
-from medfl.datasets.splitting import by_group, given
-from medfl.datasets.tables import class_folders, medmnist
+from medfl.datasets.phantoms.phantom import draw_medmnist
+from medfl.datasets.phantoms.scenes_colour import blood
+from medfl.datasets.readers.splitting import by_group, given
+from medfl.datasets.readers.tables import class_folders, medmnist
 
 CLASSES = ("basophil", "eosinophil", "erythroblast", "ig", "lymphocyte", "monocyte", "neutrophil", "platelet")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantom import draw_medmnist
-from medfl.datasets.scenes_grey import chest
-from medfl.datasets.splitting import by_group, given
-from medfl.datasets.tables import class_folders, medmnist
+from medfl.datasets.phantoms.phantom import draw_medmnist
+from medfl.datasets.phantoms.scenes_grey import chest
+from medfl.datasets.readers.splitting import by_group, given
+from medfl.datasets.readers.tables import class_folders, medmnist
 
 FOLDERS = ("NORMAL", "PNEUMONIA")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from medfl.datasets import ham10000
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.ham10000 import CENTRES, METADATA, centre_roots, part_roots
-from medfl.datasets.pairs import mask_index, matched, pair_folders, paired, read_pair
-from medfl.datasets.phantom import Generator, save
-from medfl.datasets.scenes_masks import photograph, shots, some_lesion
-from medfl.datasets.splitting import Record, by_group, carved, spared
-from medfl.datasets.tables import Layout, Table, first, image_index, read_csv
+from medfl.datasets.phantoms.phantom import Generator, save
+from medfl.datasets.phantoms.scenes_masks import photograph, shots, some_lesion
+from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair
+from medfl.datasets.readers.splitting import Record, by_group, carved, spared
+from medfl.datasets.readers.tables import Layout, Table, first, image_index, read_csv
 
 CLASSES = ("background", "lesion")
 HAM_MASKS = "HAM10000_segmentations_lesion_tschandl"

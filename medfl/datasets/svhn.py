@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medfl.datasets import stacks
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantom import Labels, draw_stacked
-from medfl.datasets.scenes_natural import DIGITS, house_number
-from medfl.datasets.splitting import carved
-from medfl.datasets.tables import stacked
+from medfl.datasets.phantoms.phantom import Labels, draw_stacked
+from medfl.datasets.phantoms.scenes_natural import DIGITS, house_number
+from medfl.datasets.readers import stacks
+from medfl.datasets.readers.splitting import carved
+from medfl.datasets.readers.tables import stacked
 
 FILES = {"train": "train_32x32.mat", "test": "test_32x32.mat"}
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from medfl.bundle import Bundle
 from medfl.core.errors import MedflError
-from medfl.datasets.reading import UNREADABLE, archive, orientation, split_uri
+from medfl.datasets.readers.reading import UNREADABLE, archive, orientation, split_uri
 from medfl.preparing import Samples
 from medfl.sections import SECTIONS
 

@@ -9,7 +9,7 @@ import pytest
 
 from medfl import datasets, networks
 from medfl.bundle import Bundle
-from medfl.datasets.splitting import Record
+from medfl.datasets.readers.splitting import Record
 from medfl.partition import Partition, assign, parse
 from medfl.protocol import options_for, resolved
 

@@ -14,8 +14,8 @@ import pytest
 
 import medfl.datasets as datasets
 from medfl.core.errors import InputError
-from medfl.datasets.phantom import draw_medmnist, save
-from medfl.datasets.scenes_colour import skin
+from medfl.datasets.phantoms.phantom import draw_medmnist, save
+from medfl.datasets.phantoms.scenes_colour import skin
 
 SECTIONS = ("train", "validate", "test")
 NAMES = (

@@ -16,7 +16,7 @@ from PIL import Image
 
 from medfl.core.errors import InputError
 from medfl.datasets import ReadPixelsd, read_pair
-from medfl.datasets.reading import read_pixels
+from medfl.datasets.readers.reading import read_pixels
 
 
 def write(path: Path, pixels: np.ndarray) -> str:

@@ -17,8 +17,8 @@ import pytest
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.datasets import DataSet, Download
-from medfl.datasets import download as downloading
-from medfl.datasets.download import fetch
+from medfl.datasets.readers import download as downloading
+from medfl.datasets.readers.download import fetch
 
 CONTENT = bytes(i * i % 251 for i in range(700_000))
 SHA256 = "sha256:" + hashlib.sha256(CONTENT).hexdigest()

@@ -13,7 +13,7 @@ import pytest
 import medfl.datasets as datasets
 from medfl.core.errors import InputError
 from medfl.datasets.femnist import skim
-from medfl.datasets.scenes_text import Hand, character, hand
+from medfl.datasets.phantoms.scenes_text import Hand, character, hand
 
 
 def written(*labels: int, side: int = 2) -> dict[str, list]:

@@ -15,7 +15,7 @@ from PIL import Image
 
 import medfl.datasets as datasets
 from medfl.core.errors import InputError
-from medfl.datasets.reading import JOINED
+from medfl.datasets.readers.reading import JOINED
 
 SECTIONS = ("train", "validate", "test")
 SITES = ("other_publications", "radiopaedia", "rsna_journals", "sirm_italy")

@@ -12,9 +12,9 @@ from PIL import Image
 
 from medfl.core.errors import InputError
 from medfl.datasets import own, sections
-from medfl.datasets.matching import match
-from medfl.datasets.pairs import mask_index, matched
-from medfl.datasets.volumes import volume_paths
+from medfl.datasets.readers.matching import match
+from medfl.datasets.readers.pairs import mask_index, matched
+from medfl.datasets.readers.volumes import volume_paths
 
 PAIRED = {
     "patients": (["p1/t1", "p2/t1"], ["p2/t1", "p1/t1_mask"], {"p1/t1": "p1/t1_mask", "p2/t1": "p2/t1"}),

@@ -11,7 +11,7 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.metrics import balanced_accuracy_score
 
 import medfl.datasets as datasets
-import medfl.datasets.phantom as phantom
+import medfl.datasets.phantoms.phantom as phantom
 from medfl.core.errors import InputError, RunError
 
 NAMES = tuple(name for name in datasets.names() if datasets.get(name).task == "classification")

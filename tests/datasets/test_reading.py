@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from medfl.core.errors import InputError
 from medfl.datasets import ReadPixelsd
-from medfl.datasets.reading import archive, array_shape, content_key, read_pixels
+from medfl.datasets.readers.reading import archive, array_shape, content_key, read_pixels
 
 
 @pytest.fixture

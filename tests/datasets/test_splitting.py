@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.datasets.splitting import LEFT_OUT, Record, WholeCentres, by_group, carved, given
+from medfl.datasets.readers.splitting import LEFT_OUT, Record, WholeCentres, by_group, carved, given
 
 
 def _records(n: int = 1000) -> list[Record]:

@@ -16,8 +16,8 @@ import scipy.io
 
 import medfl.datasets as datasets
 from medfl.core.errors import InputError
-from medfl.datasets import stacks
-from medfl.datasets.reading import split_uri, whole
+from medfl.datasets.readers import stacks
+from medfl.datasets.readers.reading import split_uri, whole
 
 STACKED = ("mnist", "fmnist", "svhn", "cifar10", "cifar100")
 PIXELS = np.random.default_rng(0).integers(0, 256, (10, 4, 4, 3), dtype=np.uint8)

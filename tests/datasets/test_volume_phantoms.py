@@ -18,7 +18,7 @@ from sklearn.ensemble import RandomForestClassifier
 import medfl.datasets as datasets
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError
-from medfl.datasets.volumes import read_pair
+from medfl.datasets.readers.volumes import read_pair
 from tests.datasets.test_volumes import AFFINE, save, save_dicom
 
 NAMES = ("brain_tissue", "hippocampus", "ixi_brain")

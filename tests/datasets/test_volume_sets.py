@@ -20,9 +20,9 @@ import medfl.datasets as datasets
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.datasets import ixi_brain
-from medfl.datasets.download import fetch
-from medfl.datasets.splitting import Record
-from medfl.datasets.volumes import read_pair
+from medfl.datasets.readers.download import fetch
+from medfl.datasets.readers.splitting import Record
+from medfl.datasets.readers.volumes import read_pair
 from tests.datasets.test_volumes import save, save_dicom
 
 SECTIONS = ("train", "validate", "test")

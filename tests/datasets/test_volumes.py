@@ -19,9 +19,9 @@ from monai.transforms import Compose, LoadImage
 
 from medfl.core.errors import InputError
 from medfl.datasets import CheckPatchd, ReadVolumed
-from medfl.datasets.dicom import own_locale
-from medfl.datasets.reading import content_key
-from medfl.datasets.volumes import count_voxels, read_pair, read_volume, volume_files, volume_index
+from medfl.datasets.readers.dicom import own_locale
+from medfl.datasets.readers.reading import content_key
+from medfl.datasets.readers.volumes import count_voxels, read_pair, read_volume, volume_files, volume_index
 from medfl.preparing import prepare, take_apart
 
 SHAPE = (9, 12, 10)

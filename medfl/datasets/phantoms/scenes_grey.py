@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from medfl.datasets.drawing import Array, blob, grid, inside, noise, paint
+from medfl.datasets.phantoms.drawing import Array, blob, grid, inside, noise, paint
 
 
 def oct_scan(rng: np.random.Generator, label: int, size: int) -> Array:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from medfl.datasets.drawing import Array
+from medfl.datasets.phantoms.drawing import Array
 
 # Typefaces that matplotlib carries.
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "STIXGeneral", "cmss10", "cmtt10")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medfl.core.errors import InputError
-from medfl.datasets.reading import archive, array, array_shape, split_uri
-from medfl.datasets.splitting import Record
+from medfl.datasets.readers.reading import archive, array, array_shape, split_uri
+from medfl.datasets.readers.splitting import Record
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
 SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}

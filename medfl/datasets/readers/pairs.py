@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from medfl.core.errors import InputError
-from medfl.datasets import matching
-from medfl.datasets.reading import JOINED, Pixels, ReadPixelsd, as_tensor, read_pixels, resize, split_uri
-from medfl.datasets.splitting import Record
-from medfl.datasets.tables import Table, first, image_files, image_index
+from medfl.datasets.readers import matching
+from medfl.datasets.readers.reading import JOINED, Pixels, ReadPixelsd, as_tensor, read_pixels, resize, split_uri
+from medfl.datasets.readers.splitting import Record
+from medfl.datasets.readers.tables import Table, first, image_files, image_index
 
 Mask = NDArray[np.uint8]
 Shape = tuple[int, int]
@@ -61,7 +61,7 @@ def matched(images: Path, masks: Path) -> tuple[Mapping[str, str], Mapping[str, 
     """Return name -> URI of the pictures in a folder or zip, and of the masks in another by their images' names.
 
     Raises:
-        InputError: as `medfl.datasets.matching.match`.
+        InputError: as `medfl.datasets.readers.matching.match`.
     """
     return matching.match(picture_paths(images), picture_paths(masks))
 
@@ -109,7 +109,7 @@ def read_pair(
     """Read an image (H, W, C) of its own type, its mask (H, W) of class indices, and the file's (height, width).
 
     Args:
-        image_uri: where the image lies, see `medfl.datasets.reading`.
+        image_uri: where the image lies, see `medfl.datasets.readers.reading`.
         mask_uri: where its mask lies; joined by ` | ` where in several files.
         channels: number of channels that the image must have.
         classes: number of classes, the background among them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from medfl.datasets.drawing import Array, blob, grid, inside, noise, paint
+from medfl.datasets.phantoms.drawing import Array, blob, grid, inside, noise, paint
 
 _GLASS, _PINK, _PURPLE = (0.94, 0.92, 0.94), (0.88, 0.66, 0.80), (0.40, 0.26, 0.56)
 

@@ -23,8 +23,8 @@ from monai.utils.enums import MetaKeys, SpaceKeys
 from numpy.typing import NDArray
 
 from medfl.core.errors import InputError
-from medfl.datasets import dicom
-from medfl.datasets.reading import UNREADABLE, archive, split_uri
+from medfl.datasets.readers import dicom
+from medfl.datasets.readers.reading import UNREADABLE, archive, split_uri
 
 Array = NDArray[Any]
 SUFFIXES = (".nii", ".nii.gz")

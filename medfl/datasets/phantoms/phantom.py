@@ -18,7 +18,7 @@ from PIL import Image
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import derive
 from medfl.datasets.base import MARKER, get
-from medfl.datasets.drawing import Scene, centre_look, to_bytes
+from medfl.datasets.phantoms.drawing import Scene, centre_look, to_bytes
 
 Generator = np.random.Generator
 Draw = Callable[[Path, Generator, int, int], int]

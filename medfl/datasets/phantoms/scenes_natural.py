@@ -7,8 +7,8 @@ import colorsys
 import numpy as np
 from PIL import Image, ImageDraw
 
-from medfl.datasets.drawing import Array, Scene, blob, grid, noise, paint
-from medfl.datasets.scenes_text import character, hand
+from medfl.datasets.phantoms.drawing import Array, Scene, blob, grid, noise, paint
+from medfl.datasets.phantoms.scenes_text import character, hand
 
 DIGITS = "0123456789"
 

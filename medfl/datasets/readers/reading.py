@@ -1,7 +1,7 @@
 """One reader for all images: a plain file, a member of a zip archive, a row of a NumPy archive, a list in a JSON file.
 
 Image URIs: `<path>`, `<archive>.zip!<member>`, `<container>!<array>#<row>`, `<file>.json!<first byte>:<end>`. A
-container is an .npz archive or one of `medfl.datasets.stacks`. What lies in several files (the masks of two lungs) has
+container is an .npz archive or one of `medfl.datasets.readers.stacks`. What lies in several files (the masks of two lungs) has
 their URIs joined by ` | `.
 """
 
@@ -30,7 +30,7 @@ from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError
-from medfl.datasets import deep, stacks
+from medfl.datasets.readers import deep, stacks
 
 Pixels = NDArray[Any]
 T = TypeVar("T")

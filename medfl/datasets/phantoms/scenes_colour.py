@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from medfl.datasets.drawing import Array, Scene, blob, grid, inside, noise, paint
+from medfl.datasets.phantoms.drawing import Array, Scene, blob, grid, inside, noise, paint
 
 Colour = tuple[float, float, float]
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medfl.core.seeding import derive
-from medfl.datasets.drawing import Array, blob, centre_look, grid, inside, noise, paint, to_bytes
-from medfl.datasets.scenes_colour import LESIONS, lesion
+from medfl.datasets.phantoms.drawing import Array, blob, centre_look, grid, inside, noise, paint, to_bytes
+from medfl.datasets.phantoms.scenes_colour import LESIONS, lesion
 
 Bytes = NDArray[np.uint8]
 LEAST = 5  # cases a centre: fewer would leave a section without any

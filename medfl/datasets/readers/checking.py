@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from medfl.core.errors import InputError
 from medfl.datasets.base import DataSet, choose, get, is_phantom, locate, notes, read_table
-from medfl.datasets.reading import read_pixels
-from medfl.datasets.splitting import SECTIONS, Record
+from medfl.datasets.readers.reading import read_pixels
+from medfl.datasets.readers.splitting import SECTIONS, Record
 
 
 @dataclass(frozen=True)
