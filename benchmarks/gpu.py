@@ -34,8 +34,8 @@ from medfl.abreast import abreast
 from medfl.capturing import allowed
 from medfl.compiling import compiling
 from medfl.core.errors import InputError
+from medfl.data.prepared import Shard, Stacked
 from medfl.graphs import GRAPHS
-from medfl.prepared import Shard, Stacked
 from medfl.site import LocalSettings, Networks, Site
 from medfl.together import Together
 from medfl.training import fit, summed

@@ -19,8 +19,8 @@ from torch import nn
 
 from medfl import networks
 from medfl.compiling import compiling
+from medfl.data.prepared import Shard, Stacked
 from medfl.pooling import pooling_faster
-from medfl.prepared import Shard, Stacked
 from medfl.site import LocalSettings, Networks, Site
 from medfl.training import fit
 

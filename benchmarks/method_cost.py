@@ -27,9 +27,9 @@ from torch import nn
 from medfl import methods, networks
 from medfl.core.message import Message
 from medfl.core.task import Task
+from medfl.data.prepared import Shard, Stacked
+from medfl.data.public import Public
 from medfl.methods import Method
-from medfl.prepared import Shard, Stacked
-from medfl.public import Public
 from medfl.site import Host, LocalSettings, Networks, Site
 
 CLASSES, SITES = 8, ("a", "b")

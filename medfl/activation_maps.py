@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
+from medfl.data.prepared import Shard
 from medfl.partition_plot import INK, SOFT, shorten
-from medfl.prepared import Shard
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from medfl import teachers
-from medfl.cache import Spot, budget, sample_key
 from medfl.configuration import (
     Configuration,
     config_file,
@@ -38,10 +37,11 @@ from medfl.configuration import shipped_root as shipped_root
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.core.storage import cache_folder
+from medfl.data.disk_cache import Spot, budget, sample_key
+from medfl.data.prepare import prepare
+from medfl.data.prepared import Item, Prepared
 from medfl.evaluation import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.metrics import KEY_METRICS, higher_is_better
-from medfl.prepared import Item, Prepared
-from medfl.preparing import prepare
 from medfl.prompts import Text, read_text
 from medfl.sections import SECTIONS, Section, Sections
 

@@ -26,9 +26,9 @@ from medfl.core import terminal
 from medfl.core.errors import InputError, meant
 from medfl.core.storage import write_atomic
 from medfl.core.task import Task
+from medfl.data.prepared import Shard, Stacked
+from medfl.data.public import Public
 from medfl.methods.base import Method
-from medfl.prepared import Shard, Stacked
-from medfl.public import Public
 from medfl.site import Host, LocalSettings, Networks, Site
 
 _JUDGED = {"global": "the server's model is the product", "personal": "each site's own model is the product"}

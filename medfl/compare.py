@@ -36,7 +36,7 @@ from medfl.core import gpu_memory
 from medfl.core.errors import InputError, MedflError
 from medfl.core.run_folder import read_run, safe
 from medfl.core.storage import write_atomic
-from medfl.holding import within
+from medfl.data.on_device import within
 from medfl.launch import Shared, federate
 from medfl.planning import Plan, Request, device_named, plan
 from medfl.scheduling import Schedule, Start, named

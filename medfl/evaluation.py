@@ -17,8 +17,8 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, MedflError, RunError
+from medfl.data.prepared import Prepared, Shard, Stacked
 from medfl.metrics import Cases
-from medfl.prepared import Prepared, Shard, Stacked
 from medfl.segmentation import DISTANCES, channel_scores, scores
 
 _BATCH, _PIXELS = 16, 16 * 256 * 256  # items of a batch of masks at most, and their pixels

@@ -20,11 +20,11 @@ from torch import nn
 
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError
+from medfl.data.prepare import Source, prepare
+from medfl.data.prepared import Prepared, Shard
 from medfl.datasets.readers.tables import IMAGE_SUFFIXES
 from medfl.datasets.readers.volumes import SUFFIXES as VOLUME_SUFFIXES
 from medfl.evaluation import CaseEvaluator, MaskEvaluator
-from medfl.prepared import Prepared, Shard
-from medfl.preparing import Source, prepare
 from medfl.saving import to_original
 
 Images = str | Path | Sequence[str | Path | NDArray[Any]]

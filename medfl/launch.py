@@ -22,13 +22,13 @@ from medfl.core.errors import InputError, meant
 from medfl.core.run import LOSSLESS, MEAN
 from medfl.core.run_folder import RunFolder
 from medfl.core.type_checks import checked
+from medfl.data.on_device import Free, free_memory
+from medfl.data.prepared import Prepared
 from medfl.flare import job as flare_job
-from medfl.holding import Free, free_memory
 from medfl.planning import Plan, Request, check_kinds, plan
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.precision import tf32
-from medfl.prepared import Prepared
 from medfl.report import write_report
 from medfl.runtimes import tracking, trial
 from medfl.runtimes.absent import Tolerance

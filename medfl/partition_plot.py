@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from medfl.partition import Partition
+    from medfl.data.partition.rules import Partition
 
     Sections = Mapping[str, Sequence[Mapping[str, Any]]]
 

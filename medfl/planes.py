@@ -14,7 +14,7 @@ import nibabel as nib
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.prepared import Geometry
+from medfl.data.prepared import Geometry
 from medfl.saving import is_picture
 
 Array = NDArray[Any]

@@ -23,9 +23,9 @@ from medfl.core.compression import Compression
 from medfl.core.errors import InputError, meant
 from medfl.core.run import LOSSLESS, MEAN, PartitionRecord, Run
 from medfl.core.type_checks import misfits
+from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods.base import Method
 from medfl.opening import PHANTOM, Say, bundle_of, checked, with_data
-from medfl.partition import OWN_SITES, Partition, assign, parse
 from medfl.protocol import options_for, resolved
 from medfl.public_data import PublicPlan, plan_public
 from medfl.robust import Aggregation

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from medfl.data.prepared import Batch, Shard
 from medfl.evaluation import CaseEvaluator, ClassEvaluator, MaskEvaluator
-from medfl.prepared import Batch, Shard
 
 DATA, PASSES, OPTIMISER, STEP = "data", "forward and backward", "optimiser", "rest of local update"
 AGGREGATION, EVALUATION, MESSAGES, CHECKPOINT, IDLE = "aggregation", "evaluation", "messages", "checkpoint", "idle"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from medfl.data.prepared import Shard
 from medfl.networks.heads import features_and_output
-from medfl.prepared import Shard
 from medfl.site import evaluating
 
 OWN, OTHERS, MISSING = DISTANCES = ("own class", "other classes of the site", "classes missing at the site")

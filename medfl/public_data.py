@@ -21,10 +21,10 @@ from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
 from medfl.core.seeding import stream
 from medfl.core.task import Task
+from medfl.data.prepared import Item, Prepared, Shard
+from medfl.data.public import Public
 from medfl.methods.base import Method
 from medfl.opening import PHANTOM, Opened, Say, with_data
-from medfl.prepared import Item, Prepared, Shard
-from medfl.public import Public
 
 _LEAST_SIDE, _DEPTH = 32, 16  # four halvings of a U-Net leave two pixels a side, and one slice
 _AUGMENTATION = "train#random_transforms"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError
+from medfl.data.public import Public
 from medfl.datasets.readers.reading import read_pixels
-from medfl.public import Public
 
 Picture = NDArray[np.uint8]
 """(H, W, 3), RGB."""

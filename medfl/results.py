@@ -18,12 +18,12 @@ from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import read_run
 from medfl.core.type_checks import checked
+from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation import ClassEvaluator
 from medfl.export.models import RunResult
 from medfl.metrics import Cases
 from medfl.planning import Plan, repeat
 from medfl.precision import tf32
-from medfl.prepared import Prepared, Shard
 from medfl.report import RunFolder, write_report
 from medfl.sections import SECTIONS
 

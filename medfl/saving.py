@@ -15,7 +15,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from medfl.core.storage import write_atomic
-from medfl.prepared import Geometry
+from medfl.data.prepared import Geometry
 
 _SCANNER = 1  # NIfTI's code of a header whose affine leads to the scanner's millimetres
 

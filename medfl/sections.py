@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from medfl.configuration import Configuration
 from medfl.core.errors import InputError
-from medfl.prepared import Item
-from medfl.preparing import Source, records, take_apart
+from medfl.data.prepare import Source, records, take_apart
+from medfl.data.prepared import Item
 
 SECTIONS = ("train", "validate", "test")
 _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")

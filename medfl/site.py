@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from medfl.core.message import Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
-from medfl.prepared import Shard
-from medfl.public import Public
+from medfl.data.prepared import Shard
+from medfl.data.public import Public
 
 Penalty = Callable[[Tensor, Any], Tensor]
 """(features (B, d), targets) -> scalar, added to the loss of a step."""

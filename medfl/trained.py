@@ -26,10 +26,10 @@ from medfl.core.run import Run
 from medfl.core.run_folder import read_run
 from medfl.core.storage import load_weights, weights_sha256
 from medfl.core.task import Task
+from medfl.data.prepare import Samples, Source
+from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation import ClassEvaluator
 from medfl.opening import bundle_of
-from medfl.prepared import Shard, Stacked
-from medfl.preparing import Samples, Source
 from medfl.questions import Questions, public_classes
 from medfl.sections import SECTIONS
 from medfl.site import Networks

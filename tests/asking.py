@@ -7,8 +7,8 @@ from pathlib import Path
 from medfl import datasets
 from medfl.bundle import Bundle
 from medfl.core.task import Task
-from medfl.prepared import Shard
-from medfl.public import Public
+from medfl.data.prepared import Shard
+from medfl.data.public import Public
 from medfl.questions import Questions, public_classes
 
 

@@ -14,10 +14,10 @@ from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.data.prepared import Augmented, Shard, Stacked
+from medfl.data.public import Public
 from medfl.evaluation import ClassEvaluator
 from medfl.methods import Method
-from medfl.prepared import Augmented, Shard, Stacked
-from medfl.public import Public
 from medfl.site import Host, LocalSettings, Networks, Site
 
 Data = Mapping[str, tuple[Tensor, Tensor]]

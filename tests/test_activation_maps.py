@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from medfl.activation_maps import last_convolution, of
 from medfl.core.errors import InputError
+from medfl.data.prepared import Shard, Stacked
 from medfl.networks import build
-from medfl.prepared import Shard, Stacked
 
 CPU = torch.device("cpu")
 

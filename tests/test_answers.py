@@ -24,8 +24,8 @@ from medfl.answers import Questions, obtain, open_teacher, split_names
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.core.task import Task
-from medfl.prepared import Shard, Stacked
-from medfl.public import Public
+from medfl.data.prepared import Shard, Stacked
+from medfl.data.public import Public
 from tests.helpers import public_blobs
 
 

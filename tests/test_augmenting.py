@@ -25,8 +25,8 @@ from monai.transforms import (
     ToTensord,
 )
 
-from medfl.augmenting import Affine, BatchRecipe, Crop, Rotate, recipe
-from medfl.compact import encode, stacked
+from medfl.data.batch_transforms import Affine, BatchRecipe, Crop, Rotate, recipe
+from medfl.data.byte_codes import encode, stacked
 
 BOTH = ["image", "label"]
 

@@ -21,12 +21,12 @@ from monai.transforms import (
     ScaleIntensityd,
 )
 
-from medfl import cache
-from medfl.cache import OnDisk, Spot, budget, sample_key, size_of
-from medfl.compact import Coded
 from medfl.core.errors import InputError, RunError
-from medfl.prepared import Augmented, Prepared, Sampled
-from medfl.preparing import Source, prepare
+from medfl.data import disk_cache
+from medfl.data.byte_codes import Coded
+from medfl.data.disk_cache import OnDisk, Spot, budget, sample_key, size_of
+from medfl.data.prepare import Source, prepare
+from medfl.data.prepared import Augmented, Prepared, Sampled
 
 GIB = 2**30
 
@@ -222,7 +222,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_the_budget_is_half_of_the_free_memory_or_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEDFL_MEMORY", raising=False)
-    monkeypatch.setattr(cache, "free_memory", lambda: 6 * GIB)
+    monkeypatch.setattr(disk_cache, "free_memory", lambda: 6 * GIB)
     assert budget() == 3 * GIB
     monkeypatch.setenv("MEDFL_MEMORY", "0.5")
     assert budget() == GIB // 2
@@ -233,4 +233,4 @@ def test_the_budget_is_half_of_the_free_memory_or_what_is_given(monkeypatch: pyt
 
 
 def test_free_memory_is_known_here() -> None:
-    assert 1 << 20 < cache.free_memory() < 1 << 50
+    assert 1 << 20 < disk_cache.free_memory() < 1 << 50

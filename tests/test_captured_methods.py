@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from medfl import capturing, methods
 from medfl.capturing import allowed
 from medfl.core.task import Task
-from medfl.prepared import Shard, Stacked
-from medfl.public import Public
+from medfl.data.prepared import Shard, Stacked
+from medfl.data.public import Public
 from tests.helpers import WITHOUT_IMAGES, Toy, bits, blobs, classifier, cross_entropy, public_blobs, sgd, simulate
 from tests.recorder import Recorder, installed
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from monai.transforms import BorderPad, NormalizeIntensity, ScaleIntensityRange
 
-from medfl.compact import Coded, decoded, encode, plain, shape_of, stacked
 from medfl.core.shared_memory import pack, unpack
+from medfl.data.byte_codes import Coded, decoded, encode, plain, shape_of, stacked
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -16,9 +16,9 @@ from torch import nn
 
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError, RunError
+from medfl.data.prepared import Geometry, Sampled, Shard, Stacked
 from medfl.evaluation import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.metrics import summarise
-from medfl.prepared import Geometry, Sampled, Shard, Stacked
 from medfl.segmentation import scores
 
 CPU = torch.device("cpu")

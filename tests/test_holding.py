@@ -22,11 +22,12 @@ from monai.transforms import (
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from medfl import datasets, holding, launch, planning
-from medfl.augmenting import recipe
-from medfl.compact import Coded, encode, stacked
-from medfl.holding import hold
-from medfl.prepared import Augmented, Prepared, Sampled, Shard, Stacked
+from medfl import datasets, launch, planning
+from medfl.data import on_device
+from medfl.data.batch_transforms import recipe
+from medfl.data.byte_codes import Coded, encode, stacked
+from medfl.data.on_device import hold
+from medfl.data.prepared import Augmented, Prepared, Sampled, Shard, Stacked
 from tests import pretended
 
 CPU = torch.device("cpu")
@@ -186,7 +187,7 @@ def test_free_memory_counts_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
-    assert holding.free_memory(torch.device("cuda")) == 130
+    assert on_device.free_memory(torch.device("cuda")) == 130
 
 
 # A share of a device
@@ -195,14 +196,14 @@ def test_free_memory_counts_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_share_holds_what_a_run_alone_held(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of an allowance may be held, for it was measured with the data; but not what half of the device did not."""
     data = pictures(9)
-    monkeypatch.setattr(holding, "free_memory", lambda device: ROOMY)
+    monkeypatch.setattr(on_device, "free_memory", lambda device: ROOMY)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     for allowance, memory, there in (
         (data.nbytes, 4 * data.nbytes, True),
         (data.nbytes - 1, 4 * data.nbytes, False),
         (data.nbytes, 2 * data.nbytes - 2, False),
     ):
-        held, _ = hold({"train": data}, device, holding.within(allowance, memory))
+        held, _ = hold({"train": data}, device, on_device.within(allowance, memory))
         assert (held["train"].device.type == pretended.NAME) is there
 
 
@@ -215,7 +216,7 @@ def test_the_free_memory_of_a_share(monkeypatch: pytest.MonkeyPatch, allowance: 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100))
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 5)
-    assert holding.within(allowance, 90)(torch.device("cuda")) == told
+    assert on_device.within(allowance, 90)(torch.device("cuda")) == told
 
 
 @pytest.mark.parametrize("share", [None, 10])

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import medfl
-from medfl import configuration, datasets, launch, methods, networks, partition, protocol
+from medfl import configuration, datasets, launch, methods, networks, protocol
 from medfl.core.errors import InputError, meant
 from medfl.core.type_checks import misfits
+from medfl.data.partition import rules
 from medfl.planning import Request
 
 
@@ -32,8 +33,8 @@ def test_the_near_name_comes_before_the_advice() -> None:
         (lambda: methods.load("fedbm", {"clasifier": 3}), "classifier"),
         (lambda: configuration.find("pneumonie"), "pneumonia"),
         (lambda: datasets.get("mednits"), "mednist"),
-        (lambda: partition.parse("dirichlett:0.1"), "dirichlet"),
-        (lambda: partition.parse("center"), "centre"),
+        (lambda: rules.parse("dirichlett:0.1"), "dirichlet"),
+        (lambda: rules.parse("center"), "centre"),
         (lambda: networks.build("resnet81", 1, 2), "resnet18"),
         (lambda: protocol.resolved("x", {"presets": {"paper": {}}}, ["papers"]), "paper"),
         (lambda: medfl.run("pneumonia", round=3, say=str), "rounds"),
@@ -48,7 +49,7 @@ def test_unknown_names(call: Callable[[], object], name: str) -> None:
 
 def test_a_known_kind_of_partition_with_a_wrong_value_is_meant_as_it_is() -> None:
     with pytest.raises(InputError, match="; give BETA as a number above 0"):
-        partition.parse("dirichlet:x")
+        rules.parse("dirichlet:x")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from medfl.bundle import Bundle, shipped
 from medfl.compare import Entry, Grid
 from medfl.comparison import Comparison, read
 from medfl.core.errors import InputError
+from medfl.data.partition.draw import canonical
+from medfl.data.partition.rules import parse
 from medfl.papers.tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, names, scaled
-from medfl.partition import parse
-from medfl.partition_draw import canonical
 from medfl.planning import Request
 from medfl.protocol import options_for, resolved
 from tests.test_comparison import finished

@@ -12,8 +12,8 @@ import pytest
 
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
-from medfl.partition import FORMS, Partition, assign, natural, parse
-from medfl.partition_draw import MAX_DRAWS, Group, Share, divide
+from medfl.data.partition.draw import MAX_DRAWS, Group, Share, divide
+from medfl.data.partition.rules import FORMS, Partition, assign, natural, parse
 
 CLASSES = ("mel", "nv", "bcc", "df")
 DRAWN = ("iid", "dirichlet:0.5", "classes:2")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from medfl.core.errors import InputError
+from medfl.data.partition.counts import Count, Limit, apportion, deal
+from medfl.data.partition.draw import Group
+from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.datasets.readers.splitting import Record, by_group
-from medfl.partition import OWN_SITES, Partition, assign, parse
-from medfl.partition_counts import Count, Limit, apportion, deal
-from medfl.partition_draw import Group
 
 # Card of FedHelp, section 4: training and test images of each site.
 PNEUMONIA = ((3134, 374), (1048, 124), (422, 49), (317, 37), (213, 24), (109, 12))

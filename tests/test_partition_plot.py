@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medfl.partition import assign
+from medfl.data.partition.rules import assign
 from medfl.partition_plot import SMALLEST, _diameter, _Layout, plot, shorten
 
 

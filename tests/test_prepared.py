@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from medfl import prepared as module
-from medfl.compact import Coded, encode, plain
 from medfl.core.errors import InputError
-from medfl.prepared import Augmented, Prepared, Sampled, Shard, Stacked, stack
+from medfl.data import prepared as module
+from medfl.data.byte_codes import Coded, encode, plain
+from medfl.data.prepared import Augmented, Prepared, Sampled, Shard, Stacked, stack
 
 ITEMS = [{"id": name, "label": index % 2} for index, name in enumerate("abcdefg")]
 

@@ -37,12 +37,12 @@ from monai.transforms import (
 )
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from medfl import preparing
-from medfl.compact import Coded
 from medfl.core.errors import InputError
-from medfl.prepared import Augmented, Prepared, Sampled, Shard, Stacked
-from medfl.preparing import Samples, Source, prepare, records, take_apart
-from medfl.still import stilled
+from medfl.data import prepare as preparing
+from medfl.data.byte_codes import Coded
+from medfl.data.deterministic import stilled
+from medfl.data.prepare import Samples, Source, prepare, records, take_apart
+from medfl.data.prepared import Augmented, Prepared, Sampled, Shard, Stacked
 
 ENTRIES = [{"image": torch.full((1, 4, 4), float(i)), "label": i % 2} for i in range(6)]
 DOUBLE = Lambdad("image", lambda image: image * 2)

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from medfl import cli, datasets, profiling
+from medfl.data.prepared import Shard
 from medfl.evaluation import ClassEvaluator
 from medfl.methods import load
-from medfl.prepared import Shard
 from medfl.profiling import (
     AGGREGATION,
     CHECKPOINT,

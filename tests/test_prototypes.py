@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.prepared import Shard, Stacked
+from medfl.data.prepared import Shard, Stacked
 from medfl.prototypes import (
     Gaussians,
     class_counts,

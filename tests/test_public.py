@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from medfl.core.task import Task
-from medfl.prepared import Shard, Stacked
-from medfl.public import Public, cycle, recoloured
+from medfl.data.prepared import Shard, Stacked
+from medfl.data.public import Public, cycle, recoloured
 from tests.helpers import public_blobs
 
 

@@ -23,9 +23,9 @@ from monai.transforms import (
 from PIL import Image
 
 from medfl.core.errors import RunError
+from medfl.data.prepare import Samples, Source, prepare
+from medfl.data.prepared import Geometry
 from medfl.datasets.readers.pairs import ReadPaird
-from medfl.prepared import Geometry
-from medfl.preparing import Samples, Source, prepare
 from medfl.saving import save, to_original
 
 OBLIQUE = np.array([[0, -1.2, 0.5, 10], [0.9, 0, 0, -20], [0, 0.2, 3, 5], [0, 0, 0, 1.0]])

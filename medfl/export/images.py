@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from medfl.bundle import Bundle, shipped
+from medfl.data.prepare import Source, prepare
+from medfl.data.prepared import Prepared, Shard
 from medfl.export.models import CPU, Model, RunResult
 from medfl.metrics import Cases
 from medfl.opening import PHANTOM, Say, bundle_of, with_data
-from medfl.prepared import Prepared, Shard
-from medfl.preparing import Source, prepare
 
 _COUNT = {"classification": 8}
 _FEW = 3  # of masks, which take longer

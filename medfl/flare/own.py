@@ -35,10 +35,10 @@ from medfl.configuration import shipped_folders
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.untrusted import Refused, decode, read_plain, shown
+from medfl.data.prepared import Item
 from medfl.opening import with_data
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
-from medfl.prepared import Item
 from medfl.protocol import resolved
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_remote import names_only

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.core.errors import InputError
+from medfl.data.public import Public
 from medfl.methods.base import option
-from medfl.public import Public
 from medfl.site import Host, Site
 
 

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
+from medfl.data.public import Public
 from medfl.methods._public import PublicOptions, shared
 from medfl.methods.base import Method, option, same_option
 from medfl.methods.fedmd import (
@@ -52,7 +53,6 @@ from medfl.methods.fedmd import (
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence
 from medfl.networks.heads import frozen
-from medfl.public import Public
 from medfl.site import Host, Site, snapshot
 from medfl.training import Objective, fit
 

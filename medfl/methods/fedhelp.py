@@ -39,6 +39,8 @@ from medfl.core.message import Message
 from medfl.core.seeding import derive, stream
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.data.prepared import Shard
+from medfl.data.public import cycle
 from medfl.methods._aside import Aside
 from medfl.methods._contribution import RULES, Contribution, distributions, divergence_from, head_like
 from medfl.methods._public import PublicOptions, shared, untracked
@@ -47,8 +49,6 @@ from medfl.methods.fedgh import check_pixel_head, pixel_classes
 from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import entering_head, feature_size, head
-from medfl.prepared import Shard
-from medfl.public import cycle
 from medfl.site import Host, Site, evaluating, snapshot, split_names
 from medfl.training import FitReport, Objective, fit, for_epochs, summed
 from medfl.weight_map import Border, beta, class_balance

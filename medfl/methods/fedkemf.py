@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from medfl.aggregation import uniform_shares, weighted_mean
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
+from medfl.data.public import Public
 from medfl.methods._aside import Aside
 from medfl.methods._public import PublicOptions, shared
 from medfl.methods.base import Method, option, same_option
@@ -41,7 +42,6 @@ from medfl.methods.fedmd import on_public, statistics
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import frozen
-from medfl.public import Public
 from medfl.site import Host, LocalSettings, Site, snapshot
 from medfl.training import fit
 

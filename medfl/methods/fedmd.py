@@ -35,11 +35,11 @@ from medfl.aggregation import uniform_shares, weighted_mean
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
+from medfl.data.prepared import Batch, Prepared, Shard
+from medfl.data.public import Public
 from medfl.methods._public import PublicOptions, shared, untracked
 from medfl.methods.base import Method, option, same_option
 from medfl.methods.local import bodies_option
-from medfl.prepared import Batch, Prepared, Shard
-from medfl.public import Public
 from medfl.site import Host, Site, evaluating, snapshot
 from medfl.training import fit, for_epochs
 

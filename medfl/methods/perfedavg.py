@@ -31,9 +31,9 @@ from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.core.storage import State
+from medfl.data.prepared import Batch
 from medfl.methods._aside import Aside
 from medfl.methods.base import Method, option
-from medfl.prepared import Batch
 from medfl.site import Host, Site
 from medfl.training import FitReport, fit, one_sample_safe
 

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
+from medfl.data.prepared import Batch, Prepared, Shard
 from medfl.methods.base import Method, option
-from medfl.prepared import Batch, Prepared, Shard
 from medfl.site import Host, Site, snapshot
 from medfl.training import fit
 

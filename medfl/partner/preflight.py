@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 
-from medfl import datasets, holding, methods
+from medfl import datasets, methods
 from medfl.bundle import Bundle
-from medfl.cache import budget, free_memory
 from medfl.configuration import shipped_folders
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.storage import cache_folder
 from medfl.core.untrusted import shown
+from medfl.data import on_device
+from medfl.data.disk_cache import budget, free_memory
+from medfl.data.prepare import Source, prepare
 from medfl.datasets.base import read_table
 from medfl.opening import with_data
 from medfl.partner.case_findings import Findings
@@ -33,7 +35,6 @@ from medfl.partner.scanning import scan, sections
 from medfl.planning import versions
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
-from medfl.preparing import Source, prepare
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.memory import step_bytes
 from medfl.sections import SECTIONS
@@ -291,7 +292,7 @@ def _memory(found: Preflight, federation: Federation) -> None:
     where = "on the GPU" if run.device.startswith("cuda") else "of memory"
     if run.device.startswith("cuda"):
         needed = _cuda_step(federation)
-        free = holding.free_memory(torch.device(run.device))
+        free = on_device.free_memory(torch.device(run.device))
     else:
         needed, free = step_bytes(federation), free_memory()
     if not needed:

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from medfl.bundle import Bundle
 from medfl.core.errors import MedflError
+from medfl.data.prepare import Samples
 from medfl.datasets.readers.reading import UNREADABLE, archive, orientation, split_uri
-from medfl.preparing import Samples
 from medfl.sections import SECTIONS
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")

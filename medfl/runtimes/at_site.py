@@ -14,7 +14,7 @@ from torch import Tensor
 from medfl.core.compression import Compression
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights, is_finite
-from medfl.prepared import Batch, Shard
+from medfl.data.prepared import Batch, Shard
 from medfl.runtimes.federation import LIKE_PARAMETERS, Federation
 
 _MOST_NUMBERS, _MOST_GROUPS = 1024, 256  # of a message; methods send less than a tenth of it

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from medfl.core.errors import InputError
 from medfl.core.task import Task
+from medfl.data.prepared import Shard
 from medfl.policy.suppression import hidden_bins, told_counts
-from medfl.prepared import Shard
 from medfl.prototypes import class_counts
 
 OWN_BINS = 32

@@ -23,12 +23,12 @@ from medfl.core.run import Run
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.holding import Free, free_memory, hold
+from medfl.data.on_device import Free, free_memory, hold
+from medfl.data.prepared import Prepared, Shard
+from medfl.data.public import Public
 from medfl.methods.base import Method
 from medfl.pooling import pooling_faster
 from medfl.precision import channels_last, tf32
-from medfl.prepared import Prepared, Shard
-from medfl.public import Public
 from medfl.robust import Aggregation
 from medfl.sections import SECTIONS
 from medfl.site import Host, LocalSettings, Networks, Site

@@ -12,8 +12,8 @@ from torch import Tensor
 from medfl.bundle import Bundle
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
+from medfl.data.prepared import Batch, Prepared, Stacked
 from medfl.methods.base import Method
-from medfl.prepared import Batch, Prepared, Stacked
 from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.flare import FlareWorkers
 from medfl.sections import SECTIONS

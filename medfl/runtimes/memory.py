@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from medfl.cache import free_memory
 from medfl.core.errors import MedflError
-from medfl.prepared import Shard
+from medfl.data.disk_cache import free_memory
+from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.site import snapshot
 from medfl.training import fit

@@ -8,11 +8,11 @@ import numpy as np
 
 from medfl import overlays
 from medfl.core.run_folder import safe
+from medfl.data.prepared import Shard
 from medfl.evaluation import Masks
 from medfl.metrics import Cases
 from medfl.overlays import Example
 from medfl.pictures import Picture
-from medfl.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.strips import dice_strips
 

@@ -16,12 +16,12 @@ from medfl import pictures
 from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import derive, stream
 from medfl.core.storage import State
+from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation import Masks
 from medfl.methods.base import Synthetic
 from medfl.metrics import Cases
 from medfl.networks.heads import entering_head, head
 from medfl.pictures import Floats, Labels, Picture
-from medfl.prepared import Shard, Stacked
 from medfl.prototypes import DISTANCES, features
 from medfl.runtimes import overlays, worst
 from medfl.runtimes.federation import Federation

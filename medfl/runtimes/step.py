@@ -13,9 +13,9 @@ from medfl.core.message import Message
 from medfl.core.run_folder import safe
 from medfl.core.seeding import derive
 from medfl.core.storage import State
+from medfl.data.prepared import Shard
 from medfl.evaluation import CaseEvaluator, MaskEvaluator, Masks
 from medfl.metrics import Cases
-from medfl.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import check_update
 from medfl.saving import save

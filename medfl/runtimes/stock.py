@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from medfl.cache import free_memory
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
+from medfl.data.disk_cache import free_memory
 
 BUDGET: int | None = None
 """Bytes of one round's replies that stay in memory; None: an eighth of what is free, at most `_MOST`."""

@@ -11,7 +11,7 @@ import torch
 from medfl.configuration import root_cause, told
 from medfl.core.errors import InputError, MedflError
 from medfl.core.seeding import stream
-from medfl.prepared import Shard
+from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.site import Networks
 from medfl.training import fit

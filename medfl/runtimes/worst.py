@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from torch import Tensor
 
+from medfl.data.prepared import Geometry, Shard
 from medfl.metrics import Cases
 from medfl.pictures import WORST, Picture, single
 from medfl.planes import planes
-from medfl.prepared import Geometry, Shard
 from medfl.runtimes.federation import Federation
 
 

@@ -18,11 +18,11 @@ from monai.data import Dataset, MetaTensor
 from monai.transforms import Compose, LoadImage
 
 from medfl.core.errors import InputError
+from medfl.data.prepare import prepare, take_apart
 from medfl.datasets import CheckPatchd, ReadVolumed
 from medfl.datasets.readers.dicom import own_locale
 from medfl.datasets.readers.reading import content_key
 from medfl.datasets.readers.volumes import count_voxels, read_pair, read_volume, volume_files, volume_index
-from medfl.preparing import prepare, take_apart
 
 SHAPE = (9, 12, 10)
 IMAGE = np.random.default_rng(0).integers(0, 1000, SHAPE).astype(np.int16)

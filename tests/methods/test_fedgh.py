@@ -13,11 +13,11 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.core.task import Task
+from medfl.data.prepared import Shard, Stacked
 from medfl.methods import load
 from medfl.methods.fedgh import class_means, logits
 from medfl.networks import build
 from medfl.networks.heads import features_and_output
-from medfl.prepared import Shard, Stacked
 from medfl.site import Networks, Site
 from medfl.training import fit
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, shaken, simulate

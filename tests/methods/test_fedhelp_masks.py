@@ -9,14 +9,14 @@ import torch
 from torch.nn.functional import cross_entropy, log_softmax
 
 from medfl import methods
-from medfl.augmenting import BatchRecipe, Crop
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.task import Task
+from medfl.data.batch_transforms import BatchRecipe, Crop
+from medfl.data.prepared import Augmented, Shard
 from medfl.methods._public import untracked
 from medfl.methods.fedhelp import _Items, _Lesson
 from medfl.networks.heads import features_and_output
-from medfl.prepared import Augmented, Shard
 from medfl.weight_map import Border, beta, class_balance
 from tests.helpers import Toy, bits, simulate
 from tests.methods.test_segmentation_contract import federation, segmenting

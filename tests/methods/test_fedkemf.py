@@ -14,10 +14,10 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.core.task import Task
+from medfl.data.prepared import Shard, Stacked
+from medfl.data.public import Public
 from medfl.methods import load
 from medfl.methods.fedkemf import ensemble
-from medfl.prepared import Shard, Stacked
-from medfl.public import Public
 from medfl.site import Networks, Site
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
 

@@ -13,10 +13,10 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.data.prepared import Shard, Stacked
+from medfl.data.public import Public
 from medfl.methods import load
 from medfl.methods.fedmd import Scored, reduced
-from medfl.prepared import Shard, Stacked
-from medfl.public import Public
 from medfl.site import Networks, Site, evaluating
 from medfl.training import fit, for_epochs
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate

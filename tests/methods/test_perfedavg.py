@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from medfl.core.seeding import stream
+from medfl.data.prepared import Shard, Stacked
 from medfl.methods import load
 from medfl.methods._aside import Aside
 from medfl.methods.perfedavg import draw, gradient, hessian_product
-from medfl.prepared import Shard, Stacked
 from medfl.site import Site, snapshot
 from tests.helpers import WHOLE, Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
 

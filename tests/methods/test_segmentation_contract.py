@@ -12,9 +12,9 @@ from torch import nn
 
 from medfl import methods
 from medfl.core.task import Task
+from medfl.data.prepared import Shard, Stacked
+from medfl.data.public import Public
 from medfl.networks import build
-from medfl.prepared import Shard, Stacked
-from medfl.public import Public
 from tests.helpers import Data, Toy, bits, judged, sgd, simulate
 
 SEGMENTING = [name for name in methods.names() if "segmentation" in methods.method_class(name).tasks]

@@ -21,11 +21,11 @@ from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights
+from medfl.data.prepared import Batch, Prepared
 from medfl.flare import offer as flare_offer
 from medfl.flare.files import read_run
 from medfl.flare.own import OwnSite, open_server, open_site, taken, unlimited
 from medfl.flare.parts import ALLOWED, SIMULATED
-from medfl.prepared import Batch, Prepared
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare import FlareWorkers

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from medfl.data.prepared import Stacked
 from medfl.methods import load
-from medfl.prepared import Stacked
 from medfl.runtimes import memory
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.memory import jobs_that_fit, step_bytes

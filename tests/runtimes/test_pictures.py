@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from medfl.core.errors import RunError
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_weights
+from medfl.data.prepared import Shard, Stacked
 from medfl.methods import load
 from medfl.methods.base import Method
 from medfl.methods.fedbm import FedBM
 from medfl.pictures import Picture
-from medfl.prepared import Shard, Stacked
 from medfl.runtimes import pictures
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator

@@ -1,7 +1,7 @@
 """Prepared: the items of one section after their deterministic transforms, held once and shared by all sites.
 
 A site's data is a `Shard`, a view of some indices; nothing is copied per site, and deterministic transforms run once
-per data set. Random transforms act on whole batches where `medfl.augmenting` has them (`Augmented`), else on one item
+per data set. Random transforms act on whole batches where `medfl.data.batch_transforms` has them (`Augmented`), else on one item
 after the other (`Sampled`). Which of the two depends on the bundle and its items alone.
 """
 
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from medfl.compact import Coded, Column, plain, shape_of, stacked
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive, stream
+from medfl.data.byte_codes import Coded, Column, plain, shape_of, stacked
 
 Item = Mapping[str, Any]
 Batch = tuple[Any, Any]

@@ -39,7 +39,7 @@ from monai.utils import fall_back_tuple
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-from medfl.compact import Coded, Column, plain, stacked
+from medfl.data.byte_codes import Coded, Column, plain, stacked
 
 Shape = tuple[int, ...]
 """(H, W[, D])."""

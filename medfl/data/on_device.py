@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from medfl.prepared import Prepared
+from medfl.data.prepared import Prepared
 
 Free = Callable[[torch.device], int]
 """Device -> bytes that tensors may still take on it."""

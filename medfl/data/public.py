@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.task import Task
-from medfl.prepared import Batch, Shard
+from medfl.data.prepared import Batch, Shard
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Prepare a data set: run its deterministic transforms once, up to the first random one as MONAI's CacheDataset.
 
-What they give is kept a byte a number where no bit is lost by it (`medfl.compact`).
+What they give is kept a byte a number where no bit is lost by it (`medfl.data.byte_codes`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 from tqdm import tqdm
 
-from medfl.augmenting import BatchRecipe, recipe
-from medfl.cache import OnDisk, Spot
-from medfl.compact import Coded, decoded, encode, shape_of
 from medfl.core.errors import InputError, MedflError
 from medfl.core.seeding import derive, stream
 from medfl.core.shared_memory import pack, unpack
-from medfl.prepared import Augmented, Batch, Geometry, Item, Prepared, Sampled, Sampler, check_channels, stack
-from medfl.still import stilled
+from medfl.data.batch_transforms import BatchRecipe, recipe
+from medfl.data.byte_codes import Coded, decoded, encode, shape_of
+from medfl.data.deterministic import stilled
+from medfl.data.disk_cache import OnDisk, Spot
+from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, Sampled, Sampler, check_channels, stack
 
 _PARALLEL_FROM = 512  # items from which starting worker processes pays
 _CHUNK = 64

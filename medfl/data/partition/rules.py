@@ -27,8 +27,8 @@ import numpy as np
 
 from medfl import partition_plot
 from medfl.core.errors import InputError, meant
-from medfl.partition_counts import by_counts, cut, read_count, read_limits
-from medfl.partition_draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
+from medfl.data.partition.counts import by_counts, cut, read_count, read_limits
+from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
 
 Sections = Mapping[str, Sequence[Item]]
 

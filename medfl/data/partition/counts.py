@@ -16,7 +16,7 @@ import numpy as np
 
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
-from medfl.partition_draw import SECTIONS, Group, Item, Rule, gathered, images_in, listed
+from medfl.data.partition.draw import SECTIONS, Group, Item, Rule, gathered, images_in, listed
 
 _Data = Mapping[str, Sequence[Item]]
 _Homes = dict[str, list[str | None]]
