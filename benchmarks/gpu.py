@@ -30,15 +30,15 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from medfl import methods, networks
-from medfl.abreast import abreast
-from medfl.capturing import allowed
-from medfl.compiling import compiling
 from medfl.core.errors import InputError
 from medfl.data.prepared import Shard, Stacked
-from medfl.graphs import GRAPHS
-from medfl.site import LocalSettings, Networks, Site
-from medfl.together import Together
-from medfl.training import fit, summed
+from medfl.training.accelerate.capture import allowed
+from medfl.training.accelerate.compiled import compiling
+from medfl.training.accelerate.cuda_graphs import GRAPHS
+from medfl.training.accelerate.interleave import abreast
+from medfl.training.accelerate.pack_sites import Together
+from medfl.training.fit import fit, summed
+from medfl.training.site import LocalSettings, Networks, Site
 
 EPOCH = 32
 """Steps of a local epoch; a short visit is one epoch, a long one has those that are timed besides."""

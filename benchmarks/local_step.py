@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from medfl import networks
-from medfl.compiling import compiling
 from medfl.data.prepared import Shard, Stacked
-from medfl.pooling import pooling_faster
-from medfl.site import LocalSettings, Networks, Site
-from medfl.training import fit
+from medfl.training.accelerate.compiled import compiling
+from medfl.training.accelerate.max_pool import pooling_faster
+from medfl.training.fit import fit
+from medfl.training.site import LocalSettings, Networks, Site
 
 CLASSES, SHORT = 8, 6
 WAYS = ("plain", "pooling", "compiled")

@@ -30,26 +30,26 @@ if TYPE_CHECKING:
     from medfl.methods.base import option as option
     from medfl.results import Result as Result
     from medfl.results import load_run as load_run
-    from medfl.site import Host as Host
-    from medfl.site import Site as Site
-    from medfl.training import fit as fit
+    from medfl.training.fit import fit as fit
+    from medfl.training.site import Host as Host
+    from medfl.training.site import Site as Site
 
 _PUBLIC = {
     "Bundle": "medfl.bundle",
-    "Host": "medfl.site",
+    "Host": "medfl.training.site",
     "InputError": "medfl.core.errors",
     "Message": "medfl.core.message",
     "Method": "medfl.methods.base",
     "Result": "medfl.results",
     "Run": "medfl.core.run",
     "RunError": "medfl.core.errors",
-    "Site": "medfl.site",
+    "Site": "medfl.training.site",
     "State": "medfl.core.storage",
     "Task": "medfl.core.task",
     "bundles": "medfl.api",
     "compare": "medfl.api",
     "federate": "medfl.launch",
-    "fit": "medfl.training",
+    "fit": "medfl.training.fit",
     "load_run": "medfl.results",
     "option": "medfl.methods.base",
     "run": "medfl.api",

@@ -29,7 +29,7 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods.base import Method
-from medfl.site import Host, LocalSettings, Networks, Site
+from medfl.training.site import Host, LocalSettings, Networks, Site
 
 _JUDGED = {"global": "the server's model is the product", "personal": "each site's own model is the product"}
 _SHOWN = 4  # options of a method in a table; its own page has them all

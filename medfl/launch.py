@@ -28,7 +28,6 @@ from medfl.flare import job as flare_job
 from medfl.planning import Plan, Request, check_kinds, plan
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
-from medfl.precision import tf32
 from medfl.report import write_report
 from medfl.runtimes import tracking, trial
 from medfl.runtimes.absent import Tolerance
@@ -36,6 +35,7 @@ from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.memory import jobs_that_fit
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.workers import Workers
+from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
     from medfl.runtimes.monai_fl import MedflClientAlgo

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medfl.prototypes import class_indices
-from medfl.site import Site
+from medfl.training.site import Site
 
 STDS = ("unbiased", "biased")
 INTRA_SCALES = ("paper", "mean_offdiag", "released")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from medfl.data.prepared import Shard
 from medfl.networks.heads import features_and_output
-from medfl.site import evaluating
+from medfl.training.site import evaluating
 
 OWN, OTHERS, MISSING = DISTANCES = ("own class", "other classes of the site", "classes missing at the site")
 """What distances between a site's class means and prototypes are of; names of observed numbers."""

@@ -23,9 +23,9 @@ from medfl.evaluation import ClassEvaluator
 from medfl.export.models import RunResult
 from medfl.metrics import Cases
 from medfl.planning import Plan, repeat
-from medfl.precision import tf32
 from medfl.report import RunFolder, write_report
 from medfl.sections import SECTIONS
+from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
     from medfl.activation_maps import ActivationMap

@@ -32,8 +32,8 @@ from medfl.evaluation import ClassEvaluator
 from medfl.opening import bundle_of
 from medfl.questions import Questions, public_classes
 from medfl.sections import SECTIONS
-from medfl.site import Networks
 from medfl.teachers import unlike
+from medfl.training.site import Networks
 
 _BATCH = 16
 _WEIGHTS = ("best", "weights")

@@ -18,7 +18,7 @@ from medfl.data.prepared import Augmented, Shard, Stacked
 from medfl.data.public import Public
 from medfl.evaluation import ClassEvaluator
 from medfl.methods import Method
-from medfl.site import Host, LocalSettings, Networks, Site
+from medfl.training.site import Host, LocalSettings, Networks, Site
 
 Data = Mapping[str, tuple[Tensor, Tensor]]
 """Site -> (inputs, targets)."""

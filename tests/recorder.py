@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medfl import capturing, recordings
-from medfl.graphs import countable
-from medfl.site import Site, snapshot
-from medfl.training import FitReport, fit
+from medfl.training.accelerate import capture as capturing
+from medfl.training.accelerate import recordings
+from medfl.training.accelerate.cuda_graphs import countable
+from medfl.training.fit import FitReport, fit
+from medfl.training.site import Site, snapshot
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd
 
 
 class Recorder:
-    """`medfl.capturing.Graph` on the CPU."""
+    """`medfl.training.accelerate.capture.Graph` on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.listener = _Listener()

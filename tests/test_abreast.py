@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from medfl.abreast import Abandoned, abreast, current
 from medfl.core.seeding import stream
+from medfl.training.accelerate.interleave import Abandoned, abreast, current
 
 
 def meeting(name: str, times: int, log: list[str]) -> str:

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl import capturing, recordings
-from medfl.capturing import allowed
 from medfl.core.seeding import stream
-from medfl.graphs import CudaGraph
-from medfl.site import snapshot
-from medfl.training import clip, fit, in_turn, pull, push
+from medfl.training.accelerate import capture as capturing
+from medfl.training.accelerate import recordings
+from medfl.training.accelerate.capture import allowed
+from medfl.training.accelerate.cuda_graphs import CudaGraph
+from medfl.training.fit import clip, fit, in_turn, pull, push
+from medfl.training.site import snapshot
 from tests.helpers import (
     Toy,
     adam,

@@ -22,7 +22,7 @@ from PIL import Image
 from medfl import bundle, cli, datasets
 from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
-from medfl.training import fit
+from medfl.training.fit import fit
 
 SMALL = (
     "--sites",

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl import capturing, compiling, datasets
+from medfl import datasets
 from medfl.core.storage import load_weights
 from medfl.launch import federate
-from medfl.site import snapshot
-from medfl.training import FitReport, fit
+from medfl.training.accelerate import capture
+from medfl.training.accelerate import compiled as compiling
+from medfl.training.fit import FitReport, fit
+from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd
 
 SITES = {"a": 22, "b": 17}
@@ -30,7 +32,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Forget what other tests found, and return what forgets again."""
 
     def forget() -> None:
-        monkeypatch.setattr(capturing, "_VERDICTS", capturing.Verdicts())
+        monkeypatch.setattr(capture, "_VERDICTS", capture.Verdicts())
         monkeypatch.setattr(compiling, "_KEPT", OrderedDict())
 
     forget()

@@ -25,7 +25,7 @@ from medfl.runtimes.exchange import Exchange
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.workers import Workers
-from medfl.site import Networks
+from medfl.training.site import Networks
 from tests import pretended
 from tests.asking import asked, opened
 from tests.helpers import WITHOUT_IMAGES, Toy, ToyBundle, bits, judged, public_blobs, run_record, simulate

@@ -17,16 +17,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl import capturing, datasets, federate
-from medfl.capturing import allowed
+from medfl import datasets, federate
 from medfl.core.gpu_memory import GIB, Gpu, ran_out
 from medfl.core.storage import load_weights
 from medfl.methods import names
-from medfl.precision import tf32
 from medfl.runtimes import simulator
-from medfl.site import Networks, snapshot
-from medfl.together import ALONE, BESIDE, GROUPED, Together
-from medfl.training import FitReport, fit
+from medfl.training.accelerate import capture as capturing
+from medfl.training.accelerate.capture import allowed
+from medfl.training.accelerate.pack_sites import ALONE, BESIDE, GROUPED, Together
+from medfl.training.accelerate.precision import tf32
+from medfl.training.fit import FitReport, fit
+from medfl.training.site import Networks, snapshot
 from tests.helpers import Optimizer, Toy, adam, blobs, classifier, cross_entropy, sgd
 
 pytestmark = [

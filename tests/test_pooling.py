@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from medfl import datasets, pooling
+from medfl import datasets
 from medfl.launch import federate
 from medfl.networks import build
-from medfl.pooling import pooling_faster, pooling_plain
 from medfl.runtimes import federation
+from medfl.training.accelerate import max_pool
+from medfl.training.accelerate.max_pool import pooling_faster, pooling_plain
 
 LAYERS: list[tuple[str, Callable[..., nn.Module], tuple[int, ...], dict[str, Any]]] = [
     ("2x2", nn.MaxPool2d, (4, 32, 28, 28), {"kernel_size": 2}),
@@ -42,13 +43,13 @@ def _images(*shape: int) -> Tensor:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the images that took the faster way."""
     sizes: list[int] = []
-    inner = pooling._Pooled.apply
+    inner = max_pool._Pooled.apply
 
     def noted(x: Tensor, *rest: Any) -> Any:
         sizes.append(x.numel())
         return inner(x, *rest)
 
-    monkeypatch.setattr(pooling._Pooled, "apply", noted)
+    monkeypatch.setattr(max_pool._Pooled, "apply", noted)
     return sizes
 
 

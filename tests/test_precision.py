@@ -17,9 +17,9 @@ from medfl.core.run_folder import RunFolder, read_run
 from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
-from medfl.precision import channels_last, tf32
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
+from medfl.training.accelerate.precision import channels_last, tf32
 from tests.helpers import ToyBundle, run_record
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from medfl.core.seeding import stream
-from medfl.site import Networks, evaluating, merged, snapshot, split_names
+from medfl.training.site import Networks, evaluating, merged, snapshot, split_names
 from tests.helpers import Toy, bits, blobs, classifier
 
 

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from medfl import datasets, methods
-from medfl.abreast import abreast
-from medfl.capturing import allowed
 from medfl.core.storage import load_weights
-from medfl.grouped import CannotBeGrouped, CannotBeNoted, Grouped, noted
 from medfl.launch import federate
 from medfl.methods import Method
 from medfl.networks import build
-from medfl.recordings import Home
 from medfl.runtimes import simulator
-from medfl.site import snapshot
-from medfl.together import ALONE, BESIDE, EAGER, GROUPED, Pack, Request, Rows, Together
-from medfl.training import fit, learning_rate
+from medfl.training.accelerate.capture import allowed
+from medfl.training.accelerate.interleave import abreast
+from medfl.training.accelerate.pack_sites import ALONE, BESIDE, EAGER, GROUPED, Pack, Request, Rows, Together
+from medfl.training.accelerate.recordings import Home
+from medfl.training.accelerate.vmapped import CannotBeGrouped, CannotBeNoted, Grouped, noted
+from medfl.training.fit import fit, learning_rate
+from medfl.training.site import snapshot
 from tests.helpers import (
     WITHOUT_IMAGES,
     Outcome,

@@ -21,8 +21,8 @@ from medfl.core.seeding import stream
 from medfl.core.storage import save_weights
 from medfl.core.task import Task
 from medfl.questions import Questions
-from medfl.site import Networks
 from medfl.trained import foreground
+from medfl.training.site import Networks
 from tests.asking import asked, opened
 from tests.helpers import run_record
 

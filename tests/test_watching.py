@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from medfl import capturing
-from medfl.capturing import allowed
 from medfl.core.seeding import stream
-from medfl.training import _obstacle
-from medfl.watching import Remembered, Storages
+from medfl.training.accelerate import capture
+from medfl.training.accelerate.capture import allowed
+from medfl.training.accelerate.replayable import Remembered, Storages
+from medfl.training.fit import _obstacle
 from tests.helpers import (
     adam,
     classifier,
@@ -182,12 +182,12 @@ def test_without_leave_nothing_is_captured(recorders: list[Recorder]) -> None:
 def test_without_the_verdict_it_would_be_wrong(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorder is no better than a graph: what is refused above comes out wrong if it is replayed."""
 
-    class Blind(capturing.Verdicts):
-        def get(self, key: object) -> capturing.Verdict:
-            return capturing.Verdict("")
+    class Blind(capture.Verdicts):
+        def get(self, key: object) -> capture.Verdict:
+            return capture.Verdict("")
 
     _, eager = trained(make(), False, arguments, None)
-    monkeypatch.setattr(capturing, "_VERDICTS", Blind())
+    monkeypatch.setattr(capture, "_VERDICTS", Blind())
     report, captured = trained(make(), True, arguments, None)
     assert report.replayed > 0
     assert captured != eager

@@ -124,9 +124,9 @@ class Run:
         aggregation: how the server makes one set of weights of the replies' (`medfl.robust`).
         tf32: whether convolutions and matrix products on a GPU may round their factors to TF32.
         channels_last: whether kernels lie in memory with their channels last; their values are the same.
-        capture: whether training steps on a GPU are captured and replayed (`medfl.capturing`).
-        pack: how many sites may do a captured step at once (`medfl.together`).
-        compile: whether training steps are compiled (`medfl.compiling`).
+        capture: whether training steps on a GPU are captured and replayed (`medfl.training.accelerate.capture`).
+        pack: how many sites may do a captured step at once (`medfl.training.accelerate.pack_sites`).
+        compile: whether training steps are compiled (`medfl.training.accelerate.compiled`).
     """
 
     bundle: str

@@ -28,11 +28,11 @@ from medfl.core.task import Task
 from medfl.methods.base import Method
 from medfl.opening import Say
 from medfl.planning import repeat
-from medfl.pooling import pooling_plain
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import _judged
-from medfl.site import Networks
 from medfl.trained import _bundle_of
+from medfl.training.accelerate.max_pool import pooling_plain
+from medfl.training.site import Networks
 
 CPU = torch.device("cpu")
 WHICH = {"last": "weights", "best": "best"}

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from medfl.core.seeding import stream
-from medfl.site import Site
-from medfl.watching import standing
+from medfl.training.accelerate.replayable import standing
+from medfl.training.site import Site
 
 
 class Aside:

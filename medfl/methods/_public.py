@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from medfl.core.errors import InputError
 from medfl.data.public import Public
 from medfl.methods.base import option
-from medfl.site import Host, Site
+from medfl.training.site import Host, Site
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from medfl.methods.base import Method, Synthetic, class_head, option
 from medfl.methods.fedproto import averaged, check_lengths, distances, num_classes, owned, received, table
 from medfl.networks.heads import feature_size, head
 from medfl.prototypes import class_counts, collect
-from medfl.site import Host, Site, merged
-from medfl.training import FitReport
+from medfl.training.fit import FitReport
+from medfl.training.site import Host, Site, merged
 
 
 @dataclass(frozen=True)

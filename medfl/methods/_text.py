@@ -19,9 +19,9 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option, same_option
 from medfl.networks.heads import head, head_names
-from medfl.site import Host, Site, snapshot
 from medfl.text_classifier import CLASSIFIERS, adapt, embeddings_for, embeddings_of, install
-from medfl.training import Feed, Objective, fit
+from medfl.training.fit import Feed, Objective, fit
+from medfl.training.site import Host, Site, snapshot
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.networks.heads import head, head_name
-from medfl.site import Host, Site, merged, snapshot
-from medfl.training import FitReport, fit
+from medfl.training.fit import FitReport, fit
+from medfl.training.site import Host, Site, merged, snapshot
 
 
 def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, minimum: float | None = None) -> Any:

@@ -29,7 +29,7 @@ from medfl.methods.base import Method, class_head, option
 from medfl.methods.fedgh import fit_head
 from medfl.networks.heads import head, head_name
 from medfl.prototypes import Gaussians, gaussians, pool
-from medfl.site import Host, Site
+from medfl.training.site import Host, Site
 
 
 @dataclass(frozen=True)

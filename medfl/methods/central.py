@@ -13,8 +13,8 @@ from typing import ClassVar
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.site import Site, snapshot
-from medfl.training import fit
+from medfl.training.fit import fit
+from medfl.training.site import Site, snapshot
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import nn
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.site import Site, snapshot
-from medfl.training import fit, pull
+from medfl.training.fit import fit, pull
+from medfl.training.site import Site, snapshot
 
 
 @dataclass(frozen=True)

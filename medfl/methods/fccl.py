@@ -53,8 +53,8 @@ from medfl.methods.fedmd import (
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence
 from medfl.networks.heads import frozen
-from medfl.site import Host, Site, snapshot
-from medfl.training import Objective, fit
+from medfl.training.fit import Objective, fit
+from medfl.training.site import Host, Site, snapshot
 
 _BATCH = 512  # of the public code
 _LEAST = 1e-5

@@ -20,8 +20,8 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods.base import Method, option
 from medfl.methods.fedper import check_parts, head_option, head_tensors
-from medfl.site import Host, Site, merged
-from medfl.training import FitReport, fit, for_epochs, only
+from medfl.training.fit import FitReport, fit, for_epochs, only
+from medfl.training.site import Host, Site, merged
 
 
 @dataclass(frozen=True)

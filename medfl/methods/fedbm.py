@@ -23,12 +23,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from medfl.capturing import Steps
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive, stream
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.graphs import by_tensors
 from medfl.methods._synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
 from medfl.methods._text import TextOptions, opened, shared
 from medfl.methods.base import Method, Synthetic, option
@@ -42,9 +40,11 @@ from medfl.networks.generator import (
 )
 from medfl.networks.heads import features_and_output, frozen, head
 from medfl.prototypes import class_indices
-from medfl.site import Host, Site, snapshot
 from medfl.text_classifier import Gaussians, TextHead, embeddings_of, text_objective
-from medfl.training import Feed
+from medfl.training.accelerate.capture import Steps
+from medfl.training.accelerate.cuda_graphs import by_tensors
+from medfl.training.fit import Feed
+from medfl.training.site import Host, Site, snapshot
 
 _BETAS = (0.5, 0.999)
 _AT_ONCE = 16  # images of a picture that are made together

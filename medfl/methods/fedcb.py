@@ -25,8 +25,8 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._text import TextOptions, opened, shared
 from medfl.methods.base import Method, option
-from medfl.site import Host, Site
 from medfl.text_classifier import COVARIANCES, text_objective
+from medfl.training.site import Host, Site
 
 
 @dataclass(frozen=True)

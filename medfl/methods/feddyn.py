@@ -22,8 +22,8 @@ from medfl.aggregation import mean_with_drift
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.site import Host, Site, snapshot, zeros_of
-from medfl.training import clip, fit, in_turn, pull, push
+from medfl.training.fit import clip, fit, in_turn, pull, push
+from medfl.training.site import Host, Site, snapshot, zeros_of
 
 
 @dataclass(frozen=True)

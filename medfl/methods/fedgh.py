@@ -25,20 +25,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from medfl.capturing import Steps
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
-from medfl.graphs import by_tensors
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.fedproto import check_lengths, feature_length, owned, received
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, head_name, head_names
 from medfl.prototypes import collect
-from medfl.site import Host, Site, evaluating, snapshot
+from medfl.training.accelerate.capture import Steps
+from medfl.training.accelerate.cuda_graphs import by_tensors
+from medfl.training.site import Host, Site, evaluating, snapshot
 
 
 @dataclass(frozen=True)

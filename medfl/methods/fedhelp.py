@@ -49,8 +49,8 @@ from medfl.methods.fedgh import check_pixel_head, pixel_classes
 from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import entering_head, feature_size, head
-from medfl.site import Host, Site, evaluating, snapshot, split_names
-from medfl.training import FitReport, Objective, fit, for_epochs, summed
+from medfl.training.fit import FitReport, Objective, fit, for_epochs, summed
+from medfl.training.site import Host, Site, evaluating, snapshot, split_names
 from medfl.weight_map import Border, beta, class_balance
 
 SizedLoss = Callable[[Tensor, Any], Tensor]

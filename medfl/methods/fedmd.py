@@ -40,8 +40,8 @@ from medfl.data.public import Public
 from medfl.methods._public import PublicOptions, shared, untracked
 from medfl.methods.base import Method, option, same_option
 from medfl.methods.local import bodies_option
-from medfl.site import Host, Site, evaluating, snapshot
-from medfl.training import fit, for_epochs
+from medfl.training.fit import fit, for_epochs
+from medfl.training.site import Host, Site, evaluating, snapshot
 
 _BATCH = 256  # of the public code
 

@@ -28,8 +28,8 @@ from medfl.core.task import Task
 from medfl.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
 from medfl.methods._sharing import Sharing
 from medfl.methods.base import Method, option, same_option
-from medfl.site import Host, Site, snapshot
-from medfl.training import FitReport, fit
+from medfl.training.fit import FitReport, fit
+from medfl.training.site import Host, Site, snapshot
 
 
 @dataclass(frozen=True)

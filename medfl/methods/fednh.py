@@ -28,7 +28,7 @@ from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import head, head_name, replace_head
 from medfl.prototypes import collect, merge
-from medfl.site import Host, Site, snapshot
+from medfl.training.site import Host, Site, snapshot
 
 
 class CosineHead(nn.Linear):

@@ -29,8 +29,8 @@ from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, head
 from medfl.prototypes import class_indices, collect, merge
-from medfl.site import Host, Site, snapshot
-from medfl.training import FitReport, fit
+from medfl.training.fit import FitReport, fit
+from medfl.training.site import Host, Site, snapshot
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, head_name
 from medfl.prototypes import MISSING, OTHERS, OWN, class_counts, class_indices, collect, distance
-from medfl.site import Host, Site, snapshot
-from medfl.training import FitReport, fit
+from medfl.training.fit import FitReport, fit
+from medfl.training.site import Host, Site, snapshot
 
 
 @dataclass(frozen=True)

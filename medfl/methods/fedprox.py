@@ -16,8 +16,8 @@ from torch import nn
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.site import Site
-from medfl.training import FitReport, fit, pull
+from medfl.training.fit import FitReport, fit, pull
+from medfl.training.site import Site
 
 
 @dataclass(frozen=True)

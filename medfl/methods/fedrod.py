@@ -21,8 +21,8 @@ from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, replace_head
 from medfl.prototypes import class_counts
-from medfl.site import Host, Site, merged
-from medfl.training import FitReport, class_prior, fit
+from medfl.training.fit import FitReport, class_prior, fit
+from medfl.training.site import Host, Site, merged
 
 
 class TwoHeads(nn.Linear):

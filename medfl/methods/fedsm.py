@@ -30,8 +30,8 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.site import Host, Site, snapshot
-from medfl.training import fit, one_sample_safe
+from medfl.training.fit import fit, one_sample_safe
+from medfl.training.site import Host, Site, snapshot
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)
 

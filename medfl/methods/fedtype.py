@@ -44,8 +44,8 @@ from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, proxies
 from medfl.prototypes import class_indices
-from medfl.site import Site, evaluating, snapshot
-from medfl.training import FitReport, Objective, fit, for_epochs, summed
+from medfl.training.fit import FitReport, Objective, fit, for_epochs, summed
+from medfl.training.site import Site, evaluating, snapshot
 
 Sets = Callable[[Tensor, Tensor], Tensor]
 """Logits (B, K), random numbers as of `uniform` -> (B, K) bool, the classes of each sample's uncertainty set."""

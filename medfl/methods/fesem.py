@@ -30,7 +30,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods.base import Method, option
 from medfl.prototypes import class_counts
-from medfl.site import Host, Site, snapshot
+from medfl.training.site import Host, Site, snapshot
 
 
 @dataclass(frozen=True)

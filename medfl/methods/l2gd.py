@@ -29,8 +29,8 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.site import Host, Site, snapshot
-from medfl.training import FitReport, fit, for_epochs
+from medfl.training.fit import FitReport, fit, for_epochs
+from medfl.training.site import Host, Site, snapshot
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import nn
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.site import Host, Site, snapshot
+from medfl.training.site import Host, Site, snapshot
 
 
 def bodies_option() -> Any:

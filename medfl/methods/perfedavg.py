@@ -34,8 +34,8 @@ from medfl.core.storage import State
 from medfl.data.prepared import Batch
 from medfl.methods._aside import Aside
 from medfl.methods.base import Method, option
-from medfl.site import Host, Site
-from medfl.training import FitReport, fit, one_sample_safe
+from medfl.training.fit import FitReport, fit, one_sample_safe
+from medfl.training.site import Host, Site
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
 from medfl.methods.pfedme import repeating, towards, trained_names
-from medfl.site import Host, Site, snapshot, split_names
-from medfl.training import fit
+from medfl.training.fit import fit
+from medfl.training.site import Host, Site, snapshot, split_names
 
 _NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
 

@@ -30,8 +30,8 @@ from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.data.prepared import Batch, Prepared, Shard
 from medfl.methods.base import Method, option
-from medfl.site import Host, Site, snapshot
-from medfl.training import fit
+from medfl.training.fit import fit
+from medfl.training.site import Host, Site, snapshot
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ from medfl.methods.fedproto import (
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.prototypes import class_counts, class_indices, collect
-from medfl.site import Host, Site, evaluating, snapshot
-from medfl.training import fit
+from medfl.training.fit import fit
+from medfl.training.site import Host, Site, evaluating, snapshot
 
 _OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adam": lambda head: torch.optim.Adam(head.parameters(), 1e-3),

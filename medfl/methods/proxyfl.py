@@ -31,8 +31,8 @@ from medfl.core.storage import State
 from medfl.methods._aside import Aside
 from medfl.methods.base import Method, option
 from medfl.methods.local import bodies_option
-from medfl.site import Host, Networks, Site, snapshot
-from medfl.training import fit
+from medfl.training.fit import fit
+from medfl.training.site import Host, Networks, Site, snapshot
 
 
 @dataclass(frozen=True)

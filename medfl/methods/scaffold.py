@@ -22,8 +22,8 @@ from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.site import Host, Site, snapshot, zeros_of
-from medfl.training import fit, learning_rate
+from medfl.training.fit import fit, learning_rate
+from medfl.training.site import Host, Site, snapshot, zeros_of
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from medfl.policy.policy import Policy
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.memory import step_bytes
 from medfl.sections import SECTIONS
-from medfl.site import snapshot
-from medfl.training import fit
+from medfl.training.fit import fit
+from medfl.training.site import snapshot
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 _STATES = 8

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from medfl.bundle import Bundle
-from medfl.capturing import allowed
-from medfl.compiling import compiling
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite
@@ -27,11 +25,13 @@ from medfl.data.on_device import Free, free_memory, hold
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods.base import Method
-from medfl.pooling import pooling_faster
-from medfl.precision import channels_last, tf32
 from medfl.robust import Aggregation
 from medfl.sections import SECTIONS
-from medfl.site import Host, LocalSettings, Networks, Site
+from medfl.training.accelerate.capture import allowed
+from medfl.training.accelerate.compiled import compiling
+from medfl.training.accelerate.max_pool import pooling_faster
+from medfl.training.accelerate.precision import channels_last, tf32
+from medfl.training.site import Host, LocalSettings, Networks, Site
 
 _MOST_ITEMS = 2.0**53
 LIKE_PARAMETERS = ("control", "personal", "rho")

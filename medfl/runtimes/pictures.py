@@ -25,7 +25,7 @@ from medfl.pictures import Floats, Labels, Picture
 from medfl.prototypes import DISTANCES, features
 from medfl.runtimes import overlays, worst
 from medfl.runtimes.federation import Federation
-from medfl.site import evaluating
+from medfl.training.site import evaluating
 
 _COLUMNS = 8  # generated images of a class in a grid
 _ITEMS, _PIXELS, _LEAST = 1000, 1000 * 64 * 64, 25  # test items at most; their pixels; items a class at least

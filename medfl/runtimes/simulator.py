@@ -21,7 +21,6 @@ from medfl.core.run import PublicRecord
 from medfl.core.run_folder import RunFolder
 from medfl.core.run_integrity import committed
 from medfl.core.storage import State, moved, write_atomic
-from medfl.graphs import GRAPHS
 from medfl.runtimes.absent import Say, Tolerance
 from medfl.runtimes.ahead import Training
 from medfl.runtimes.asking import Asking
@@ -34,7 +33,8 @@ from medfl.runtimes.step import StepResult
 from medfl.runtimes.stock import Replies
 from medfl.runtimes.tracking import tracked
 from medfl.runtimes.workers import Workers
-from medfl.together import Together
+from medfl.training.accelerate.cuda_graphs import GRAPHS
+from medfl.training.accelerate.pack_sites import Together
 
 
 class Simulator:

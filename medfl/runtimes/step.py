@@ -19,8 +19,8 @@ from medfl.metrics import Cases
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import check_update
 from medfl.saving import save
-from medfl.site import Site
-from medfl.training import summed
+from medfl.training.fit import summed
+from medfl.training.site import Site
 
 UNSENT = "unsent"
 """Key of a site's State under which its error feedback is kept; no method sees it."""

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from medfl.abreast import abreast
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.pool import Begun, Pool, made
 from medfl.runtimes.pool import Later as Later
 from medfl.runtimes.pool import Task as Task
 from medfl.runtimes.visits import answered
-from medfl.together import Together
+from medfl.training.accelerate.interleave import abreast
+from medfl.training.accelerate.pack_sites import Together
 
 
 class Workers:

@@ -12,7 +12,7 @@ from medfl.core.message import Message
 from medfl.methods import load
 from medfl.methods.ccvr import CCVR
 from medfl.prototypes import Gaussians, pool
-from medfl.site import snapshot
+from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, simulate
 
 METHOD, FEDAVG = load("ccvr"), load("fedavg")

@@ -18,7 +18,7 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods import load
 from medfl.methods.fccl import collaboration, cross_correlation, standardised
-from medfl.site import Networks, Site
+from medfl.training.site import Networks, Site
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
 
 METHOD = load("fccl")

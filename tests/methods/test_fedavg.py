@@ -10,7 +10,7 @@ from torch import Tensor
 
 from medfl.aggregation import sample_shares
 from medfl.methods import load
-from medfl.site import snapshot
+from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, judged, quadratic, sgd, simulate
 
 METHOD = load("fedavg")
@@ -84,7 +84,7 @@ def test_the_order_of_sites_changes_no_bit(classes: Toy) -> None:
 
 
 def test_every_reply_is_the_local_training_of_the_received_model(classes: Toy) -> None:
-    from medfl.training import fit
+    from medfl.training.fit import fit
 
     outcome = simulate(METHOD, classes, 2)
     for name in classes.names:

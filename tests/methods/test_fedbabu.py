@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from medfl.methods import load
-from medfl.site import snapshot
-from medfl.training import fit, for_epochs
+from medfl.training.fit import fit, for_epochs
+from medfl.training.site import snapshot
 from tests.helpers import Toy, adam, bits, half_square, judged, sgd, simulate
 
 METHOD = load("fedbabu")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.capturing import allowed
 from medfl.core.seeding import derive, stream
 from medfl.core.task import Task
 from medfl.methods import load
@@ -21,7 +20,8 @@ from medfl.networks import build
 from medfl.networks.generator import Augmentation, Generator, diversity_loss, statistics_gap
 from medfl.networks.heads import features_and_output, frozen, head
 from medfl.text_classifier import Gaussians
-from medfl.training import fit
+from medfl.training.accelerate.capture import allowed
+from medfl.training.fit import fit
 from tests.helpers import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
 from tests.recorder import installed
 from tests.squares import EMBEDDINGS, QUICK, federation, quick, run

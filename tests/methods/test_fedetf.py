@@ -13,7 +13,7 @@ from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fedetf import SimplexHead, simplex
-from medfl.site import snapshot
+from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, classifier, cross_entropy, judged, sgd, simulate
 
 METHOD = load("fedetf")

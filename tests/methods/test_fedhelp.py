@@ -21,7 +21,7 @@ from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence
 from medfl.networks import build
 from medfl.public_data import plan_public
-from medfl.site import Networks, snapshot
+from medfl.training.site import Networks, snapshot
 from tests.helpers import Toy, adam, bits, blobs, classifier, public_blobs, sgd, simulate
 
 LARGE = ("a",)

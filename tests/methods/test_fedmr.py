@@ -14,7 +14,7 @@ from medfl.core.task import Task
 from medfl.methods import load
 from medfl.networks.heads import features_and_output
 from medfl.prototypes import collect
-from medfl.site import snapshot
+from medfl.training.site import snapshot
 from tests.helpers import WHOLE, Outcome, Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD, FEDAVG = load("fedmr"), load("fedavg")

@@ -15,7 +15,7 @@ from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fednh import CosineHead, spread
 from medfl.prototypes import collect
-from medfl.site import snapshot
+from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD = load("fednh")

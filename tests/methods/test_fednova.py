@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from medfl.methods import load
-from medfl.site import Site
-from medfl.training import effective_steps
+from medfl.training.fit import effective_steps
+from medfl.training.site import Site
 from tests.helpers import Optimizer, Toy, adam, bits, blobs, classifier, cross_entropy, linear, quadratic, sgd, simulate
 
 METHOD, FEDAVG = load("fednova"), load("fedavg")

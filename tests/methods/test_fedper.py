@@ -12,7 +12,7 @@ from medfl.core.errors import InputError
 from medfl.core.task import Task
 from medfl.methods import load
 from medfl.networks import build
-from medfl.site import merged
+from medfl.training.site import merged
 from tests.helpers import Toy, bits, classifier, half_square, judged, sgd, simulate
 
 METHOD = load("fedper")

@@ -11,8 +11,8 @@ from torch import nn
 
 from medfl.core.errors import InputError
 from medfl.methods import load
-from medfl.site import merged, snapshot
-from medfl.training import fit, for_epochs, only
+from medfl.training.fit import fit, for_epochs, only
+from medfl.training.site import merged, snapshot
 from tests.helpers import Toy, bits, classifier, half_square, judged, sgd, simulate
 
 HEAD = {"4.weight", "4.bias"}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from medfl.methods import load
-from medfl.site import snapshot
-from medfl.training import class_prior
+from medfl.training.fit import class_prior
+from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
 
 METHOD = load("fedrod")

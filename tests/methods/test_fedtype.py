@@ -18,7 +18,7 @@ from medfl.core.seeding import derive, stream
 from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fedtype import conformal_quantile, consensus, grown, scores, set_loss, uniform
-from medfl.site import Networks, Site, snapshot
+from medfl.training.site import Networks, Site, snapshot
 from tests.helpers import Toy, adam, bits, blobs, classifier, judged, sgd, shaken, simulate
 
 METHOD = load("fedtype")

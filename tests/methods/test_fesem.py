@@ -12,7 +12,7 @@ from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fesem import nearest
-from medfl.site import snapshot
+from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, simulate
 
 METHOD = load("fesem")

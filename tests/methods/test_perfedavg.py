@@ -14,7 +14,7 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.methods import load
 from medfl.methods._aside import Aside
 from medfl.methods.perfedavg import draw, gradient, hessian_product
-from medfl.site import Site, snapshot
+from medfl.training.site import Site, snapshot
 from tests.helpers import WHOLE, Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
 
 ORDERS = ("first", "hessian_free")

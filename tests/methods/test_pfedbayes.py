@@ -18,7 +18,7 @@ from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.pfedbayes import Averaged, Gaussian, divergence, gaussian_names
 from medfl.networks import build
-from medfl.site import Site
+from medfl.training.site import Site
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
 
 METHOD = load("pfedbayes")

@@ -19,7 +19,7 @@ from medfl.methods import load, pfedpm
 from medfl.methods.fedproto import apart, averaged, table
 from medfl.methods.pfedpm import Relation, class_distance, mix, relation_loss, relation_step
 from medfl.networks.heads import feature_size, features_and_output, head_name
-from medfl.site import Networks, Site, snapshot
+from medfl.training.site import Networks, Site, snapshot
 from tests.helpers import Toy, bits, blobs, classifier, judged, sgd, simulate
 
 METHOD = load("pfedpm")

@@ -21,7 +21,7 @@ from medfl.methods import load
 from medfl.methods.base import deal
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import global_cases, introduce, site_judge, site_step, site_weights
-from medfl.site import snapshot
+from medfl.training.site import snapshot
 from tests.helpers import PARTS, SECTIONS, ToyBundle, bits, run_record
 
 

@@ -4,12 +4,12 @@ With batches of 8 a GPU waits for Python to launch one small kernel after the ot
 once. The first steps of a visit to a site run eagerly, then one is captured, and it is replayed for every later batch
 of the same shape. All of them are steps of the training, and the numbers are drawn as in eager steps.
 
-What cannot be captured runs eagerly by itself (`medfl.watching` finds out before anything is captured); why is in the
+What cannot be captured runs eagerly by itself (`medfl.training.accelerate.replayable` finds out before anything is captured); why is in the
 report of `fit`. The verdict on a step holds for all visits with the same code, numbers and shapes, so it is found once,
-and the recording serves them all from their second step on (`medfl.recordings`).
+and the recording serves them all from their second step on (`medfl.training.accelerate.recordings`).
 
-Two more ways of doing a step begin here, as they need the same verdict: compiled (`medfl.compiling`), and together with
-the same step of other sites (`medfl.together`).
+Two more ways of doing a step begin here, as they need the same verdict: compiled (`medfl.training.accelerate.compiled`), and together with
+the same step of other sites (`medfl.training.accelerate.pack_sites`).
 
 After "CUDA Graphs", whole-network capture, in PyTorch's documentation.
 """
@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
-from medfl.abreast import current
-from medfl.compiling import of_visit, wanted
 from medfl.core.seeding import drawn
-from medfl.graphs import GRAPHS, Graph, NoGraph, Warming
-from medfl.grouped import CannotBeNoted
-from medfl.recordings import Home, Recording, forget, keep, kept
-from medfl.together import QUEUED, Request
-from medfl.watching import Remembered, Storages, Watch, indexed
+from medfl.training.accelerate.compiled import of_visit, wanted
+from medfl.training.accelerate.cuda_graphs import GRAPHS, Graph, NoGraph, Warming
+from medfl.training.accelerate.interleave import current
+from medfl.training.accelerate.pack_sites import QUEUED, Request
+from medfl.training.accelerate.recordings import Home, Recording, forget, keep, kept
+from medfl.training.accelerate.replayable import Remembered, Storages, Watch, indexed
+from medfl.training.accelerate.vmapped import CannotBeNoted
 
 Step = Callable[..., Tensor]
 """The tensors of a batch -> its loss, detached; trains the network on the way."""

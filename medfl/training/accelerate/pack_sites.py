@@ -1,8 +1,8 @@
 """The same training step at several sites at once, where that is faster than at one after the other.
 
-`Together` is what visits abreast (`medfl.abreast`) meet for. It has three ways of doing their steps: one site after the
+`Together` is what visits abreast (`medfl.training.accelerate.interleave`) meet for. It has three ways of doing their steps: one site after the
 other by the recording of one step; *beside* each other, the recordings of all sites as branches of one, which a GPU may
-run at the same time; and *grouped*, every operation once for all sites (`medfl.grouped`). The first two do the same
+run at the same time; and *grouped*, every operation once for all sites (`medfl.training.accelerate.vmapped`). The first two do the same
 arithmetic to the bit, the third does not. Which is the fastest is measured before the first such step, and said.
 """
 
@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from medfl.compiling import compiled
-from medfl.grouped import Grouped, noted
-from medfl.recordings import Home, Recording, Repeatable, moved
+from medfl.training.accelerate.compiled import compiled
+from medfl.training.accelerate.recordings import Home, Recording, Repeatable, moved
+from medfl.training.accelerate.vmapped import Grouped, noted
 
 QUEUED = 16
 """Steps of a visit that are done at a time, so that the visits need not meet for each."""

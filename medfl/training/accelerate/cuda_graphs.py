@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from medfl.core.importing import without_collecting
-from medfl.recordings import Repeatable
+from medfl.training.accelerate.recordings import Repeatable
 
 
 class Warming(Protocol):

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medfl.capturing import Steps
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import stream
 from medfl.core.storage import State
-from medfl.graphs import by_tensors
 from medfl.networks.heads import entering_head
-from medfl.site import Penalty, Site
+from medfl.training.accelerate.capture import Steps
+from medfl.training.accelerate.cuda_graphs import by_tensors
+from medfl.training.site import Penalty, Site
 
 Objective = Callable[..., Tensor]
 """(model, inputs, targets, *more of the feed) -> scalar loss, mean over the batch."""
@@ -44,7 +44,7 @@ class FitReport:
         steps: optimiser updates.
         loss: mean training loss over the steps (NaN if there was none).
         optimizer_state: the optimiser's state, only if it was asked for.
-        replayed: updates that were replays of a captured step (`medfl.capturing`).
+        replayed: updates that were replays of a captured step (`medfl.training.accelerate.capture`).
         eager: why none could be, "" where some were, or where nobody asked for it.
     """
 

@@ -1,7 +1,7 @@
 """A training step compiled by TorchInductor: its operations fused, its memory planned, Python left out.
 
 The operations of the whole step, those of the backward pass and of the optimiser among them, are noted once
-(`medfl.grouped.noted`) and compiled as one function of the tensors that it uses and of its batch. So the function
+(`medfl.training.accelerate.vmapped.noted`) and compiled as one function of the tensors that it uses and of its batch. So the function
 serves every site and round whose steps have the same code, numbers and shapes; its arithmetic is that of the step, the
 order of some sums is not. It pays where launching operations is a large part of a step, as in small networks; compiled
 convolutions of large ones can be slower (docs/performance.md).
@@ -17,8 +17,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from medfl.grouped import CannotBeNoted, Step, noted
-from medfl.recordings import Home, moved
+from medfl.training.accelerate.recordings import Home, moved
+from medfl.training.accelerate.vmapped import CannotBeNoted, Step, noted
 
 Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(tensors that the step uses, its batch) -> loss; changes the former in place."""

@@ -36,7 +36,7 @@ from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
-from medfl.site import LocalSettings, Networks, Site
+from medfl.training.site import LocalSettings, Networks, Site
 
 _LARGEST = 200_000  # things that a step may reach; a walk through more is no quick look
 _READING = {
