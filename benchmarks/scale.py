@@ -29,7 +29,7 @@ from medfl import methods, networks
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Stacked
-from medfl.evaluation import ClassEvaluator
+from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.planning import versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.pictures import Pictures

@@ -40,8 +40,8 @@ from medfl.core.storage import cache_folder
 from medfl.data.disk_cache import Spot, budget, sample_key
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared
-from medfl.evaluation import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
-from medfl.metrics import KEY_METRICS, higher_is_better
+from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
+from medfl.evaluation.metrics import KEY_METRICS, higher_is_better
 from medfl.prompts import Text, read_text
 from medfl.sections import SECTIONS, Section, Sections
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from scipy import stats
 
-from medfl import metrics
 from medfl.comparable import differences
 from medfl.core.errors import InputError
 from medfl.curves import labels, progress
+from medfl.evaluation import metrics
 from medfl.report import RunFolder
 
 _ROUNDING = 1e-9  # of the largest value: differences of float64 metrics that are closer are equal

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl import metrics
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
+from medfl.evaluation import metrics
 from medfl.partition_plot import INK, SOFT, shorten
 from medfl.pictures import Picture, colours, render
 from medfl.report import RunFolder

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl import metrics
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.curves import labels
+from medfl.evaluation import metrics
 from medfl.partition_plot import INK, SOFT, shorten
 from medfl.pictures import Picture, colours, render
 from medfl.report import RunFolder

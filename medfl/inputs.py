@@ -24,8 +24,8 @@ from medfl.data.prepare import Source, prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.datasets.readers.tables import IMAGE_SUFFIXES
 from medfl.datasets.readers.volumes import SUFFIXES as VOLUME_SUFFIXES
-from medfl.evaluation import CaseEvaluator, MaskEvaluator
-from medfl.saving import to_original
+from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator
+from medfl.evaluation.save_masks import to_original
 
 Images = str | Path | Sequence[str | Path | NDArray[Any]]
 _ENDINGS = (*IMAGE_SUFFIXES, *VOLUME_SUFFIXES)

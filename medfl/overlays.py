@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from medfl.data.prepared import Geometry
+from medfl.evaluation.slices import Array, Plane, planes, unit
 from medfl.partition_plot import INK, SOFT, shorten
 from medfl.pictures import Picture, colours, render
-from medfl.planes import Array, Plane, planes, unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

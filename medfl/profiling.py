@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from medfl.data.prepared import Batch, Shard
-from medfl.evaluation import CaseEvaluator, ClassEvaluator, MaskEvaluator
+from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 
 DATA, PASSES, OPTIMISER, STEP = "data", "forward and backward", "optimiser", "rest of local update"
 AGGREGATION, EVALUATION, MESSAGES, CHECKPOINT, IDLE = "aggregation", "evaluation", "messages", "checkpoint", "idle"

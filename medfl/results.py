@@ -13,15 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from medfl import activation_maps, case_metadata, inputs, metrics, subgroups
+from medfl import activation_maps, case_metadata, inputs, subgroups
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import read_run
 from medfl.core.type_checks import checked
 from medfl.data.prepared import Prepared, Shard
-from medfl.evaluation import ClassEvaluator
+from medfl.evaluation import metrics
+from medfl.evaluation.evaluators import ClassEvaluator
+from medfl.evaluation.metrics import Cases
 from medfl.export.models import RunResult
-from medfl.metrics import Cases
 from medfl.planning import Plan, repeat
 from medfl.report import RunFolder, write_report
 from medfl.sections import SECTIONS

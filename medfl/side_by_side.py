@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl import charts, curves, intervals, methods, metrics, roc
+from medfl import charts, curves, methods
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
+from medfl.evaluation import bootstrap, metrics, roc
 from medfl.report import RunFolder
 from medfl.report.outcomes import Outcomes, outcomes
 from medfl.report.page import context, environment
@@ -94,7 +95,7 @@ def _context(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "differing": _differing(runs),
         "same_images": len(sums) == 1,
         "classes": runs[0].run.get("classes") or [],
-        "level": f"{100 * intervals.LEVEL:g} %",
+        "level": f"{100 * bootstrap.LEVEL:g} %",
         "learning": _learning(runs, named),
         "cost_curves": _cost_curves(runs),
         "sites": _sites(runs),

@@ -7,7 +7,7 @@ the group: a number that rests on three patients says little, and may say who th
 
 Balanced accuracy is the mean recall and AUROC the mean one-versus-rest area over the classes in the group; of two
 classes the second's area. Intervals are of 95 %: Wilson's for accuracy, DeLong's for an area of a single class
-(`medfl.delong`), else by the bootstrap, stratified by class (`medfl.intervals`).
+(`medfl.evaluation.delong`), else by the bootstrap, stratified by class (`medfl.evaluation.bootstrap`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from medfl import case_metadata, delong, intervals
+from medfl import case_metadata
 from medfl.core.errors import InputError
-from medfl.delong import Area
+from medfl.evaluation import bootstrap, delong
+from medfl.evaluation.delong import Area
 from medfl.policy.suppression import told_counts
 
 MIN_COUNT = 10
@@ -107,7 +108,7 @@ def of(
     *,
     min_count: int = MIN_COUNT,
     seed: int = 0,
-    draws: int = intervals.DRAWS,
+    draws: int = bootstrap.DRAWS,
 ) -> Subgroups:
     """Return the metrics of cases by the values of a column.
 
@@ -171,7 +172,7 @@ def _classified(
     cases = np.bincount(label, minlength=len(classes))
     enough = np.minimum(cases, len(rows) - cases) >= min_count
     silent = tuple(title for title, n, told in zip(classes, cases, enough, strict=True) if n and not told)
-    times = intervals.draw(label, seed, draws)
+    times = bootstrap.draw(label, seed, draws)
     share = binomtest(int(hit.sum()), len(rows)).proportion_ci(method="wilson")
     found = {"accuracy": Estimate(float(hit.mean()), float(share.low), float(share.high))}
     told = [int(k) for k in np.flatnonzero(enough)]
@@ -183,7 +184,7 @@ def _classified(
     if len(classes) == 2 and 1 in areas:
         found["auroc"] = Estimate(areas[1].value, areas[1].low, areas[1].high)
     elif areas and not silent:
-        drawn = intervals.areas(label, probabilities, times)[:, told].mean(1)
+        drawn = bootstrap.areas(label, probabilities, times)[:, told].mean(1)
         found["auroc"] = _estimate(float(np.mean([one.value for one in areas.values()])), drawn)
     return Subgroup(name, len(rows), found, {classes[k]: one for k, one in areas.items()}, silent)
 
@@ -195,12 +196,12 @@ def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int, draws: in
         key: np.array([np.nan if row[key] is None else float(row[key]) for row in rows], dtype=np.float64)
         for key in names
     }
-    ends = intervals.means(values, intervals.draw(np.zeros(len(rows), np.int64), seed, draws))
+    ends = bootstrap.means(values, bootstrap.draw(np.zeros(len(rows), np.int64), seed, draws))
     found = {key: Estimate(float(np.nanmean(values[key])), *ends[key]) for key in names if key in ends}
     return Subgroup(name, len(rows), found, {})
 
 
 def _estimate(value: float, drawn: NDArray[Any]) -> Estimate:
-    ends = intervals.interval(np.asarray(drawn, dtype=np.float64))
+    ends = bootstrap.interval(np.asarray(drawn, dtype=np.float64))
     assert ends is not None  # every draw has a value: strata are drawn whole
     return Estimate(value, *ends)

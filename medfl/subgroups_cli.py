@@ -73,7 +73,7 @@ def _subgroups(options: Any, show: Callable[..., int]) -> int:
 
 def text(found: Subgroups, width: int) -> list[str]:
     """Return the groups as a table with 95 % intervals, and what a reader must know."""
-    from medfl.metrics import title
+    from medfl.evaluation.metrics import title
 
     names = [name for name in found.told.metrics if name not in _BESIDE]
     rows = [

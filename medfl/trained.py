@@ -28,7 +28,7 @@ from medfl.core.storage import load_weights, weights_sha256
 from medfl.core.task import Task
 from medfl.data.prepare import Samples, Source
 from medfl.data.prepared import Shard, Stacked
-from medfl.evaluation import ClassEvaluator
+from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.opening import bundle_of
 from medfl.questions import Questions, public_classes
 from medfl.sections import SECTIONS
@@ -44,7 +44,7 @@ _INTERPOLATION = {2: "bilinear", 3: "trilinear"}
 class Trained:
     """A network with its own way of reading images.
 
-    In classification its output is read as `medfl.evaluation.ClassEvaluator` reads it, as logits; in segmentation as
+    In classification its output is read as `medfl.evaluation.evaluators.ClassEvaluator` reads it, as logits; in segmentation as
     logits of one structure or of exclusive classes, background first.
 
     Attributes:

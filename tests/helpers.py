@@ -16,7 +16,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.data.prepared import Augmented, Shard, Stacked
 from medfl.data.public import Public
-from medfl.evaluation import ClassEvaluator
+from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods import Method
 from medfl.training.site import Host, LocalSettings, Networks, Site
 

@@ -15,8 +15,8 @@ from torch import nn
 from medfl import datasets
 from medfl.bundle import Bundle, shipped
 from medfl.core.errors import InputError
-from medfl.evaluation import CaseEvaluator, ClassEvaluator
-from medfl.metrics import KEY_METRICS, higher_is_better
+from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator
+from medfl.evaluation.metrics import KEY_METRICS, higher_is_better
 
 Edit = Callable[[dict[str, Any]], object]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sklearn.calibration import calibration_curve
 
-from medfl.calibration import redrawn, reliability
-from medfl.intervals import draw
+from medfl.evaluation.bootstrap import draw
+from medfl.evaluation.calibration import redrawn, reliability
 
 
 def test_ece_by_hand() -> None:

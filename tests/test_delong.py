@@ -11,7 +11,7 @@ from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 
 from medfl.core.errors import InputError
-from medfl.delong import area, covariance, one_vs_rest, paired_test
+from medfl.evaluation.delong import area, covariance, one_vs_rest, paired_test
 
 
 def cases(count: int, ties: bool, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

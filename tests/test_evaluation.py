@@ -17,9 +17,9 @@ from torch import nn
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.data.prepared import Geometry, Sampled, Shard, Stacked
-from medfl.evaluation import CaseEvaluator, ClassEvaluator, MaskEvaluator
-from medfl.metrics import summarise
-from medfl.segmentation import scores
+from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
+from medfl.evaluation.mask_metrics import scores
+from medfl.evaluation.metrics import summarise
 
 CPU = torch.device("cpu")
 PAIR = from_engine(["pred", "label"])

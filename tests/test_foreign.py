@@ -16,8 +16,8 @@ from medfl.bundle import Bundle
 from medfl.cli import main
 from medfl.core.errors import InputError
 from medfl.core.storage import load_weights
+from medfl.evaluation.metrics import higher_is_better
 from medfl.launch import federate
-from medfl.metrics import higher_is_better
 from tests.zoo.broken import BROKEN
 from tests.zoo.build import ZOO
 from tests.zoo.record import BrokenBundle, ZooBundle

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import bootstrap
 from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
 
-from medfl import intervals
+from medfl.evaluation import bootstrap as intervals
 
 
 def cases(count: int = 90, classes: int = 3, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ import torch
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, roc_auc_score
 
 from medfl.core.errors import InputError, RunError
-from medfl.metrics import (
+from medfl.evaluation.metrics import (
     KEY_METRICS,
     METRICS,
     Cases,

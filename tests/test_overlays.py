@@ -21,12 +21,12 @@ from medfl.cli import main
 from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Geometry, Stacked
-from medfl.evaluation import MaskEvaluator
+from medfl.evaluation.evaluators import MaskEvaluator
+from medfl.evaluation.slices import Plane, planes, unit
 from medfl.launch import federate
 from medfl.methods import load
 from medfl.overlays import Example, ranked
 from medfl.pictures import Picture, render
-from medfl.planes import Plane, planes, unit
 from medfl.report import write_report
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator

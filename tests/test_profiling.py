@@ -15,7 +15,7 @@ from torch import nn
 
 from medfl import cli, datasets, profiling
 from medfl.data.prepared import Shard
-from medfl.evaluation import ClassEvaluator
+from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods import load
 from medfl.profiling import (
     AGGREGATION,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import auc, roc_auc_score
 
-from medfl.roc import curves, macro
+from medfl.evaluation.roc import curves, macro
 
 
 def test_two_classes_have_the_seconds_curve_by_hand() -> None:

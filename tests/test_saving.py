@@ -26,7 +26,7 @@ from medfl.core.errors import RunError
 from medfl.data.prepare import Samples, Source, prepare
 from medfl.data.prepared import Geometry
 from medfl.datasets.readers.pairs import ReadPaird
-from medfl.saving import save, to_original
+from medfl.evaluation.save_masks import save, to_original
 
 OBLIQUE = np.array([[0, -1.2, 0.5, 10], [0.9, 0, 0, -20], [0, 0.2, 3, 5], [0, 0, 0, 1.0]])
 """The axes lead to the front, to the left and upwards, the last two at a slant; 0.9 x 1.22 x 3.04 mm."""

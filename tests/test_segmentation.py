@@ -13,7 +13,7 @@ from monai.metrics import compute_dice, compute_hausdorff_distance, compute_surf
 from monai.networks import one_hot
 from torch import Tensor
 
-from medfl.segmentation import channel_scores, scores, slug
+from medfl.evaluation.mask_metrics import channel_scores, scores, slug
 
 CLASSES = ("background", "Anterior part", "posterior")
 

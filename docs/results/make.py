@@ -39,11 +39,11 @@ from typing import Any
 
 import yaml
 
-from medfl import metrics
 from medfl.comparison import Spread
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.storage import write_atomic
+from medfl.evaluation import metrics
 from medfl.papers import tables as paper_tables
 from medfl.report import RunFolder
 

@@ -16,8 +16,8 @@ from torch.utils.data import Subset
 from medfl.bundle import Bundle, shipped
 from medfl.data.prepare import Source, prepare
 from medfl.data.prepared import Prepared, Shard
+from medfl.evaluation.metrics import Cases
 from medfl.export.models import CPU, Model, RunResult
-from medfl.metrics import Cases
 from medfl.opening import PHANTOM, Say, bundle_of, with_data
 
 _COUNT = {"classification": 8}

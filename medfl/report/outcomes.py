@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl import calibration, charts, intervals, metrics, roc
+from medfl import charts
 from medfl.core.seeding import derive
-from medfl.intervals import Interval
+from medfl.evaluation import bootstrap, calibration, metrics, roc
+from medfl.evaluation.bootstrap import Interval
 from medfl.pictures import WORST
 from medfl.report import words
 from medfl.report.run_folder import Predictions, RunFolder
@@ -40,22 +41,22 @@ class Outcomes:
     @cached_property
     def _times(self) -> NDArray[np.int32]:
         strata = self.found.label if self.classified else np.zeros(len(self.found.ids), np.int64)
-        return intervals.draw(strata, derive(int(self.folder.run.get("seed") or 0), "report", "intervals"))
+        return bootstrap.draw(strata, derive(int(self.folder.run.get("seed") or 0), "report", "intervals"))
 
     @cached_property
     def _areas(self) -> NDArray[np.float64]:
         assert self.found.probabilities is not None
-        return intervals.areas(self.found.label, self.found.probabilities, self._times)
+        return bootstrap.areas(self.found.label, self.found.probabilities, self._times)
 
     @cached_property
     def intervals(self) -> dict[str, Interval]:
         """Metric -> its interval over draws of the test cases."""
         found = self.found
         if not self.classified:
-            return intervals.means(found.scores, self._times)
-        ends = intervals.classification(found.label, found.predicted, None, len(self.classes), self._times)
+            return bootstrap.means(found.scores, self._times)
+        ends = bootstrap.classification(found.label, found.predicted, None, len(self.classes), self._times)
         if found.probabilities is not None:
-            area = intervals.interval(_mean(self._areas))
+            area = bootstrap.interval(_mean(self._areas))
             ends |= {"auroc": area} if area else {}
         return ends
 
@@ -69,8 +70,8 @@ class Outcomes:
             sizes = np.bincount(self.found.label, minlength=len(self.classes))
             few = [name for name, n in zip(self.classes, sizes, strict=True) if 0 < n < _FEW]
         text = (
-            f"Intervals are {100 * intervals.LEVEL:g} % percentile bootstrap intervals of the judged model after the "
-            f"last round: {intervals.DRAWS} draws, {drawn}. They say how much hangs on these test cases, not on the "
+            f"Intervals are {100 * bootstrap.LEVEL:g} % percentile bootstrap intervals of the judged model after the "
+            f"last round: {bootstrap.DRAWS} draws, {drawn}. They say how much hangs on these test cases, not on the "
             "training; where a patient has several images, the true ones are wider."
         )
         if any(words.interval(ends) == "–" for ends in self.intervals.values()):
@@ -118,7 +119,7 @@ class Outcomes:
                 "tone": tone,
                 "name": self.classes[curve.index],
                 "area": curve.area,
-                "ends": intervals.interval(self._areas[:, curve.index]),
+                "ends": bootstrap.interval(self._areas[:, curve.index]),
                 "positives": curve.positives,
             }
             for tone, curve in zip(tones, self.curves, strict=True)
@@ -129,7 +130,7 @@ class Outcomes:
         if len(self.curves) > 1:
             thick = roc.macro(self.curves)
             area = float(np.mean([curve.area for curve in self.curves]))
-            mean = {"area": area, "ends": intervals.interval(_mean(self._areas))}
+            mean = {"area": area, "ends": bootstrap.interval(_mean(self._areas))}
         title = "ROC curves, one class against the others" if mean else f"ROC curve of {rows[0]['name']}"
         return {"title": title, "svg": charts.roc(title, drawn, grey, thick), "rows": rows, "mean": mean}
 
@@ -148,14 +149,14 @@ class Outcomes:
         found = calibration.reliability(confidence, right)
         eces, accuracy = calibration.redrawn(found, confidence, right, self._times)
         pairs = zip(accuracy.T, found.accuracy, strict=True)
-        ends = [intervals.interval(column) or (value, value) for column, value in pairs]
+        ends = [bootstrap.interval(column) or (value, value) for column, value in pairs]
         title = "Reliability of the predicted class"
         svg = charts.reliability(title, found.confidence, found.accuracy, found.count.tolist(), np.array(ends).T)
         return {
             "title": title,
             "svg": svg,
             "ece": found.ece,
-            "ends": intervals.interval(eces),
+            "ends": bootstrap.interval(eces),
             "bins": found.bins,
             "filled": len(found.count),
             "confidence": float(confidence.mean()),

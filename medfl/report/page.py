@@ -9,8 +9,9 @@ from typing import Any
 
 import jinja2
 
-from medfl import intervals, metrics, overlays, pictures
+from medfl import overlays, pictures
 from medfl.core.storage import write_atomic
+from medfl.evaluation import bootstrap, metrics
 from medfl.report import drawn, words
 from medfl.report.outcomes import outcomes
 from medfl.report.run_folder import KINDS, POOLED, RunFolder, damaged
@@ -112,7 +113,7 @@ def _predicted(folder: RunFolder) -> dict[str, Any]:
         "predictions": found is not None,
         "intervals": found.intervals if found else {},
         "intervals_method": found.method() if found and found.intervals else "",
-        "level": f"{100 * intervals.LEVEL:g} %",
+        "level": f"{100 * bootstrap.LEVEL:g} %",
         "confusion": found.confusion() if found else None,
         "confusions": found.confusions() if found else [],
         "roc": found.roc() if found else None,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl import metrics
 from medfl.core.errors import InputError
+from medfl.evaluation import metrics
 from medfl.report import forms
 
 _RUN_FOLDER = "a folder that `medfl run` wrote"

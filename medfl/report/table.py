@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medfl import metrics
 from medfl.core import terminal
+from medfl.evaluation import metrics
 from medfl.report import words
 from medfl.report.run_folder import KINDS, POOLED, RunFolder
 

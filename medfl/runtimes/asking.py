@@ -11,7 +11,7 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State
-from medfl.metrics import Cases
+from medfl.evaluation.metrics import Cases
 from medfl.runtimes.absent import Absent, Say, Tolerance, present
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import StepResult, introduce

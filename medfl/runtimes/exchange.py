@@ -15,7 +15,7 @@ from medfl import profiling
 from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.core.storage import State, load_state, moved, save_state
-from medfl.metrics import Cases
+from medfl.evaluation.metrics import Cases
 from medfl.runtimes import visits
 from medfl.runtimes.at_site import moved_message
 from medfl.runtimes.federation import Federation

@@ -19,8 +19,8 @@ from medfl import profiling
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
-from medfl.evaluation import Masks
-from medfl.metrics import Cases
+from medfl.evaluation.evaluators import Masks
+from medfl.evaluation.metrics import Cases
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes import visits
 from medfl.runtimes.absent import Absent

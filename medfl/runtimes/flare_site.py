@@ -22,8 +22,8 @@ from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State
 from medfl.core.untrusted import shown
-from medfl.evaluation import Masks
-from medfl.metrics import Cases, summarise
+from medfl.evaluation.evaluators import Masks
+from medfl.evaluation.metrics import Cases, summarise
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_wire import Parcel

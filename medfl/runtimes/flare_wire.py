@@ -19,7 +19,7 @@ from torch import Tensor
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
 from medfl.core.untrusted import shown
-from medfl.metrics import Cases
+from medfl.evaluation.metrics import Cases
 from medfl.sections import SECTIONS
 
 INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = WORDS = (

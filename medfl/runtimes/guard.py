@@ -14,7 +14,7 @@ from medfl.core.errors import MedflError, RunError, identity
 from medfl.core.message import Message
 from medfl.core.run_folder import safe
 from medfl.core.storage import State
-from medfl.metrics import Cases, summarise
+from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.audit import Audit, described, document, numbers
 from medfl.policy.gate import Gate
 from medfl.policy.outbound import Outbound

@@ -41,7 +41,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.run_folder import safe
 from medfl.core.seeding import derive
 from medfl.core.storage import State
-from medfl.metrics import Cases, summarise
+from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.outbound import Outbound
 from medfl.runtimes.at_site import Aborted, AtSite
 from medfl.runtimes.data_stats import Bins, statistics

@@ -9,8 +9,8 @@ import numpy as np
 from medfl import overlays
 from medfl.core.run_folder import safe
 from medfl.data.prepared import Shard
-from medfl.evaluation import Masks
-from medfl.metrics import Cases
+from medfl.evaluation.evaluators import Masks
+from medfl.evaluation.metrics import Cases
 from medfl.overlays import Example
 from medfl.pictures import Picture
 from medfl.runtimes.federation import Federation

@@ -17,9 +17,9 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import derive, stream
 from medfl.core.storage import State
 from medfl.data.prepared import Shard, Stacked
-from medfl.evaluation import Masks
+from medfl.evaluation.evaluators import Masks
+from medfl.evaluation.metrics import Cases
 from medfl.methods.base import Synthetic
-from medfl.metrics import Cases
 from medfl.networks.heads import entering_head, head
 from medfl.pictures import Floats, Labels, Picture
 from medfl.prototypes import DISTANCES, features

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from medfl.core.message import Weights
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State, file_sha256, weights_sha256
-from medfl.evaluation import Masks
-from medfl.metrics import Cases, higher_is_better, spread, summarise
-from medfl.planes import unit
+from medfl.evaluation.evaluators import Masks
+from medfl.evaluation.metrics import Cases, higher_is_better, spread, summarise
+from medfl.evaluation.slices import unit
 from medfl.runtimes.asking import Asking
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.overlays import chosen

@@ -14,11 +14,11 @@ from medfl.core.run_folder import safe
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.data.prepared import Shard
-from medfl.evaluation import CaseEvaluator, MaskEvaluator, Masks
-from medfl.metrics import Cases
+from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
+from medfl.evaluation.metrics import Cases
+from medfl.evaluation.save_masks import save
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import check_update
-from medfl.saving import save
 from medfl.training.fit import summed
 from medfl.training.site import Site
 

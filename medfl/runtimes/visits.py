@@ -14,7 +14,7 @@ from medfl import profiling
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.storage import State, load_state, moved, save_state
-from medfl.metrics import Cases
+from medfl.evaluation.metrics import Cases
 from medfl.runtimes.absent import Absent
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import StepResult, introduce, site_step

@@ -8,9 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from medfl.data.prepared import Geometry, Shard
-from medfl.metrics import Cases
+from medfl.evaluation.metrics import Cases
+from medfl.evaluation.slices import planes
 from medfl.pictures import WORST, Picture, single
-from medfl.planes import planes
 from medfl.runtimes.federation import Federation
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from medfl.metrics import Cases
+from medfl.evaluation.metrics import Cases
 from medfl.runtimes.overlays import SITES, chosen
 
 

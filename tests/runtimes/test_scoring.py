@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from medfl.metrics import Cases, summarise
+from medfl.evaluation.metrics import Cases, summarise
 from medfl.report.run_folder import RunFolder as Read
 from medfl.runtimes.scoring import _predictions
 from tests.run_folders import build

@@ -71,7 +71,7 @@ def redrawn(
         found: the reliability of all cases.
         confidence: (N,) as for `reliability`.
         correct: (N,) as for `reliability`.
-        times: (draws, N) how often each draw of `medfl.intervals` takes each case.
+        times: (draws, N) how often each draw of `medfl.evaluation.bootstrap` takes each case.
     """
     bins = np.equal.outer(found.member, np.arange(len(found.count))).astype(np.float64)
     right = np.asarray(correct).astype(np.float64)[:, None]

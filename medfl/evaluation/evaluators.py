@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.data.prepared import Prepared, Shard, Stacked
-from medfl.metrics import Cases
-from medfl.segmentation import DISTANCES, channel_scores, scores
+from medfl.evaluation.mask_metrics import DISTANCES, channel_scores, scores
+from medfl.evaluation.metrics import Cases
 
 _BATCH, _PIXELS = 16, 16 * 256 * 256  # items of a batch of masks at most, and their pixels
 
@@ -84,7 +84,7 @@ class ClassEvaluator:
 
 @dataclass(frozen=True)
 class MaskEvaluator:
-    """Segmentation into K classes: the metrics of `medfl.segmentation` and the loss, each of a whole case.
+    """Segmentation into K classes: the metrics of `medfl.evaluation.mask_metrics` and the loss, each of a whole case.
 
     The predicted class is that of the largest logit; a network with one output is read as the logit of class 1.
 
@@ -168,7 +168,7 @@ class MaskEvaluator:
 class CaseEvaluator:
     """Any other task, and bundles that are not ours: their own inferer, postprocessing and key metric, case by case.
 
-    Of a segmentation the metrics of `medfl.segmentation` come with it, in so far as its key metric has not their name:
+    Of a segmentation the metrics of `medfl.evaluation.mask_metrics` come with it, in so far as its key metric has not their name:
     where postprocessing makes "pred" and "label" binary channels of the image's size, else they are NaN.
 
     Args:

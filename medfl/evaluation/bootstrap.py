@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.metrics import from_confusion
+from medfl.evaluation.metrics import from_confusion
 
 DRAWS, LEVEL = 1000, 0.95
 _AT_ONCE = 1 << 22  # numbers drawn at once
@@ -64,7 +64,7 @@ def classification(
 ) -> dict[str, Interval]:
     """Return the intervals of accuracy, balanced accuracy, macro F1 and, with probabilities (N, K), AUROC.
 
-    The metrics are those of `medfl.metrics`; AUROC has an interval where every draw has the classes that the data
+    The metrics are those of `medfl.evaluation.metrics`; AUROC has an interval where every draw has the classes that the data
     have, as draws stratified by `label` do.
     """
     rows = [from_confusion(counts) for counts in _confusions(label, predicted, classes, times)]
@@ -96,7 +96,7 @@ def areas(label: Integers, probabilities: Floats, times: Times) -> Floats:
 
     Mann-Whitney on weighted cases: the mean, over pairs of a case of the class and one of another, of 1 where the
     former has the higher probability and 1/2 where they are equal. Of two classes only the second has areas, as in
-    `medfl.metrics`; a class without a case, or without any other case, has NaN.
+    `medfl.evaluation.metrics`; a class without a case, or without any other case, has NaN.
     """
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
     usable = [c for c in classes if 0 < np.count_nonzero(label == c) < len(label)]

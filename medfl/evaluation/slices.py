@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medfl.data.prepared import Geometry
-from medfl.saving import is_picture
+from medfl.evaluation.save_masks import is_picture
 
 Array = NDArray[Any]
 _WINDOW = 0.5, 99.5  # percentiles of an image that become black and white
