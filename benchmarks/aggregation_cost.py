@@ -2,7 +2,7 @@
 
 python benchmarks/aggregation_cost.py [--json] [--numbers 2000000] [--repeats 5] [--replies 10,50]
 
-The replies are random numbers in memory; what a rule costs beyond time is in `medfl/robust.py`.
+The replies are random numbers in memory; what a rule costs beyond time is in `medfl/methods/_parts/robust.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 
-from medfl.aggregation import sample_shares, weighted_mean
 from medfl.core.message import Message
-from medfl.robust import Aggregation
+from medfl.methods._parts.aggregation import sample_shares, weighted_mean
+from medfl.methods._parts.robust import Aggregation
 
 RULES = ("median", "trimmed:0.2", "krum:2", "multikrum:2")
 

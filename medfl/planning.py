@@ -24,11 +24,11 @@ from medfl.core.errors import InputError, meant
 from medfl.core.run import LOSSLESS, MEAN, PartitionRecord, Run
 from medfl.core.type_checks import misfits
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
+from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
 from medfl.opening import PHANTOM, Say, bundle_of, checked, with_data
 from medfl.protocol import options_for, resolved
 from medfl.public_data import PublicPlan, plan_public
-from medfl.robust import Aggregation
 from medfl.sections import SECTIONS
 
 _LEAST = {
@@ -49,7 +49,7 @@ class Request:
         data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
         presets: names of presets of the bundle's protocol, laid over it in this order.
         messages: how messages are made smaller (`medfl.core.compression`).
-        aggregation: how replies are made into one (`medfl.robust`).
+        aggregation: how replies are made into one (`medfl.methods._parts.robust`).
         tf32: let a GPU round the factors of products to TF32.
         channels_last: keep kernels in memory with their channels last.
         capture: replay captured training steps on a GPU.

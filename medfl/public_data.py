@@ -1,6 +1,6 @@
 """Find and open the public data of a run: another bundle's images, without augmentation, as fit the sites' networks.
 
-A method that uses public data has the options of `medfl.methods._public`; what is not given comes from the public
+A method that uses public data has the options of `medfl.methods._parts.public`; what is not given comes from the public
 bundle's own protocol (key `public`: section, items, split).
 """
 

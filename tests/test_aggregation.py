@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.message import Message
+from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from tests.helpers import bits
 
 

@@ -10,7 +10,7 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from medfl.manifold import INTRA_SCALES, inter_class_loss, intra_class_loss, shaped
+from medfl.methods._parts.manifold import INTRA_SCALES, inter_class_loss, intra_class_loss, shaped
 from tests.helpers import Toy, blobs, classifier, cross_entropy, sgd
 
 ONES = torch.zeros(64, dtype=torch.int64)

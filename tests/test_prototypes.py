@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.data.prepared import Shard, Stacked
-from medfl.prototypes import (
+from medfl.methods._parts.prototypes import (
     Gaussians,
     class_counts,
     class_indices,

@@ -11,11 +11,11 @@ import torch
 from scipy.stats import trim_mean
 from torch import Tensor
 
-from medfl import robust
-from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.robust import Aggregation
+from medfl.methods._parts import robust
+from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods._parts.robust import Aggregation
 from medfl.runtimes.stock import Replies
 from tests.helpers import bits
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from medfl import cli, datasets, teachers
 from medfl.bundle import Bundle, shipped
 from medfl.core.errors import InputError
+from medfl.methods._parts.text_classifier import check
 from medfl.prompts import Text
 from medfl.teachers import Embeddings, build, cached, load, obtain, unit
-from medfl.text_classifier import check
 
 TEXT = Text(("apple", "blue pear"), ("an image of {concept}.", "{concept} in image.", "{concept} in colour photo.",
             "the image shows {concept}.", "the colour photo shows {concept}."))  # fmt: skip

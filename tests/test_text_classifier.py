@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.text_classifier import Gaussians, centred, finite_loss, variances
+from medfl.methods._parts.text_classifier import Gaussians, centred, finite_loss, variances
 from tests.embeddings import structured, unit
 
 TAUS = (1.0, 7.5, 12.5, 17.5, 50.0)

@@ -8,9 +8,7 @@ from torch import nn
 
 from medfl.core.errors import InputError
 from medfl.core.task import Task
-from medfl.networks import build
-from medfl.networks.heads import head
-from medfl.text_classifier import (
+from medfl.methods._parts.text_classifier import (
     TextHead,
     adapt,
     check,
@@ -22,6 +20,8 @@ from medfl.text_classifier import (
     swapped,
     text_objective,
 )
+from medfl.networks import build
+from medfl.networks.heads import head
 from tests.embeddings import structured, unit
 
 # The head

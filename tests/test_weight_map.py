@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medfl.weight_map import CAP, Border, beta, class_balance
+from medfl.methods._parts.weight_map import CAP, Border, beta, class_balance
 
 
 def disc() -> Tensor:

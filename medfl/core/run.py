@@ -121,7 +121,7 @@ class Run:
         public: the public data, None for a method that uses none.
         text: the text embeddings, None for a method that uses none, and in records that said nothing of them.
         messages: how messages are made smaller (`medfl.core.compression`).
-        aggregation: how the server makes one set of weights of the replies' (`medfl.robust`).
+        aggregation: how the server makes one set of weights of the replies' (`medfl.methods._parts.robust`).
         tf32: whether convolutions and matrix products on a GPU may round their factors to TF32.
         channels_last: whether kernels lie in memory with their channels last; their values are the same.
         capture: whether training steps on a GPU are captured and replayed (`medfl.training.accelerate.capture`).

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from medfl.core.errors import InputError, meant
-from medfl.methods._sharing import Sharing, WithPrototypes
+from medfl.methods._parts.prototype_sharing import Sharing, WithPrototypes
 from medfl.methods.base import Method, option
 
 __all__ = [

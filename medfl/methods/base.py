@@ -10,11 +10,11 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from medfl.aggregation import sample_shares, weighted_mean
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.networks.heads import head, head_name
 from medfl.training.fit import FitReport, fit
 from medfl.training.site import Host, Site, merged, snapshot

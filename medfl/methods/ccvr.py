@@ -25,10 +25,10 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.prototypes import Gaussians, gaussians, pool
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.fedgh import fit_head
 from medfl.networks.heads import head, head_name
-from medfl.prototypes import Gaussians, gaussians, pool
 from medfl.training.site import Host, Site
 
 

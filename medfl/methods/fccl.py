@@ -36,7 +36,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.data.public import Public
-from medfl.methods._public import PublicOptions, shared
+from medfl.methods._parts.public import PublicOptions, shared
 from medfl.methods.base import Method, option, same_option
 from medfl.methods.fedmd import (
     FedMD,

@@ -14,10 +14,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
 from medfl.methods.fedper import check_parts, head_option, head_tensors
 from medfl.training.fit import FitReport, fit, for_epochs, only

@@ -27,8 +27,10 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive, stream
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
-from medfl.methods._text import TextOptions, opened, shared
+from medfl.methods._parts.prototypes import class_indices
+from medfl.methods._parts.synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
+from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings_of, text_objective
+from medfl.methods._parts.text_options import TextOptions, opened, shared
 from medfl.methods.base import Method, Synthetic, option
 from medfl.networks.generator import (
     NORMALISATIONS,
@@ -39,8 +41,6 @@ from medfl.networks.generator import (
     statistics_gap,
 )
 from medfl.networks.heads import features_and_output, frozen, head
-from medfl.prototypes import class_indices
-from medfl.text_classifier import Gaussians, TextHead, embeddings_of, text_objective
 from medfl.training.accelerate.capture import Steps
 from medfl.training.accelerate.cuda_graphs import by_tensors
 from medfl.training.fit import Feed

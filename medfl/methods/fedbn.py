@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.message import Message
 from medfl.core.storage import State
+from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
 from medfl.training.site import Host, split_names
 

@@ -23,9 +23,9 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._text import TextOptions, opened, shared
+from medfl.methods._parts.text_classifier import COVARIANCES, text_objective
+from medfl.methods._parts.text_options import TextOptions, opened, shared
 from medfl.methods.base import Method, option
-from medfl.text_classifier import COVARIANCES, text_objective
 from medfl.training.site import Host, Site
 
 

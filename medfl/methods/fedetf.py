@@ -23,9 +23,9 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.prototypes import class_counts
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import head_name, replace_head
-from medfl.prototypes import class_counts
 from medfl.training.fit import FitReport, class_prior, fit, only
 from medfl.training.site import Site
 

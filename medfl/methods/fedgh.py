@@ -31,11 +31,11 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
+from medfl.methods._parts.prototypes import collect
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.fedproto import check_lengths, feature_length, owned, received
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, head_name, head_names
-from medfl.prototypes import collect
 from medfl.training.accelerate.capture import Steps
 from medfl.training.accelerate.cuda_graphs import by_tensors
 from medfl.training.site import Host, Site, evaluating, snapshot

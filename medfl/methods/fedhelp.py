@@ -10,12 +10,12 @@ Small:   J = L_i + lambda_J R_i on theta, phi, psi (eq. 1-3):
 Large:   G = L_j + lambda_F KL(p || p~) + lambda_B sum_(r in Omega) -log p[r] (eq. 4-7), p~ of the proxy, p of the large
          network, Omega the proxy's top classes. The first divergence trains the proxy only, the rest the large network.
 Server:  w <- sum_c n_c w_c / sum_c n_c over surrogates and proxies.
-In segmentation L and R are cross-entropies of pixels weighted by beta (eq. 8-11, medfl.weight_map), without Dice.
+In segmentation L and R are cross-entropies of pixels weighted by beta (eq. 8-11, medfl.methods._parts.weight_map), without Dice.
 Judged by the small site's network, or by the large one, after local training and before aggregation.
 
 Departures, and what the paper leaves open. Sums over a data set are means of mini-batches (`loss_reduction`). The proxy
 sees no label (`proxy_ce`); both networks step together on the same forward passes (`schedule`). The larger divergence's
-teacher side is constant. alpha's rule is ours (medfl.methods._contribution); its rows see the gradient of KL alone, so
+teacher side is constant. alpha's rule is ours (medfl.methods._parts.teacher_weights); its rows see the gradient of KL alone, so
 their rate takes no part in lambda_J. Public batches use their own BatchNorm statistics and leave the running ones alone
 (`public_bn`). Optimisers start anew each round. There is no early stopping: the best round is reported beside the last.
 """
@@ -33,7 +33,6 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, log_softmax
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import derive, stream
@@ -41,9 +40,11 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
 from medfl.data.public import cycle
-from medfl.methods._aside import Aside
-from medfl.methods._contribution import RULES, Contribution, distributions, divergence_from, head_like
-from medfl.methods._public import PublicOptions, shared, untracked
+from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods._parts.public import PublicOptions, shared, untracked
+from medfl.methods._parts.side_stream import Aside
+from medfl.methods._parts.teacher_weights import RULES, Contribution, distributions, divergence_from, head_like
+from medfl.methods._parts.weight_map import Border, beta, class_balance
 from medfl.methods.base import Method, class_head, deal, option, same_option
 from medfl.methods.fedgh import check_pixel_head, pixel_classes
 from medfl.methods.fedtype import set_loss
@@ -51,7 +52,6 @@ from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import entering_head, feature_size, head
 from medfl.training.fit import FitReport, Objective, fit, for_epochs, summed
 from medfl.training.site import Host, Site, evaluating, snapshot, split_names
-from medfl.weight_map import Border, beta, class_balance
 
 SizedLoss = Callable[[Tensor, Any], Tensor]
 """(logits, targets) -> mean loss of a batch."""

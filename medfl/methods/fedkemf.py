@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 from torch.optim import Optimizer
 
-from medfl.aggregation import uniform_shares, weighted_mean
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.data.public import Public
-from medfl.methods._aside import Aside
-from medfl.methods._public import PublicOptions, shared
+from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
+from medfl.methods._parts.public import PublicOptions, shared
+from medfl.methods._parts.side_stream import Aside
 from medfl.methods.base import Method, option, same_option
 from medfl.methods.fedmd import on_public, statistics
 from medfl.methods.local import bodies_option

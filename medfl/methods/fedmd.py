@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d, l1_loss, mse_loss
 
-from medfl.aggregation import uniform_shares, weighted_mean
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.data.prepared import Batch, Prepared, Shard
 from medfl.data.public import Public
-from medfl.methods._public import PublicOptions, shared, untracked
+from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
+from medfl.methods._parts.public import PublicOptions, shared, untracked
 from medfl.methods.base import Method, option, same_option
 from medfl.methods.local import bodies_option
 from medfl.training.fit import fit, for_epochs

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
-from medfl.methods._sharing import Sharing
+from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
+from medfl.methods._parts.prototype_sharing import Sharing
 from medfl.methods.base import Method, option, same_option
 from medfl.training.fit import FitReport, fit
 from medfl.training.site import Host, Site, snapshot

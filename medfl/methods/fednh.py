@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from medfl.aggregation import uniform_shares, weighted_mean
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
+from medfl.methods._parts.prototypes import collect, merge
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import head, head_name, replace_head
-from medfl.prototypes import collect, merge
 from medfl.training.site import Host, Site, snapshot
 
 

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from medfl.aggregation import sample_shares, weighted_mean
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
+from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods.base import Method, option
 from medfl.training.fit import effective_steps, fit, pull
 from medfl.training.site import Host, Site, snapshot, zeros_of

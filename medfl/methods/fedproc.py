@@ -26,9 +26,9 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.prototypes import class_indices, collect, merge
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, head
-from medfl.prototypes import class_indices, collect, merge
 from medfl.training.fit import FitReport, fit
 from medfl.training.site import Host, Site, snapshot
 

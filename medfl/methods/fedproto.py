@@ -23,10 +23,10 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.prototypes import MISSING, OTHERS, OWN, class_counts, class_indices, collect, distance
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, head_name
-from medfl.prototypes import MISSING, OTHERS, OWN, class_counts, class_indices, collect, distance
 from medfl.training.fit import FitReport, fit
 from medfl.training.site import Host, Site, snapshot
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from medfl import networks
-from medfl.aggregation import sample_shares, weighted_mean
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
+from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods.base import Method, option
 from medfl.training.fit import fit, one_sample_safe
 from medfl.training.site import Host, Site, snapshot

@@ -40,10 +40,10 @@ from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.prototypes import class_indices
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, proxies
-from medfl.prototypes import class_indices
 from medfl.training.fit import FitReport, Objective, fit, for_epochs, summed
 from medfl.training.site import Site, evaluating, snapshot
 

@@ -22,14 +22,14 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods._parts.prototypes import class_counts
 from medfl.methods.base import Method, option
-from medfl.prototypes import class_counts
 from medfl.training.site import Host, Site, snapshot
 
 

@@ -23,11 +23,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from medfl.aggregation import uniform_shares, weighted_mean
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
+from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
 from medfl.training.fit import FitReport, fit, for_epochs
 from medfl.training.site import Host, Site, snapshot

@@ -27,12 +27,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.data.prepared import Batch
-from medfl.methods._aside import Aside
+from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods._parts.side_stream import Aside
 from medfl.methods.base import Method, option
 from medfl.training.fit import FitReport, fit, one_sample_safe
 from medfl.training.site import Host, Site

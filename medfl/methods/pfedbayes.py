@@ -36,11 +36,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 
-from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
+from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
 from medfl.methods.pfedme import repeating, towards, trained_names
 from medfl.training.fit import fit

@@ -25,10 +25,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.data.prepared import Batch, Prepared, Shard
+from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
 from medfl.training.fit import fit
 from medfl.training.site import Host, Site, snapshot

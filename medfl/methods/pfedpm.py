@@ -38,6 +38,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.prototypes import class_counts, class_indices, collect
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.fedproto import (
     among,
@@ -53,7 +54,6 @@ from medfl.methods.fedproto import (
 )
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
-from medfl.prototypes import class_counts, class_indices, collect
 from medfl.training.fit import fit
 from medfl.training.site import Host, Site, evaluating, snapshot
 

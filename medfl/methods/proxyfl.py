@@ -28,7 +28,7 @@ from torch.nn.functional import kl_div, log_softmax
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.methods._aside import Aside
+from medfl.methods._parts.side_stream import Aside
 from medfl.methods.base import Method, option
 from medfl.methods.local import bodies_option
 from medfl.training.fit import fit

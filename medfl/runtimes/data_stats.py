@@ -19,8 +19,8 @@ from torch import Tensor
 from medfl.core.errors import InputError
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
+from medfl.methods._parts.prototypes import class_counts
 from medfl.policy.suppression import hidden_bins, told_counts
-from medfl.prototypes import class_counts
 
 OWN_BINS = 32
 _BATCH = 16

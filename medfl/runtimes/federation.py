@@ -24,8 +24,8 @@ from medfl.core.task import Task
 from medfl.data.on_device import Free, free_memory, hold
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
+from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
-from medfl.robust import Aggregation
 from medfl.sections import SECTIONS
 from medfl.training.accelerate.capture import allowed
 from medfl.training.accelerate.compiled import compiling

@@ -19,10 +19,10 @@ from medfl.core.storage import State
 from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
+from medfl.methods._parts.prototypes import DISTANCES, features
 from medfl.methods.base import Synthetic
 from medfl.networks.heads import entering_head, head
 from medfl.pictures import Floats, Labels, Picture
-from medfl.prototypes import DISTANCES, features
 from medfl.runtimes import overlays, worst
 from medfl.runtimes.federation import Federation
 from medfl.training.site import evaluating

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from medfl.core.seeding import stream
-from medfl.methods._aside import Aside
+from medfl.methods._parts.side_stream import Aside
 from tests.helpers import Toy, blobs
 
 SITE = Toy(blobs({"a": 3})).site("a")

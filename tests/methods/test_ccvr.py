@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message
 from medfl.methods import load
+from medfl.methods._parts.prototypes import Gaussians, pool
 from medfl.methods.ccvr import CCVR
-from medfl.prototypes import Gaussians, pool
 from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, simulate
 

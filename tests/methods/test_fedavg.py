@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from medfl.aggregation import sample_shares
 from medfl.methods import load
+from medfl.methods._parts.aggregation import sample_shares
 from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, judged, quadratic, sgd, simulate
 

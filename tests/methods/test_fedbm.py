@@ -18,12 +18,12 @@ from medfl.core.message import Message
 from medfl.core.storage import load_state, save_state
 from medfl.core.task import Task
 from medfl.methods import load
+from medfl.methods._parts.text_classifier import Gaussians, embeddings_of
 from medfl.methods.fedbm import FedBM
 from medfl.networks import build
 from medfl.networks.generator import Generator
 from medfl.networks.heads import head
 from medfl.runtimes.federation import Federation
-from medfl.text_classifier import Gaussians, embeddings_of
 from tests.helpers import Toy, ToyBundle, adam, bits, cross_entropy, run_record, sgd, simulate
 from tests.squares import EMBEDDINGS, federation, images, quick, run
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from medfl.core.seeding import derive, stream
 from medfl.core.task import Task
 from medfl.methods import load
+from medfl.methods._parts.text_classifier import Gaussians
 from medfl.methods.fedbm import FedBM
 from medfl.networks import build
 from medfl.networks.generator import Augmentation, Generator, diversity_loss, statistics_gap
 from medfl.networks.heads import features_and_output, frozen, head
-from medfl.text_classifier import Gaussians
 from medfl.training.accelerate.capture import allowed
 from medfl.training.fit import fit
 from tests.helpers import Toy, adam, bits, cross_entropy, prompts, sgd, simulate

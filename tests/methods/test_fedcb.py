@@ -13,9 +13,9 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods import load
+from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings_of
 from medfl.networks import build
 from medfl.networks.heads import head
-from medfl.text_classifier import Gaussians, TextHead, embeddings_of
 from tests.helpers import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
 
 CLASSES = ("p", "q", "r")

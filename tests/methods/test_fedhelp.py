@@ -14,8 +14,8 @@ from medfl import methods
 from medfl.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.methods._contribution import Contribution, distributions, divergence_from, mixture
-from medfl.methods._public import untracked
+from medfl.methods._parts.public import untracked
+from medfl.methods._parts.teacher_weights import Contribution, distributions, divergence_from, mixture
 from medfl.methods.fedhelp import FedHelp, _Items, _Lesson, top_set
 from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence
@@ -538,7 +538,7 @@ def test_shares_of_the_fed_isic_sites_and_equal_models() -> None:
     counts = {"1": 9930, "2": 3163, "3": 2690, "4": 655, "5": 351, "6": 180}
     weights = toy().initial
     replies = {name: Message({"weights": weights}, {"samples": n}) for name, n in counts.items()}
-    from medfl.aggregation import sample_shares
+    from medfl.methods._parts.aggregation import sample_shares
 
     found = [round(share, 4) for share in sample_shares(replies).values()]
     assert found == [0.5852, 0.1864, 0.1585, 0.0386, 0.0207, 0.0106]

@@ -14,10 +14,10 @@ from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.data.batch_transforms import BatchRecipe, Crop
 from medfl.data.prepared import Augmented, Shard
-from medfl.methods._public import untracked
+from medfl.methods._parts.public import untracked
+from medfl.methods._parts.weight_map import Border, beta, class_balance
 from medfl.methods.fedhelp import _Items, _Lesson
 from medfl.networks.heads import features_and_output
-from medfl.weight_map import Border, beta, class_balance
 from tests.helpers import Toy, bits, simulate
 from tests.methods.test_segmentation_contract import federation, segmenting
 

@@ -12,8 +12,8 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, is_finite
 from medfl.core.task import Task
 from medfl.methods import load
+from medfl.methods._parts.prototypes import collect
 from medfl.networks.heads import features_and_output
-from medfl.prototypes import collect
 from medfl.training.site import snapshot
 from tests.helpers import WHOLE, Outcome, Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
 

@@ -13,8 +13,8 @@ from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods import load
+from medfl.methods._parts.prototypes import collect
 from medfl.methods.fednh import CosineHead, spread
-from medfl.prototypes import collect
 from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
 

@@ -13,8 +13,8 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods import load
+from medfl.methods._parts.prototypes import collect
 from medfl.methods.fedproc import prototype_loss
-from medfl.prototypes import collect
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD, FEDAVG = load("fedproc"), load("fedavg")

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from medfl.core.seeding import stream
 from medfl.data.prepared import Shard, Stacked
 from medfl.methods import load
-from medfl.methods._aside import Aside
+from medfl.methods._parts.side_stream import Aside
 from medfl.methods.perfedavg import draw, gradient, hessian_product
 from medfl.training.site import Site, snapshot
 from tests.helpers import WHOLE, Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate

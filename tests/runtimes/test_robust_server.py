@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from medfl import cli
-from medfl.aggregation import sample_shares, weighted_mean
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.core.message_limits import Caps
@@ -21,6 +20,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights
 from medfl.launch import federate
 from medfl.methods import load
+from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.runtimes.absent import Absent, Tolerance
 from medfl.runtimes.exchange import Exchange
 from medfl.runtimes.federation import Federation

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from medfl.aggregation import _BLOCK, sample_shares, weighted_mean
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.storage import weights_sha256
 from medfl.methods import load, names
+from medfl.methods._parts.aggregation import _BLOCK, sample_shares, weighted_mean
 from medfl.runtimes import stock
 from medfl.runtimes.stock import Replies, SitesWeights, Stock
 from tests.helpers import WITHOUT_IMAGES, Toy, bits, simulate

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.aggregation import slices, uniform_shares, weighted_mean
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
+from medfl.methods._parts.aggregation import slices, uniform_shares, weighted_mean
 
 KINDS = ("mean", "median", "trimmed", "krum", "multikrum")
 _FORMS = "mean, median, trimmed:FRACTION, krum:F or multikrum:F"

@@ -21,8 +21,8 @@ from torch.nn.functional import normalize
 
 from medfl.core.errors import InputError
 from medfl.core.task import Task
+from medfl.methods._parts.prototypes import class_indices
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
-from medfl.prototypes import class_indices
 from medfl.training.fit import Objective
 
 CLASSIFIERS = ("trainable", "random_frozen", "text_mean", "text_distribution")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.prototypes import class_indices
+from medfl.methods._parts.prototypes import class_indices
 from medfl.training.site import Site
 
 STDS = ("unbiased", "biased")

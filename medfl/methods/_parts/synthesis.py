@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError, about_what_came
 from medfl.core.message import Message
+from medfl.methods._parts.text_classifier import Gaussians
 from medfl.networks.generator import Augmentation, Generator, check_size
-from medfl.text_classifier import Gaussians
 
 AXES = ("channels", "height", "width")
 """Of an image, as messages and States name them."""

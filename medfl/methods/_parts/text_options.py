@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from medfl.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.core.errors import InputError, RunError, about_what_came
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods._parts.text_classifier import CLASSIFIERS, adapt, embeddings_for, embeddings_of, install
 from medfl.methods.base import Method, class_head, option, same_option
 from medfl.networks.heads import head, head_names
-from medfl.text_classifier import CLASSIFIERS, adapt, embeddings_for, embeddings_of, install
 from medfl.training.fit import Feed, Objective, fit
 from medfl.training.site import Host, Site, snapshot
 

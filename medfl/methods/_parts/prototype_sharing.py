@@ -21,11 +21,11 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.manifold import inter_class_loss, shaped
+from medfl.methods._parts.manifold import inter_class_loss, shaped
+from medfl.methods._parts.prototypes import class_counts, collect
 from medfl.methods.base import Method, Synthetic, class_head, option
 from medfl.methods.fedproto import averaged, check_lengths, distances, num_classes, owned, received, table
 from medfl.networks.heads import feature_size, head
-from medfl.prototypes import class_counts, collect
 from medfl.training.fit import FitReport
 from medfl.training.site import Host, Site, merged
 
