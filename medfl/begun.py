@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl import partition_plot, run_text
+from medfl import run_text
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
 from medfl.core.run_integrity import committed, recorded
 from medfl.datasets import own
 from medfl.planning import Plan, again, plan, repeat, versions
+from medfl.report import partition_plot
 from medfl.runtimes.federation import Federation
 from medfl.sections import SECTIONS
 

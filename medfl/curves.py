@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.evaluation import metrics
-from medfl.partition_plot import INK, SOFT, shorten
-from medfl.pictures import Picture, colours, render
 from medfl.report import RunFolder
+from medfl.report.partition_plot import INK, SOFT, shorten
+from medfl.report.pictures import Picture, colours, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

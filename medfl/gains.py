@@ -13,9 +13,9 @@ from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.curves import labels
 from medfl.evaluation import metrics
-from medfl.partition_plot import INK, SOFT, shorten
-from medfl.pictures import Picture, colours, render
 from medfl.report import RunFolder
+from medfl.report.partition_plot import INK, SOFT, shorten
+from medfl.report.pictures import Picture, colours, render
 from medfl.report.words import setting
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from medfl import activation_maps, case_metadata, inputs, subgroups
+from medfl import case_metadata, inputs, subgroups
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import read_run
@@ -24,12 +24,12 @@ from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.evaluation.metrics import Cases
 from medfl.export.models import RunResult
 from medfl.planning import Plan, repeat
-from medfl.report import RunFolder, write_report
+from medfl.report import RunFolder, activation_maps, write_report
 from medfl.sections import SECTIONS
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
-    from medfl.activation_maps import ActivationMap
+    from medfl.report.activation_maps import ActivationMap
     from medfl.subgroups import Subgroups
 
 Record = dict[str, Any]
@@ -254,7 +254,7 @@ class Result:
         site: str | None = None,
         method: str = "gradcam++",
     ) -> list[ActivationMap]:
-        """Return where in its images a classifier found a class; `medfl.activation_maps.draw` makes a picture of them.
+        """Return where in its images a classifier found a class; `medfl.report.activation_maps.draw` makes a picture of them.
 
         Args:
             images: ids of the run's items, or new images as for `predict`.

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl import charts, curves, methods
+from medfl import curves, methods
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics, roc
-from medfl.report import RunFolder
+from medfl.report import RunFolder, charts
 from medfl.report.outcomes import Outcomes, outcomes
 from medfl.report.page import context, environment
 from medfl.report.run_folder import KINDS

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.activation_maps import last_convolution, of
 from medfl.core.errors import InputError
 from medfl.data.prepared import Shard, Stacked
 from medfl.networks import build
+from medfl.report.activation_maps import last_convolution, of
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import pytest
 from medfl.cli import main
 from medfl.core.errors import InputError
 from medfl.curves import curves, labels, progress
-from medfl.pictures import Picture
 from medfl.report import RunFolder
+from medfl.report.pictures import Picture
 
 
 def folder(root: Path, name: str, method: str = "fedavg", rounds: int = 3, sent: int = 1_000_000, **more: Any) -> Path:

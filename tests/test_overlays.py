@@ -16,7 +16,6 @@ from monai.inferers import SimpleInferer
 from monai.losses import DiceCELoss
 from torch import nn
 
-from medfl import overlays, strips
 from medfl.cli import main
 from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
@@ -25,12 +24,12 @@ from medfl.evaluation.evaluators import MaskEvaluator
 from medfl.evaluation.slices import Plane, planes, unit
 from medfl.launch import federate
 from medfl.methods import load
-from medfl.overlays import Example, ranked
-from medfl.pictures import Picture, render
-from medfl.report import write_report
+from medfl.report import dice_strip, overlays, write_report
+from medfl.report.dice_strip import dice_strips
+from medfl.report.overlays import Example, ranked
+from medfl.report.pictures import Picture, render
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
-from medfl.strips import dice_strips
 from tests.helpers import SECTIONS, ToyBundle, run_record
 from tests.zoo.build import ZOO
 
@@ -219,9 +218,9 @@ def test_strips_of_many_sites() -> None:
 
 
 def test_close_points_of_a_strip_lie_beside_each_other() -> None:
-    places = strips._swarm(np.array([0.1, 0.5, 0.501, 0.502, 0.9]), 0.02, 0.05)
+    places = dice_strip._swarm(np.array([0.1, 0.5, 0.501, 0.502, 0.9]), 0.02, 0.05)
     assert places.tolist() == pytest.approx([0, 0, 0.05, -0.05, 0])
-    crowded = strips._swarm(np.full(500, 0.5), 0.02, 0.05)
+    crowded = dice_strip._swarm(np.full(500, 0.5), 0.02, 0.05)
     assert np.abs(crowded).max() == pytest.approx(0.38)
     assert len(np.unique(crowded)) == 500
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from medfl.data.partition.rules import assign
-from medfl.partition_plot import SMALLEST, _diameter, _Layout, plot, shorten
+from medfl.report.partition_plot import SMALLEST, _diameter, _Layout, plot, shorten
 
 
 def cohort(num_classes, per_class=30):

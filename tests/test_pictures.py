@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
-from medfl import pictures
-from medfl.pictures import Picture
+from medfl.report import pictures
+from medfl.report.pictures import Picture
 
 CLASSES = ("normal", "bacterial pneumonia", "viral $x^{ pneumonia_2")
 

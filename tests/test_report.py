@@ -15,9 +15,8 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from medfl import pictures
 from medfl.core.errors import InputError
-from medfl.report import RunFolder, result_table, write_report
+from medfl.report import RunFolder, pictures, result_table, write_report
 from tests.run_folders import CLASSES, Make, build, render
 
 

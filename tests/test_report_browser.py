@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medfl import pictures
-from medfl.report import write_report
+from medfl.report import pictures, write_report
 from medfl.side_by_side import write_page
 from tests.browser import Browser, browser, executable
 from tests.run_folders import build

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
-from medfl import pictures
 from medfl.core.errors import InputError
-from medfl.report import RunFolder, write_report
+from medfl.report import RunFolder, pictures, write_report
 from medfl.report.outcomes import Outcomes, outcomes
 from tests.run_folders import CLASSES, Make, Page, build, render
 

@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 
 import medfl
-from medfl import activation_maps, datasets
+from medfl import datasets
 from medfl.core.errors import InputError
+from medfl.report import activation_maps
 from medfl.results import Result, load_run
 
 CONFIG = {"network": "small_cnn", "image_size": 24}

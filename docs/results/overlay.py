@@ -12,8 +12,9 @@ import numpy as np
 from PIL import Image
 
 import medfl
-from medfl import datasets, overlays
-from medfl.overlays import Example
+from medfl import datasets
+from medfl.report import overlays
+from medfl.report.overlays import Example
 
 
 def examples(run: medfl.Result, wanted: list[str]) -> list[Example]:

@@ -20,8 +20,8 @@ from scipy.spatial.distance import jensenshannon
 from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, decode, read_plain, shown
-from medfl.partition_plot import BAND, INK, SOFT, TINTS, TITLES, shorten
 from medfl.partner.statistics import FORM
+from medfl.report.partition_plot import BAND, INK, SOFT, TINTS, TITLES, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

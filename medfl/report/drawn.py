@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from medfl import charts
 from medfl.evaluation import metrics
+from medfl.report import charts
 from medfl.report.run_folder import KINDS, POOLED, RunFolder
 
 _PARTS = ("received", "personal", "local")  # the page's colours, here for the parts of a cost

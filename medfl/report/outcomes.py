@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl import charts
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
 from medfl.evaluation.bootstrap import Interval
-from medfl.pictures import WORST
-from medfl.report import words
+from medfl.report import charts, words
+from medfl.report.pictures import WORST
 from medfl.report.run_folder import Predictions, RunFolder
 
 _SITES, _CLASSES = 12, 12  # of confusion matrices of single sites: more would not be read

@@ -9,10 +9,9 @@ from typing import Any
 
 import jinja2
 
-from medfl import overlays, pictures
 from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics
-from medfl.report import drawn, words
+from medfl.report import drawn, overlays, pictures, words
 from medfl.report.outcomes import outcomes
 from medfl.report.run_folder import KINDS, POOLED, RunFolder, damaged
 

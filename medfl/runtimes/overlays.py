@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from medfl import overlays
 from medfl.core.run_folder import safe
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
-from medfl.overlays import Example
-from medfl.pictures import Picture
+from medfl.report import overlays
+from medfl.report.dice_strip import dice_strips
+from medfl.report.overlays import Example
+from medfl.report.pictures import Picture
 from medfl.runtimes.federation import Federation
-from medfl.strips import dice_strips
 
 SITES = 60
 """Sites that are drawn: of more, these many at equal distances in the order of their median Dice."""

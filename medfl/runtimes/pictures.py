@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medfl import pictures
 from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import derive, stream
 from medfl.core.storage import State
@@ -22,7 +21,8 @@ from medfl.evaluation.metrics import Cases
 from medfl.methods._parts.prototypes import DISTANCES, features
 from medfl.methods.base import Synthetic
 from medfl.networks.heads import entering_head, head
-from medfl.pictures import Floats, Labels, Picture
+from medfl.report import pictures
+from medfl.report.pictures import Floats, Labels, Picture
 from medfl.runtimes import overlays, worst
 from medfl.runtimes.federation import Federation
 from medfl.training.site import evaluating

@@ -10,7 +10,7 @@ from torch import Tensor
 from medfl.data.prepared import Geometry, Shard
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.slices import planes
-from medfl.pictures import WORST, Picture, single
+from medfl.report.pictures import WORST, Picture, single
 from medfl.runtimes.federation import Federation
 
 

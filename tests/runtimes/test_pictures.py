@@ -20,7 +20,7 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.methods import load
 from medfl.methods.base import Method
 from medfl.methods.fedbm import FedBM
-from medfl.pictures import Picture
+from medfl.report.pictures import Picture
 from medfl.runtimes import pictures
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator

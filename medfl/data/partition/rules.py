@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from medfl import partition_plot
 from medfl.core.errors import InputError, meant
 from medfl.data.partition.counts import by_counts, cut, read_count, read_limits
 from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
+from medfl.report import partition_plot
 
 Sections = Mapping[str, Sequence[Item]]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.data.prepared import Shard
-from medfl.partition_plot import INK, SOFT, shorten
+from medfl.report.partition_plot import INK, SOFT, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,8 +12,8 @@ import numpy as np
 
 from medfl.data.prepared import Geometry
 from medfl.evaluation.slices import Array, Plane, planes, unit
-from medfl.partition_plot import INK, SOFT, shorten
-from medfl.pictures import Picture, colours, render
+from medfl.report.partition_plot import INK, SOFT, shorten
+from medfl.report.pictures import Picture, colours, render
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

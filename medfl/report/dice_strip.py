@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from medfl.partition_plot import INK, SOFT, TINTS, shorten
-from medfl.pictures import Floats, Picture, render
+from medfl.report.partition_plot import INK, SOFT, TINTS, shorten
+from medfl.report.pictures import Floats, Picture, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from medfl.partition_plot import INK, SOFT, shorten
+from medfl.report.partition_plot import INK, SOFT, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
