@@ -42,7 +42,7 @@ TITLES = {
 def prepare(folder: Path, network: str) -> None:
     """Write images, initial weights and the partition that all systems share."""
     from medfl import datasets, networks
-    from medfl.bundle import Bundle
+    from medfl.bundle.bundle import Bundle
     from medfl.training.site import Networks
 
     data = datasets.write_phantom("pbc", folder / "data", per_class=120, size=28)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from medfl.api import bundles as bundles
     from medfl.api import compare as compare
     from medfl.api import run as run
-    from medfl.bundle import Bundle as Bundle
+    from medfl.bundle.bundle import Bundle as Bundle
     from medfl.core.errors import InputError as InputError
     from medfl.core.errors import RunError as RunError
     from medfl.core.message import Message as Message
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from medfl.training.site import Site as Site
 
 _PUBLIC = {
-    "Bundle": "medfl.bundle",
+    "Bundle": "medfl.bundle.bundle",
     "Host": "medfl.training.site",
     "InputError": "medfl.core.errors",
     "Message": "medfl.core.message",

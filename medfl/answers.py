@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from medfl import foundation, medsam, trained
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.seeding import stream
 from medfl.core.storage import cache_folder, write_atomic

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from medfl.bundle.configuration import shipped
 from medfl.compare import Entry, Grid, write_tables
 from medfl.compare import compare as run_grid
 from medfl.comparison import Comparison
-from medfl.configuration import shipped
 from medfl.core.errors import InputError, RunError
 from medfl.core.type_checks import checked
 from medfl.launch import federate

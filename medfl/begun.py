@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl import run_text
+from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
@@ -18,7 +19,6 @@ from medfl.datasets import own
 from medfl.planning import Plan, again, plan, repeat, versions
 from medfl.report import partition_plot
 from medfl.runtimes.federation import Federation
-from medfl.sections import SECTIONS
 
 Say = Callable[[str], object]
 BESIDE = ("local",)

@@ -20,8 +20,8 @@ from torch import nn
 
 from medfl import datasets
 from medfl import methods as registry
-from medfl.bundle import Bundle, shipped
-from medfl.configuration import read
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.configuration import read
 from medfl.core import terminal
 from medfl.core.errors import InputError, meant
 from medfl.core.storage import write_atomic

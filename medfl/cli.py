@@ -477,8 +477,8 @@ def _add_concepts(verbs: Any) -> None:
 
 
 def _concepts(options: Any) -> int:
-    from medfl import teachers
-    from medfl.bundle import Bundle
+    from medfl.bundle import text_embeddings
+    from medfl.bundle.bundle import Bundle
 
     bundle = Bundle(options.bundle)
     if (options.unmasked or options.dropout is not None) and options.out is None:
@@ -487,10 +487,10 @@ def _concepts(options: Any) -> int:
             "such embeddings are used with --set plm=FILE, never by the model's name",
             "add --out FILE.safetensors",
         )
-    path = options.out or teachers.cached(options.plm, bundle.text)
+    path = options.out or text_embeddings.cached(options.plm, bundle.text)
     if path.suffix != ".safetensors":
         raise InputError(f"--out {path}", "embeddings are written as FILE.safetensors", "change the name")
-    made = teachers.build(
+    made = text_embeddings.build(
         options.plm, bundle.text, options.model, download=True, masked=not options.unmasked, dropout=options.dropout
     )
     made.save(path)

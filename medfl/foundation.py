@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.prompts import Text
+from medfl.bundle.text_embeddings import at_hand, unit
 from medfl.core.errors import InputError
 from medfl.core.storage import weights_sha256
-from medfl.prompts import Text
 from medfl.questions import Questions, need_task, read_picture
-from medfl.teachers import at_hand, unit
 
 MODELS = {
     "clip-vit-l14": ("ViT-L-14-quickgelu", "openai"),

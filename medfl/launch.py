@@ -17,7 +17,7 @@ import torch
 from medfl import methods
 from medfl.begun import BESIDE, discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan, with_notes
 from medfl.begun import LISTED as _LISTED
-from medfl.configuration import shipped_folders
+from medfl.bundle.configuration import shipped_folders
 from medfl.core.errors import InputError, meant
 from medfl.core.run import LOSSLESS, MEAN
 from medfl.core.run_folder import RunFolder

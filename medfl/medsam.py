@@ -22,12 +22,12 @@ from monai.transforms.transform import MapTransform
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.text_embeddings import at_hand
 from medfl.core.errors import InputError
 from medfl.core.storage import weights_sha256
 from medfl.datasets.readers.pairs import read_pair
 from medfl.questions import Picture, Questions, as_picture, need_task, read_picture
-from medfl.teachers import at_hand
 
 HUB = "wanglab/medsam-vit-base"
 _WHERE = "medsam_vit_b.pth, see https://github.com/bowang-lab/MedSAM"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from medfl import arguments
 
 if TYPE_CHECKING:
-    from medfl.starter import Seen
+    from medfl.bundle.starter import Seen
 
 _EXAMPLES = """\
 examples
@@ -44,7 +44,7 @@ def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable
 
 
 def _new(options: Any, show: Callable[..., int]) -> int:
-    from medfl import starter
+    from medfl.bundle import starter
 
     starter.refuse(options.bundle.expanduser())  # told before every image is read
     seen = starter.look(options.images, options.masks, progress=sys.stderr.isatty())

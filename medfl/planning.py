@@ -18,7 +18,10 @@ import torch
 import yaml
 
 from medfl import methods, run_text
-from medfl.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.open import PHANTOM, Say, bundle_of, checked, with_data
+from medfl.bundle.protocol import options_for, resolved
+from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, meant
 from medfl.core.run import LOSSLESS, MEAN, PartitionRecord, Run
@@ -26,10 +29,7 @@ from medfl.core.type_checks import misfits
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
-from medfl.opening import PHANTOM, Say, bundle_of, checked, with_data
-from medfl.protocol import options_for, resolved
 from medfl.public_data import PublicPlan, plan_public
-from medfl.sections import SECTIONS
 
 _LEAST = {
     "rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0, "pack": 1,

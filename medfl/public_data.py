@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from medfl.answers import Questions, Teacher, obtain, open_teacher, split_names
-from medfl.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.open import PHANTOM, Opened, Say, with_data
 from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
 from medfl.core.seeding import stream
@@ -24,7 +25,6 @@ from medfl.core.task import Task
 from medfl.data.prepared import Item, Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods.base import Method
-from medfl.opening import PHANTOM, Opened, Say, with_data
 
 _LEAST_SIDE, _DEPTH = 32, 16  # four halvings of a U-Net leave two pixels a side, and one slice
 _AUGMENTATION = "train#random_transforms"

@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from medfl import case_metadata, inputs, subgroups
+from medfl import subgroups
+from medfl.bundle import case_metadata, new_images
+from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import read_run
@@ -25,7 +27,6 @@ from medfl.evaluation.metrics import Cases
 from medfl.export.models import RunResult
 from medfl.planning import Plan, repeat
 from medfl.report import RunFolder, activation_maps, write_report
-from medfl.sections import SECTIONS
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ class Result:
             prepared = self._prepared(section)
             shard = _shard(prepared, [str(entry) for entry in listed])
         else:
-            prepared = inputs.prepared(self._trained(which).bundle, images)
+            prepared = new_images.prepared(self._trained(which).bundle, images)
             shard = Shard.of(prepared, range(len(prepared)))
         with tf32(self.run.tf32):
             return activation_maps.of(network, shard, self.classes, self.device, target=target, method=method)
@@ -307,11 +308,11 @@ class Result:
 
     def _predict_new(self, images: Images, which: str, site: str | None) -> list[Record]:
         network, bundle = self.network(which, site), self._trained(which).bundle
-        prepared = inputs.prepared(bundle, images)
+        prepared = new_images.prepared(bundle, images)
         shard = Shard.of(prepared, range(len(prepared)))
         with tf32(self.run.tf32):
             if self.task == "segmentation":
-                return inputs.masks(bundle, network, shard, self.device)
+                return new_images.masks(bundle, network, shard, self.device)
             self._refuse_others("predictions of new images")
             rows = self._records(bundle.evaluator(network, shard, self.device))
         return [{key: value for key, value in row.items() if key != "label"} for row in rows]
@@ -323,7 +324,7 @@ class Result:
         with tf32(self.run.tf32):
             rows = self._records(self.plan.bundle.evaluator(network, shard, self.device))
             if self.task == "segmentation" and not isinstance(self.plan.bundle.evaluator, ClassEvaluator):
-                drawn = inputs.masks(self.plan.bundle, network, shard, self.device)
+                drawn = new_images.masks(self.plan.bundle, network, shard, self.device)
                 rows = [{**row, "mask": each["mask"]} for row, each in zip(rows, drawn, strict=True)]
         return [{"id": row["id"], "site": owner.get(row["id"], ""), **row} for row in rows]
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from medfl import case_metadata
+from medfl.bundle import case_metadata
 from medfl.core.errors import InputError
 from medfl.evaluation import bootstrap, delong
 from medfl.evaluation.delong import Area

@@ -19,8 +19,11 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl import methods, run_text
-from medfl.bundle import Bundle, shipped
-from medfl.configuration import Configuration, config_file, own_modules, read
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.configuration import Configuration, config_file, own_modules, read
+from medfl.bundle.open import bundle_of
+from medfl.bundle.sections import SECTIONS
+from medfl.bundle.text_embeddings import unlike
 from medfl.core.errors import InputError, RunError
 from medfl.core.run import Run
 from medfl.core.run_folder import read_run
@@ -29,10 +32,7 @@ from medfl.core.task import Task
 from medfl.data.prepare import Samples, Source
 from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation.evaluators import ClassEvaluator
-from medfl.opening import bundle_of
 from medfl.questions import Questions, public_classes
-from medfl.sections import SECTIONS
-from medfl.teachers import unlike
 from medfl.training.site import Networks
 
 _BATCH = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from medfl import datasets
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
 from medfl.data.public import Public

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from medfl import answers
 from medfl.answers import Questions, obtain, open_teacher, split_names
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from medfl import datasets
-from medfl.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, shipped
 from medfl.core.errors import InputError
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator
 from medfl.evaluation.metrics import KEY_METRICS, higher_is_better

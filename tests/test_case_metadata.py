@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from medfl import datasets
-from medfl.case_metadata import _by_name, _columns, read
-from medfl.opening import with_data
+from medfl.bundle.case_metadata import _by_name, _columns, read
+from medfl.bundle.open import with_data
 
 
 @pytest.mark.parametrize(

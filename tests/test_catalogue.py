@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from medfl import catalogue, datasets, methods
-from medfl.bundle import shipped
+from medfl.bundle.bundle import shipped
 from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.methods.base import Method, option

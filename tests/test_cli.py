@@ -19,7 +19,8 @@ import pytest
 import torch
 from PIL import Image
 
-from medfl import bundle, cli, datasets
+from medfl import cli, datasets
+from medfl.bundle import bundle
 from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
 from medfl.training.fit import fit
@@ -604,7 +605,7 @@ def test_mixed_precision_on_cpu(chest: Path, tmp_path: Path, answer: Answer) -> 
 def test_without_data_a_phantom_is_used_and_said_loudly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, chest: Path
 ) -> None:
-    from medfl import opening
+    from medfl.bundle import open as opening
 
     monkeypatch.setattr(opening, "phantom_folder", lambda name: chest)
     assert cli.main(["run", "pneumonia", *SMALL, *CNN, "--out", str(tmp_path / "run")]) == 0

@@ -12,13 +12,13 @@ import torch
 
 from medfl import cli, datasets
 from medfl.answers import Teacher
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import Opened
 from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
 from medfl.core.storage import cache_folder, load_weights
 from medfl.methods import load
 from medfl.networks import build
-from medfl.opening import Opened
 from medfl.public_data import PublicPlan, chosen_items, plan_public, read_public
 from tests.zoo.build import ZOO
 

@@ -13,14 +13,15 @@ import pytest
 import torch
 import yaml
 
-from medfl import bundle, cli, datasets
-from medfl.bundle import Bundle
+from medfl import cli, datasets
+from medfl.bundle import bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.prompts import read_text
+from medfl.bundle.text_embeddings import Embeddings
 from medfl.core.message import Message
 from medfl.core.storage import load_state, load_weights
 from medfl.methods.fedbm import FedBM
 from medfl.networks.generator import Generator
-from medfl.prompts import read_text
-from medfl.teachers import Embeddings
 from tests.helpers import bits
 from tests.zoo.build import ZOO
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from medfl import cli, datasets
-from medfl.bundle import shipped_root
+from medfl.bundle.bundle import shipped_root
 from medfl.methods import names
 from medfl.policy.audit import verified
 from medfl.policy.outbound import Outbound

@@ -18,7 +18,7 @@ import yaml
 
 import medfl
 from medfl import cli, methods
-from medfl.bundle import shipped
+from medfl.bundle.bundle import shipped
 from tests.pages import DOCS, FLARE, NOT_RUN, PAGES, README, blocks, commands, inline
 
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]

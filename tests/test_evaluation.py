@@ -14,7 +14,7 @@ from monai.losses import DiceCELoss
 from monai.transforms import AsDiscreted, Compose
 from torch import nn
 
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.data.prepared import Geometry, Sampled, Shard, Stacked
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator

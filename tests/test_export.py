@@ -21,7 +21,7 @@ import yaml
 from PIL import Image
 
 from medfl import datasets
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.core.run_folder import safe
 from medfl.core.seeding import stream

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.cli import main
 from medfl.core.errors import InputError
 from medfl.core.storage import load_weights

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from medfl import foundation
 from medfl.answers import obtain, open_teacher
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.prompts import Text
+from medfl.bundle.text_embeddings import at_hand
 from medfl.core.errors import InputError
 from medfl.datasets import read_pixels
 from medfl.foundation import MODELS, PHOTO_PROMPTS, prompts_for, zero_shot_head
-from medfl.prompts import Text
 from medfl.questions import as_picture
-from medfl.teachers import at_hand
 from tests.asking import asked, opened
 
 CPU = torch.device("cpu")

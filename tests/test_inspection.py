@@ -18,7 +18,7 @@ import torch
 from monai.bundle import ConfigParser
 
 from medfl import cli
-from medfl.configuration import shipped_root
+from medfl.bundle.configuration import shipped_root
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused
 from medfl.policy import allowed

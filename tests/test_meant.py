@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import medfl
-from medfl import configuration, datasets, launch, methods, networks, protocol
+from medfl import datasets, launch, methods, networks
+from medfl.bundle import configuration, protocol
 from medfl.core.errors import InputError, meant
 from medfl.core.type_checks import misfits
 from medfl.data.partition import rules

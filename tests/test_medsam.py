@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from medfl import medsam
 from medfl.answers import obtain, open_teacher
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.datasets import read_pair

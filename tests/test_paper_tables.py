@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from medfl import datasets, methods
-from medfl.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.protocol import options_for, resolved
 from medfl.compare import Entry, Grid
 from medfl.comparison import Comparison, read
 from medfl.core.errors import InputError
@@ -22,7 +23,6 @@ from medfl.data.partition.draw import canonical
 from medfl.data.partition.rules import parse
 from medfl.papers.tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, names, scaled
 from medfl.planning import Request
-from medfl.protocol import options_for, resolved
 from tests.test_comparison import finished
 
 HERE = Path(__file__).resolve().parents[1]

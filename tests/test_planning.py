@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from medfl import datasets, planning
-from medfl.bundle import shipped_root
+from medfl.bundle.bundle import shipped_root
+from medfl.bundle.open import bundle_of
 from medfl.core.errors import InputError
-from medfl.opening import bundle_of
 from medfl.planning import Request, again, plan, repeat
 
 CONFIG = {"network": "small_cnn"}

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from medfl import cli, datasets
-from medfl.bundle import Bundle
-from medfl.opening import with_data
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import with_data
 from medfl.partner import preflight
 from medfl.partner.case_findings import Findings
 from medfl.partner.preflight import Asked, Preflight, check

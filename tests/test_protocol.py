@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from medfl.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.protocol import options_for, resolved
 from medfl.core.errors import InputError
 from medfl.planning import Request, plan
-from medfl.protocol import options_for, resolved
 
 PROTOCOL = {
     "rounds": 200,

@@ -11,13 +11,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from medfl import cli, datasets, run_text, teachers
-from medfl.bundle import Bundle
+from medfl import cli, datasets, run_text
+from medfl.bundle import text_embeddings
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.prompts import Text
+from medfl.bundle.text_embeddings import Embeddings, unit
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord
 from medfl.methods import load
-from medfl.prompts import Text
-from medfl.teachers import Embeddings, unit
 from tests.helpers import run_record
 
 SMALL = (
@@ -158,11 +159,11 @@ def test_what_is_made_here_is_what_its_file_would_hold(tmp_path: Path, monkeypat
     """Half precision, whether or not `medfl concepts` was called before."""
     text = Text(("p", "q", "r"), ("a {concept}", "b {concept}", "c {concept}", "d {concept}"))
     made = Embeddings(E, "drawn", "0" * 64, text)
-    monkeypatch.setattr(teachers, "build", lambda plm, text: made)
+    monkeypatch.setattr(text_embeddings, "build", lambda plm, text: made)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    here = teachers.obtain("drawn", text)
-    made.save(teachers.cached("drawn", text))
-    assert torch.equal(here.values, teachers.obtain("drawn", text).values)
+    here = text_embeddings.obtain("drawn", text)
+    made.save(text_embeddings.cached("drawn", text))
+    assert torch.equal(here.values, text_embeddings.obtain("drawn", text).values)
     assert not torch.equal(here.values, E)
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from medfl import cli, datasets
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import with_data
 from medfl.core.errors import InputError
-from medfl.opening import with_data
 from medfl.partner.scanning import scan
 from medfl.partner.statistics import FORM, OTHERS, UNRECORDED, Asked, _Counts, bins_of, encoded, gather, text
 from medfl.runtimes.data_stats import Bins

@@ -17,7 +17,8 @@ from monai.data import MetaTensor
 from PIL import Image
 
 import medfl
-from medfl import cli, configuration, datasets, new_cli, starter
+from medfl import cli, datasets, new_cli
+from medfl.bundle import configuration, starter
 from medfl.core.errors import InputError
 from medfl.datasets import own
 from medfl.launch import federate

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import recall_score, roc_auc_score
 
-from medfl.case_metadata import band
+from medfl.bundle.case_metadata import band
 from medfl.core.errors import InputError
 from medfl.evaluation import delong
 from medfl.subgroups import of

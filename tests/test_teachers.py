@@ -15,12 +15,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from medfl import cli, datasets, teachers
-from medfl.bundle import Bundle, shipped
+from medfl import cli, datasets
+from medfl.bundle import text_embeddings
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.prompts import Text
+from medfl.bundle.text_embeddings import Embeddings, build, cached, load, obtain, unit
 from medfl.core.errors import InputError
 from medfl.methods._parts.text_classifier import check
-from medfl.prompts import Text
-from medfl.teachers import Embeddings, build, cached, load, obtain, unit
 
 TEXT = Text(("apple", "blue pear"), ("an image of {concept}.", "{concept} in image.", "{concept} in colour photo.",
             "the image shows {concept}.", "the colour photo shows {concept}."))  # fmt: skip
@@ -287,11 +288,11 @@ def test_a_tower_of_transformers_inside_open_clip(bert: Path, tmp_path: Path) ->
 def test_the_names_that_open_clip_knows() -> None:
     """OpenAI's weights go with the quick GELU; BiomedCLIP is on the hub under its full name."""
     open_clip = pytest.importorskip("open_clip")
-    name, pretrained = teachers._OPEN_CLIP["clip"]
+    name, pretrained = text_embeddings._OPEN_CLIP["clip"]
     assert (name, pretrained) in open_clip.list_pretrained()
     assert open_clip.get_model_config(name)["quick_gelu"] is True
     assert open_clip.get_model_config(name)["embed_dim"] == 512
-    name, pretrained = teachers._OPEN_CLIP["biomedclip"]
+    name, pretrained = text_embeddings._OPEN_CLIP["biomedclip"]
     assert (name, pretrained) == ("hf-hub:microsoft/BiomedCLIP-PubMedBERT_256-vit_base_patch16_224", None)
 
 
@@ -322,7 +323,7 @@ def test_a_run_needs_no_language_model() -> None:
     code = (
         "import sys\n"
         "sys.modules['transformers'] = sys.modules['open_clip'] = sys.modules['huggingface_hub'] = None\n"
-        "from medfl.bundle import Bundle\n"
+        "from medfl.bundle.bundle import Bundle\n"
         "print(tuple(Bundle('ham10000').embeddings('minilm').shape))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -364,4 +365,4 @@ def test_bad_arguments_are_one_line(arguments: list[str], text: str, capsys: pyt
     error = capsys.readouterr().err
     assert text in error
     assert error.count("\n") == 1
-    assert teachers.names() == ("minilm", "bert", "roberta", "biomedclip", "clip")
+    assert text_embeddings.names() == ("minilm", "bert", "roberta", "biomedclip", "clip")

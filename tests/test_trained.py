@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from medfl import datasets, methods
 from medfl.answers import obtain, open_teacher
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import PartitionRecord
 from medfl.core.run_folder import RunFolder

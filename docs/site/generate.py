@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl import catalogue, cli, methods
-from medfl.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, shipped
 from medfl.core import terminal
 from medfl.core.storage import write_atomic
 

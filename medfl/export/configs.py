@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from medfl.configuration import read
+from medfl.bundle.configuration import read
 from medfl.exported import TARGET
 
 _TOP = re.compile(r"^([A-Za-z_+][\w#:+.-]*)[ \t]*:(?=\s|$)", re.MULTILINE)

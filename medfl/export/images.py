@@ -13,12 +13,12 @@ from monai.data import MetaTensor
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from medfl.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.open import PHANTOM, Say, bundle_of, with_data
 from medfl.data.prepare import Source, prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation.metrics import Cases
 from medfl.export.models import CPU, Model, RunResult
-from medfl.opening import PHANTOM, Say, bundle_of, with_data
 
 _COUNT = {"classification": 8}
 _FEW = 3  # of masks, which take longer

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from medfl import methods
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import Say
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder, read_run
 from medfl.core.storage import State, file_sha256, load_state, load_weights, weights_sha256
 from medfl.core.task import Task
 from medfl.methods.base import Method
-from medfl.opening import Say
 from medfl.planning import repeat
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import _judged

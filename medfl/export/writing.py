@@ -19,7 +19,8 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl import exported, methods
-from medfl.configuration import Configuration, config_file, own_modules, read
+from medfl.bundle.configuration import Configuration, config_file, own_modules, read
+from medfl.bundle.open import Say
 from medfl.core.errors import InputError, RunError
 from medfl.core.run_folder import safe
 from medfl.core.seeding import stream
@@ -31,7 +32,6 @@ from medfl.export.formats import FILES, LIMITS, Agreement, Seen, agreement, quie
 from medfl.export.images import Images, plain, same_predictions, test_images
 from medfl.export.models import CPU, WHICH, Model, RunResult
 from medfl.export.texts import as_json, describe, every_option, large_files, listed, readme, record
-from medfl.opening import Say
 
 _SCRIPTED = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
 _START = "$@bundle_root + '/models/model.safetensors'"

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from medfl import methods, run_text
-from medfl.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.open import PHANTOM
 from medfl.core.errors import InputError
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.run_folder import RunFolder
 from medfl.flare.files import RUN_FILE
 from medfl.flare.job import recipe, require_flare, write
-from medfl.opening import PHANTOM
 from medfl.planning import Request, plan
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.flare_wire import flare_name

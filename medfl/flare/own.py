@@ -30,20 +30,20 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from medfl import methods, run_text
-from medfl.bundle import Bundle
-from medfl.configuration import shipped_folders
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.configuration import shipped_folders
+from medfl.bundle.open import with_data
+from medfl.bundle.protocol import resolved
+from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.untrusted import Refused, decode, read_plain, shown
 from medfl.data.prepared import Item
-from medfl.opening import with_data
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
-from medfl.protocol import resolved
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_remote import names_only
 from medfl.runtimes.flare_wire import flare_name
-from medfl.sections import SECTIONS
 
 FILE = "medfl.yaml"
 _BYTES = 100_000

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.protocol import resolved
 from medfl.compare import Grid, Say, compare, write_tables
 from medfl.comparison import Comparison
 from medfl.core.errors import InputError
@@ -15,7 +16,6 @@ from medfl.core.storage import write_atomic
 from medfl.methods import load, values_of
 from medfl.papers import tables as paper_tables
 from medfl.papers.tables import PaperTable
-from medfl.protocol import resolved
 from medfl.tables import rendered
 
 _HEADS = ("partition", "method", "metric, %", "ours", "published", "difference")

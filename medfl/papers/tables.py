@@ -39,10 +39,10 @@ from typing import Any
 
 import yaml
 
+from medfl.bundle.protocol import resolved
 from medfl.compare import Entry, Grid
 from medfl.comparison import Comparison, Row, Spread
 from medfl.core.errors import InputError
-from medfl.protocol import resolved
 from medfl.report import RunFolder
 
 ROOT = Path(__file__).parent

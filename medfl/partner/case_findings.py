@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.untrusted import shown
 from medfl.partner.scanning import Seen, sections
 

@@ -115,7 +115,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 
 
 def _inspect(options: Any, show: Callable[..., int]) -> int:
-    from medfl.configuration import shipped_folders
+    from medfl.bundle.configuration import shipped_folders
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
 
@@ -228,7 +228,7 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
         raise InputError("no bundle", "a shipped bundle's name or a folder, or --collect FILE ...", "name one")
     if options.out is not None:
         _new(options.out)
-    from medfl.opening import with_data
+    from medfl.bundle.open import with_data
     from medfl.partner.statistics import Asked, bins_of, encoded, gather, text
     from medfl.policy.policy import Policy
     from medfl.runtimes.data_stats import OWN_BINS
@@ -284,7 +284,7 @@ def accepted(bundle: str, policy: Any) -> None:
     Raises:
         InputError: it is refused.
     """
-    from medfl.configuration import shipped_folders
+    from medfl.bundle.configuration import shipped_folders
     from medfl.policy.inspection import inspect
 
     inspect(shipped_folders().get(bundle, Path(bundle)), policy).require()

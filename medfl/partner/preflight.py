@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from medfl import datasets, methods
-from medfl.bundle import Bundle
-from medfl.configuration import shipped_folders
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.configuration import shipped_folders
+from medfl.bundle.open import with_data
+from medfl.bundle.sections import SECTIONS
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.run import DataRecord, PartitionRecord, Run
@@ -28,7 +30,6 @@ from medfl.data import on_device
 from medfl.data.disk_cache import budget, free_memory
 from medfl.data.prepare import Source, prepare
 from medfl.datasets.base import read_table
-from medfl.opening import with_data
 from medfl.partner.case_findings import Findings
 from medfl.partner.connection import Kit, reach
 from medfl.partner.scanning import scan, sections
@@ -37,7 +38,6 @@ from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.memory import step_bytes
-from medfl.sections import SECTIONS
 from medfl.training.fit import fit
 from medfl.training.site import snapshot
 

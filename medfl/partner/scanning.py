@@ -16,11 +16,11 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import MedflError
 from medfl.data.prepare import Samples
 from medfl.datasets.readers.reading import UNREADABLE, archive, orientation, split_uri
-from medfl.sections import SECTIONS
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 

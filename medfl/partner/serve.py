@@ -85,7 +85,7 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
         InputError: there is no `local/medfl.yaml`, it is wrong, the kit grants more than it may, or the bundle is
             refused.
     """
-    from medfl.bundle import Bundle
+    from medfl.bundle.bundle import Bundle
     from medfl.flare.kit import secure
     from medfl.flare.own import FILE, OwnSite
     from medfl.flare.parts import ALLOWED, SIMULATED
@@ -146,7 +146,7 @@ def _write_own(options: Any, kit: Path) -> None:
     Raises:
         InputError: it is incomplete, or the kit says something else.
     """
-    from medfl.configuration import shipped_folders
+    from medfl.bundle.configuration import shipped_folders
     from medfl.core.storage import write_atomic
     from medfl.flare.own import FILE, OwnSite
 

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl import case_metadata
-from medfl.bundle import Bundle
+from medfl.bundle import case_metadata
+from medfl.bundle.bundle import Bundle
 from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.untrusted import shown

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite
@@ -26,7 +27,6 @@ from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
-from medfl.sections import SECTIONS
 from medfl.training.accelerate.capture import allowed
 from medfl.training.accelerate.compiled import compiling
 from medfl.training.accelerate.max_pool import pooling_faster

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.sections import SECTIONS
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Batch, Prepared, Stacked
 from medfl.methods.base import Method
 from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.flare import FlareWorkers
-from medfl.sections import SECTIONS
 
 Told = Mapping[str, float]
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
 from medfl.core.untrusted import shown
 from medfl.evaluation.metrics import Cases
-from medfl.sections import SECTIONS
 
 INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = WORDS = (
     "introduce", "train", "try", "judge", "abroad", "weights", "masks",

@@ -36,6 +36,7 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
 from medfl import profiling
+from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError, MedflError, RunError, about_what_came
 from medfl.core.message import Message, Weights
 from medfl.core.run_folder import safe
@@ -49,7 +50,6 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.guard import Doing, Guard
 from medfl.runtimes.states import InFolder, InMemory, States
 from medfl.runtimes.step import UNSENT, StepResult, introduce, site_judge, site_step
-from medfl.sections import SECTIONS
 
 HOSTS = ("medfl", "averaging")
 ROUND, KEPT, LOSS = "round", "kept", "train_loss"

@@ -25,15 +25,16 @@ import yaml
 from monai.utils import set_determinism
 from PIL import Image
 
-from medfl import configuration, datasets, networks
-from medfl.bundle import Bundle, shipped
+from medfl import datasets, networks
+from medfl.bundle import configuration
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.protocol import options_for, resolved
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.datasets import own as own_data
 from medfl.methods import load
 from medfl.networks.heads import feature_size
-from medfl.protocol import options_for, resolved
 
 ROOT = Path(__file__).parents[2]
 BUNDLES = ROOT / "bundles"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from medfl import datasets, networks
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.protocol import options_for, resolved
 from medfl.data.partition.rules import Partition, assign, parse
 from medfl.datasets.readers.splitting import Record
-from medfl.protocol import options_for, resolved
 
 # Card of FedHelp, section 4: images for training and validation / to test of its sites, the large ones first.
 CARD = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import medfl.datasets as datasets
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.datasets.ham10000 import CENTRES
 from medfl.methods import load

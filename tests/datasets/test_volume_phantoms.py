@@ -16,7 +16,7 @@ from scipy.ndimage import gaussian_filter
 from sklearn.ensemble import RandomForestClassifier
 
 import medfl.datasets as datasets
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.datasets.readers.volumes import read_pair
 from tests.datasets.test_volumes import AFFINE, save, save_dicom

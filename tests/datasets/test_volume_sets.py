@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import medfl.datasets as datasets
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.datasets import ixi_brain
 from medfl.datasets.readers.download import fetch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax, one_hot
 
 from medfl import methods
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.methods._parts.public import untracked

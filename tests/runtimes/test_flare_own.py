@@ -16,7 +16,9 @@ from torch import Tensor
 pytest.importorskip("nvflare")
 
 from medfl import datasets, launch, run_text
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.sections import SECTIONS
+from medfl.bundle.text_embeddings import Embeddings, unit
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
@@ -33,8 +35,6 @@ from medfl.runtimes.flare_remote import ToldFolder, told_mean
 from medfl.runtimes.flare_site import FlareSite
 from medfl.runtimes.monai_fl import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
-from medfl.sections import SECTIONS
-from medfl.teachers import Embeddings, unit
 from tests.helpers import bits
 from tests.runtimes.test_flare import Near
 

@@ -19,7 +19,7 @@ from monai.utils import set_determinism
 from torch import Tensor, nn
 
 from medfl import cli, datasets, launch, profiling
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.core.run import PartitionRecord

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from medfl import datasets
-from medfl.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.storage import cache_folder
 from medfl.datasets import own
-from medfl.sections import SECTIONS
 
 Say = Callable[[str], object]
 

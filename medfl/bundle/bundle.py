@@ -20,8 +20,8 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from medfl import teachers
-from medfl.configuration import (
+from medfl.bundle import text_embeddings
+from medfl.bundle.configuration import (
     Configuration,
     config_file,
     find,
@@ -32,8 +32,10 @@ from medfl.configuration import (
     target_name,
     told,
 )
-from medfl.configuration import shipped as shipped
-from medfl.configuration import shipped_root as shipped_root
+from medfl.bundle.configuration import shipped as shipped
+from medfl.bundle.configuration import shipped_root as shipped_root
+from medfl.bundle.prompts import Text, read_text
+from medfl.bundle.sections import SECTIONS, Section, Sections
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.core.storage import cache_folder
@@ -42,8 +44,6 @@ from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.evaluation.metrics import KEY_METRICS, higher_is_better
-from medfl.prompts import Text, read_text
-from medfl.sections import SECTIONS, Section, Sections
 
 _TRAINERS = ("train#trainer", "trainer")
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
@@ -369,7 +369,7 @@ class Bundle:
             InputError: the bundle has no text, the file is for another one, or the language model is not here.
         """
         if plm not in self._embeddings:
-            found = teachers.obtain(plm, self.text, self.root / "embeddings")
+            found = text_embeddings.obtain(plm, self.text, self.root / "embeddings")
             self._embeddings[plm] = found.values, found.plm
         return self._embeddings[plm][0]
 

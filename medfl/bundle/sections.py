@@ -12,7 +12,7 @@ from monai.data import list_data_collate
 from monai.engines.utils import default_prepare_batch
 from torch.utils.data import DataLoader
 
-from medfl.configuration import Configuration
+from medfl.bundle.configuration import Configuration
 from medfl.core.errors import InputError
 from medfl.data.prepare import Source, records, take_apart
 from medfl.data.prepared import Item

@@ -21,10 +21,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from medfl.bundle.prompts import Text
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.core.storage import cache_folder, weights_sha256, write_atomic
-from medfl.prompts import Text
 
 _HUB = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
-from medfl.bundle import Bundle
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.data.prepare import Source, prepare
 from medfl.data.prepared import Prepared, Shard
