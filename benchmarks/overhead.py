@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from medfl import datasets, networks
 from medfl.launch import federate
-from medfl.runtimes.pictures import Pictures
+from medfl.runtimes.output.pictures import Pictures
 
 SGD = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}
 Batch = tuple[Tensor, Tensor]

@@ -32,7 +32,7 @@ from medfl.data.prepared import Stacked
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.planning import versions
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.pictures import Pictures
+from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.simulator import Simulator
 
 COHORT, IMAGES, OWN, CLASSES = 100, 4000, 4, 3

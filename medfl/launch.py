@@ -29,16 +29,17 @@ from medfl.planning import Plan, Request, check_kinds, plan
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.report import write_report
-from medfl.runtimes import tracking, trial
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation, prepared_sections
-from medfl.runtimes.memory import jobs_that_fit
+from medfl.runtimes.local import trial
+from medfl.runtimes.local.memory import jobs_that_fit
+from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.output import tracking
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.workers import Workers
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
-    from medfl.runtimes.monai_fl import MedflClientAlgo
+    from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
 Say = Callable[[str], object]
 RUNTIMES = ("simulator", "monai-fl")
@@ -233,7 +234,7 @@ def site_algo(
     Raises:
         InputError: bad input, or a bundle that the policy refuses; nothing of it was run.
     """
-    from medfl.runtimes.monai_fl import MedflClientAlgo
+    from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
     rules = None
     if policy is not None:
@@ -276,7 +277,7 @@ def _workers(runtime: str) -> Callable[[Federation, int], Workers]:
     """Return what runs tasks at the sites."""
     if runtime == "simulator":
         return Workers
-    from medfl.runtimes.exchange import Exchange  # imports all of MONAI FL
+    from medfl.runtimes.monai_fl.exchange import Exchange  # imports all of MONAI FL
 
     return Exchange
 

@@ -18,7 +18,7 @@ from medfl.policy.audit import verified
 from medfl.policy.outbound import Outbound
 from medfl.policy.policy import Policy
 from medfl.policy.privacy import epsilon_of
-from medfl.runtimes.monai_fl import MedflClientAlgo
+from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from tests.helpers import ToyBundle
 from tests.runtimes.test_monai_fl import broadcast, federation, said
 from tests.test_connection import Authority, serving, trusting

@@ -21,10 +21,10 @@ from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods import load, names
 from medfl.results import Result
-from medfl.runtimes.exchange import Exchange
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.workers import Workers
 from medfl.training.site import Networks
 from tests import pretended
 from tests.asking import asked, opened

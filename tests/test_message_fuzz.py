@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.methods import load
-from medfl.runtimes.at_site import AtSite
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.monai_fl.view import AtSite
 from tests.helpers import bits, run_record
 from tests.runtimes.test_smaller_messages import Wide
 

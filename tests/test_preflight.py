@@ -66,7 +66,7 @@ def test_a_bundle_and_its_data_that_are_fine_are_ready(moles: Path, tmp_path: Pa
 
 
 def test_a_step_is_measured_in_memory(moles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from medfl.runtimes.memory import step_bytes
+    from medfl.runtimes.local.memory import step_bytes
 
     measured: list[int] = []
 

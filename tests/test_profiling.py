@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from medfl import cli, datasets, profiling
+from medfl import cli, datasets
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods import load
-from medfl.profiling import (
+from medfl.runtimes import profiling
+from medfl.runtimes.profiling import (
     AGGREGATION,
     CHECKPOINT,
     DATA,

@@ -16,7 +16,7 @@ from medfl.core.message import Message
 from medfl.methods._parts import robust
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods._parts.robust import Aggregation
-from medfl.runtimes.stock import Replies
+from medfl.runtimes.spilled_replies import Replies
 from tests.helpers import bits
 
 ROBUST = ("median", "trimmed:0.2", "trimmed:0.4", "krum:2", "multikrum:2")
@@ -145,7 +145,7 @@ def test_neither_blocks_nor_the_disk_change_a_bit(rule: str, tmp_path: Path, mon
 
 
 def test_of_a_reply_on_disk_only_a_block_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from medfl.runtimes.stock import Stock
+    from medfl.runtimes.spilled_replies import Stock
 
     filed, read, part = Replies(["a", "b", "c"], tmp_path, budget=0), [], Stock.part
     for name in ("a", "b", "c"):

@@ -17,7 +17,7 @@ from medfl.bundle.open import with_data
 from medfl.core.errors import InputError
 from medfl.partner.scanning import scan
 from medfl.partner.statistics import FORM, OTHERS, UNRECORDED, Asked, _Counts, bins_of, encoded, gather, text
-from medfl.runtimes.data_stats import Bins
+from medfl.runtimes.monai_fl.data_stats import Bins
 from tests.test_leaving import repeated
 from tests.zoo.build import ZOO
 

@@ -300,7 +300,7 @@ class MedflExecutor(_Executor):
 
     def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
         from medfl.runtimes.flare_site import FlareSite  # imports all of MONAI FL, which the server does without
-        from medfl.runtimes.monai_fl import MedflClientAlgo
+        from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
         os.chdir(self.start)
         folder = Path(self.folder)
@@ -329,7 +329,7 @@ class RemoteExecutor(_Executor):
 
     def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
         from medfl.runtimes.flare_site import FlareSite
-        from medfl.runtimes.monai_fl import MedflClientAlgo
+        from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
         self._own = own = OwnSite.read(Path(workspace.get_site_config_dir()) / FILE)
         policy = own.checked_policy()
@@ -345,7 +345,7 @@ class RemoteExecutor(_Executor):
 
     def _failed(self, error: Exception, called: str) -> Parcel:
         from medfl.runtimes.flare_site import masked
-        from medfl.runtimes.guard import Doing, Guard
+        from medfl.runtimes.monai_fl.guard import Doing, Guard
 
         if self._own is not None and self._own.audit:
             with suppress(MedflError):  # said in the log of the process anyway

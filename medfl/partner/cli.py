@@ -231,7 +231,7 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
     from medfl.bundle.open import with_data
     from medfl.partner.statistics import Asked, bins_of, encoded, gather, text
     from medfl.policy.policy import Policy
-    from medfl.runtimes.data_stats import OWN_BINS
+    from medfl.runtimes.monai_fl.data_stats import OWN_BINS
 
     policy = Policy.read(options.policy) if options.policy is not None else Policy()
     accepted(options.bundle, policy)

@@ -37,7 +37,7 @@ from medfl.planning import versions
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.memory import step_bytes
+from medfl.runtimes.local.memory import step_bytes
 from medfl.training.fit import fit
 from medfl.training.site import snapshot
 

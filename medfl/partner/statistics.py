@@ -32,7 +32,7 @@ from medfl.core.errors import InputError
 from medfl.core.untrusted import shown
 from medfl.partner.scanning import Seen, scan, sections
 from medfl.policy.suppression import Entropy, geometric, hidden_bins, noised, told_counts
-from medfl.runtimes.data_stats import Bins, Sums, sums, value_range
+from medfl.runtimes.monai_fl.data_stats import Bins, Sums, sums, value_range
 
 FORM = "medfl site statistics 1"
 HIDDEN, OTHERS, UNRECORDED = "not told", "others", "not recorded"

@@ -15,20 +15,20 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from medfl import profiling
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
 from medfl.runtimes import flare_wire as wire
-from medfl.runtimes import visits
+from medfl.runtimes import profiling
 from medfl.runtimes.absent import Absent
-from medfl.runtimes.at_site import moved_message
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_wire import Parcel
+from medfl.runtimes.local import visits
+from medfl.runtimes.local.workers import Later, Task, Workers
+from medfl.runtimes.monai_fl.view import moved_message
 from medfl.runtimes.step import StepResult, introduce, site_abroad, site_judge, site_masks, site_weights
-from medfl.runtimes.workers import Later, Task, Workers
 
 BESIDE, SAID, FAILED, DONE = "flare", "said.txt", "failed.json", "done"
 """In a run folder: what goes with a job; in it what the server says, what ended the run, and that it is finished."""

@@ -27,8 +27,8 @@ from medfl.evaluation.metrics import Cases, summarise
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_wire import Parcel
-from medfl.runtimes.guard import in_words
-from medfl.runtimes.monai_fl import JUDGE, KEPT, LOSS, ROUND, MedflClientAlgo
+from medfl.runtimes.monai_fl.client import JUDGE, KEPT, LOSS, ROUND, MedflClientAlgo
+from medfl.runtimes.monai_fl.guard import in_words
 from medfl.runtimes.step import site_abroad, site_judge, site_masks, site_step, site_weights
 
 _LOG = logging.getLogger(__name__)

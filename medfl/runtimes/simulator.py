@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from medfl import profiling
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError
 from medfl.core.message import Message
@@ -21,18 +20,19 @@ from medfl.core.run import PublicRecord
 from medfl.core.run_folder import RunFolder
 from medfl.core.run_integrity import committed
 from medfl.core.storage import State, moved, write_atomic
+from medfl.runtimes import profiling
 from medfl.runtimes.absent import Say, Tolerance
-from medfl.runtimes.ahead import Training
-from medfl.runtimes.asking import Asking
-from medfl.runtimes.events import Events, log
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.pictures import Pictures
-from medfl.runtimes.scoring import Final, Scoring
-from medfl.runtimes.settling import begin, settle
+from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.output.events import Events, log
+from medfl.runtimes.output.pictures import Pictures
+from medfl.runtimes.output.tracking import tracked
+from medfl.runtimes.server.ahead import Training
+from medfl.runtimes.server.asking import Asking
+from medfl.runtimes.server.scoring import Final, Scoring
+from medfl.runtimes.server.settling import begin, settle
+from medfl.runtimes.spilled_replies import Replies
 from medfl.runtimes.step import StepResult
-from medfl.runtimes.stock import Replies
-from medfl.runtimes.tracking import tracked
-from medfl.runtimes.workers import Workers
 from medfl.training.accelerate.cuda_graphs import GRAPHS
 from medfl.training.accelerate.pack_sites import Together
 

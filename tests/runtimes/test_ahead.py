@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from medfl.runtimes import ahead
-from medfl.runtimes.ahead import Training
+from medfl.runtimes.server import ahead
+from medfl.runtimes.server.ahead import Training
 
 
 class Clock:

@@ -19,7 +19,7 @@ from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_site import FlareSite
 from medfl.runtimes.flare_wire import Parcel, counting, said
-from medfl.runtimes.monai_fl import MedflClientAlgo
+from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from tests.runtimes.test_flare_parts import Workspace, asked, job, local
 from tests.runtimes.test_monai_fl import federation
 
@@ -46,7 +46,7 @@ def test_the_text_of_a_failure_stays_at_the_site_under_its_id(
         raise kind(f"cannot read {NAME}")
 
     made = federation()
-    monkeypatch.setattr("medfl.runtimes.monai_fl.site_step", broken)
+    monkeypatch.setattr("medfl.runtimes.monai_fl.client.site_step", broken)
     with caplog.at_level(logging.ERROR):
         told = site(made, tmp_path / "log").answer(wire.TRAIN, question(made))
     found = re.fullmatch(WORDS, told.failed)

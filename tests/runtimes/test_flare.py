@@ -28,11 +28,11 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare import Answer, FlareWorkers
 from medfl.runtimes.flare_site import FlareSite
 from medfl.runtimes.flare_wire import Parcel, from_model, to_model
-from medfl.runtimes.monai_fl import MedflClientAlgo
+from medfl.runtimes.local.visits import train
+from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import introduce
-from medfl.runtimes.visits import train
-from medfl.runtimes.workers import Workers
 from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 from tests.runtimes.test_smaller_messages import Wide
 

@@ -33,7 +33,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare import FlareWorkers
 from medfl.runtimes.flare_remote import ToldFolder, told_mean
 from medfl.runtimes.flare_site import FlareSite
-from medfl.runtimes.monai_fl import MedflClientAlgo
+from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
 from tests.helpers import bits
 from tests.runtimes.test_flare import Near

@@ -20,7 +20,7 @@ from medfl.policy.audit import verified
 from medfl.policy.inspection import inspect
 from medfl.policy.outbound import Outbound
 from medfl.policy.policy import Policy
-from medfl.runtimes.monai_fl import MedflClientAlgo
+from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.step import site_abroad, site_judge
 from tests.helpers import ToyBundle, bits
 from tests.runtimes.test_monai_fl import averaging, broadcast, federation, said, started

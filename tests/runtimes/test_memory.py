@@ -8,9 +8,9 @@ from torch import nn
 
 from medfl.data.prepared import Stacked
 from medfl.methods import load
-from medfl.runtimes import memory
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.memory import jobs_that_fit, step_bytes
+from medfl.runtimes.local import memory
+from medfl.runtimes.local.memory import jobs_that_fit, step_bytes
 from tests.helpers import ToyBundle, run_record
 
 MIB = 2**20

@@ -18,7 +18,7 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from monai.utils import set_determinism
 from torch import Tensor, nn
 
-from medfl import cli, datasets, launch, profiling
+from medfl import cli, datasets, launch
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
@@ -27,12 +27,13 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import stream
 from medfl.core.storage import load_state, load_weights
 from medfl.methods import load, names
-from medfl.runtimes.at_site import Aborted
-from medfl.runtimes.exchange import Exchange
+from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.monai_fl import MedflClientAlgo
+from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.monai_fl.client import MedflClientAlgo
+from medfl.runtimes.monai_fl.exchange import Exchange
+from medfl.runtimes.monai_fl.view import Aborted
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.workers import Workers
 from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, run_record
 from tests.runtimes.test_smaller_messages import Wide
 from tests.zoo.build import ZOO

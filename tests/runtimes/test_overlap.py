@@ -23,14 +23,14 @@ from medfl.core.errors import RunError
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_weights
 from medfl.methods import load
-from medfl.runtimes import stock
+from medfl.runtimes import spilled_replies
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.pool import Pool
+from medfl.runtimes.local.pool import Pool
+from medfl.runtimes.local.visits import scored, served, train
+from medfl.runtimes.local.workers import Later, Task, Workers
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import global_cases, site_judge
-from medfl.runtimes.visits import scored, served, train
-from medfl.runtimes.workers import Later, Task, Workers
 from tests.helpers import ToyBundle, bits, run_record
 
 ROUNDS = 5
@@ -151,7 +151,7 @@ def test_nothing_else_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert len(alone.rounds) == ROUNDS
     assert sum("best" in line for line in alone.said) >= 1
     assert simulate(tmp_path / "two", method, 2, eval_every=every) == alone
-    monkeypatch.setattr(stock, "BUDGET", 0)
+    monkeypatch.setattr(spilled_replies, "BUDGET", 0)
     assert simulate(tmp_path / "filed", method, 3, eval_every=every) == alone
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from medfl.evaluation.metrics import Cases
-from medfl.runtimes.overlays import SITES, chosen
+from medfl.runtimes.output.overlays import SITES, chosen
 
 
 def sites(count: int) -> dict[str, Cases]:

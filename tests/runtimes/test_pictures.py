@@ -21,8 +21,8 @@ from medfl.methods import load
 from medfl.methods.base import Method
 from medfl.methods.fedbm import FedBM
 from medfl.report.pictures import Picture
-from medfl.runtimes import pictures
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.output import pictures
 from medfl.runtimes.simulator import Simulator
 from tests.helpers import SECTIONS, ToyBundle, bits, run_record
 

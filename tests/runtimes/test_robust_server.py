@@ -22,12 +22,12 @@ from medfl.launch import federate
 from medfl.methods import load
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.runtimes.absent import Absent, Tolerance
-from medfl.runtimes.exchange import Exchange
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.local.visits import scored, train, tried
+from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import introduce, site_judge
-from medfl.runtimes.visits import scored, train, tried
-from medfl.runtimes.workers import Workers
 from tests.helpers import SECTIONS, ToyBundle, bits, run_record
 
 Spoil = Callable[[Message], Message]
@@ -440,7 +440,7 @@ def test_a_robust_rule_is_said_and_hashed() -> None:
 
 
 def test_train_is_where_a_sites_failure_is_its_absence() -> None:
-    from medfl.runtimes.visits import answered
+    from medfl.runtimes.local.visits import answered
 
     def failing(*arguments: Any) -> None:
         raise RunError("out of room")

@@ -11,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.report.run_folder import RunFolder as Read
-from medfl.runtimes.scoring import _predictions
+from medfl.runtimes.server.scoring import _predictions
 from tests.run_folders import build
 
 

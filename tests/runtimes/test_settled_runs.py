@@ -11,8 +11,8 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.runtimes.absent import Tolerance
-from medfl.runtimes.visits import train
-from medfl.runtimes.workers import Workers
+from medfl.runtimes.local.visits import train
+from medfl.runtimes.local.workers import Workers
 from tests.runtimes.test_flare import Parcel, executed, federation, near, replace, second
 
 

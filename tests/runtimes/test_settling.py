@@ -21,7 +21,7 @@ from medfl.core.storage import State
 from medfl.methods import load, names
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.settling import Settled, begin, odd, settle
+from medfl.runtimes.server.settling import Settled, begin, odd, settle
 from medfl.runtimes.step import introduce, site_step
 from tests.helpers import SECTIONS, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from medfl import profiling
 from medfl.core.run import PartitionRecord
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_weights
 from medfl.methods import load
-from medfl.runtimes import asking, scoring, stock, visits
+from medfl.runtimes import profiling, spilled_replies
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.local import visits
+from medfl.runtimes.server import asking, scoring
 from medfl.runtimes.simulator import Simulator
 from tests.helpers import ToyBundle, bits, run_record
 
@@ -71,7 +72,7 @@ def test_neither_jobs_nor_the_budget_nor_the_profile_is_seen_in_the_results(
 ) -> None:
     simulate(tmp_path / "plain", method)
     for jobs in (1, 3):
-        monkeypatch.setattr(stock, "BUDGET", 0)
+        monkeypatch.setattr(spilled_replies, "BUDGET", 0)
         simulate(tmp_path / f"filed{jobs}", method, jobs=jobs, profile=jobs == 3)
         assert left(tmp_path / f"filed{jobs}") == left(tmp_path / "plain")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medfl.core.errors import RunError
-from medfl.runtimes.states import InFolder, InMemory, States
+from medfl.runtimes.monai_fl.states import InFolder, InMemory, States
 
 Make = Callable[[], States]
 

@@ -12,8 +12,8 @@ from medfl.core.message import Message
 from medfl.core.storage import weights_sha256
 from medfl.methods import load, names
 from medfl.methods._parts.aggregation import _BLOCK, sample_shares, weighted_mean
-from medfl.runtimes import stock
-from medfl.runtimes.stock import Replies, SitesWeights, Stock
+from medfl.runtimes import spilled_replies
+from medfl.runtimes.spilled_replies import Replies, SitesWeights, Stock
 from tests.helpers import WITHOUT_IMAGES, Toy, bits, simulate
 
 TENSORS = {
@@ -108,7 +108,7 @@ def test_no_method_can_tell_where_its_replies_lie(name: str, classes: Toy, tmp_p
     toy = classes.adapted(method)
     outcome = simulate(method, toy, 2)
     found = []
-    for budget in (0, stock.BUDGET):
+    for budget in (0, spilled_replies.BUDGET):
         replies = Replies(list(outcome.replies), tmp_path, budget)
         for site, message in outcome.replies.items():
             replies.add(site, message)

@@ -13,8 +13,8 @@ pytest.importorskip("mlflow")
 
 from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
-from medfl.runtimes.events import Events, log, scalars
-from medfl.runtimes.tracking import FILE, STORE, Tracking, parse, tracked
+from medfl.runtimes.output.events import Events, log, scalars
+from medfl.runtimes.output.tracking import FILE, STORE, Tracking, parse, tracked
 from tests.helpers import run_record
 
 

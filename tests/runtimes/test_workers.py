@@ -19,10 +19,10 @@ from torch import nn
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.methods import load, names
-from medfl.runtimes import stock
+from medfl.runtimes import spilled_replies
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.local.workers import Task, Workers
 from medfl.runtimes.step import introduce, site_step
-from medfl.runtimes.workers import Task, Workers
 from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7, networks=SimpleNamespace(initial={}))
@@ -145,7 +145,7 @@ def test_what_is_begun_first_is_given_out_first_and_the_rest_fills_the_gaps(tmp_
 
 @pytest.mark.parametrize("budget", [0, None])
 def test_answers_that_wait_are_those_that_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: Any) -> None:
-    monkeypatch.setattr(stock, "BUDGET", budget)
+    monkeypatch.setattr(spilled_replies, "BUDGET", budget)
     with Workers(STAND_IN, 2) as workers:
         answers = begin(workers, [(echo, (value,)) for value in VALUES.values()], tmp_path)
         assert workers.all([(add, (i,)) for i in range(4)]) == [7, 8, 9, 10]

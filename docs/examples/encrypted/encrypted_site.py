@@ -34,7 +34,7 @@ from medfl.flare.own import FILE, OwnSite, open_site, taken
 from medfl.planning import repeat
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_wire import wire_names
-from medfl.runtimes.monai_fl import ROUND, MedflClientAlgo, exchange_object
+from medfl.runtimes.monai_fl.client import ROUND, MedflClientAlgo, exchange_object
 
 RULES: Mapping[str, Any] = {
     "scopes": [

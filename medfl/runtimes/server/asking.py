@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from medfl import profiling
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State
 from medfl.evaluation.metrics import Cases
+from medfl.runtimes import profiling
 from medfl.runtimes.absent import Absent, Say, Tolerance, present
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.local.visits import scored, served, train, tried
+from medfl.runtimes.local.workers import Later, Task, Workers
 from medfl.runtimes.step import StepResult, introduce
-from medfl.runtimes.visits import scored, served, train, tried
-from medfl.runtimes.workers import Later, Task, Workers
 
 
 class Asking:

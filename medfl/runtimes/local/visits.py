@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl import profiling
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.storage import State, load_state, moved, save_state
 from medfl.evaluation.metrics import Cases
+from medfl.runtimes import profiling
 from medfl.runtimes.absent import Absent
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import StepResult, introduce, site_step

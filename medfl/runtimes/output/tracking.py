@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import write_atomic
-from medfl.runtimes.events import scalars
+from medfl.runtimes.output.events import scalars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,8 +23,8 @@ from medfl.methods.base import Synthetic
 from medfl.networks.heads import entering_head, head
 from medfl.report import pictures
 from medfl.report.pictures import Floats, Labels, Picture
-from medfl.runtimes import overlays, worst
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.output import overlays, worst
 from medfl.training.site import evaluating
 
 _COLUMNS = 8  # generated images of a class in a grid

@@ -35,7 +35,6 @@ from monai.fl.utils.constants import ExtraItems, FlPhase, FlStatistics, WeightTy
 from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
-from medfl import profiling
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError, MedflError, RunError, about_what_came
 from medfl.core.message import Message, Weights
@@ -44,11 +43,12 @@ from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.outbound import Outbound
-from medfl.runtimes.at_site import Aborted, AtSite
-from medfl.runtimes.data_stats import Bins, statistics
+from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.guard import Doing, Guard
-from medfl.runtimes.states import InFolder, InMemory, States
+from medfl.runtimes.monai_fl.data_stats import Bins, statistics
+from medfl.runtimes.monai_fl.guard import Doing, Guard
+from medfl.runtimes.monai_fl.states import InFolder, InMemory, States
+from medfl.runtimes.monai_fl.view import Aborted, AtSite
 from medfl.runtimes.step import UNSENT, StepResult, introduce, site_judge, site_step
 
 HOSTS = ("medfl", "averaging")

@@ -11,18 +11,18 @@ import torch
 from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
-from medfl import profiling
 from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.core.storage import State, load_state, moved, save_state
 from medfl.evaluation.metrics import Cases
-from medfl.runtimes import visits
-from medfl.runtimes.at_site import moved_message
+from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.monai_fl import JUDGE, LOSS, ROUND, MedflClientAlgo, exchange_object
-from medfl.runtimes.states import InMemory, States
+from medfl.runtimes.local import visits
+from medfl.runtimes.local.workers import Later, Task, Workers
+from medfl.runtimes.monai_fl.client import JUDGE, LOSS, ROUND, MedflClientAlgo, exchange_object
+from medfl.runtimes.monai_fl.states import InMemory, States
+from medfl.runtimes.monai_fl.view import moved_message
 from medfl.runtimes.step import StepResult, introduce, site_step
-from medfl.runtimes.workers import Later, Task, Workers
 
 
 class Exchange(Workers):

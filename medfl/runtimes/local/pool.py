@@ -17,13 +17,13 @@ from typing import Any, cast
 
 import torch
 
-from medfl import profiling
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Weights
 from medfl.core.shared_memory import Shared, pack, unpack
+from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.stock import Stock
-from medfl.runtimes.visits import answered
+from medfl.runtimes.local.visits import answered
+from medfl.runtimes.spilled_replies import Stock
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """(function, arguments after the federation)"""

@@ -12,9 +12,10 @@ from medfl.core.storage import State, file_sha256, weights_sha256
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, higher_is_better, spread, summarise
 from medfl.evaluation.slices import unit
-from medfl.runtimes.asking import Asking
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.overlays import chosen
+from medfl.runtimes.output.overlays import chosen
+from medfl.runtimes.server.asking import Asking
+from medfl.runtimes.spilled_replies import SitesWeights
 from medfl.runtimes.step import (
     StepResult,
     global_cases,
@@ -24,7 +25,6 @@ from medfl.runtimes.step import (
     site_masks,
     site_weights,
 )
-from medfl.runtimes.stock import SitesWeights
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.pool import Begun, Pool, made
-from medfl.runtimes.pool import Later as Later
-from medfl.runtimes.pool import Task as Task
-from medfl.runtimes.visits import answered
+from medfl.runtimes.local.pool import Begun, Pool, made
+from medfl.runtimes.local.pool import Later as Later
+from medfl.runtimes.local.pool import Task as Task
+from medfl.runtimes.local.visits import answered
 from medfl.training.accelerate.interleave import abreast
 from medfl.training.accelerate.pack_sites import Together
 
