@@ -29,7 +29,7 @@ from monai.losses import DiceCELoss
 from torch import Tensor, nn
 
 from medfl import datasets, networks
-from medfl.launch import federate
+from medfl.runs.launch import federate
 from medfl.runtimes.output.pictures import Pictures
 
 SGD = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}

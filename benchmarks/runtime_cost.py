@@ -29,7 +29,7 @@ import psutil
 from overhead import SGD, cohort, job_of
 from sockets import Received
 
-from medfl.launch import federate
+from medfl.runs.launch import federate
 
 SITES, IMAGES, SIZE = 2, 60, 28
 RUNTIMES = ("simulator", "monai-fl", "flare")

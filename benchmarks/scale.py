@@ -30,7 +30,7 @@ from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Stacked
 from medfl.evaluation.evaluators import ClassEvaluator
-from medfl.planning import versions
+from medfl.runs.plan import versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.simulator import Simulator

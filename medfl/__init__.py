@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from medfl.core.run import Run as Run
     from medfl.core.storage import State as State
     from medfl.core.task import Task as Task
-    from medfl.launch import federate as federate
     from medfl.methods.base import Method as Method
     from medfl.methods.base import option as option
-    from medfl.results import Result as Result
-    from medfl.results import load_run as load_run
+    from medfl.runs.launch import federate as federate
+    from medfl.runs.result import Result as Result
+    from medfl.runs.result import load_run as load_run
     from medfl.training.fit import fit as fit
     from medfl.training.site import Host as Host
     from medfl.training.site import Site as Site
@@ -40,7 +40,7 @@ _PUBLIC = {
     "InputError": "medfl.core.errors",
     "Message": "medfl.core.message",
     "Method": "medfl.methods.base",
-    "Result": "medfl.results",
+    "Result": "medfl.runs.result",
     "Run": "medfl.core.run",
     "RunError": "medfl.core.errors",
     "Site": "medfl.training.site",
@@ -48,9 +48,9 @@ _PUBLIC = {
     "Task": "medfl.core.task",
     "bundles": "medfl.api",
     "compare": "medfl.api",
-    "federate": "medfl.launch",
+    "federate": "medfl.runs.launch",
     "fit": "medfl.training.fit",
-    "load_run": "medfl.results",
+    "load_run": "medfl.runs.result",
     "option": "medfl.methods.base",
     "run": "medfl.api",
 }

@@ -16,9 +16,9 @@ from medfl.compare import compare as run_grid
 from medfl.comparison import Comparison
 from medfl.core.errors import InputError, RunError
 from medfl.core.type_checks import checked
-from medfl.launch import federate
-from medfl.planning import Request, check_names
-from medfl.results import Result
+from medfl.runs.launch import federate
+from medfl.runs.plan import Request, check_names
+from medfl.runs.result import Result
 
 Say = Callable[[str], object]
 _APART = ("bundle", "method", "options", "config")

@@ -337,7 +337,7 @@ _REQUESTED = (
 def _run(options: Any) -> int:
     jobs, set_, config = _jobs(options.jobs), _pairs("--set", options.options), _pairs("--config", options.config)
     with without_collecting():
-        from medfl.launch import federate  # torch and monai take seconds to import
+        from medfl.runs.launch import federate  # torch and monai take seconds to import
 
     document = federate(
         bundle=options.bundle,

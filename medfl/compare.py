@@ -37,8 +37,8 @@ from medfl.core.errors import InputError, MedflError
 from medfl.core.run_folder import read_run, safe
 from medfl.core.storage import write_atomic
 from medfl.data.on_device import within
-from medfl.launch import Shared, federate
-from medfl.planning import Plan, Request, device_named, plan
+from medfl.runs.launch import Shared, federate
+from medfl.runs.plan import Plan, Request, device_named, plan
 from medfl.scheduling import Schedule, Start, named
 
 Say = Callable[[str], object]

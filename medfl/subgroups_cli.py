@@ -10,7 +10,7 @@ from medfl import arguments
 from medfl.core import terminal
 
 if TYPE_CHECKING:
-    from medfl.subgroups import Estimate, Subgroups
+    from medfl.runs.subgroups import Estimate, Subgroups
 
 _EXAMPLES = """\
 examples
@@ -50,8 +50,8 @@ def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable
 
 
 def _subgroups(options: Any, show: Callable[..., int]) -> int:
-    from medfl.results import load_run
-    from medfl.subgroups import MIN_COUNT
+    from medfl.runs.result import load_run
+    from medfl.runs.subgroups import MIN_COUNT
 
     run = load_run(options.run)
     found = run.subgroups(options.by, MIN_COUNT if options.min_count is None else options.min_count)

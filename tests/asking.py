@@ -9,7 +9,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
 from medfl.data.public import Public
-from medfl.questions import Questions, public_classes
+from medfl.runs.teachers.questions import Questions, public_classes
 
 
 def opened(name: str, folder: Path, per_class: int = 10, size: int = 24, **config: object) -> Bundle:

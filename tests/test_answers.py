@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from medfl import answers
-from medfl.answers import Questions, obtain, open_teacher, split_names
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
+from medfl.runs.teachers import answers
+from medfl.runs.teachers.answers import Questions, obtain, open_teacher, split_names
 from tests.helpers import public_blobs
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from medfl import begun, cli, datasets
+from medfl import cli, datasets
 from medfl.core.storage import file_sha256
 from medfl.methods.local import Local
+from medfl.runs import resume as begun
 from tests.test_intact import aged
 
 SMALL = (

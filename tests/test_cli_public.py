@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from medfl import cli, datasets
-from medfl.answers import Teacher
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import Opened
 from medfl.core.errors import InputError
@@ -19,7 +18,8 @@ from medfl.core.run import PublicRecord
 from medfl.core.storage import cache_folder, load_weights
 from medfl.methods import load
 from medfl.networks import build
-from medfl.public_data import PublicPlan, chosen_items, plan_public, read_public
+from medfl.runs.public_data import PublicPlan, chosen_items, plan_public, read_public
+from medfl.runs.teachers.answers import Teacher
 from tests.zoo.build import ZOO
 
 SMALL = ("--config", "network=small_cnn", "--config", "image_size=16", "--batch-size", 8, "--jobs", 1)

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from medfl import cli, comparable, datasets, launch, planning
+from medfl import cli, comparable, datasets
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, RunError
 from medfl.core.gpu_memory import GIB, OUTSIDE, Gpu, apart, before_forks, peak, ran_out
+from medfl.runs import launch
+from medfl.runs import plan as planning
 
 SMALL = (
     "--config", "network=small_cnn", "--config", "image_size=16", "--sites", "2", "--rounds", "2", "--local-epochs",

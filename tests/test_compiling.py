@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from medfl import datasets
 from medfl.core.storage import load_weights
-from medfl.launch import federate
+from medfl.runs.launch import federate
 from medfl.training.accelerate import capture
 from medfl.training.accelerate import compiled as compiling
 from medfl.training.fit import FitReport, fit

@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from medfl import datasets, federate, launch, load_run, planning
-from medfl.answers import obtain, open_teacher
+from medfl import datasets, federate, load_run
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods import load, names
-from medfl.results import Result
+from medfl.runs import launch, plan
+from medfl.runs.result import Result
+from medfl.runs.teachers.answers import obtain, open_teacher
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
@@ -245,7 +246,7 @@ def lungs(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def images(chest: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Run `federate` on drawn radiographs; the command line knows no such device."""
-    monkeypatch.setattr(planning, "_device", lambda name: name)
+    monkeypatch.setattr(plan, "_device", lambda name: name)
     monkeypatch.setattr(launch, "free_memory", lambda device: ROOMY)
 
     def go(method: str, kind: str, out: Path, **settings: Any) -> dict[str, Any]:

@@ -32,10 +32,10 @@ from medfl.export import writing
 from medfl.export.checks import SCHEMA, problems
 from medfl.export.formats import Session, chosen
 from medfl.export.writing import export
-from medfl.launch import federate
 from medfl.networks.heads import head
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
+from medfl.runs.launch import federate
 from tests.zoo.build import ZOO
 
 ROOT = Path(__file__).parents[1]

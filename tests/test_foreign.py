@@ -17,7 +17,7 @@ from medfl.cli import main
 from medfl.core.errors import InputError
 from medfl.core.storage import load_weights
 from medfl.evaluation.metrics import higher_is_better
-from medfl.launch import federate
+from medfl.runs.launch import federate
 from tests.zoo.broken import BROKEN
 from tests.zoo.build import ZOO
 from tests.zoo.record import BrokenBundle, ZooBundle

@@ -14,15 +14,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from medfl import foundation
-from medfl.answers import obtain, open_teacher
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import at_hand
 from medfl.core.errors import InputError
 from medfl.datasets import read_pixels
-from medfl.foundation import MODELS, PHOTO_PROMPTS, prompts_for, zero_shot_head
-from medfl.questions import as_picture
+from medfl.runs.teachers import open_clip as foundation
+from medfl.runs.teachers.answers import obtain, open_teacher
+from medfl.runs.teachers.open_clip import MODELS, PHOTO_PROMPTS, prompts_for, zero_shot_head
+from medfl.runs.teachers.questions import as_picture
 from tests.asking import asked, opened
 
 CPU = torch.device("cpu")

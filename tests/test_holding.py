@@ -22,12 +22,13 @@ from monai.transforms import (
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from medfl import datasets, launch, planning
+from medfl import datasets
 from medfl.data import on_device
 from medfl.data.batch_transforms import recipe
 from medfl.data.byte_codes import Coded, encode, stacked
 from medfl.data.on_device import hold
 from medfl.data.prepared import Augmented, Prepared, Sampled, Shard, Stacked
+from medfl.runs import launch, plan
 from tests import pretended
 
 CPU = torch.device("cpu")
@@ -223,7 +224,7 @@ def test_the_free_memory_of_a_share(monkeypatch: pytest.MonkeyPatch, allowance: 
 def test_a_run_holds_its_data_in_its_share(
     device: torch.device, share: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(planning, "_device", lambda name: name)
+    monkeypatch.setattr(plan, "_device", lambda name: name)
     monkeypatch.setattr(launch, "free_memory", lambda device: ROOMY)
     shared, said = launch.Shared(), list[str]()
     shared.free = None if share is None else lambda device: share

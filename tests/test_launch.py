@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from medfl import datasets, launch
+from medfl import datasets
 from medfl.core.run import PartitionRecord
-from medfl.launch import federate
+from medfl.runs import launch
+from medfl.runs.launch import federate
 
 
 def division(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> str:

@@ -17,7 +17,7 @@ import pytest
 from medfl import datasets
 from medfl.core import storage
 from medfl.core.errors import InputError, RunError
-from medfl.launch import federate
+from medfl.runs.launch import federate
 
 ROUNDS = 4
 

@@ -15,8 +15,8 @@ import pytest
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.launch import federate
 from medfl.methods.fedbn import FedBN
+from medfl.runs.launch import federate
 
 ROUNDS = 3
 

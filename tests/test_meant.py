@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import medfl
-from medfl import datasets, launch, methods, networks
+from medfl import datasets, methods, networks
 from medfl.bundle import configuration, protocol
 from medfl.core.errors import InputError, meant
 from medfl.core.type_checks import misfits
 from medfl.data.partition import rules
-from medfl.planning import Request
+from medfl.runs import launch
+from medfl.runs.plan import Request
 
 
 def test_the_near_name_comes_before_the_advice() -> None:

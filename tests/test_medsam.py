@@ -16,13 +16,13 @@ from monai.bundle import ConfigParser
 from PIL import Image
 from torch import Tensor, nn
 
-from medfl import medsam
-from medfl.answers import obtain, open_teacher
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.datasets import read_pair
-from medfl.medsam import BoxOfMaskd, box_of, load, prepared, renamed
+from medfl.runs.teachers import medsam
+from medfl.runs.teachers.answers import obtain, open_teacher
+from medfl.runs.teachers.medsam import BoxOfMaskd, box_of, load, prepared, renamed
 from tests.asking import asked, opened
 
 CPU = torch.device("cpu")

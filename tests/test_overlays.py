@@ -22,12 +22,12 @@ from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Geometry, Stacked
 from medfl.evaluation.evaluators import MaskEvaluator
 from medfl.evaluation.slices import Plane, planes, unit
-from medfl.launch import federate
 from medfl.methods import load
 from medfl.report import dice_strip, overlays, write_report
 from medfl.report.dice_strip import dice_strips
 from medfl.report.overlays import Example, ranked
 from medfl.report.pictures import Picture, render
+from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
 from tests.helpers import SECTIONS, ToyBundle, run_record

@@ -22,7 +22,7 @@ from medfl.core.errors import InputError
 from medfl.data.partition.draw import canonical
 from medfl.data.partition.rules import parse
 from medfl.papers.tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, names, scaled
-from medfl.planning import Request
+from medfl.runs.plan import Request
 from tests.test_comparison import finished
 
 HERE = Path(__file__).resolve().parents[1]

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from medfl import datasets, planning
+from medfl import datasets
 from medfl.bundle.bundle import shipped_root
 from medfl.bundle.open import bundle_of
 from medfl.core.errors import InputError
-from medfl.planning import Request, again, plan, repeat
+from medfl.runs import plan as planning
+from medfl.runs.plan import Request, again, plan, repeat
 
 CONFIG = {"network": "small_cnn"}
 

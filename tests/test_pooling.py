@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from medfl import datasets
-from medfl.launch import federate
 from medfl.networks import build
+from medfl.runs.launch import federate
 from medfl.runtimes import federation
 from medfl.training.accelerate import max_pool
 from medfl.training.accelerate.max_pool import pooling_faster, pooling_plain

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from medfl import datasets, federate, launch
+from medfl import datasets, federate
 from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder, read_run
 from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
+from medfl.runs import launch
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
 from medfl.training.accelerate.precision import channels_last, tf32

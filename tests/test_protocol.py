@@ -7,7 +7,7 @@ import pytest
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.errors import InputError
-from medfl.planning import Request, plan
+from medfl.runs.plan import Request, plan
 
 PROTOCOL = {
     "rounds": 200,

@@ -17,7 +17,7 @@ import medfl
 from medfl import datasets
 from medfl.core.errors import InputError
 from medfl.report import activation_maps
-from medfl.results import Result, load_run
+from medfl.runs.result import Result, load_run
 
 CONFIG = {"network": "small_cnn", "image_size": 24}
 

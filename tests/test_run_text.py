@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from medfl import cli, datasets, run_text
+from medfl import cli, datasets
 from medfl.bundle import text_embeddings
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.prompts import Text
@@ -19,6 +19,7 @@ from medfl.bundle.text_embeddings import Embeddings, unit
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord
 from medfl.methods import load
+from medfl.runs import text_record
 from tests.helpers import run_record
 
 SMALL = (
@@ -51,8 +52,8 @@ def test_a_run_has_its_embeddings_with_it(scans: Path, tmp_path: Path, capsys: p
     file, out = written(tmp_path / "e.safetensors", 0), tmp_path / "run"
     first = run(scans, out, file)
     record = json.loads((out / "run.json").read_text())["text"]
-    kept = safetensors.torch.load_file(out / run_text.FILE)["embeddings"]
-    assert (record["plm"], record["shape"], record["sha256"]) == ("drawn", [6, 24, 16], run_text.fingerprint(kept))
+    kept = safetensors.torch.load_file(out / text_record.FILE)["embeddings"]
+    assert (record["plm"], record["shape"], record["sha256"]) == ("drawn", [6, 24, 16], text_record.fingerprint(kept))
     moved = run(scans, tmp_path / "moved", file.rename(tmp_path / "f.safetensors"))
     assert (moved["run_hash"], moved["weights_sha256"]) == (first["run_hash"], first["weights_sha256"])
     other = run(scans, tmp_path / "other", written(file, 1))
@@ -64,15 +65,15 @@ def test_a_run_has_its_embeddings_with_it(scans: Path, tmp_path: Path, capsys: p
     again = json.loads((tmp_path / "again" / "summary.json").read_text())
     assert again["weights_sha256"] == first["weights_sha256"]
     assert cli.main(["run", "--resume", "--out", str(out), "--rounds", "2", "--jobs", "1", "--quiet"]) == 0
-    safetensors.torch.save_file({"embeddings": kept.flip(0).contiguous()}, out / run_text.FILE)
+    safetensors.torch.save_file({"embeddings": kept.flip(0).contiguous()}, out / text_record.FILE)
     capsys.readouterr()
     assert cli.main(["run", "--resume", "--out", str(out), "--rounds", "3", "--jobs", "1", "--quiet"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"error: the text embeddings of {out / run_text.FILE} (checksum ")
+    assert last.startswith(f"error: the text embeddings of {out / text_record.FILE} (checksum ")
     assert "the run used those of 'drawn' with checksum" in last
-    (out / run_text.FILE).write_bytes(b"nonsense")
+    (out / text_record.FILE).write_bytes(b"nonsense")
     assert cli.main(["run", "--resume", "--out", str(out), "--rounds", "3", "--jobs", "1", "--quiet"]) == 2
-    assert f"{out / run_text.FILE} is damaged" in capsys.readouterr().err.splitlines()[-1]
+    assert f"{out / text_record.FILE} is damaged" in capsys.readouterr().err.splitlines()[-1]
 
 
 class Texts:
@@ -95,31 +96,31 @@ class Texts:
 
 def recorded(method: str = "fedcb", **options: Any) -> tuple[Any, Run]:
     found = load(method, options)
-    return found, run_record(method=method, text=run_text.record(Texts(E), found))  # type: ignore[arg-type]
+    return found, run_record(method=method, text=text_record.record(Texts(E), found))  # type: ignore[arg-type]
 
 
 def test_embeddings_are_kept_to_the_last_bit(tmp_path: Path) -> None:
     method, made = recorded()
-    run_text.keep(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
+    text_record.keep(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
     found = Texts(-E)
-    run_text.restore(found, made, method, tmp_path)  # type: ignore[arg-type]
+    text_record.restore(found, made, method, tmp_path)  # type: ignore[arg-type]
     assert torch.equal(found.values, E)
     with pytest.raises(InputError, match=r"the text embeddings of plm=.*; the run used those of 'model'"):
-        run_text.restore(Texts(-E), made, method, None)  # type: ignore[arg-type]
-    run_text.restore(Texts(E.clone()), made, method, None)  # type: ignore[arg-type]
+        text_record.restore(Texts(-E), made, method, None)  # type: ignore[arg-type]
+    text_record.restore(Texts(E.clone()), made, method, None)  # type: ignore[arg-type]
 
 
 def test_a_job_carries_them_as_json(tmp_path: Path) -> None:
     method, made = recorded()
-    (path,) = run_text.carry(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
+    (path,) = text_record.carry(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
     found = Texts(-E)
-    run_text.restore(found, made, method, tmp_path)  # type: ignore[arg-type]
+    text_record.restore(found, made, method, tmp_path)  # type: ignore[arg-type]
     assert torch.equal(found.values, E)
     for damaged in ("", "[]", "{}", '{"shape": [3, 4, 5], "float32": "?"}', '{"shape": [9], "float32": "AAAA"}'):
         path.write_text(damaged)
         with pytest.raises(InputError, match="text.json is damaged"):
-            run_text.restore(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
-    assert run_text.carry(Texts(E), run_record(), method, tmp_path) == []  # type: ignore[arg-type]
+            text_record.restore(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
+    assert text_record.carry(Texts(E), run_record(), method, tmp_path) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -168,4 +169,4 @@ def test_what_is_made_here_is_what_its_file_would_hold(tmp_path: Path, monkeypat
 
 
 def test_an_older_record_takes_what_is_found() -> None:
-    run_text.restore(Texts(E), run_record(), load("fedcb"), None)  # type: ignore[arg-type]
+    text_record.restore(Texts(E), run_record(), load("fedcb"), None)  # type: ignore[arg-type]

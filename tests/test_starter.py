@@ -21,8 +21,8 @@ from medfl import cli, datasets, new_cli
 from medfl.bundle import configuration, starter
 from medfl.core.errors import InputError
 from medfl.datasets import own
-from medfl.launch import federate
 from medfl.policy.inspection import inspect
+from medfl.runs.launch import federate
 
 SCHEMA = Path(medfl.__file__).parent / "schemas" / "bundle_metadata.json"
 

@@ -11,7 +11,7 @@ from sklearn.metrics import recall_score, roc_auc_score
 from medfl.bundle.case_metadata import band
 from medfl.core.errors import InputError
 from medfl.evaluation import delong
-from medfl.subgroups import of
+from medfl.runs.subgroups import of
 
 CLASSES = ("a", "b", "c")
 

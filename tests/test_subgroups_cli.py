@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from medfl.subgroups import Estimate, of
+from medfl.runs.subgroups import Estimate, of
 from medfl.subgroups_cli import _cell, text
 from tests.test_subgroups import CLASSES, rows
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from medfl import datasets, methods
 from medfl.core.storage import load_weights
-from medfl.launch import federate
 from medfl.methods import Method
 from medfl.networks import build
+from medfl.runs.launch import federate
 from medfl.runtimes import simulator
 from medfl.training.accelerate.capture import allowed
 from medfl.training.accelerate.interleave import abreast

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from medfl import datasets, methods
-from medfl.answers import obtain, open_teacher
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import PartitionRecord
@@ -20,8 +19,9 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import stream
 from medfl.core.storage import save_weights
 from medfl.core.task import Task
-from medfl.questions import Questions
-from medfl.trained import foreground
+from medfl.runs.teachers.answers import obtain, open_teacher
+from medfl.runs.teachers.questions import Questions
+from medfl.runs.teachers.trained import foreground
 from medfl.training.site import Networks
 from tests.asking import asked, opened
 from tests.helpers import run_record

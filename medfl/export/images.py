@@ -18,7 +18,7 @@ from medfl.bundle.open import PHANTOM, Say, bundle_of, with_data
 from medfl.data.prepare import Source, prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation.metrics import Cases
-from medfl.export.models import CPU, Model, RunResult
+from medfl.runs.networks_of_run import CPU, Model, RunResult
 
 _COUNT = {"classification": 8}
 _FEW = 3  # of masks, which take longer

@@ -25,7 +25,7 @@ from medfl.bundle.configuration import target_name
 from medfl.bundle.open import PHANTOM
 from medfl.core.run import Run
 from medfl.export.formats import Agreement, Seen, tiny
-from medfl.export.models import Model, RunResult
+from medfl.runs.networks_of_run import Model, RunResult
 
 PHANTOM_SAID = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
 _SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"

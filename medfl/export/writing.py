@@ -30,8 +30,8 @@ from medfl.export.checks import LARGE, problems
 from medfl.export.configs import Rewritten, adapted, starting, without_start
 from medfl.export.formats import FILES, LIMITS, Agreement, Seen, agreement, quiet, tiny, write
 from medfl.export.images import Images, plain, same_predictions, test_images
-from medfl.export.models import CPU, WHICH, Model, RunResult
 from medfl.export.texts import as_json, describe, every_option, large_files, listed, readme, record
+from medfl.runs.networks_of_run import CPU, WHICH, Model, RunResult
 
 _SCRIPTED = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
 _START = "$@bundle_root + '/models/model.safetensors'"

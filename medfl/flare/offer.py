@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl import methods, run_text
+from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM
 from medfl.core.errors import InputError
@@ -17,7 +17,8 @@ from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.run_folder import RunFolder
 from medfl.flare.files import RUN_FILE
 from medfl.flare.job import recipe, require_flare, write
-from medfl.planning import Request, plan
+from medfl.runs import text_record
+from medfl.runs.plan import Request, plan
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.flare_wire import flare_name
 
@@ -106,7 +107,7 @@ def export(
         raise InputError(f"--min-replies {least}", f"there are {len(sites)} sites", "ask for at most as many")
     with tempfile.TemporaryDirectory() as place:
         method = methods.load(run.method, run.options)
-        texts = run_text.carry(Bundle(bundle), run, method, Path(place))
+        texts = text_record.carry(Bundle(bundle), run, method, Path(place))
         if run.text is not None:  # where the embeddings lay here means nothing elsewhere
             run = replace(run, options={**run.options, "plm": _named(run.text.plm)})
         carried = Path(place) / RUN_FILE

@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 from jsonschema import Draft202012Validator
 
-from medfl import methods, run_text
+from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.configuration import shipped_folders
 from medfl.bundle.open import with_data
@@ -41,6 +41,7 @@ from medfl.core.untrusted import Refused, decode, read_plain, shown
 from medfl.data.prepared import Item
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
+from medfl.runs import text_record
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare_remote import names_only
 from medfl.runtimes.flare_wire import flare_name
@@ -247,7 +248,7 @@ def open_site(offered: Run, name: str, own: OwnSite, carried: Path | None = None
     items = {section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS}
     sites = {site: items if site == name else {} for site in run.partition.sites}
     run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=str(opened.bundle.root))
-    run_text.restore(opened.bundle, run, method, carried)
+    text_record.restore(opened.bundle, run, method, carried)
     federation = Federation(opened.bundle, method, run)
     federation.hold()
     return federation
@@ -275,7 +276,7 @@ def open_server(offered: Run, own: OwnSite, carried: Path | None = None) -> Fede
         )
     if own.data:
         bundle = with_data(own.bundle, own.data, offered.config, offered.device).bundle
-    run_text.restore(bundle, offered, method, carried)
+    text_record.restore(bundle, offered, method, carried)
     return names_only(bundle, method, offered, bool(own.data))
 
 

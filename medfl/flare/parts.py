@@ -30,7 +30,6 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
-from medfl import run_text
 from medfl.core.errors import InputError, MedflError, about_what_came
 from medfl.core.run import Run
 from medfl.core.run_folder import SITES, RunFolder
@@ -38,8 +37,9 @@ from medfl.core.storage import write_atomic
 from medfl.flare import tensors as flare_tensors
 from medfl.flare.files import failed, participants, read_run
 from medfl.flare.own import FILE, OwnSite, open_server, open_site, taken, unlimited
-from medfl.planning import repeat
 from medfl.report import write_report
+from medfl.runs import text_record
+from medfl.runs.plan import repeat
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
@@ -237,7 +237,7 @@ class RemoteController(_Controller):
         folder = ToldFolder(path)
         about = {"medfl": run.versions.get("medfl", ""), "task": bundle.task, "classes": list(bundle.classes)}
         about |= {"key_metric": bundle.key_metric, "command": "a FLARE job", "runtime": "flare"}
-        run_text.keep(bundle, run, federation.method, path)
+        text_record.keep(bundle, run, federation.method, path)
         folder.write_run(run, about)
         say(f"run folder: {path}")
         self._simulate(federation, folder, say, False, **_tracked(self._own.track))

@@ -6,7 +6,7 @@ Large sites j have a private large network w_j and a proxy of the small architec
 network, body theta with head phi, and a second head psi for public images. Only small networks travel.
 Small:   J = L_i + lambda_J R_i on theta, phi, psi (eq. 1-3):
          R_i = mean_p [CE(psi(theta(x_p)), y_p) + lambda_R KL(t_p || softmax psi(theta(x_p)))],
-         t_p = sum_m alpha_p^m T_m(x_p), the teachers' answers, asked for once (see medfl.answers).
+         t_p = sum_m alpha_p^m T_m(x_p), the teachers' answers, asked for once (see medfl.runs.teachers.answers).
 Large:   G = L_j + lambda_F KL(p || p~) + lambda_B sum_(r in Omega) -log p[r] (eq. 4-7), p~ of the proxy, p of the large
          network, Omega the proxy's top classes. The first divergence trains the proxy only, the rest the large network.
 Server:  w <- sum_c n_c w_c / sum_c n_c over surrogates and proxies.

@@ -33,9 +33,9 @@ from medfl.datasets.base import read_table
 from medfl.partner.case_findings import Findings
 from medfl.partner.connection import Kit, reach
 from medfl.partner.scanning import scan, sections
-from medfl.planning import versions
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
+from medfl.runs.plan import versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import step_bytes
 from medfl.training.fit import fit

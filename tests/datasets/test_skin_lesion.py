@@ -15,7 +15,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.datasets.ham10000 import CENTRES
 from medfl.methods import load
-from medfl.public_data import plan_public
+from medfl.runs.public_data import plan_public
 
 SECTIONS = ("train", "validate", "test")
 ISIC = "ISBI2016_ISIC_Part1"

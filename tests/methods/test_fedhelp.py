@@ -20,7 +20,7 @@ from medfl.methods.fedhelp import FedHelp, _Items, _Lesson, top_set
 from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence
 from medfl.networks import build
-from medfl.public_data import plan_public
+from medfl.runs.public_data import plan_public
 from medfl.training.site import Networks, snapshot
 from tests.helpers import Toy, adam, bits, blobs, classifier, public_blobs, sgd, simulate
 

@@ -16,9 +16,9 @@ from medfl.core.message import Message
 from medfl.core.run import PartitionRecord
 from medfl.core.storage import load_weights
 from medfl.data.prepared import Stacked
-from medfl.launch import federate
 from medfl.methods import load
 from medfl.methods.base import deal
+from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import global_cases, introduce, site_judge, site_step, site_weights
 from medfl.training.site import snapshot

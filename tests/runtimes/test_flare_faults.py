@@ -14,11 +14,12 @@ import pytest
 
 pytest.importorskip("nvflare")
 
-from medfl import datasets, launch
+from medfl import datasets
 from medfl.core.run_folder import RunFolder
 from medfl.flare import job as flare_job
 from medfl.flare.loopback import SERVER, Loopback
 from medfl.flare.parts import SIMULATED
+from medfl.runs import launch
 from tests.runtimes.test_flare_parity import CONFIG, left
 
 pytestmark = [

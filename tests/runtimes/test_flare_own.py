@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("nvflare")
 
-from medfl import datasets, launch, run_text
+from medfl import datasets
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import Embeddings, unit
@@ -28,6 +28,7 @@ from medfl.flare import offer as flare_offer
 from medfl.flare.files import read_run
 from medfl.flare.own import OwnSite, open_server, open_site, taken, unlimited
 from medfl.flare.parts import ALLOWED, SIMULATED
+from medfl.runs import launch, text_record
 from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.flare import FlareWorkers
@@ -415,13 +416,13 @@ def test_a_job_carries_the_text_embeddings(scans: dict[str, Path], tmp_path: Pat
     asked = {"config": CONFIG, "requested": {"method": "fedcb", "rounds": 1}, "options": {"plm": str(file)}}
     made = flare_offer.export("mednist", SITES, tmp_path / "job", rehearsal=True, **asked)
     file.unlink()
-    configs = sorted((tmp_path / "job").rglob(run_text.CARRIED))
+    configs = sorted((tmp_path / "job").rglob(text_record.CARRIED))
     assert configs
     assert all(path.parent.name == "config" for path in configs)
     run, folder = read_run(str(configs[0].parent.parent)), configs[0].parent
     assert (run.options["plm"], run.run_hash) == ("drawn", made["run_hash"])
     for federation in (open_site(run, "north", own(scans), folder), open_server(run, own(scans), folder)):
-        assert run_text.fingerprint(federation.task.embeddings("drawn")) == run.text.sha256
+        assert text_record.fingerprint(federation.task.embeddings("drawn")) == run.text.sha256
     with pytest.raises(InputError, match="language model 'drawn'"):
         open_site(run, "north", own(scans))
     configs[0].write_text(configs[0].read_text().replace("A", "B"))

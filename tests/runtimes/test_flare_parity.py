@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from medfl import cli, datasets, launch
+from medfl import cli, datasets
 from medfl.core.errors import InputError, RunError
 from medfl.core.storage import load_state, load_weights
+from medfl.runs import launch
 from tests.helpers import bits
 
 pytest.importorskip("nvflare")

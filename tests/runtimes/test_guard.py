@@ -13,13 +13,14 @@ import torch
 from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
-from medfl import datasets, launch
+from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.policy.audit import verified
 from medfl.policy.inspection import inspect
 from medfl.policy.outbound import Outbound
 from medfl.policy.policy import Policy
+from medfl.runs import launch
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.step import site_abroad, site_judge
 from tests.helpers import ToyBundle, bits

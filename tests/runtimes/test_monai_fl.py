@@ -18,7 +18,7 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from monai.utils import set_determinism
 from torch import Tensor, nn
 
-from medfl import cli, datasets, launch
+from medfl import cli, datasets
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
@@ -27,6 +27,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import stream
 from medfl.core.storage import load_state, load_weights
 from medfl.methods import load, names
+from medfl.runs import launch
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers

@@ -18,9 +18,9 @@ from medfl.core.message_limits import Caps
 from medfl.core.run import PartitionRecord
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights
-from medfl.launch import federate
 from medfl.methods import load
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
+from medfl.runs.launch import federate
 from medfl.runtimes.absent import Absent, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.visits import scored, train, tried

@@ -16,9 +16,9 @@ from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite
 from medfl.core.storage import State, load_state, save_state
-from medfl.launch import federate
 from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
+from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import UNSENT, StepResult, introduce, site_abroad, site_judge, site_step, site_weights
 from tests.helpers import ToyBundle, bits, public_blobs, run_record

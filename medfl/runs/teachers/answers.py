@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from medfl import foundation, medsam, trained
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.seeding import stream
 from medfl.core.storage import cache_folder, write_atomic
-from medfl.questions import Questions as Questions
-from medfl.questions import Teacher as Teacher
-from medfl.questions import public_classes
+from medfl.runs.teachers import medsam, open_clip, trained
+from medfl.runs.teachers.questions import Questions as Questions
+from medfl.runs.teachers.questions import Teacher as Teacher
+from medfl.runs.teachers.questions import public_classes
 
 Say = Callable[[str], object]
 
@@ -40,7 +40,7 @@ CLIP = 1e-4
 """Probabilities of masks are kept within CLIP .. 1 - CLIP, so that their logits are finite in half precision."""
 _SUM = 1e-3  # by which a distribution may miss 1
 _OPENERS: Mapping[str, Callable[[str, str, Bundle, torch.device], Teacher]] = {
-    **dict.fromkeys(foundation.MODELS, foundation.open_clip_teacher),
+    **dict.fromkeys(open_clip.MODELS, open_clip.open_clip_teacher),
     "medsam": medsam.open_medsam,
     "run": trained.open_run,
     "bundle": trained.open_bundle,

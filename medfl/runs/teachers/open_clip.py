@@ -22,7 +22,7 @@ from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import at_hand, unit
 from medfl.core.errors import InputError
 from medfl.core.storage import weights_sha256
-from medfl.questions import Questions, need_task, read_picture
+from medfl.runs.teachers.questions import Questions, need_task, read_picture
 
 MODELS = {
     "clip-vit-l14": ("ViT-L-14-quickgelu", "openai"),

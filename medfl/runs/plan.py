@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import yaml
 
-from medfl import methods, run_text
+from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM, Say, bundle_of, checked, with_data
 from medfl.bundle.protocol import options_for, resolved
@@ -29,7 +29,8 @@ from medfl.core.type_checks import misfits
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
-from medfl.public_data import PublicPlan, plan_public
+from medfl.runs import text_record
+from medfl.runs.public_data import PublicPlan, plan_public
 
 _LEAST = {
     "rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0, "pack": 1,
@@ -158,7 +159,7 @@ def plan(request: Request, say: Say = str) -> Plan:
         checked(request.bundle, {**config, **own}, device)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
-    text = run_text.record(bundle, method)
+    text = text_record.record(bundle, method)
     run = Run(
         bundle=bundle.name,
         bundle_path=str(bundle.root),
@@ -251,7 +252,7 @@ def repeat(run: Run, data: str | None = None, say: Say = str, folder: Path | Non
             f"the run used {run.data.source} data with checksum {run.data.checksum[:12]}",
             "give the same data with --data",
         )
-    run_text.restore(opened.bundle, run, method, folder)
+    text_record.restore(opened.bundle, run, method, folder)
     public = _repeated_public(run, method, opened.bundle, say)
     notes = opened.notes + tuple(public.notes(opened.bundle, _items(opened.bundle)) if public else ())
     run = dataclasses.replace(run, data=record, public=public.record if public else None)

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medfl import methods
-from medfl.begun import BESIDE, discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan, with_notes
-from medfl.begun import LISTED as _LISTED
 from medfl.bundle.configuration import shipped_folders
 from medfl.core.errors import InputError, meant
 from medfl.core.run import LOSSLESS, MEAN
@@ -25,10 +23,21 @@ from medfl.core.type_checks import checked
 from medfl.data.on_device import Free, free_memory
 from medfl.data.prepared import Prepared
 from medfl.flare import job as flare_job
-from medfl.planning import Plan, Request, check_kinds, plan
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.report import write_report
+from medfl.runs.plan import Plan, Request, check_kinds, plan
+from medfl.runs.resume import (
+    BESIDE,
+    discarding,
+    has_local,
+    is_due,
+    open_folder,
+    recorded_plan,
+    resumed_plan,
+    with_notes,
+)
+from medfl.runs.resume import LISTED as _LISTED
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.local import trial

@@ -18,7 +18,7 @@ from monai.data import MetaTensor
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl import methods, run_text
+from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.configuration import Configuration, config_file, own_modules, read
 from medfl.bundle.open import bundle_of
@@ -32,7 +32,8 @@ from medfl.core.task import Task
 from medfl.data.prepare import Samples, Source
 from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation.evaluators import ClassEvaluator
-from medfl.questions import Questions, public_classes
+from medfl.runs import text_record
+from medfl.runs.teachers.questions import Questions, public_classes
 from medfl.training.site import Networks
 
 _BATCH = 16
@@ -181,7 +182,7 @@ def _bundle_of(run: Run, folder: Path, device: torch.device) -> Bundle:
             f"the recorded one is {run.bundle_sha256[:12]}",
             "restore it, or train the teacher anew",
         )
-    run_text.restore(own, run, methods.load(run.method, run.options), folder)
+    text_record.restore(own, run, methods.load(run.method, run.options), folder)
     return own
 
 

@@ -27,7 +27,7 @@ from medfl.bundle.text_embeddings import at_hand
 from medfl.core.errors import InputError
 from medfl.core.storage import weights_sha256
 from medfl.datasets.readers.pairs import read_pair
-from medfl.questions import Picture, Questions, as_picture, need_task, read_picture
+from medfl.runs.teachers.questions import Picture, Questions, as_picture, need_task, read_picture
 
 HUB = "wanglab/medsam-vit-base"
 _WHERE = "medsam_vit_b.pth, see https://github.com/bowang-lab/MedSAM"

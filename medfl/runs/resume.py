@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl import run_text
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
 from medfl.core.run_integrity import committed, recorded
 from medfl.datasets import own
-from medfl.planning import Plan, again, plan, repeat, versions
 from medfl.report import partition_plot
+from medfl.runs import text_record
+from medfl.runs.plan import Plan, again, plan, repeat, versions
 from medfl.runtimes.federation import Federation
 
 Say = Callable[[str], object]
@@ -159,7 +159,7 @@ def open_folder(
         now = {"round": done, "versions": versions(), "command": command}
         told["resumed"] = [*(before.get("resumed") or []), now]
         command = before.get("command") or command
-    run_text.keep(made.bundle, made.run, made.method, path)
+    text_record.keep(made.bundle, made.run, made.method, path)
     folder.write_run(made.run, {**made.extra(command), **told})
     if len(made.run.partition.sites) <= LISTED:
         partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")

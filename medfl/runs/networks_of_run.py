@@ -27,10 +27,10 @@ from medfl.core.run_folder import RunFolder, read_run
 from medfl.core.storage import State, file_sha256, load_state, load_weights, weights_sha256
 from medfl.core.task import Task
 from medfl.methods.base import Method
-from medfl.planning import repeat
+from medfl.runs.plan import repeat
+from medfl.runs.teachers.trained import _bundle_of
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import _judged
-from medfl.trained import _bundle_of
 from medfl.training.accelerate.max_pool import pooling_plain
 from medfl.training.site import Networks
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from medfl.answers import Questions, Teacher, obtain, open_teacher, split_names
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM, Opened, Say, with_data
 from medfl.core.errors import InputError
@@ -25,6 +24,7 @@ from medfl.core.task import Task
 from medfl.data.prepared import Item, Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods.base import Method
+from medfl.runs.teachers.answers import Questions, Teacher, obtain, open_teacher, split_names
 
 _LEAST_SIDE, _DEPTH = 32, 16  # four halvings of a U-Net leave two pixels a side, and one slice
 _AUGMENTATION = "train#random_transforms"

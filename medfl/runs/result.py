@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from medfl import subgroups
 from medfl.bundle import case_metadata, new_images
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
@@ -24,14 +23,15 @@ from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation import metrics
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.evaluation.metrics import Cases
-from medfl.export.models import RunResult
-from medfl.planning import Plan, repeat
 from medfl.report import RunFolder, activation_maps, write_report
+from medfl.runs import subgroups
+from medfl.runs.networks_of_run import RunResult
+from medfl.runs.plan import Plan, repeat
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
     from medfl.report.activation_maps import ActivationMap
-    from medfl.subgroups import Subgroups
+    from medfl.runs.subgroups import Subgroups
 
 Record = dict[str, Any]
 Images = str | Path | Sequence[str | Path | NDArray[Any]]
