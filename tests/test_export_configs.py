@@ -11,9 +11,9 @@ import torch
 import yaml
 from torch import nn
 
-from medfl import exported
 from medfl.core.errors import InputError
 from medfl.core.storage import save_weights
+from medfl.export import network as exported
 from medfl.export.configs import Rewritten, adapted, starting, without_start
 
 TEXT = """\

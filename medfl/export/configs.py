@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from medfl.bundle.configuration import read
-from medfl.exported import TARGET
+from medfl.export.network import TARGET
 
 _TOP = re.compile(r"^([A-Za-z_+][\w#:+.-]*)[ \t]*:(?=\s|$)", re.MULTILINE)
 _SIMPLE = re.compile(r"^[^:]+:[ \t]*\S[^#\n]*?([ \t]+#[^\n]*)?\n?(\s*\n)*$")

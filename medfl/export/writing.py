@@ -18,7 +18,7 @@ import torch
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl import exported, methods
+from medfl import methods
 from medfl.bundle.configuration import Configuration, config_file, own_modules, read
 from medfl.bundle.open import Say
 from medfl.core.errors import InputError, RunError
@@ -26,6 +26,7 @@ from medfl.core.run_folder import safe
 from medfl.core.seeding import stream
 from medfl.core.storage import save_weights, write_atomic
 from medfl.core.task import Task
+from medfl.export import network as exported
 from medfl.export.checks import LARGE, problems
 from medfl.export.configs import Rewritten, adapted, starting, without_start
 from medfl.export.formats import FILES, LIMITS, Agreement, Seen, agreement, quiet, tiny, write
