@@ -12,7 +12,7 @@ import yaml
 from medfl import cli
 from medfl.core.errors import InputError
 from medfl.flare import cli as flare_cli
-from medfl.partner import serve
+from medfl.flare import serve
 
 pytest.importorskip("nvflare")
 

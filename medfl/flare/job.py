@@ -18,8 +18,8 @@ from typing import Any
 from medfl.core.errors import InputError, RunError
 from medfl.core.run import Run
 from medfl.flare.files import allow, participants, raise_failed
-from medfl.runtimes.flare import BESIDE, DONE, FAILED, SAID
-from medfl.runtimes.flare_wire import wire_names
+from medfl.flare.server import BESIDE, DONE, FAILED, SAID
+from medfl.flare.wire import wire_names
 
 Say = Callable[[str], object]
 MOST_SITES = 32

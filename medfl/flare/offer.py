@@ -17,10 +17,10 @@ from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.run_folder import RunFolder
 from medfl.flare.files import RUN_FILE
 from medfl.flare.job import recipe, require_flare, write
+from medfl.flare.wire import flare_name
 from medfl.runs import text_record
 from medfl.runs.plan import Request, plan
 from medfl.runtimes.absent import Tolerance
-from medfl.runtimes.flare_wire import flare_name
 
 OWN = "own"
 """The partition of a run whose sites have images of their own."""

@@ -39,12 +39,12 @@ from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.untrusted import Refused, decode, read_plain, shown
 from medfl.data.prepared import Item
+from medfl.flare.remote import names_only
+from medfl.flare.wire import flare_name
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs import text_record
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.flare_remote import names_only
-from medfl.runtimes.flare_wire import flare_name
 
 FILE = "medfl.yaml"
 _BYTES = 100_000

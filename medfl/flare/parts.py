@@ -35,21 +35,21 @@ from medfl.core.run import Run
 from medfl.core.run_folder import SITES, RunFolder
 from medfl.core.storage import write_atomic
 from medfl.flare import tensors as flare_tensors
+from medfl.flare import wire
 from medfl.flare.files import failed, participants, read_run
 from medfl.flare.own import FILE, OwnSite, open_server, open_site, taken, unlimited
+from medfl.flare.remote import ToldFolder
+from medfl.flare.server import BESIDE, DONE, FAILED, SAID, Answer, FlareWorkers
+from medfl.flare.wire import Parcel, from_model, to_model
 from medfl.report import write_report
 from medfl.runs import text_record
 from medfl.runs.plan import repeat
-from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.flare import BESIDE, DONE, FAILED, SAID, Answer, FlareWorkers
-from medfl.runtimes.flare_remote import ToldFolder
-from medfl.runtimes.flare_wire import Parcel, from_model, to_model
 from medfl.runtimes.simulator import Simulator
 
 if TYPE_CHECKING:
-    from medfl.runtimes.flare_site import FlareSite
+    from medfl.flare.site import FlareSite
 
 Say = Callable[[str], object]
 
@@ -299,7 +299,7 @@ class MedflExecutor(_Executor):
         self.folder, self.start = folder, start
 
     def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
-        from medfl.runtimes.flare_site import FlareSite  # imports all of MONAI FL, which the server does without
+        from medfl.flare.site import FlareSite  # imports all of MONAI FL, which the server does without
         from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
         os.chdir(self.start)
@@ -328,7 +328,7 @@ class RemoteExecutor(_Executor):
         self._own: OwnSite | None = None
 
     def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
-        from medfl.runtimes.flare_site import FlareSite
+        from medfl.flare.site import FlareSite
         from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
         self._own = own = OwnSite.read(Path(workspace.get_site_config_dir()) / FILE)
@@ -344,7 +344,7 @@ class RemoteExecutor(_Executor):
         self.logger.info(text)  # FLARE's log at the site; `self.log_info` would make an event of it
 
     def _failed(self, error: Exception, called: str) -> Parcel:
-        from medfl.runtimes.flare_site import masked
+        from medfl.flare.site import masked
         from medfl.runtimes.monai_fl.guard import Doing, Guard
 
         if self._own is not None and self._own.audit:

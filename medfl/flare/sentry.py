@@ -2,7 +2,7 @@
 
 FLARE asks its site's authorization policy whether a job may bring code, by the role that the server names, and looks at
 no list of classes where it may. A shell command is not even asked for where the server's message leaves that out. So a
-site of medfl does not rely on either: `medfl.partner.serve` names this validator in the kit's `local/resources.json`.
+site of medfl does not rely on either: `medfl.flare.serve` names this validator in the kit's `local/resources.json`.
 """
 
 from __future__ import annotations

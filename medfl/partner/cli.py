@@ -11,7 +11,7 @@ from typing import Any
 from medfl.arguments import number
 from medfl.core import terminal
 from medfl.core.errors import InputError
-from medfl.partner import serve
+from medfl.flare import serve
 
 _EXAMPLES = """\
 examples

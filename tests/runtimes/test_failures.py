@@ -13,12 +13,12 @@ import torch
 pytest.importorskip("nvflare")
 
 from medfl.core.errors import InputError, RunError, identity
+from medfl.flare import wire
 from medfl.flare.parts import RemoteExecutor
+from medfl.flare.site import FlareSite
+from medfl.flare.wire import Parcel, counting, said
 from medfl.policy.audit import verified
-from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.flare_site import FlareSite
-from medfl.runtimes.flare_wire import Parcel, counting, said
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from tests.runtimes.test_flare_parts import Workspace, asked, job, local
 from tests.runtimes.test_monai_fl import federation

@@ -21,13 +21,13 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights
+from medfl.flare import wire
+from medfl.flare.server import Answer, FlareWorkers
+from medfl.flare.site import FlareSite
+from medfl.flare.wire import Parcel, from_model, to_model
 from medfl.methods import load, names
-from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.absent import Absent, Tolerance
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.flare import Answer, FlareWorkers
-from medfl.runtimes.flare_site import FlareSite
-from medfl.runtimes.flare_wire import Parcel, from_model, to_model
 from medfl.runtimes.local.visits import train
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import MedflClientAlgo

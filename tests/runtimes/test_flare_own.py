@@ -25,15 +25,15 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights
 from medfl.data.prepared import Batch, Prepared
 from medfl.flare import offer as flare_offer
+from medfl.flare import wire
 from medfl.flare.files import read_run
 from medfl.flare.own import OwnSite, open_server, open_site, taken, unlimited
 from medfl.flare.parts import ALLOWED, SIMULATED
+from medfl.flare.remote import ToldFolder, told_mean
+from medfl.flare.server import FlareWorkers
+from medfl.flare.site import FlareSite
 from medfl.runs import launch, text_record
-from medfl.runtimes import flare_wire as wire
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.flare import FlareWorkers
-from medfl.runtimes.flare_remote import ToldFolder, told_mean
-from medfl.runtimes.flare_site import FlareSite
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
 from tests.helpers import bits

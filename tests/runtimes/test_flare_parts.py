@@ -25,6 +25,7 @@ from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.flare import offer as flare_offer
 from medfl.flare import tensors as flare_tensors
+from medfl.flare import wire
 from medfl.flare.files import allow, failed, raise_failed, read_run
 from medfl.flare.job import recipe
 from medfl.flare.own import unlimited
@@ -34,9 +35,8 @@ from medfl.flare.parts import (
     RemoteController,
     RemoteExecutor,
 )
-from medfl.runtimes import flare_wire as wire
-from medfl.runtimes.flare import BESIDE, FAILED, SAID
-from medfl.runtimes.flare_wire import Parcel, from_model, to_model
+from medfl.flare.server import BESIDE, FAILED, SAID
+from medfl.flare.wire import Parcel, from_model, to_model
 
 CONFIG = {"network": "small_cnn", "image_size": 16}
 

@@ -31,9 +31,9 @@ from medfl.core.run import Run
 from medfl.core.storage import save_weights
 from medfl.flare.files import participants, read_run
 from medfl.flare.own import FILE, OwnSite, open_site, taken
+from medfl.flare.wire import wire_names
 from medfl.runs.plan import repeat
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.flare_wire import wire_names
 from medfl.runtimes.monai_fl.client import ROUND, MedflClientAlgo, exchange_object
 
 RULES: Mapping[str, Any] = {

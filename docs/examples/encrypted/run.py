@@ -32,8 +32,8 @@ from medfl.core.storage import load_weights
 from medfl.flare.files import participants
 from medfl.flare.job import require_flare
 from medfl.flare.loopback import SERVER, Loopback
+from medfl.flare.wire import wire_names
 from medfl.runs.launch import federate
-from medfl.runtimes.flare_wire import wire_names
 
 HERE = Path(__file__).resolve().parent
 PLAIN, ENCRYPTED, FEDERATION, WITNESSED = "plain", "encrypted", "federation", "server.jsonl"

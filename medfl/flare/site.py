@@ -24,9 +24,9 @@ from medfl.core.storage import State
 from medfl.core.untrusted import shown
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, summarise
-from medfl.runtimes import flare_wire as wire
+from medfl.flare import wire
+from medfl.flare.wire import Parcel
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.flare_wire import Parcel
 from medfl.runtimes.monai_fl.client import JUDGE, KEPT, LOSS, ROUND, MedflClientAlgo
 from medfl.runtimes.monai_fl.guard import in_words
 from medfl.runtimes.step import site_abroad, site_judge, site_masks, site_step, site_weights

@@ -14,9 +14,9 @@ from medfl.bundle.sections import SECTIONS
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Batch, Prepared, Stacked
+from medfl.flare.server import FlareWorkers
 from medfl.methods.base import Method
 from medfl.runtimes.federation import Federation, prepared_sections
-from medfl.runtimes.flare import FlareWorkers
 
 Told = Mapping[str, float]
 

@@ -20,11 +20,11 @@ from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
-from medfl.runtimes import flare_wire as wire
+from medfl.flare import wire
+from medfl.flare.wire import Parcel
 from medfl.runtimes import profiling
 from medfl.runtimes.absent import Absent
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.flare_wire import Parcel
 from medfl.runtimes.local import visits
 from medfl.runtimes.local.workers import Later, Task, Workers
 from medfl.runtimes.monai_fl.view import moved_message
