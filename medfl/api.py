@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from medfl.bundle.configuration import shipped
-from medfl.compare import Entry, Grid, write_tables
-from medfl.compare import compare as run_grid
-from medfl.comparison import Comparison
+from medfl.compare.comparison import Comparison
+from medfl.compare.grid import Entry, Grid, write_tables
+from medfl.compare.grid import compare as run_grid
 from medfl.core.errors import InputError, RunError
 from medfl.core.type_checks import checked
 from medfl.runs.launch import federate

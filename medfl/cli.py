@@ -249,7 +249,7 @@ def _compare(options: Any) -> int:
     jobs, set_, config = _jobs(options.jobs), _pairs("--set", options.options), _pairs("--config", options.config)
     seeds = _seeds(options.seeds or "0,1,2")
     with without_collecting():
-        from medfl.compare import Entry, Grid, compare, write_tables
+        from medfl.compare.grid import Entry, Grid, compare, write_tables
 
     names = [name.strip() for name in options.methods.split(",") if name.strip()] + options.entries
     if not names:
@@ -275,7 +275,7 @@ def _compare(options: Any) -> int:
     document |= {"tables": {form: str(path) for form, path in written.items()}, "ranks": found.ranks()}
     lines = [written["md"].read_text(), *(f"written: {path}" for path in written.values())]
     if options.published:
-        from medfl.papers.runs import published
+        from medfl.compare.papers.runs import published
 
         document["published"] = published(found)
         lines += ["", "## Beside the papers' figures", *document["published"]]
@@ -293,8 +293,8 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 def _paper(options: Any) -> int:
     with without_collecting():
-        from medfl.papers import runs as paper_runs
-        from medfl.papers import tables as paper_tables
+        from medfl.compare.papers import runs as paper_runs
+        from medfl.compare.papers import tables as paper_tables
 
     for flag, value in (("--against", options.against), ("--target", options.target), ("--method", options.entries)):
         if value:

@@ -40,7 +40,7 @@ def add(verbs: Any, parser_class: Any, verb: Callable[..., Any], show: Callable[
 
 def _report(options: Any, show: Callable[..., int]) -> int:
     if options.out is not None:
-        from medfl.side_by_side import write_page
+        from medfl.compare.side_by_side import write_page
 
         written = [str(write_page(options.folders, options.out))]
     else:
@@ -48,12 +48,12 @@ def _report(options: Any, show: Callable[..., int]) -> int:
 
         written = [str(write_report(folder)) for folder in options.folders]
     if options.curves is not None:
-        from medfl.curves import write_curves
+        from medfl.compare.curves import write_curves
 
         written.append(str(write_curves(options.folders, options.curves)))
     if options.gains is None:
         return show(options, {"reports": written}, lambda: "\n".join(written))
-    from medfl.gains import write_gains
+    from medfl.compare.gains import write_gains
 
     found, file = write_gains(options.folders, options.gains)
     written.append(str(file))

@@ -14,7 +14,7 @@ import pytest
 
 import medfl
 from medfl import cli, datasets
-from medfl.compare import Entry
+from medfl.compare.grid import Entry
 from medfl.core.errors import InputError
 
 SMALL = (

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from medfl import cli, comparable, datasets
+from medfl import cli, datasets
+from medfl.compare import checks as comparable
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, RunError
 from medfl.core.gpu_memory import GIB, OUTSIDE, Gpu, apart, before_forks, peak, ran_out

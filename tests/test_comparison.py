@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from medfl import tables
-from medfl.compare import titled
-from medfl.comparison import Comparison, Spread, progress, read
+from medfl.compare import tables
+from medfl.compare.comparison import Comparison, Spread, progress, read
+from medfl.compare.grid import titled
 from medfl.core.errors import InputError
 from medfl.report import RunFolder
 from tests.test_curves import folder

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from medfl.cli import main
+from medfl.compare.curves import curves, labels, progress
 from medfl.core.errors import InputError
-from medfl.curves import curves, labels, progress
 from medfl.report import RunFolder
 from medfl.report.pictures import Picture
 

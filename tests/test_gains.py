@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from medfl.cli import main
+from medfl.compare.gains import draw, gains
 from medfl.core.errors import InputError
-from medfl.gains import draw, gains
 from tests.test_curves import folder
 
 SITES = {"big": 30, "tiny": 4}

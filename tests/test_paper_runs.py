@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from medfl import cli, datasets
-from medfl.comparison import read
-from medfl.papers.runs import published
+from medfl.compare.comparison import read
+from medfl.compare.papers.runs import published
 
 PART = (
     "--methods", "fedavg,fedetf", "--partition", "dirichlet:0.1", "--seeds", "0", "--scale", "0.01",

@@ -16,12 +16,12 @@ import pytest
 from medfl import datasets, methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.protocol import options_for, resolved
-from medfl.compare import Entry, Grid
-from medfl.comparison import Comparison, read
+from medfl.compare.comparison import Comparison, read
+from medfl.compare.grid import Entry, Grid
+from medfl.compare.papers.tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, names, scaled
 from medfl.core.errors import InputError
 from medfl.data.partition.draw import canonical
 from medfl.data.partition.rules import parse
-from medfl.papers.tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, names, scaled
 from medfl.runs.plan import Request
 from tests.test_comparison import finished
 

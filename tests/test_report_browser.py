@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from medfl.compare.side_by_side import write_page
 from medfl.report import pictures, write_report
-from medfl.side_by_side import write_page
 from tests.browser import Browser, browser, executable
 from tests.run_folders import build
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from medfl.compare.scheduling import Kind, Schedule, Start, allowance, described, most, next_start, remaining
 from medfl.core.gpu_memory import GIB
-from medfl.scheduling import Kind, Schedule, Start, allowance, described, most, next_start, remaining
 
 MEMORY = 100 * GIB
 

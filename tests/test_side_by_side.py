@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from medfl.compare.side_by_side import names, write_page
 from medfl.core.errors import InputError
 from medfl.report import RunFolder
-from medfl.side_by_side import names, write_page
 from tests.run_folders import Make, Page, build
 
 

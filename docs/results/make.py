@@ -39,12 +39,12 @@ from typing import Any
 
 import yaml
 
-from medfl.comparison import Spread
+from medfl.compare.comparison import Spread
+from medfl.compare.papers import tables as paper_tables
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.storage import write_atomic
 from medfl.evaluation import metrics
-from medfl.papers import tables as paper_tables
 from medfl.report import RunFolder
 
 HERE = Path(__file__).resolve().parent

@@ -30,8 +30,11 @@ from typing import Any
 from tabulate import LATEX_ESCAPE_RULES
 from tqdm import tqdm
 
-from medfl import comparable, curves, methods, tables
-from medfl.comparison import Comparison, read
+from medfl import methods
+from medfl.compare import checks as comparable
+from medfl.compare import curves, tables
+from medfl.compare.comparison import Comparison, read
+from medfl.compare.scheduling import Schedule, Start, named
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, MedflError
 from medfl.core.run_folder import read_run, safe
@@ -39,7 +42,6 @@ from medfl.core.storage import write_atomic
 from medfl.data.on_device import within
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, plan
-from medfl.scheduling import Schedule, Start, named
 
 Say = Callable[[str], object]
 _FAILED = "failed.txt"

@@ -9,14 +9,14 @@ from typing import Any
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.protocol import resolved
-from medfl.compare import Grid, Say, compare, write_tables
-from medfl.comparison import Comparison
+from medfl.compare.comparison import Comparison
+from medfl.compare.grid import Grid, Say, compare, write_tables
+from medfl.compare.papers import tables as paper_tables
+from medfl.compare.papers.tables import PaperTable
+from medfl.compare.tables import rendered
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.methods import load, values_of
-from medfl.papers import tables as paper_tables
-from medfl.papers.tables import PaperTable
-from medfl.tables import rendered
 
 _HEADS = ("partition", "method", "metric, %", "ours", "published", "difference")
 

@@ -40,8 +40,8 @@ from typing import Any
 import yaml
 
 from medfl.bundle.protocol import resolved
-from medfl.compare import Entry, Grid
-from medfl.comparison import Comparison, Row, Spread
+from medfl.compare.comparison import Comparison, Row, Spread
+from medfl.compare.grid import Entry, Grid
 from medfl.core.errors import InputError
 from medfl.report import RunFolder
 

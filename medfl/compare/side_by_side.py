@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl import curves, methods
+from medfl import methods
+from medfl.compare import curves
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics, roc

@@ -15,9 +15,9 @@ from typing import Any
 
 from scipy import stats
 
-from medfl.comparable import differences
+from medfl.compare.checks import differences
+from medfl.compare.curves import labels, progress
 from medfl.core.errors import InputError
-from medfl.curves import labels, progress
 from medfl.evaluation import metrics
 from medfl.report import RunFolder
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medfl.compare.curves import labels
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
-from medfl.curves import labels
 from medfl.evaluation import metrics
 from medfl.report import RunFolder
 from medfl.report.partition_plot import INK, SOFT, shorten

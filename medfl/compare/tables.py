@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from medfl.comparison import Column, Comparison, Spread, Test
+from medfl.compare.comparison import Column, Comparison, Spread, Test
 
 FORMATS = {"md": "github", "tex": "latex_booktabs"}
 _UNITS = {"bytes": (1e6, "MB"), "seconds": (1.0, "s"), "count": (1.0, ""), "metric": (0.01, "%")}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl import curves
+from medfl.compare import curves
 from medfl.core.errors import InputError, meant
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder as OwnFolder
