@@ -51,7 +51,7 @@ gpu-kit: $(TEST)/.installed
 
 # What the README and docs/ say of the code is made from it, the tables of docs/results.md from the summaries of runs.
 docs: $(TEST)/.installed
-	$(TEST)/bin/python -m medfl.catalogue README.md
+	$(TEST)/bin/python -m medfl.cli.catalogue README.md
 	$(TEST)/bin/python docs/site/generate.py
 	$(TEST)/bin/python docs/results/make.py
 

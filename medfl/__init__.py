@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from medfl.core.importing import without_collecting
 
 if TYPE_CHECKING:
-    from medfl.api import bundles as bundles
-    from medfl.api import compare as compare
-    from medfl.api import run as run
     from medfl.bundle.bundle import Bundle as Bundle
+    from medfl.cli.api import bundles as bundles
+    from medfl.cli.api import compare as compare
+    from medfl.cli.api import run as run
     from medfl.core.errors import InputError as InputError
     from medfl.core.errors import RunError as RunError
     from medfl.core.message import Message as Message
@@ -46,13 +46,13 @@ _PUBLIC = {
     "Site": "medfl.training.site",
     "State": "medfl.core.storage",
     "Task": "medfl.core.task",
-    "bundles": "medfl.api",
-    "compare": "medfl.api",
+    "bundles": "medfl.cli.api",
+    "compare": "medfl.cli.api",
     "federate": "medfl.runs.launch",
     "fit": "medfl.training.fit",
     "load_run": "medfl.runs.result",
     "option": "medfl.methods.base",
-    "run": "medfl.api",
+    "run": "medfl.cli.api",
 }
 
 __all__ = sorted(_PUBLIC)

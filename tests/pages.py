@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from medfl import cli
+from medfl.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

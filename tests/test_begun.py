@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from medfl import cli, datasets
+from medfl import datasets
+from medfl.cli import main as cli
 from medfl.core.storage import file_sha256
 from medfl.methods.local import Local
 from medfl.runs import resume as begun

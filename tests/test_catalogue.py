@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from medfl import catalogue, datasets, methods
+from medfl import datasets, methods
 from medfl.bundle.bundle import shipped
+from medfl.cli import catalogue
 from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.methods.base import Method, option
@@ -186,11 +187,11 @@ def _marked(methods_table: str, bundles_table: str) -> str:
 
 
 def test_the_readme_tables_are_fresh(tmp_path: Path) -> None:
-    """`python -m medfl.catalogue README.md` brings them up to date."""
+    """`python -m medfl.cli.catalogue README.md` brings them up to date."""
     text = README.read_text(encoding="utf-8")
     copy = tmp_path / "README.md"
     copy.write_text(text, encoding="utf-8")
-    assert not catalogue.refresh(copy), "run: python -m medfl.catalogue README.md"
+    assert not catalogue.refresh(copy), "run: python -m medfl.cli.catalogue README.md"
 
 
 def test_refresh_replaces_what_is_marked_and_nothing_else(tmp_path: Path) -> None:

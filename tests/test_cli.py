@@ -19,8 +19,9 @@ import pytest
 import torch
 from PIL import Image
 
-from medfl import cli, datasets
+from medfl import datasets
 from medfl.bundle import bundle
+from medfl.cli import main as cli
 from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
 from medfl.training.fit import fit

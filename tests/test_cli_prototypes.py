@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from medfl import cli, datasets
+from medfl import datasets
+from medfl.cli import main as cli
 
 METHODS = {
     "fedproto": (), "pfedpm": (), "relation": ("--set", "predict=relation"), "fedmr": (), "fedproc": (),

@@ -10,9 +10,10 @@ from typing import cast
 import pytest
 import torch
 
-from medfl import cli, datasets
+from medfl import datasets
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import Opened
+from medfl.cli import main as cli
 from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
 from medfl.core.storage import cache_folder, load_weights

@@ -13,11 +13,12 @@ import pytest
 import torch
 import yaml
 
-from medfl import cli, datasets
+from medfl import datasets
 from medfl.bundle import bundle
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.prompts import read_text
 from medfl.bundle.text_embeddings import Embeddings
+from medfl.cli import main as cli
 from medfl.core.message import Message
 from medfl.core.storage import load_state, load_weights
 from medfl.methods.fedbm import FedBM

@@ -10,7 +10,8 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from medfl import cli, datasets
+from medfl import datasets
+from medfl.cli import main as cli
 
 Edit = Callable[[Path, Path], None]
 

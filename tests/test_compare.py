@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import medfl
-from medfl import cli, datasets
+from medfl import datasets
+from medfl.cli import main as cli
 from medfl.compare.grid import Entry
 from medfl.core.errors import InputError
 

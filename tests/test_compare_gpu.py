@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from medfl import cli, datasets
+from medfl import datasets
+from medfl.cli import main as cli
 from medfl.compare import checks as comparable
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, RunError

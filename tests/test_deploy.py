@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from medfl import cli, datasets
+from medfl import datasets
 from medfl.bundle.bundle import shipped_root
+from medfl.cli import main as cli
 from medfl.methods import names
 from medfl.policy.audit import verified
 from medfl.policy.outbound import Outbound

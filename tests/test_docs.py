@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 import medfl
-from medfl import cli, methods
+from medfl import methods
 from medfl.bundle.bundle import shipped
+from medfl.cli import main as cli
 from tests.pages import DOCS, FLARE, NOT_RUN, PAGES, README, blocks, commands, inline
 
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]

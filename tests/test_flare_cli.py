@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from medfl import cli
+from medfl.cli import flare as flare_cli
+from medfl.cli import main as cli
 from medfl.core.errors import InputError
-from medfl.flare import cli as flare_cli
 from medfl.flare import serve
 
 pytest.importorskip("nvflare")

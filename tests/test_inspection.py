@@ -17,8 +17,8 @@ import pytest
 import torch
 from monai.bundle import ConfigParser
 
-from medfl import cli
 from medfl.bundle.configuration import shipped_root
+from medfl.cli import main as cli
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused
 from medfl.policy import allowed

@@ -99,5 +99,5 @@ def test_options_that_are_no_dict(options: Any) -> None:
 def test_what_fits() -> None:
     given = {"bundle": "x", "rounds": 3, "lr": 1, "sites": None, "presets": ("a",), "options": {"mu": 1}}
     assert [*misfits(Request, given)] == []
-    assert medfl.api._plain(np.int64(3)) == 3
-    assert type(medfl.api._plain(np.int64(3))) is int
+    assert medfl.cli.api._plain(np.int64(3)) == 3
+    assert type(medfl.cli.api._plain(np.int64(3))) is int

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from medfl import cli, datasets
+from medfl import datasets
+from medfl.cli import main as cli
 from medfl.compare.comparison import read
 from medfl.compare.papers.runs import published
 

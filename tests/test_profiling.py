@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from medfl import cli, datasets
+from medfl import datasets
+from medfl.cli import main as cli
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods import load

@@ -11,11 +11,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from medfl import cli, datasets
+from medfl import datasets
 from medfl.bundle import text_embeddings
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import Embeddings, unit
+from medfl.cli import main as cli
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord
 from medfl.methods import load

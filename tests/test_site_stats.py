@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medfl import cli, datasets
+from medfl import datasets
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import with_data
+from medfl.cli import main as cli
 from medfl.core.errors import InputError
 from medfl.partner.scanning import scan
 from medfl.partner.statistics import FORM, OTHERS, UNRECORDED, Asked, _Counts, bins_of, encoded, gather, text

@@ -17,8 +17,10 @@ from monai.data import MetaTensor
 from PIL import Image
 
 import medfl
-from medfl import cli, datasets, new_cli
+from medfl import datasets
 from medfl.bundle import configuration, starter
+from medfl.cli import main as cli
+from medfl.cli import new
 from medfl.core.errors import InputError
 from medfl.datasets import own
 from medfl.policy.inspection import inspect
@@ -248,7 +250,7 @@ def test_the_verb_says_what_it_saw_and_how_to_go_on(labelled: Path, tmp_path: Pa
         return parser
 
     parser = argparse.ArgumentParser()
-    new_cli.add(parser.add_subparsers(), argparse.ArgumentParser, verb, lambda _, d, t: said.append((d, t())) or 0)
+    new.add(parser.add_subparsers(), argparse.ArgumentParser, verb, lambda _, d, t: said.append((d, t())) or 0)
     options = parser.parse_args(["new", str(tmp_path / "mine"), "--images", str(labelled)])
     assert options.verb(options) == 0
     ((document, text),) = said

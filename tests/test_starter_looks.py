@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 import medfl
-from medfl import cli
 from medfl.bundle import starter
+from medfl.cli import main as cli
 from medfl.core.errors import InputError
 
 DRAWS = np.random.default_rng(0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from medfl.cli.subgroups import _cell, text
 from medfl.runs.subgroups import Estimate, of
-from medfl.subgroups_cli import _cell, text
 from tests.test_subgroups import CLASSES, rows
 
 

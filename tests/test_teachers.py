@@ -15,11 +15,12 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from medfl import cli, datasets
+from medfl import datasets
 from medfl.bundle import text_embeddings
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import Embeddings, build, cached, load, obtain, unit
+from medfl.cli import main as cli
 from medfl.core.errors import InputError
 from medfl.methods._parts.text_classifier import check
 

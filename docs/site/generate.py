@@ -16,8 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from medfl import catalogue, cli, methods
+from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
+from medfl.cli import catalogue
+from medfl.cli import main as cli
 from medfl.core import terminal
 from medfl.core.storage import write_atomic
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from medfl import cli, datasets
+from medfl import datasets
+from medfl.cli import main as cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.storage import load_state, load_weights
 from medfl.runs import launch

@@ -18,8 +18,9 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from monai.utils import set_determinism
 from torch import Tensor, nn
 
-from medfl import cli, datasets
+from medfl import datasets
 from medfl.bundle.bundle import Bundle
+from medfl.cli import main as cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.core.run import PartitionRecord

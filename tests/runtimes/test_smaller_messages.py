@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from medfl import cli, datasets
+from medfl import datasets
+from medfl.cli import main as cli
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite

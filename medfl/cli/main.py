@@ -16,13 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from medfl import arguments, new_cli, report_cli, subgroups_cli
+from medfl.cli import arguments, new, subgroups
+from medfl.cli import export as export_cli
+from medfl.cli import flare as flare_cli
+from medfl.cli import report as report_cli
+from medfl.cli import site as site_cli
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError, meant
 from medfl.core.importing import without_collecting
-from medfl.export import cli as export_cli
-from medfl.flare import cli as flare_cli
-from medfl.partner import cli as site_cli
 
 _EXIT_INTERRUPTED = 130
 
@@ -130,7 +131,7 @@ def _parser() -> _Parser:
     _add_compare(verbs)
     _add_data(verbs)
     _add_concepts(verbs)
-    for module in (new_cli, report_cli, subgroups_cli, export_cli, site_cli):
+    for module in (new, report_cli, subgroups, export_cli, site_cli):
         module.add(verbs, _Parser, _verb, _show)
     flare_cli.add(verbs, _Parser, _verb, _show, _run_flags, _run, _pairs)
     return parser
@@ -391,14 +392,14 @@ def _pairs(flag: str, given: Sequence[str]) -> dict[str, str]:
 
 
 def _methods(options: Any) -> int:
-    from medfl import catalogue
+    from medfl.cli import catalogue
 
     document = catalogue.methods(options.name)
     return _show(options, document, lambda: catalogue.methods_text(document, terminal.width()))
 
 
 def _bundles(options: Any) -> int:
-    from medfl import catalogue
+    from medfl.cli import catalogue
 
     document = catalogue.bundles(options.name)
     return _show(options, document, lambda: catalogue.bundles_text(document, terminal.width()))
@@ -447,7 +448,8 @@ def _data_fetch(options: Any) -> int:
 
 
 def _data_check(options: Any) -> int:
-    from medfl import catalogue, datasets
+    from medfl import datasets
+    from medfl.cli import catalogue
 
     report = datasets.check(options.bundle, options.data, progress=sys.stderr.isatty())
     _show(options, report.as_dict(), lambda: catalogue.check_text(report.as_dict(), terminal.width()))

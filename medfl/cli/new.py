@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl import arguments
+from medfl.cli import arguments
 
 if TYPE_CHECKING:
     from medfl.bundle.starter import Seen

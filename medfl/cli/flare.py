@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl import arguments
+from medfl.cli import arguments
 from medfl.core.errors import InputError
 
 _SIMULATE = """\

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl import arguments
+from medfl.cli import arguments
 from medfl.core import terminal
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl.arguments import number
+from medfl.cli.arguments import number
 from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.flare import serve
