@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from medfl.cli.main import main
+from medfl.cli import main
 
 sys.exit(main())

@@ -1,1 +1,1 @@
-"""ROOM."""
+"""A MONAI bundle read, configured and begun; the shipped ones lie in `bundles/`."""

@@ -39,7 +39,7 @@ _LOADED = ("DecathlonDataset", "MedNISTDataset", "TciaDataset")
 
 def shipped_root() -> Path | None:
     """Return the folder of the shipped bundles: beside the package in a checkout, under the prefix when installed."""
-    for folder in (Path(__file__).resolve().parents[1] / "bundles", Path(sys.prefix) / "share" / "medfl" / "bundles"):
+    for folder in (Path(__file__).resolve().parents[2] / "bundles", Path(sys.prefix) / "share" / "medfl" / "bundles"):
         if folder.is_dir():
             return folder
     return None

@@ -119,7 +119,8 @@ def write(target: str | Path, seen: Seen, *, network: str | None = None, size: i
         raise InputError(f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out")
     words = {**asdict(seen), "name": root.name, "network": chosen, "size": side, "kind_text": _KINDS[seen.kind]}
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl"), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.PackageLoader("medfl.bundle"),
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["yaml"] = json.dumps  # a JSON value is a YAML value, whatever a class is called

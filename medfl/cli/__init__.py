@@ -1,1 +1,5 @@
-"""ROOM."""
+"""The verbs: what a flag is called and what is printed; no arithmetic."""
+
+from __future__ import annotations
+
+from medfl.cli.main import main as main

@@ -1,7 +1,7 @@
 """What there is to choose from: the methods and the bundles, as JSON-able documents, terminal text and README tables.
 
-Everything is read from the classes and configurations themselves. `python -m medfl.cli.catalogue README.md` refreshes the
-tables of a README between the lines `<!-- methods -->` and `<!-- /methods -->`, and the same for `bundles`.
+Everything is read from the classes and configurations themselves. `python -m medfl.cli.catalogue README.md` refreshes
+the tables of a README between the lines `<!-- methods -->` and `<!-- /methods -->`, and the same for `bundles`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""ROOM."""
+"""What every other room uses: errors, seeding, storage, messages, `Run`, the run folder, the terminal."""

@@ -237,7 +237,8 @@ class RunFolder:
     def rounds(self, up_to: int | None = None) -> list[dict[str, Any]]:
         """Read rounds.jsonl up to the first line that is no round, as a kill leaves one.
 
-        With `up_to` drop what is later, and so not committed, from the file too; `medfl.core.run_integrity` has looked for damage.
+        With `up_to` drop what is later, and so not committed, from the file too; `medfl.core.run_integrity` has looked
+        for damage.
         """
         path = self.path / "rounds.jsonl"
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []

@@ -1,1 +1,1 @@
-"""ROOM."""
+"""Images prepared, cached and transformed in batches."""

@@ -1,8 +1,8 @@
 """Prepared: the items of one section after their deterministic transforms, held once and shared by all sites.
 
 A site's data is a `Shard`, a view of some indices; nothing is copied per site, and deterministic transforms run once
-per data set. Random transforms act on whole batches where `medfl.data.batch_transforms` has them (`Augmented`), else on one item
-after the other (`Sampled`). Which of the two depends on the bundle and its items alone.
+per data set. Random transforms act on whole batches where `medfl.data.batch_transforms` has them (`Augmented`), else on
+one item after the other (`Sampled`). Which of the two depends on the bundle and its items alone.
 """
 
 from __future__ import annotations

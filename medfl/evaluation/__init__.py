@@ -1,1 +1,1 @@
-"""ROOM."""
+"""Metrics, intervals, calibration and saved masks."""

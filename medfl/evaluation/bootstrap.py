@@ -64,8 +64,8 @@ def classification(
 ) -> dict[str, Interval]:
     """Return the intervals of accuracy, balanced accuracy, macro F1 and, with probabilities (N, K), AUROC.
 
-    The metrics are those of `medfl.evaluation.metrics`; AUROC has an interval where every draw has the classes that the data
-    have, as draws stratified by `label` do.
+    The metrics are those of `medfl.evaluation.metrics`; AUROC has an interval where every draw has the classes that the
+    data have, as draws stratified by `label` do.
     """
     rows = [from_confusion(counts) for counts in _confusions(label, predicted, classes, times)]
     values = {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else ())}

@@ -168,8 +168,8 @@ class MaskEvaluator:
 class CaseEvaluator:
     """Any other task, and bundles that are not ours: their own inferer, postprocessing and key metric, case by case.
 
-    Of a segmentation the metrics of `medfl.evaluation.mask_metrics` come with it, in so far as its key metric has not their name:
-    where postprocessing makes "pred" and "label" binary channels of the image's size, else they are NaN.
+    Of a segmentation the metrics of `medfl.evaluation.mask_metrics` come with it, in so far as its key metric has not
+    their name: where postprocessing makes "pred" and "label" binary channels of the image's size, else they are NaN.
 
     Args:
         name: the metric's name in results.

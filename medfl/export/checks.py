@@ -16,7 +16,7 @@ from medfl.export.formats import quiet
 
 LARGE = 25_000_000
 """Bytes from which the zoo wants a file in large_files.yml."""
-SCHEMA = Path(__file__).parents[1] / "schemas" / "bundle_metadata.json"
+SCHEMA = Path(__file__).parent / "schemas" / "bundle_metadata.json"
 _ANY = 64
 """Pixels along an axis that takes any size."""
 _NECESSARY = ("configs/metadata.json", "LICENSE", "docs/README.md", "models/model.pt")

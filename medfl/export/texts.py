@@ -262,7 +262,8 @@ def readme(
     """
     run = result.run
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl"), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.PackageLoader("medfl.export"),
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         autoescape=False,
     )  # fmt: skip
     environment.filters |= {"sized": _sized, "tiny": tiny}

@@ -34,7 +34,7 @@ def write_report(run_folder: Path) -> Path:
 def environment() -> jinja2.Environment:
     """Return the templates' environment: what is not in a template's context is an error, and names are text."""
     made = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl"),
+        loader=jinja2.PackageLoader("medfl.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

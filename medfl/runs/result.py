@@ -255,7 +255,7 @@ class Result:
         site: str | None = None,
         method: str = "gradcam++",
     ) -> list[ActivationMap]:
-        """Return where in its images a classifier found a class; `medfl.report.activation_maps.draw` makes a picture of them.
+        """Return where in its images a classifier found a class; `medfl.report.activation_maps.draw` draws them.
 
         Args:
             images: ids of the run's items, or new images as for `predict`.

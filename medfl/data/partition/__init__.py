@@ -1,1 +1,1 @@
-"""ROOM."""
+"""Which site has which image: rules, counts, drawing, tables."""

@@ -1,1 +1,1 @@
-"""ROOM."""
+"""Drawn images in the layouts of real data sets."""

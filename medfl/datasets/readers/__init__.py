@@ -1,1 +1,1 @@
-"""ROOM."""
+"""Tables, pictures, volumes and DICOM series as items and pixels."""

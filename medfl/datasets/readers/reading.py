@@ -1,8 +1,8 @@
 """One reader for all images: a plain file, a member of a zip archive, a row of a NumPy archive, a list in a JSON file.
 
 Image URIs: `<path>`, `<archive>.zip!<member>`, `<container>!<array>#<row>`, `<file>.json!<first byte>:<end>`. A
-container is an .npz archive or one of `medfl.datasets.readers.stacks`. What lies in several files (the masks of two lungs) has
-their URIs joined by ` | `.
+container is an .npz archive or one of `medfl.datasets.readers.stacks`. What lies in several files (the masks of two
+lungs) has their URIs joined by ` | `.
 """
 
 from __future__ import annotations

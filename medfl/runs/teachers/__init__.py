@@ -1,1 +1,1 @@
-"""ROOM."""
+"""Models that answer about public images: language-image models, MedSAM, trained runs."""

@@ -86,7 +86,7 @@ def open_teacher(name: str, bundle: Bundle, device: torch.device) -> Teacher:
     if kind not in _OPENERS or (kind in ("run", "bundle") and not where):
         raise InputError(
             f"teacher {name!r}",
-            f"teachers are {', '.join((*foundation.MODELS, 'medsam'))}, each also as NAME:FILE, run:DIR and bundle:DIR",
+            f"teachers are {', '.join((*open_clip.MODELS, 'medsam'))}, each also as NAME:FILE, run:DIR and bundle:DIR",
             "choose one of them",
         )
     if bundle.task not in ("classification", "segmentation"):

@@ -45,8 +45,8 @@ _INTERPOLATION = {2: "bilinear", 3: "trilinear"}
 class Trained:
     """A network with its own way of reading images.
 
-    In classification its output is read as `medfl.evaluation.evaluators.ClassEvaluator` reads it, as logits; in segmentation as
-    logits of one structure or of exclusive classes, background first.
+    In classification its output is read as `medfl.evaluation.evaluators.ClassEvaluator` reads it, as logits; in
+    segmentation as logits of one structure or of exclusive classes, background first.
 
     Attributes:
         network: on its device, in evaluation mode.

@@ -1,1 +1,1 @@
-"""ROOM."""
+"""Sites in this process and in worker processes."""

@@ -1,1 +1,1 @@
-"""ROOM."""
+"""Sites as clients of MONAI FL."""

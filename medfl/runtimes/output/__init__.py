@@ -1,1 +1,1 @@
-"""ROOM."""
+"""What a run writes beside its numbers: events, tracking, pictures."""

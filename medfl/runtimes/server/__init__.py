@@ -1,1 +1,1 @@
-"""ROOM."""
+"""The server's half of a round: ask, settle, score."""

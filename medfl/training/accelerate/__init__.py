@@ -1,1 +1,1 @@
-"""ROOM."""
+"""The same training steps, done faster: captured, compiled, packed."""

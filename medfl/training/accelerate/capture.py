@@ -4,12 +4,14 @@ With batches of 8 a GPU waits for Python to launch one small kernel after the ot
 once. The first steps of a visit to a site run eagerly, then one is captured, and it is replayed for every later batch
 of the same shape. All of them are steps of the training, and the numbers are drawn as in eager steps.
 
-What cannot be captured runs eagerly by itself (`medfl.training.accelerate.replayable` finds out before anything is captured); why is in the
-report of `fit`. The verdict on a step holds for all visits with the same code, numbers and shapes, so it is found once,
-and the recording serves them all from their second step on (`medfl.training.accelerate.recordings`).
+What cannot be captured runs eagerly by itself (`medfl.training.accelerate.replayable` finds out before anything is
+captured); why is in the report of `fit`. The verdict on a step holds for all visits with the same code, numbers and
+shapes, so it is found once, and the recording serves them all from their second step on
+(`medfl.training.accelerate.recordings`).
 
-Two more ways of doing a step begin here, as they need the same verdict: compiled (`medfl.training.accelerate.compiled`), and together with
-the same step of other sites (`medfl.training.accelerate.pack_sites`).
+Two more ways of doing a step begin here, as they need the same verdict: compiled
+(`medfl.training.accelerate.compiled`), and together with the same step of other sites
+(`medfl.training.accelerate.pack_sites`).
 
 After "CUDA Graphs", whole-network capture, in PyTorch's documentation.
 """

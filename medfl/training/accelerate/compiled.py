@@ -1,10 +1,10 @@
 """A training step compiled by TorchInductor: its operations fused, its memory planned, Python left out.
 
 The operations of the whole step, those of the backward pass and of the optimiser among them, are noted once
-(`medfl.training.accelerate.vmapped.noted`) and compiled as one function of the tensors that it uses and of its batch. So the function
-serves every site and round whose steps have the same code, numbers and shapes; its arithmetic is that of the step, the
-order of some sums is not. It pays where launching operations is a large part of a step, as in small networks; compiled
-convolutions of large ones can be slower (docs/performance.md).
+(`medfl.training.accelerate.vmapped.noted`) and compiled as one function of the tensors that it uses and of its batch.
+So the function serves every site and round whose steps have the same code, numbers and shapes; its arithmetic is that
+of the step, the order of some sums is not. It pays where launching operations is a large part of a step, as in small
+networks; compiled convolutions of large ones can be slower (docs/performance.md).
 """
 
 from __future__ import annotations

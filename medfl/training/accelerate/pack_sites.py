@@ -1,9 +1,10 @@
 """The same training step at several sites at once, where that is faster than at one after the other.
 
-`Together` is what visits abreast (`medfl.training.accelerate.interleave`) meet for. It has three ways of doing their steps: one site after the
-other by the recording of one step; *beside* each other, the recordings of all sites as branches of one, which a GPU may
-run at the same time; and *grouped*, every operation once for all sites (`medfl.training.accelerate.vmapped`). The first two do the same
-arithmetic to the bit, the third does not. Which is the fastest is measured before the first such step, and said.
+`Together` is what visits abreast (`medfl.training.accelerate.interleave`) meet for. It has three ways of doing their
+steps: one site after the other by the recording of one step; *beside* each other, the recordings of all sites as
+branches of one, which a GPU may run at the same time; and *grouped*, every operation once for all sites
+(`medfl.training.accelerate.vmapped`). The first two do the same arithmetic to the bit, the third does not. Which is the
+fastest is measured before the first such step, and said.
 """
 
 from __future__ import annotations
