@@ -37,7 +37,7 @@ from medfl.training.accelerate.compiled import compiling
 from medfl.training.accelerate.cuda_graphs import GRAPHS
 from medfl.training.accelerate.interleave import abreast
 from medfl.training.accelerate.pack_sites import Together
-from medfl.training.fit import fit, summed
+from medfl.training.loop import fit, summed
 from medfl.training.site import LocalSettings, Networks, Site
 
 EPOCH = 32

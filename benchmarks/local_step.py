@@ -21,7 +21,7 @@ from medfl import networks
 from medfl.data.prepared import Shard, Stacked
 from medfl.training.accelerate.compiled import compiling
 from medfl.training.accelerate.max_pool import pooling_faster
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import LocalSettings, Networks, Site
 
 CLASSES, SHORT = 8, 6

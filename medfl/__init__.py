@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from medfl.runs.launch import federate as federate
     from medfl.runs.result import Result as Result
     from medfl.runs.result import load_run as load_run
-    from medfl.training.fit import fit as fit
+    from medfl.training.loop import fit as fit
     from medfl.training.site import Host as Host
     from medfl.training.site import Site as Site
 
@@ -49,7 +49,7 @@ _PUBLIC = {
     "bundles": "medfl.cli.api",
     "compare": "medfl.cli.api",
     "federate": "medfl.runs.launch",
-    "fit": "medfl.training.fit",
+    "fit": "medfl.training.loop",
     "load_run": "medfl.runs.result",
     "option": "medfl.methods.base",
     "run": "medfl.cli.api",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

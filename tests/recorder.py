@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medfl.training.accelerate import capture as capturing
 from medfl.training.accelerate import recordings
 from medfl.training.accelerate.cuda_graphs import countable
-from medfl.training.fit import FitReport, fit
+from medfl.training.loop import FitReport, fit
 from medfl.training.site import Site, snapshot
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from medfl import datasets
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.storage import file_sha256
 from medfl.methods.local import Local
 from medfl.runs import resume as begun

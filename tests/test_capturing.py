@@ -18,7 +18,7 @@ from medfl.training.accelerate import capture as capturing
 from medfl.training.accelerate import recordings
 from medfl.training.accelerate.capture import allowed
 from medfl.training.accelerate.cuda_graphs import CudaGraph
-from medfl.training.fit import clip, fit, in_turn, pull, push
+from medfl.training.loop import clip, fit, in_turn, pull, push
 from medfl.training.site import snapshot
 from tests.helpers import (
     Toy,

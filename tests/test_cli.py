@@ -21,10 +21,10 @@ from PIL import Image
 
 from medfl import datasets
 from medfl.bundle import bundle
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 
 SMALL = (
     "--sites",

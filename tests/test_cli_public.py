@@ -13,7 +13,7 @@ import torch
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import Opened
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
 from medfl.core.storage import cache_folder, load_weights

@@ -18,7 +18,7 @@ from medfl.bundle import bundle
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.prompts import read_text
 from medfl.bundle.text_embeddings import Embeddings
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.message import Message
 from medfl.core.storage import load_state, load_weights
 from medfl.methods.fedbm import FedBM

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from medfl import datasets
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 
 Edit = Callable[[Path, Path], None]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from medfl import datasets
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.compare import checks as comparable
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, RunError

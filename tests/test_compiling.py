@@ -19,7 +19,7 @@ from medfl.core.storage import load_weights
 from medfl.runs.launch import federate
 from medfl.training.accelerate import capture
 from medfl.training.accelerate import compiled as compiling
-from medfl.training.fit import FitReport, fit
+from medfl.training.loop import FitReport, fit
 from medfl.training.site import snapshot
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd
 

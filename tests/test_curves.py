@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from medfl.cli.main import main
+from medfl.cli import main
 from medfl.compare.curves import curves, labels, progress
 from medfl.core.errors import InputError
 from medfl.report import RunFolder

@@ -13,7 +13,7 @@ import pytest
 
 from medfl import datasets
 from medfl.bundle.bundle import shipped_root
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.methods import names
 from medfl.policy.audit import verified
 from medfl.policy.outbound import Outbound

@@ -19,7 +19,7 @@ import yaml
 import medfl
 from medfl import methods
 from medfl.bundle.bundle import shipped
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from tests.pages import DOCS, FLARE, NOT_RUN, PAGES, README, blocks, commands, inline
 
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from medfl.cli import flare as flare_cli
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.flare import serve
 

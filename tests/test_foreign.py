@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from medfl.bundle.bundle import Bundle
-from medfl.cli.main import main
+from medfl.cli import main
 from medfl.core.errors import InputError
 from medfl.core.storage import load_weights
 from medfl.evaluation.metrics import higher_is_better

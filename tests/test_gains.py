@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from medfl.cli.main import main
+from medfl.cli import main
 from medfl.compare.gains import draw, gains
 from medfl.core.errors import InputError
 from tests.test_curves import folder

@@ -26,7 +26,7 @@ from medfl.training.accelerate import capture as capturing
 from medfl.training.accelerate.capture import allowed
 from medfl.training.accelerate.pack_sites import ALONE, BESIDE, GROUPED, Together
 from medfl.training.accelerate.precision import tf32
-from medfl.training.fit import FitReport, fit
+from medfl.training.loop import FitReport, fit
 from medfl.training.site import Networks, snapshot
 from tests.helpers import Optimizer, Toy, adam, blobs, classifier, cross_entropy, sgd
 

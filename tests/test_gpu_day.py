@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from medfl import datasets
-from medfl.cli.main import main
+from medfl.cli import main
 from tests.test_gpu_benchmark import loaded
 
 ROOT = Path(__file__).resolve().parents[1]

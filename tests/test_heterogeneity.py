@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from scipy.spatial.distance import jensenshannon
 
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.partner.heterogeneity import draw, read
 from medfl.partner.statistics import FORM

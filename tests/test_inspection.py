@@ -18,7 +18,7 @@ import torch
 from monai.bundle import ConfigParser
 
 from medfl.bundle.configuration import shipped_root
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused
 from medfl.policy import allowed

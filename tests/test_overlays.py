@@ -16,7 +16,7 @@ from monai.inferers import SimpleInferer
 from monai.losses import DiceCELoss
 from torch import nn
 
-from medfl.cli.main import main
+from medfl.cli import main
 from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Geometry, Stacked

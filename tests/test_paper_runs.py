@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from medfl import datasets
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.compare.comparison import read
 from medfl.compare.papers.runs import published
 

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from medfl.data.partition.rules import assign
-from medfl.report.partition_plot import SMALLEST, _diameter, _Layout, plot, shorten
+from medfl.data.partition.table import shorten
+from medfl.report.partition_plot import SMALLEST, _diameter, _Layout, plot
 
 
 def cohort(num_classes, per_class=30):

@@ -16,7 +16,7 @@ from PIL import Image
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import with_data
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.partner import preflight
 from medfl.partner.case_findings import Findings
 from medfl.partner.preflight import Asked, Preflight, check

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from medfl import datasets
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods import load

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from medfl.cli import main as cli
 from medfl.cli import report as report_cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from tests.run_folders import Make, build
 

@@ -16,7 +16,7 @@ from medfl.bundle import text_embeddings
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import Embeddings, unit
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord
 from medfl.methods import load

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.policy.outbound import Outbound
 from medfl.policy.policy import Policy
 from tests.hostile.base import write

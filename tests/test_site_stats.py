@@ -14,7 +14,7 @@ import pytest
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import with_data
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.partner.scanning import scan
 from medfl.partner.statistics import FORM, OTHERS, UNRECORDED, Asked, _Counts, bins_of, encoded, gather, text

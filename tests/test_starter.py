@@ -19,8 +19,8 @@ from PIL import Image
 import medfl
 from medfl import datasets
 from medfl.bundle import configuration, starter
-from medfl.cli import main as cli
 from medfl.cli import new
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.datasets import own
 from medfl.policy.inspection import inspect

@@ -11,7 +11,7 @@ from PIL import Image
 
 import medfl
 from medfl.bundle import starter
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 
 DRAWS = np.random.default_rng(0)

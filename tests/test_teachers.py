@@ -20,7 +20,7 @@ from medfl.bundle import text_embeddings
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import Embeddings, build, cached, load, obtain, unit
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.methods._parts.text_classifier import check
 

@@ -24,7 +24,7 @@ from medfl.training.accelerate.interleave import abreast
 from medfl.training.accelerate.pack_sites import ALONE, BESIDE, EAGER, GROUPED, Pack, Request, Rows, Together
 from medfl.training.accelerate.recordings import Home
 from medfl.training.accelerate.vmapped import CannotBeGrouped, CannotBeNoted, Grouped, noted
-from medfl.training.fit import fit, learning_rate
+from medfl.training.loop import fit, learning_rate
 from medfl.training.site import snapshot
 from tests.helpers import (
     WITHOUT_IMAGES,

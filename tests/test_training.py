@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from medfl.core.errors import RunError
 from medfl.core.seeding import stream
 from medfl.core.storage import load_state, save_state
-from medfl.training import fit as training
-from medfl.training.fit import FitReport, fit, pull, summed
+from medfl.training import loop as training
+from medfl.training.loop import FitReport, fit, pull, summed
 from medfl.training.site import Site, snapshot
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, half_square, linear, regression, sgd
 

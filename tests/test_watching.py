@@ -16,7 +16,7 @@ from medfl.core.seeding import stream
 from medfl.training.accelerate import capture
 from medfl.training.accelerate.capture import allowed
 from medfl.training.accelerate.replayable import Remembered, Storages
-from medfl.training.fit import _obstacle
+from medfl.training.loop import _obstacle
 from tests.helpers import (
     adam,
     classifier,

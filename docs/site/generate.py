@@ -19,7 +19,7 @@ from typing import Any
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.cli import catalogue
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core import terminal
 from medfl.core.storage import write_atomic
 

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from medfl.cli.main import main as main
+from medfl.cli.verbs import main as main

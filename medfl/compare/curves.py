@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
+from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
 from medfl.report import RunFolder
-from medfl.report.partition_plot import INK, SOFT, shorten
 from medfl.report.pictures import Picture, colours, render
+from medfl.report.style import INK, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from medfl.compare.curves import labels
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
+from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
 from medfl.report import RunFolder
-from medfl.report.partition_plot import INK, SOFT, shorten
 from medfl.report.pictures import Picture, colours, render
+from medfl.report.style import INK, SOFT
 from medfl.report.words import setting
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from medfl.core.run import Run
 from medfl.flare.files import allow, participants, raise_failed
 from medfl.flare.server import BESIDE, DONE, FAILED, SAID
 from medfl.flare.wire import wire_names
+from medfl.runtimes.registry import Execution, Runtime
 
 Say = Callable[[str], object]
 MOST_SITES = 32
@@ -119,6 +121,18 @@ def execute(run: Run, folder: Path, *, say: Say, poc: bool = False, **settings: 
     write(made, beside)
     where = _on_poc(beside, made.name, clients, say) if poc else _on_simulator(beside, made.name, clients, say)
     return _result(folder, f"its output is in {where}")
+
+
+def _executed(asked: Execution, poc: bool) -> dict[str, Any]:
+    """Execute what `medfl run` asks for."""
+    settings = {"save_predictions": asked.save_predictions, **asked.tolerance.record()}
+    settings |= {"track": asked.track} if asked.track is not None else {}
+    return execute(asked.federation.run, asked.folder.path, say=asked.say, poc=poc, **settings)
+
+
+_PROCESSES = "each of its sites is a process"
+SIMULATOR = Runtime(partial(_executed, poc=False), _PROCESSES, remote=True, require=require_flare)
+POC = Runtime(partial(_executed, poc=True), _PROCESSES, remote=True, require=require_flare)
 
 
 def write(made: Any, folder: Path) -> Path:

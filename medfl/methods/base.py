@@ -16,7 +16,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.networks.heads import head, head_name
-from medfl.training.fit import FitReport, fit
+from medfl.training.loop import FitReport, fit
 from medfl.training.site import Host, Site, merged, snapshot
 
 

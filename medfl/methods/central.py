@@ -13,7 +13,7 @@ from typing import ClassVar
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import Site, snapshot
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.training.fit import fit, pull
+from medfl.training.loop import fit, pull
 from medfl.training.site import Site, snapshot
 
 

@@ -53,7 +53,7 @@ from medfl.methods.fedmd import (
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence
 from medfl.networks.heads import frozen
-from medfl.training.fit import Objective, fit
+from medfl.training.loop import Objective, fit
 from medfl.training.site import Host, Site, snapshot
 
 _BATCH = 512  # of the public code

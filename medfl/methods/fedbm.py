@@ -43,7 +43,7 @@ from medfl.networks.generator import (
 from medfl.networks.heads import features_and_output, frozen, head
 from medfl.training.accelerate.capture import Steps
 from medfl.training.accelerate.cuda_graphs import by_tensors
-from medfl.training.fit import Feed
+from medfl.training.loop import Feed
 from medfl.training.site import Host, Site, snapshot
 
 _BETAS = (0.5, 0.999)

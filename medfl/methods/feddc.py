@@ -26,7 +26,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import mean_with_drift, uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
-from medfl.training.fit import GradientHook, clip, effective_steps, fit, in_turn, learning_rate, pull, push
+from medfl.training.loop import GradientHook, clip, effective_steps, fit, in_turn, learning_rate, pull, push
 from medfl.training.site import Host, Site, snapshot, zeros_of
 
 

@@ -22,7 +22,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import mean_with_drift
 from medfl.methods.base import Method, option
-from medfl.training.fit import clip, fit, in_turn, pull, push
+from medfl.training.loop import clip, fit, in_turn, pull, push
 from medfl.training.site import Host, Site, snapshot, zeros_of
 
 

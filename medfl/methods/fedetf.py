@@ -26,7 +26,7 @@ from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_counts
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import head_name, replace_head
-from medfl.training.fit import FitReport, class_prior, fit, only
+from medfl.training.loop import FitReport, class_prior, fit, only
 from medfl.training.site import Site
 
 _EPOCHS = 3  # of each phase of the personal model, in the public code

@@ -51,7 +51,7 @@ from medfl.methods.fedgh import check_pixel_head, pixel_classes
 from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import entering_head, feature_size, head
-from medfl.training.fit import FitReport, Objective, fit, for_epochs, summed
+from medfl.training.loop import FitReport, Objective, fit, for_epochs, summed
 from medfl.training.site import Host, Site, evaluating, snapshot, split_names
 
 SizedLoss = Callable[[Tensor, Any], Tensor]

@@ -42,7 +42,7 @@ from medfl.methods.fedmd import on_public, statistics
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import frozen
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import Host, LocalSettings, Site, snapshot
 
 

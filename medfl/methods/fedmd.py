@@ -40,7 +40,7 @@ from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
 from medfl.methods._parts.public import PublicOptions, shared, untracked
 from medfl.methods.base import Method, option, same_option
 from medfl.methods.local import bodies_option
-from medfl.training.fit import fit, for_epochs
+from medfl.training.loop import fit, for_epochs
 from medfl.training.site import Host, Site, evaluating, snapshot
 
 _BATCH = 256  # of the public code

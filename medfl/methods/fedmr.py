@@ -28,7 +28,7 @@ from medfl.core.task import Task
 from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
 from medfl.methods._parts.prototype_sharing import Sharing
 from medfl.methods.base import Method, option, same_option
-from medfl.training.fit import FitReport, fit
+from medfl.training.loop import FitReport, fit
 from medfl.training.site import Host, Site, snapshot
 
 

@@ -29,7 +29,7 @@ from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_indices, collect, merge
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, head
-from medfl.training.fit import FitReport, fit
+from medfl.training.loop import FitReport, fit
 from medfl.training.site import Host, Site, snapshot
 
 

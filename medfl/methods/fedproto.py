@@ -27,7 +27,7 @@ from medfl.methods._parts.prototypes import MISSING, OTHERS, OWN, class_counts, 
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, head_name
-from medfl.training.fit import FitReport, fit
+from medfl.training.loop import FitReport, fit
 from medfl.training.site import Host, Site, snapshot
 
 

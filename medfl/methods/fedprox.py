@@ -16,7 +16,7 @@ from torch import nn
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.training.fit import FitReport, fit, pull
+from medfl.training.loop import FitReport, fit, pull
 from medfl.training.site import Site
 
 

@@ -20,7 +20,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods.base import Method, option
 from medfl.methods.fedper import check_parts, head_option, head_tensors
-from medfl.training.fit import FitReport, fit, for_epochs, only
+from medfl.training.loop import FitReport, fit, for_epochs, only
 from medfl.training.site import Site
 
 

@@ -21,7 +21,7 @@ from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_counts
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, replace_head
-from medfl.training.fit import FitReport, class_prior, fit
+from medfl.training.loop import FitReport, class_prior, fit
 from medfl.training.site import Host, Site, merged
 
 

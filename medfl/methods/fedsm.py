@@ -30,7 +30,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods.base import Method, option
-from medfl.training.fit import fit, one_sample_safe
+from medfl.training.loop import fit, one_sample_safe
 from medfl.training.site import Host, Site, snapshot
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)

@@ -44,7 +44,7 @@ from medfl.methods._parts.prototypes import class_indices
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, proxies
-from medfl.training.fit import FitReport, Objective, fit, for_epochs, summed
+from medfl.training.loop import FitReport, Objective, fit, for_epochs, summed
 from medfl.training.site import Site, evaluating, snapshot
 
 Sets = Callable[[Tensor, Tensor], Tensor]

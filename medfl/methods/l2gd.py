@@ -29,7 +29,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
-from medfl.training.fit import FitReport, fit, for_epochs
+from medfl.training.loop import FitReport, fit, for_epochs
 from medfl.training.site import Host, Site, snapshot
 
 

@@ -26,7 +26,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, frozen, head_name, replace_head
-from medfl.training.fit import FitReport, fit
+from medfl.training.loop import FitReport, fit
 from medfl.training.site import Site
 
 _PROJECTED = 256

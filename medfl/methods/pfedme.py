@@ -30,7 +30,7 @@ from medfl.core.storage import State
 from medfl.data.prepared import Batch, Prepared, Shard
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import Host, Site, snapshot
 
 

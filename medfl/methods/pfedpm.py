@@ -54,7 +54,7 @@ from medfl.methods.fedproto import (
 )
 from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import Host, Site, evaluating, snapshot
 
 _OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

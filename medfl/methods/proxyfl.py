@@ -31,7 +31,7 @@ from medfl.core.storage import State
 from medfl.methods._parts.side_stream import Aside
 from medfl.methods.base import Method, option
 from medfl.methods.local import bodies_option
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import Host, Networks, Site, snapshot
 
 

@@ -22,7 +22,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
-from medfl.training.fit import fit, learning_rate
+from medfl.training.loop import fit, learning_rate
 from medfl.training.site import Host, Site, snapshot, zeros_of
 
 

@@ -20,8 +20,9 @@ from scipy.spatial.distance import jensenshannon
 from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, decode, read_plain, shown
+from medfl.data.partition.table import TITLES, shorten
 from medfl.partner.statistics import FORM
-from medfl.report.partition_plot import BAND, INK, SOFT, TINTS, TITLES, shorten
+from medfl.report.style import BAND, INK, SOFT, TINTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

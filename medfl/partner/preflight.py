@@ -38,7 +38,7 @@ from medfl.policy.policy import Policy
 from medfl.runs.plan import versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import step_bytes
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import snapshot
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"

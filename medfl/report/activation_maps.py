@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
+from medfl.data.partition.table import shorten
 from medfl.data.prepared import Shard
-from medfl.report.partition_plot import INK, SOFT, shorten
+from medfl.report.style import INK, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

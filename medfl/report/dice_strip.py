@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from medfl.report.partition_plot import INK, SOFT, TINTS, shorten
+from medfl.data.partition.table import shorten
 from medfl.report.pictures import Floats, Picture, render
+from medfl.report.style import INK, SOFT, TINTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

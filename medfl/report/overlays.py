@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
 from medfl.evaluation.slices import Array, Plane, planes, unit
-from medfl.report.partition_plot import INK, SOFT, shorten
 from medfl.report.pictures import Picture, colours, render
+from medfl.report.style import INK, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

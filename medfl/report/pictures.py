@@ -16,7 +16,8 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from medfl.report.partition_plot import INK, SOFT, shorten
+from medfl.data.partition.table import shorten
+from medfl.report.style import INK, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,13 +16,12 @@ import torch
 
 from medfl import methods
 from medfl.bundle.configuration import shipped_folders
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError
 from medfl.core.run import LOSSLESS, MEAN
 from medfl.core.run_folder import RunFolder
 from medfl.core.type_checks import checked
 from medfl.data.on_device import Free, free_memory
 from medfl.data.prepared import Prepared
-from medfl.flare import job as flare_job
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.report import write_report
@@ -38,23 +37,18 @@ from medfl.runs.resume import (
     with_notes,
 )
 from medfl.runs.resume import LISTED as _LISTED
+from medfl.runtimes import registry
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.local import trial
 from medfl.runtimes.local.memory import jobs_that_fit
-from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.output import tracking
-from medfl.runtimes.simulator import Simulator
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
     from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
 Say = Callable[[str], object]
-RUNTIMES = ("simulator", "monai-fl")
-"""Those in this process and what it forks."""
-FLARE = ("flare", "flare-poc")
-"""Those that start the processes of NVIDIA FLARE."""
 
 
 class Shared:
@@ -138,16 +132,11 @@ def federate(
     """
     requested = dict(requested or {})
     check_kinds(requested)
-    _check_runtime(runtime, jobs, profile)
+    chosen = registry.load(runtime)
+    chosen.check(runtime, jobs=jobs, profile=profile, deadline=deadline)
     if track is not None:
         tracking.parse(track)
     tolerance = Tolerance(min_replies, deadline)
-    if deadline is not None and runtime not in FLARE:
-        raise InputError(
-            f"--deadline {deadline:g} with --runtime {runtime}",
-            "it waits for one site after the other; sites that run by themselves can be held to a deadline",
-            "leave it out, or use --runtime flare",
-        )
     if out is not None and not resume:
         RunFolder.refuse_used(Path(out), BESIDE)
     with tf32(False):  # what teachers know and answer is kept for other runs too
@@ -186,11 +175,11 @@ def federate(
             trial.step(federation, config)
         if save_predictions:
             _refuse_unplaced(federation)
-        if run.device != "cpu" and runtime not in FLARE:  # whose sites hold their own
+        if run.device != "cpu" and not chosen.remote:
             say(federation.hold((shared.free if shared is not None else None) or free_memory))
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
         told = {"runtime": runtime, **tolerance.record()}
-        execute = partial(_execute, jobs=workers, runtime=runtime, tolerance=tolerance, progress=progress, say=say)
+        execute = partial(_execute, chosen, jobs=workers, tolerance=tolerance, progress=progress, say=say)
         with_local = run.method != "local" and (with_local or (resume and has_local(path)))
         if not with_local:
             opened = open_folder(made, federation, path, command, told)
@@ -202,9 +191,9 @@ def federate(
             if due:
                 say("first the Local reference")
                 with discarding(*opened):
-                    execute(local, alone, *open_folder(local, alone, path / "local", command, told))
+                    execute(alone, *open_folder(local, alone, path / "local", command, told))
                 say(f"now {run.method}")
-        summary = execute(made, federation, *opened, save_predictions=save_predictions, profile=profile, track=track)
+        summary = execute(federation, *opened, save_predictions=save_predictions, profile=profile, track=track)
         if with_local:
             summary = _add_local(path)
     write_report(path)
@@ -265,36 +254,10 @@ def site_algo(
     return MedflClientAlgo(federation, name, folder=folder, host=host, outbound=rules, audit=audit, say=say)
 
 
-def _check_runtime(runtime: str, jobs: int | None, profile: bool) -> None:
-    if runtime not in (*RUNTIMES, *FLARE):
-        known = (*RUNTIMES, *FLARE)
-        raise InputError(
-            f"--runtime {runtime}", f"runtimes here are: {', '.join(known)}", meant(runtime, known, "choose one")
-        )
-    if jobs is not None and jobs < 1:
-        raise InputError(f"--jobs {jobs}", "a whole number of at least 1, or None for the cores", "correct it")
-    if runtime != "simulator" and jobs not in (None, 1):
-        how = "each of its sites is a process" if runtime in FLARE else "its sites share one process"
-        raise InputError(f"--jobs {jobs} with --runtime {runtime}", how, "leave --jobs out")
-    if runtime in FLARE:
-        flare_job.require_flare()
-        if profile:
-            raise InputError(f"--profile with --runtime {runtime}", "it times the work of one process", "leave one out")
-
-
-def _workers(runtime: str) -> Callable[[Federation, int], Workers]:
-    """Return what runs tasks at the sites."""
-    if runtime == "simulator":
-        return Workers
-    from medfl.runtimes.monai_fl.exchange import Exchange  # imports all of MONAI FL
-
-    return Exchange
-
-
 def _refuse_elsewhere(path: Path, runtime: str) -> None:
     """Raise an InputError if a run would be resumed where its sites' States are not."""
     was = RunFolder.existing(path).read_run()[1].get("runtime", runtime)
-    if (was in FLARE) != (runtime in FLARE):
+    if registry.load(was).remote != registry.load(runtime).remote:
         raise InputError(
             f"--resume with --runtime {runtime}",
             f"the sites of a run on FLARE keep their States themselves; this one ran on {was}",
@@ -378,39 +341,11 @@ def _local(made: Plan) -> Plan:
 
 
 def _execute(
-    made: Plan,
-    federation: Federation,
-    folder: RunFolder,
-    resume: bool,
-    *,
-    jobs: int,
-    runtime: str,
-    tolerance: Tolerance,
-    progress: bool,
-    say: Say,
-    save_predictions: bool = False,
-    profile: bool = False,
-    track: str | None = None,
+    runtime: registry.Runtime, federation: Federation, folder: RunFolder, resume: bool, **settings: Any
 ) -> dict[str, Any]:
-    """Run a plan in its folder, or continue the run that is there."""
+    """Run a federation in its folder, or continue the run that is there."""
     with discarding(folder, resume):  # the server's half may refuse the sites' introductions
-        if runtime in FLARE:
-            settings = {"poc": runtime == "flare-poc", "save_predictions": save_predictions, **tolerance.record()}
-            settings |= {"track": track} if track is not None else {}
-            return flare_job.execute(made.run, folder.path, say=say, **settings)
-        simulator = Simulator(
-            federation,
-            folder,
-            jobs=jobs,
-            progress=progress,
-            say=say,
-            save_predictions=save_predictions,
-            profile=profile,
-            workers=_workers(runtime),
-            tolerance=tolerance,
-            track=track,
-        )
-        return simulator.execute(resume)
+        return runtime.execute(registry.Execution(federation, folder, resume, **settings))
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.output.events import Events, log
 from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.output.tracking import tracked
+from medfl.runtimes.registry import Execution, Runtime
 from medfl.runtimes.server.ahead import Training
 from medfl.runtimes.server.asking import Asking
 from medfl.runtimes.server.scoring import Final, Scoring
@@ -343,3 +344,28 @@ def _public(record: PublicRecord) -> dict[str, Any]:
         "items": record.items,
         "teachers": [name for name, _ in record.teachers],
     }
+
+
+def _execute(asked: Execution) -> dict[str, Any]:
+    """Execute a run with sites in worker processes."""
+    return simulated(asked, Workers)
+
+
+def simulated(asked: Execution, workers: Callable[[Federation, int], Workers]) -> dict[str, Any]:
+    """Execute a run by a `Simulator` whose tasks these workers run."""
+    simulator = Simulator(
+        asked.federation,
+        asked.folder,
+        jobs=asked.jobs,
+        progress=asked.progress,
+        say=asked.say,
+        save_predictions=asked.save_predictions,
+        profile=asked.profile,
+        workers=workers,
+        tolerance=asked.tolerance,
+        track=asked.track,
+    )
+    return simulator.execute(asked.resume)
+
+
+RUNTIME = Runtime(_execute)

@@ -19,7 +19,7 @@ from medfl.evaluation.metrics import Cases
 from medfl.evaluation.save_masks import save
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import check_update
-from medfl.training.fit import summed
+from medfl.training.loop import summed
 from medfl.training.site import Site
 
 UNSENT = "unsent"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from medfl.training.fit import Feed, FitReport, GradientHook, Objective, autocast, fit, pull, summed
+from medfl.training.loop import Feed, FitReport, GradientHook, Objective, autocast, fit, pull, summed
 from medfl.training.site import Host, LocalSettings, Networks, Site, snapshot
 
 __all__ = [

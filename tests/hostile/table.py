@@ -85,7 +85,7 @@ HOSTILE: dict[str, Hostile] = {
     "csv_dataset_reads_urls": _target("CSVDataset", src="x"),
     "fire": _target("fire.Fire", component="x"),
     "functools_partial": _target("functools.partial", func="x"),
-    "medfl_itself": _target("medfl.cli.main.main", arguments=["data"]),
+    "medfl_itself": _target("medfl.cli.verbs.main", arguments=["data"]),
     "scripts_that_are_not_there": _target("scripts.net.Net"),
     "target_by_expression": _target("$@network_def.forward"),
     "target_by_reference": _target("@network_name"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from medfl.methods import load
-from medfl.training.fit import fit, for_epochs
+from medfl.training.loop import fit, for_epochs
 from medfl.training.site import snapshot
 from tests.helpers import Toy, adam, bits, half_square, judged, sgd, simulate
 

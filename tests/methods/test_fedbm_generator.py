@@ -21,7 +21,7 @@ from medfl.networks import build
 from medfl.networks.generator import Augmentation, Generator, diversity_loss, statistics_gap
 from medfl.networks.heads import features_and_output, frozen, head
 from medfl.training.accelerate.capture import allowed
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from tests.helpers import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
 from tests.recorder import installed
 from tests.squares import EMBEDDINGS, QUICK, federation, quick, run

@@ -18,7 +18,7 @@ from medfl.methods import load
 from medfl.methods.fedgh import class_means, logits
 from medfl.networks import build
 from medfl.networks.heads import features_and_output
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import Networks, Site
 from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, shaken, simulate
 

@@ -17,7 +17,7 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods import load
 from medfl.methods.fedmd import Scored, reduced
-from medfl.training.fit import fit, for_epochs
+from medfl.training.loop import fit, for_epochs
 from medfl.training.site import Networks, Site, evaluating
 from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.methods import load
-from medfl.training.fit import effective_steps
+from medfl.training.loop import effective_steps
 from medfl.training.site import Site
 from tests.helpers import Optimizer, Toy, adam, bits, blobs, classifier, cross_entropy, linear, quadratic, sgd, simulate
 

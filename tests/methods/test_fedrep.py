@@ -11,7 +11,7 @@ from torch import nn
 
 from medfl.core.errors import InputError
 from medfl.methods import load
-from medfl.training.fit import fit, for_epochs, only
+from medfl.training.loop import fit, for_epochs, only
 from medfl.training.site import merged, snapshot
 from tests.helpers import Toy, bits, classifier, half_square, judged, sgd, simulate
 

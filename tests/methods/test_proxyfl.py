@@ -16,7 +16,7 @@ from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.methods import load
 from medfl.methods.proxyfl import divergence, optimizing_each, stride
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import Networks, Site
 from tests.helpers import Toy, adam, bits, blobs, classifier, judged, sgd, simulate
 

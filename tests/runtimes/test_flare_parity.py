@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from medfl import datasets
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.storage import load_state, load_weights
 from medfl.runs import launch

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.core.run import PartitionRecord
@@ -40,6 +40,7 @@ from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, 
 from tests.runtimes.test_smaller_messages import Wide
 from tests.zoo.build import ZOO
 
+RUNTIMES = ("simulator", "monai-fl")
 NEED_A_BUNDLE = {"fedhelp"}
 """Methods whose sites have different networks; they run on phantoms below."""
 
@@ -142,10 +143,10 @@ def run(scans: Path, out: Path, method: str, runtime: str, **changes: Any) -> di
 @pytest.mark.parametrize("method", SIX)
 def test_law1_a_phantom_run_is_the_same_bit_for_bit(scans: Path, digits: Path, tmp_path: Path, method: str) -> None:
     options = {**SIX[method], **({"public": f"mnist:{digits}"} if method == "fedhelp" else {})}
-    summaries = [run(scans, tmp_path / name, method, name, options=options) for name in launch.RUNTIMES]
+    summaries = [run(scans, tmp_path / name, method, name, options=options) for name in RUNTIMES]
     assert len({summary["run_hash"] for summary in summaries}) == 1
     assert len({summary["weights_sha256"] for summary in summaries}) == 1
-    simulator, monai = (left(tmp_path / name) for name in launch.RUNTIMES)
+    simulator, monai = (left(tmp_path / name) for name in RUNTIMES)
     assert monai == simulator
     assert json.loads((tmp_path / "monai-fl" / "run.json").read_text())["runtime"] == "monai-fl"
 
@@ -154,19 +155,19 @@ def test_law1_a_bundle_that_is_not_ours_is_the_same_bit_for_bit(tmp_path: Path) 
     """Segmentation with MONAI's own post-processing and metric, scored case by case."""
     bundle = ZOO["seg2d_csv_flat"](tmp_path)
     requested = {"method": "ditto", "sites": 2, "rounds": 1, "partition": "iid"}
-    for runtime in launch.RUNTIMES:
+    for runtime in RUNTIMES:
         out = tmp_path / runtime
         launch.federate(
             str(bundle.path), config=bundle.overrides, requested=requested, out=out, jobs=1, runtime=runtime
         )
-    simulator, monai = (left(tmp_path / name) for name in launch.RUNTIMES)
+    simulator, monai = (left(tmp_path / name) for name in RUNTIMES)
     assert monai == simulator
 
 
-@pytest.mark.parametrize("first", launch.RUNTIMES)
+@pytest.mark.parametrize("first", RUNTIMES)
 def test_law1_a_run_that_is_resumed_by_the_other_runtime(scans: Path, tmp_path: Path, first: str) -> None:
     """SCAFFOLD's control variates are in the sites' States, and a cohort of two of three leaves one out."""
-    (other,) = set(launch.RUNTIMES) - {first}
+    (other,) = set(RUNTIMES) - {first}
     whole = run(scans, tmp_path / "whole", "scaffold", first, rounds=3, cohort=0.67)
     run(scans, tmp_path / "parts", "scaffold", first, rounds=1, cohort=0.67)
     parts = run(scans, tmp_path / "parts", "scaffold", other, rounds=3, cohort=0.67, resume=True)

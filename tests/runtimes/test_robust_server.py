@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.core.message_limits import Caps

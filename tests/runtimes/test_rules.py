@@ -19,7 +19,7 @@ from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import check_state
 from medfl.runtimes.simulator import Simulator
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from tests.helpers import ToyBundle, run_record
 
 
@@ -89,7 +89,7 @@ class WritingAndFailing(Method):
     ("method", "said"),
     [
         (Forgetful, "train of method 'mine' returned a NoneType; it returns what fit gave"),
-        (Idle, "local_update of method 'mine' trained nothing; a site is trained by medfl.training.fit.fit"),
+        (Idle, "local_update of method 'mine' trained nothing; a site is trained by medfl.training.loop.fit"),
         (Curt, "local_update of method 'mine' returned a Message; it returns the site's next State and the reply"),
         (Hoarding, "a site's State of method 'mine': 'kept/models/0' is a Sequential; a State is a plain dict of"),
         (Hoarder, "the server's State of method 'mine': 'seen' is a set; a State is a plain dict of"),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from medfl import datasets
-from medfl.cli import main as cli
+from medfl.cli import verbs as cli
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite

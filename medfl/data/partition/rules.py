@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from medfl.core.errors import InputError, meant
+from medfl.data.partition import table as text
 from medfl.data.partition.counts import by_counts, cut, read_count, read_limits
 from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
-from medfl.report import partition_plot
 
 Sections = Mapping[str, Sequence[Item]]
 
@@ -65,7 +65,7 @@ class Partition:
 
     def table(self, sections: Sections, classes: Sequence[str] | None) -> str:
         """Return a text table of at most 100 columns: training images per site and class, size of each section."""
-        return partition_plot.table(self, sections, classes)
+        return text.table(self, sections, classes)
 
     def to_ids(self, sections: Sections) -> dict[str, dict[str, list[str]]]:
         """Return the item ids per site and section, ready for JSON."""

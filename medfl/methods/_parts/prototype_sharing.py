@@ -26,7 +26,7 @@ from medfl.methods._parts.prototypes import class_counts, collect
 from medfl.methods.base import Method, Synthetic, class_head, option
 from medfl.methods.fedproto import averaged, check_lengths, distances, num_classes, owned, received, table
 from medfl.networks.heads import feature_size, head
-from medfl.training.fit import FitReport
+from medfl.training.loop import FitReport
 from medfl.training.site import Host, Site, merged
 
 

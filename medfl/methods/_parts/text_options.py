@@ -20,7 +20,7 @@ from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weig
 from medfl.methods._parts.text_classifier import CLASSIFIERS, adapt, embeddings_for, embeddings_of, install
 from medfl.methods.base import Method, class_head, option, same_option
 from medfl.networks.heads import head, head_names
-from medfl.training.fit import Feed, Objective, fit
+from medfl.training.loop import Feed, Objective, fit
 from medfl.training.site import Host, Site, snapshot
 
 

@@ -18,7 +18,7 @@ from medfl.core.errors import MedflError
 from medfl.data.disk_cache import free_memory
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import snapshot
 
 _SHARE = 0.8  # of the free memory that workers may take together

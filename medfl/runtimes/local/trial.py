@@ -13,7 +13,7 @@ from medfl.core.errors import InputError, MedflError
 from medfl.core.seeding import stream
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
-from medfl.training.fit import fit
+from medfl.training.loop import fit
 from medfl.training.site import Networks
 
 _ITEMS = (2, 5)

@@ -22,6 +22,8 @@ from medfl.runtimes.local.workers import Later, Task, Workers
 from medfl.runtimes.monai_fl.client import JUDGE, LOSS, ROUND, MedflClientAlgo, exchange_object
 from medfl.runtimes.monai_fl.states import InMemory, States
 from medfl.runtimes.monai_fl.view import moved_message
+from medfl.runtimes.registry import Execution, Runtime
+from medfl.runtimes.simulator import simulated
 from medfl.runtimes.step import StepResult, introduce, site_step
 
 
@@ -143,3 +145,11 @@ class _RunFiles:
         if state and self._fresh is not None:
             save_state(Path(self._fresh), state)
             self.written = True
+
+
+def _execute(asked: Execution) -> dict[str, Any]:
+    """Execute a run with sites that are clients of MONAI FL."""
+    return simulated(asked, Exchange)
+
+
+RUNTIME = Runtime(_execute, no_jobs="its sites share one process")

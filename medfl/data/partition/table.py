@@ -1,0 +1,85 @@
+"""A partition as a text table for the terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medfl.data.partition.rules import Partition
+
+    Sections = Mapping[str, Sequence[Mapping[str, Any]]]
+
+WIDTH = 100
+TITLES = {"train": "training", "validate": "validation", "test": "test"}
+
+
+def table(partition: Partition, sections: Sections, classes: Sequence[str] | None) -> str:
+    """Return the text of `Partition.table`."""
+    names, shown = list(classes or ()), shown_sections(partition)
+    counts = partition.counts(sections, len(names))
+    numbers = [[*(len(held[n]) for n in shown), *counts[site]] for site, held in partition.sites.items()]
+    rows = [[shorten(site, 24), *map(_cell, row)] for site, row in zip(partition.sites, numbers, strict=True)]
+    rows.append(["all sites", *(_cell(sum(column)) for column in zip(*numbers, strict=True))])
+    head, legend = ["site", *(TITLES[name] for name in shown), *names], ""
+    if sum(_widths([head, *rows])) > WIDTH:
+        head[1 + len(shown) :] = [str(c) for c in range(len(names))]
+        legend = _wrap(f"{c} = {shorten(name, WIDTH - 8)}" for c, name in enumerate(names))
+    blocks = [_block([[row[i] for i in columns] for row in [head, *rows]]) for columns in _columns([head, *rows])]
+    content = "images of each section" + (" and training images of each class" if names else "")
+    title = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {content}"
+    notes = "\n".join(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  ") for note in partition.notes)
+    return "\n\n".join(part for part in [title, *blocks, legend, notes] if part)
+
+
+def shorten(text: str, width: int) -> str:
+    """Cut the middle out of a text that is longer than `width`."""
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return text[: width - 1 - tail] + "…" + text[len(text) - tail :]
+
+
+def _cell(count: int) -> str:
+    return str(count) if count else "-"
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Column widths with the two spaces that part a column from the one before."""
+    return [max(map(len, column)) + 2 * (i > 0) for i, column in enumerate(zip(*rows, strict=True))]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Divide the columns into blocks that fit; each block begins with the site's name."""
+    blocks, used = [[0]], _widths(rows)[0]
+    for i, width in enumerate(_widths(rows)[1:], start=1):
+        if used + width > WIDTH:
+            blocks.append([0])
+            used = _widths(rows)[0]
+        blocks[-1].append(i)
+        used += width
+    return blocks
+
+
+def _block(rows: Sequence[Sequence[str]]) -> str:
+    """Align one block: names left, numbers right, a rule under the head and above the last row."""
+    first, *others = _widths(rows)
+    lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], others)) for row in rows]
+    rule = "-" * (first + sum(others))
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def _wrap(entries: Iterable[str]) -> str:
+    """Fill lines with entries without breaking one."""
+    lines = [""]
+    for entry in entries:
+        if lines[-1] and len(lines[-1]) + 3 + len(entry) > WIDTH:
+            lines.append("")
+        lines[-1] += ("   " if lines[-1] else "") + entry
+    return "\n".join(lines)
+
+
+def shown_sections(partition: Partition) -> tuple[str, ...]:
+    """Return the sections that hold any item; the training section always."""
+    return tuple(n for n in TITLES if n == "train" or any(held[n] for held in partition.sites.values()))

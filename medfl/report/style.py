@@ -1,0 +1,7 @@
+"""Colours and sizes that all pictures share."""
+
+from __future__ import annotations
+
+INK, SOFT, BAND = "#1f2937", "#6b7280", "#f3f5f8"
+TINTS = {"train": "#2f6f9f", "validate": "#86b6d8", "test": "#e0b457"}
+LETTER = 0.08  # inches a letter takes

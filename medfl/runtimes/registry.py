@@ -1,0 +1,106 @@
+"""Runtimes by name: who runs the sites of a federation. `load` also takes a dotted path to a runtime of your own.
+
+A runtime is a `Runtime` in a module; its dotted path, `mypackage.mymodule:RUNTIME`, is its name on the command line too
+(`:RUNTIME` may be left out). Those of medfl have short names.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from medfl.core.errors import InputError, meant
+from medfl.core.run_folder import RunFolder
+from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.federation import Federation
+
+SHIPPED = {
+    "simulator": "medfl.runtimes.simulator:RUNTIME",
+    "monai-fl": "medfl.runtimes.monai_fl.exchange:RUNTIME",
+    "flare": "medfl.flare.job:SIMULATOR",
+    "flare-poc": "medfl.flare.job:POC",
+}
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What a runtime is asked for: a run in its folder, and the settings that never change a result.
+
+    Attributes:
+        federation: sites and server.
+        folder: where the run is written; `run.json` is there already.
+        resume: whether the folder holds rounds to go on from.
+        jobs: worker processes.
+        tolerance: how many sites may fail to answer, and how long they have.
+        progress: show a bar on stderr.
+        say: where lines for the user go.
+        save_predictions, profile, track: as `medfl.federate`.
+    """
+
+    federation: Federation
+    folder: RunFolder
+    resume: bool
+    jobs: int
+    tolerance: Tolerance
+    progress: bool
+    say: Callable[[str], object]
+    save_predictions: bool = False
+    profile: bool = False
+    track: str | None = None
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Who runs the sites.
+
+    Attributes:
+        execute: runs all rounds that are left and returns the summary.
+        no_jobs: why there are no worker processes to choose, "" where there are.
+        remote: whether the sites are processes that keep their States and hold their images themselves; only they can
+            be held to a deadline, and only here can they be resumed.
+        require: raises an InputError where what it needs is not installed.
+    """
+
+    execute: Callable[[Execution], dict[str, Any]]
+    no_jobs: str = ""
+    remote: bool = False
+    require: Callable[[], object] = lambda: None
+
+    def check(self, name: str, *, jobs: int | None, profile: bool, deadline: float | None) -> None:
+        """Raise an InputError if it cannot be asked for these settings."""
+        if jobs is not None and jobs < 1:
+            raise InputError(f"--jobs {jobs}", "a whole number of at least 1, or None for the cores", "give another")
+        if self.no_jobs and jobs not in (None, 1):
+            raise InputError(f"--jobs {jobs} with --runtime {name}", self.no_jobs, "leave --jobs out")
+        if deadline is not None and not self.remote:
+            raise InputError(
+                f"--deadline {deadline:g} with --runtime {name}",
+                "it waits for one site after the other; sites that run by themselves can be held to a deadline",
+                "leave it out, or use --runtime flare",
+            )
+        self.require()
+        if profile and self.remote:
+            raise InputError(f"--profile with --runtime {name}", "it times the work of one process", "leave one out")
+
+
+def load(name: str) -> Runtime:
+    """Return a runtime by its name or dotted path.
+
+    Raises:
+        InputError: there is none.
+    """
+    module, _, attribute = SHIPPED.get(name, name).partition(":")
+    if name not in SHIPPED and "." not in module and not attribute:
+        allowed = f"runtimes here are: {', '.join(SHIPPED)}, or a dotted path"
+        raise InputError(f"--runtime {name}", allowed, meant(name, tuple(SHIPPED), "choose one"))
+    try:
+        found = getattr(importlib.import_module(module), attribute or "RUNTIME", None)
+    except ModuleNotFoundError as error:
+        raise InputError(f"--runtime {name} ({error})", "a module that Python finds", "check PYTHONPATH") from error
+    if not isinstance(found, Runtime):
+        raise InputError(
+            f"--runtime {name}", f"module {module} has a Runtime called {attribute or 'RUNTIME'}", "add it there"
+        )
+    return found
