@@ -49,9 +49,8 @@ bench: $(TEST)/.installed
 gpu-kit: $(TEST)/.installed
 	$(TEST)/bin/python benchmarks/gpu_kit.py
 
-# What the README and docs/ say of the code is made from it, the tables of docs/results.md from the summaries of runs.
+# What docs/ say of the code is made from it, the tables of docs/results.md from the summaries of runs.
 docs: $(TEST)/.installed
-	$(TEST)/bin/python -m medfl.cli.catalogue README.md
 	$(TEST)/bin/python docs/site/generate.py
 	$(TEST)/bin/python docs/results/make.py
 

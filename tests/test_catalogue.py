@@ -11,10 +11,7 @@ from medfl import datasets, methods
 from medfl.bundle.bundle import shipped
 from medfl.cli import catalogue
 from medfl.core import terminal
-from medfl.core.errors import InputError
 from medfl.methods.base import Method, option
-
-README = Path(__file__).resolve().parents[1] / "README.md"
 
 
 def _methods() -> dict[str, dict]:
@@ -176,44 +173,7 @@ def test_markdown_keeps_bars_inside_cells() -> None:
     assert terminal.markdown(["a"], [["x | y"]]) == "| a |\n|---|\n| x \\| y |"
 
 
-# README
-
-
-def _marked(methods_table: str, bundles_table: str) -> str:
-    return (
-        f"# Title\n\n<!-- methods -->\n{methods_table}\n<!-- /methods -->\n\nText.\n\n"
-        f"<!-- bundles -->\n{bundles_table}\n<!-- /bundles -->\nEnd.\n"
-    )
-
-
-def test_the_readme_tables_are_fresh(tmp_path: Path) -> None:
-    """`python -m medfl.cli.catalogue README.md` brings them up to date."""
-    text = README.read_text(encoding="utf-8")
-    copy = tmp_path / "README.md"
-    copy.write_text(text, encoding="utf-8")
-    assert not catalogue.refresh(copy), "run: python -m medfl.cli.catalogue README.md"
-
-
-def test_refresh_replaces_what_is_marked_and_nothing_else(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(_marked("old", ""))
-    assert catalogue.refresh(readme)
-    assert readme.read_text() == _marked(catalogue.methods_markdown(), catalogue.bundles_markdown())
-    assert not catalogue.refresh(readme)
-
-
-@pytest.mark.parametrize("text", ["", "<!-- methods -->\n<!-- /methods -->", "<!-- methods -->"])
-def test_refresh_names_what_is_not_marked(tmp_path: Path, text: str) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(text)
-    with pytest.raises(InputError, match="has no table marked <!-- (methods|bundles) -->"):
-        catalogue.refresh(readme)
-    assert readme.read_text() == text
-
-
-def test_the_tables_of_the_readme_do_not_depend_on_this_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_tables_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = catalogue.bundles_markdown()
     datasets.write_phantom("pneumonia", tmp_path / "pneumonia", per_class=10, size=16)
     monkeypatch.setenv("MEDFL_DATA", str(tmp_path))

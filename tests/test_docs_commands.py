@@ -32,7 +32,7 @@ from tests.zoo.build import ZOO
 
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
 ELSEWHERE = {"deploy.md": "test_deploy.py, with what a hospital has"}
-OWN = ["papers.md", "performance.md", "results.md"]
+OWN = ["guide.md", "papers.md", "performance.md", "results.md"]
 """Pages with a test of their own here."""
 
 pytestmark = pytest.mark.slow
@@ -66,13 +66,19 @@ def test_a_pages_commands_and_python_run_in_their_order(
 
 def test_the_readmes_commands_run_in_their_order(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw_pictures(elsewhere)
+    for command in filter(is_run, commands(README)):
+        execute(command, capsys)
+    assert Path("grids/mine/tables.md").is_file()
+
+
+def test_the_guides_commands_run_in_their_order(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     foreign = ZOO["cls2d_glob_yaml"](elsewhere / "path" / "to")
     (elsewhere / "path" / "to" / "MiniNIST").rename(elsewhere / "path" / "to" / "images")
     foreign.path.rename(foreign.path.with_name("any_bundle"))
     datasets.write_phantom("ham10000", elsewhere / "path" / "to" / "ham10000", per_class=20, size=16)
-    for command in filter(is_run, commands(README)):
+    for command in filter(is_run, commands("guide.md")):
         execute(command, capsys)
-    for made in ("page.html", "curves.png", "gains.png", "exported/configs/metadata.json", "grids/mine/tables.md"):
+    for made in ("page.html", "curves.png", "gains.png", "exported/configs/metadata.json"):
         assert Path(made).is_file(), made
     assert len(list(Path("runs").glob("*/summary.json"))) > 12
 

@@ -41,8 +41,8 @@ FIGURES: dict[str, tuple[int | None, int]] = {
     "method files over 120 lines": (8, 19),
     "lines of the longest method file": (300, 475),
     "lines of the longest module": (400, 574),
-    "words of the README": (1200, 4109),
-    "lines of the product": (None, 49352),
+    "words of the README": (1200, 1200),
+    "lines of the product": (None, 49315),
 }
 
 

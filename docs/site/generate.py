@@ -32,7 +32,7 @@ Parts = Mapping[str, Callable[[], str]]
 
 
 def method_table() -> str:
-    """Return the README's table of methods with links to their pages and without their options."""
+    """Return the table of methods with links to their pages and without their options."""
     rows = []
     for line in catalogue.methods_markdown().splitlines():
         cells = _cells(line)
@@ -110,7 +110,7 @@ def _paragraph(text: str) -> str:
 
 
 def bundle_table() -> str:
-    """Return the README's table of bundles with links to their sections."""
+    """Return the table of bundles with links to their sections."""
     names, kept = "|".join(shipped()), (0, 1, 2, 3, 5, 7)  # pixels and protocols are in the sections
     rows = [
         "| " + " | ".join(_cells(line)[i] for i in kept) + " |" for line in catalogue.bundles_markdown().splitlines()

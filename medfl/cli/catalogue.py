@@ -1,7 +1,6 @@
-"""What there is to choose from: the methods and the bundles, as JSON-able documents, terminal text and README tables.
+"""What there is to choose from: the methods and the bundles, as JSON-able documents, terminal text and Markdown tables.
 
-Everything is read from the classes and configurations themselves. `python -m medfl.cli.catalogue README.md` refreshes
-the tables of a README between the lines `<!-- methods -->` and `<!-- /methods -->`, and the same for `bundles`.
+Everything is read from the classes and configurations themselves.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.configuration import read
 from medfl.core import terminal
 from medfl.core.errors import InputError, meant
-from medfl.core.storage import write_atomic
 from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
@@ -210,7 +207,7 @@ def _type(option: Document) -> str:
 
 
 def methods_markdown() -> str:
-    """Return the README's table of methods."""
+    """Return the table of methods for docs."""
     head = ["Method", "Tasks", "Judged", "What travels", "Plain averaging host", "Options (defaults)", "Paper"]
     rows = [
         [f"`{e['name']}`", _tasks_text(e), e["judged"], _travels_text(e), _yes(e["plain_host"]),
@@ -381,7 +378,7 @@ def check_text(document: Mapping[str, Any], width: int = terminal.WIDTH) -> str:
 
 
 def bundles_markdown() -> str:
-    """Return the README's table of bundles; without the data status, which is this machine's."""
+    """Return the table of bundles for docs; without the data status, which is this machine's."""
     head = ["Bundle", "Images", "Classes", "Centres", "Pixels", "Network", "Protocol", "Licence of the images"]
     rows = [
         [f"`{e['name']}`", e["title"], _classes(e), str(e["centres"]), _sides(e), f"`{e['network']}`", e["protocol"],
@@ -389,35 +386,6 @@ def bundles_markdown() -> str:
         for e in bundles()["bundles"]
     ]  # fmt: skip
     return terminal.markdown(head, rows)
-
-
-# README
-
-
-_TABLES: Mapping[str, Callable[[], str]] = {"methods": methods_markdown, "bundles": bundles_markdown}
-
-
-def refresh(readme: Path) -> bool:
-    """Bring the marked tables of a README up to date; return whether anything changed.
-
-    Raises:
-        InputError: the file cannot be read, or lacks the lines that mark a table.
-    """
-    try:
-        before = readme.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{readme}: {error}", "a text file in Markdown", "give the README's path") from error
-    after = before
-    for name, table in _TABLES.items():
-        opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-        start, found, rest = after.partition(opening)
-        _, end, tail = rest.partition(closing)
-        if not found or not end:
-            raise InputError(f"{readme} has no table marked {opening}", f"{opening} … {closing}", "add the two lines")
-        after = f"{start}{opening}\n{table()}\n{closing}{tail}"
-    if after != before:
-        write_atomic(readme, after.encode())
-    return after != before
 
 
 # Small helpers
@@ -430,8 +398,3 @@ def _plain(value: Any) -> str:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
-
-
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        sys.stdout.write(f"{argument}: {'refreshed' if refresh(Path(argument)) else 'up to date'}\n")
