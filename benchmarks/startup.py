@@ -22,7 +22,7 @@ from medfl import datasets
 
 _RUN = """
 import os, sys
-from medfl.importing import without_collecting
+from medfl.core.importing import without_collecting
 
 with without_collecting():
     from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -105,7 +105,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretended:
         told = {**json.loads(summary.read_text()), "peak_device_bytes": made.need[method] + OUTSIDE}
         summary.write_text(json.dumps(told))
 
-    monkeypatch.setattr(importlib.import_module("medfl.compare"), "federate", federate)
+    monkeypatch.setattr(importlib.import_module("medfl.compare.grid"), "federate", federate)
     return made
 
 
@@ -204,7 +204,7 @@ def test_a_process_that_has_used_cuda_is_refused(
 def test_what_is_planned_as_on_a_cpu_is_compared_as_on_the_gpu(
     gpu: Pretended, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, module = "PYTORCH_NVML_BASED_CUDA_CHECK", importlib.import_module("medfl.compare")
+    name, module = "PYTORCH_NVML_BASED_CUDA_CHECK", importlib.import_module("medfl.compare.grid")
     monkeypatch.delenv(name, raising=False)
     planned: list[tuple[str, str | None]] = []
     compared: list[str] = []

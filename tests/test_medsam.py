@@ -27,7 +27,7 @@ from tests.asking import asked, opened
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1] / "bundles" / "medsam_teacher"
-SCHEMA = Path(__file__).parents[1] / "medfl" / "schemas" / "bundle_metadata.json"
+SCHEMA = Path(__file__).parents[1] / "medfl" / "export" / "schemas" / "bundle_metadata.json"
 
 
 def tiny_config() -> Any:

@@ -63,7 +63,7 @@ def test_every_table_of_each_paper_is_here() -> None:
 def test_the_tables_are_installed_with_the_package() -> None:
     config = ConfigParser()
     config.read(HERE / "setup.cfg")
-    assert "papers/*/*.yaml" in config["options.package_data"]["medfl"].split()
+    assert "compare/papers/*/*.yaml" in config["options.package_data"]["medfl"].split()
 
 
 @pytest.mark.parametrize("key", names())

@@ -17,7 +17,7 @@ from medfl.core.run_folder import RunFolder, read_run
 from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
-from medfl.runs import launch
+from medfl.runtimes import simulator
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.simulator import Simulator
 from medfl.training.accelerate.precision import channels_last, tf32
@@ -50,13 +50,13 @@ def test_a_run_trains_without_it_unless_asked(
     asked: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, bool]] = []
-    execute = launch.Simulator.execute
+    execute = simulator.Simulator.execute
 
-    def watched(self: launch.Simulator, resume: bool = False) -> object:
+    def watched(self: simulator.Simulator, resume: bool = False) -> object:
         seen.append(allowed())
         return execute(self, resume)
 
-    monkeypatch.setattr(launch.Simulator, "execute", watched)
+    monkeypatch.setattr(simulator.Simulator, "execute", watched)
     chest = str(datasets.write_phantom("pneumonia", tmp_path / "data", per_class=10, size=28))
     requested = {"data": chest, "sites": 2, "partition": "iid", "rounds": 1, "local_epochs": 1, **asked}
     out = tmp_path / "run"

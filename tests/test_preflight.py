@@ -227,7 +227,7 @@ def test_what_a_step_takes_of_a_gpu_is_held_against_what_is_free(
     made.run = replace(made.run, device="cuda")
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
-    monkeypatch.setattr(preflight.holding, "free_memory", lambda device: free)
+    monkeypatch.setattr(preflight.on_device, "free_memory", lambda device: free)
     if not free:
         monkeypatch.setattr(preflight, "fit", out_of_memory)
     found = Preflight("ham10000", str(moles))

@@ -26,7 +26,7 @@ from medfl.datasets import own
 from medfl.policy.inspection import inspect
 from medfl.runs.launch import federate
 
-SCHEMA = Path(medfl.__file__).parent / "schemas" / "bundle_metadata.json"
+SCHEMA = Path(medfl.__file__).parent / "export" / "schemas" / "bundle_metadata.json"
 
 
 def disc(side: int, radius: float, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -38,7 +38,7 @@ from medfl.networks.heads import feature_size
 
 ROOT = Path(__file__).parents[2]
 BUNDLES = ROOT / "bundles"
-SCHEMA = ROOT / "medfl" / "schemas" / "bundle_metadata.json"
+SCHEMA = ROOT / "medfl" / "export" / "schemas" / "bundle_metadata.json"
 FOLDERS = {path.parents[1].name: path.parents[1] for path in BUNDLES.glob("**/configs/train.yaml")}
 NAMES = sorted(FOLDERS)
 

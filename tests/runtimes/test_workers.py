@@ -299,7 +299,7 @@ def test_leaving_ends_workers_also_busy_ones() -> None:
 ORPHANS = """
 import os, signal, sys
 from types import SimpleNamespace
-from medfl.runtimes.workers import Workers
+from medfl.runtimes.local.workers import Workers
 from tests.runtimes.test_workers import whoami
 workers = Workers(SimpleNamespace(run=SimpleNamespace(threads=1), networks=SimpleNamespace(initial={})), 3)
 print(*sorted(set(workers.all([(whoami, (0.1,))] * 9))), flush=True)
