@@ -246,7 +246,7 @@ def lungs(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def images(chest: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Run `federate` on drawn radiographs; the command line knows no such device."""
-    monkeypatch.setattr(plan, "_device", lambda name: name)
+    monkeypatch.setattr(plan, "device_named", lambda name: name)
     monkeypatch.setattr(launch, "free_memory", lambda device: ROOMY)
 
     def go(method: str, kind: str, out: Path, **settings: Any) -> dict[str, Any]:

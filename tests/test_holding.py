@@ -224,7 +224,7 @@ def test_the_free_memory_of_a_share(monkeypatch: pytest.MonkeyPatch, allowance: 
 def test_a_run_holds_its_data_in_its_share(
     device: torch.device, share: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plan, "_device", lambda name: name)
+    monkeypatch.setattr(plan, "device_named", lambda name: name)
     monkeypatch.setattr(launch, "free_memory", lambda device: ROOMY)
     shared, said = launch.Shared(), list[str]()
     shared.free = None if share is None else lambda device: share

@@ -28,8 +28,8 @@ FIGURES: dict[str, tuple[int | None, int]] = {
     "modules directly in medfl/": (4, 4),
     "layers of the import contract": (10, 10),
     "rooms in no layer": (0, 0),
-    "files that spell a run setting": (2, 9),
-    "lines that spell a run setting": (None, 17),
+    "files that spell a run setting": (2, 4),
+    "lines that spell a run setting": (None, 7),
     "files that name a runtime": (1, 2),
     "lines of setup.cfg that name a data set": (0, 3),
     "files opened to understand FedProx": (4, 6),
@@ -42,7 +42,7 @@ FIGURES: dict[str, tuple[int | None, int]] = {
     "lines of the longest method file": (300, 475),
     "lines of the longest module": (400, 574),
     "words of the README": (1200, 1200),
-    "lines of the product": (None, 49315),
+    "lines of the product": (None, 49365),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.core.errors import InputError
+from medfl.core.settings import COMPUTING, SITES
 
 _SIMULATE = """\
 The same as medfl run --runtime flare: a process for the server and one for each
@@ -34,11 +35,6 @@ examples
       every site takes drawn images: medfl data make hippocampus --out DIR
   medfl flare export hippocampus --sites north,south --method scaffold --rounds 80 --resume --out more
       go on with what the server and the sites have kept"""
-
-_REQUESTED = (
-    "method", "presets", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "seed", "amp", "tf32",
-    "channels_last", "capture", "threads", "eval_every", "messages", "aggregation",
-)  # fmt: skip
 
 
 def add(
@@ -95,11 +91,11 @@ def _export_flags(export: Any) -> None:
     what.add_argument("--rehearsal", action="store_true", help="with drawn images at all sites")
     sites = export.add_argument_group("sites")
     sites.add_argument("--sites", required=True, metavar="A,B,...", help="their names in the federation")
-    arguments.number(sites, "--cohort", "FRACTION", "fraction of the sites in each round", float)
-    arguments.number(arguments.training(export), "--seed", "S", "seed of everything random; default 0")
-    robust = arguments.robustness(export)
-    arguments.computing(robust)
-    arguments.number(robust, "--threads", "T", "threads of each site; default 1")
+    arguments.add(sites, *arguments.of_group(SITES))
+    arguments.training(export)
+    arguments.robustness(export)
+    machine = export.add_argument_group("machine", "each site trains on the device that it chooses itself")
+    arguments.add(machine, *arguments.of_group(COMPUTING), "threads")
     output = export.add_argument_group("output")
     output.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder for the job")
     output.add_argument("--resume", action="store_true", help="the server goes on with this run, which it has already")
@@ -112,7 +108,7 @@ def _export(options: Any, show: Callable[..., int], pairs: Callable[[str, Sequen
         raise InputError(f"--sites {options.sites}", "different names, as north,south", "correct it")
     from medfl.flare.offer import export
 
-    given = {name: value for name in _REQUESTED if (value := getattr(options, name)) is not None}
+    given = arguments.requested(options, "method", "presets")
     document = export(
         options.bundle,
         sites,

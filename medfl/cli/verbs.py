@@ -158,7 +158,7 @@ def _run_flags(run: Any) -> None:
     )
     arguments.what(what, "option of the method (medfl methods NAME); may be repeated")
     arguments.partition(arguments.sites(run))
-    arguments.number(arguments.training(run), "--seed", "S", "seed of everything random; default 0")
+    arguments.training(run)
     arguments.robustness(run)
     machine = arguments.machine(run)
     machine.add_argument(
@@ -218,7 +218,7 @@ def _add_compare(verbs: Any) -> None:
     )
     arguments.what(what, "option of every method that has it; may be repeated")
     arguments.partition(arguments.sites(compare), "append")
-    arguments.training(compare)
+    arguments.training(compare, seed=False)
     machine = arguments.machine(compare)
     machine.add_argument(
         "--jobs", default="auto", metavar="auto|N",
@@ -262,7 +262,7 @@ def _compare(options: Any) -> int:
         tuple(dict.fromkeys(seeds)),
         set_,
         config,
-        {name: value for name in _SHARED if (value := getattr(options, name)) is not None},
+        arguments.requested(options, *_SHARED),
     )
     say = str if options.quiet else _log
     bar = sys.stderr.isatty() and not options.quiet
@@ -301,7 +301,7 @@ def _paper(options: Any) -> int:
         if value:
             raise InputError(f"{flag} with --paper", "a published table has its own rows and tests", "leave it out")
     table = paper_tables.load(options.paper)
-    requested = {name: value for name in _SHARED if (value := getattr(options, name)) is not None}
+    requested = arguments.requested(options, *_SHARED)
     wanted = [name.strip() for name in options.methods.split(",") if name.strip()]
     say = str if options.quiet else _log
     lines, code, document = paper_runs.run(
@@ -323,16 +323,7 @@ def _paper(options: Any) -> int:
     return code
 
 
-_SHARED = (
-    "presets", "data", "sites", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "device", "amp",
-    "tf32", "channels_last", "capture", "pack", "compile", "threads", "eval_every", "messages",
-)  # fmt: skip
-
-_REQUESTED = (
-    "method", "presets", "data", "sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr",
-    "lr_decay", "seed", "device", "amp", "tf32", "channels_last", "capture", "pack", "compile", "threads",
-    "eval_every", "messages", "aggregation",
-)  # fmt: skip
+_SHARED = ("presets", "data", "sites")
 
 
 def _run(options: Any) -> int:
@@ -344,7 +335,7 @@ def _run(options: Any) -> int:
         bundle=options.bundle,
         options=set_,
         config=config,
-        requested={name: getattr(options, name) for name in _REQUESTED if getattr(options, name) is not None},
+        requested=arguments.requested(options, "method", "partition", *_SHARED),
         out=options.out,
         resume=options.resume,
         source=options.source,

@@ -10,21 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.settings import LATER, Choices, Schedule
 from medfl.core.type_checks import misfits
 
 _NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts")
 """Where things lie and what was said about them cannot change a weight."""
-LOSSLESS, MEAN = "lossless", "mean"
-_NEUTRAL: Mapping[str, Any] = {
-    "messages": LOSSLESS,
-    "aggregation": MEAN,
-    "tf32": False,
-    "channels_last": False,
-    "capture": False,
-    "pack": 1,
-    "compile": False,
-}
-"""Settings that came later: where they change nothing a record has none, and its hash is what it was."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +89,7 @@ class TextRecord:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Schedule, Choices):
     """Every setting of a run. The same `Run` gives the same weights, bit for bit on CPU.
 
     Attributes:
@@ -109,24 +99,11 @@ class Run:
         method: method name or dotted path.
         options: every option of the method, defaults included.
         config: overridden ids of the bundle's configuration.
-        cohort: fraction of the sites in each round.
-        local_epochs: passes over a site's data a round.
-        lr: learning rate of round 1; None leaves the bundle's optimiser as it is.
-        lr_decay: factor on the learning rate after each round.
-        device: "cpu", or "cuda" with an index.
-        amp: mixed precision.
-        threads: threads of each worker; they may change the last bits, the number of workers never does.
-        eval_every: rounds between evaluations; 0 evaluates after the last round only.
+        data: its images.
+        partition: which site has which.
         versions: versions of medfl, torch, monai and numpy.
         public: the public data, None for a method that uses none.
         text: the text embeddings, None for a method that uses none, and in records that said nothing of them.
-        messages: how messages are made smaller (`medfl.core.compression`).
-        aggregation: how the server makes one set of weights of the replies' (`medfl.methods._parts.robust`).
-        tf32: whether convolutions and matrix products on a GPU may round their factors to TF32.
-        channels_last: whether kernels lie in memory with their channels last; their values are the same.
-        capture: whether training steps on a GPU are captured and replayed (`medfl.training.accelerate.capture`).
-        pack: how many sites may do a captured step at once (`medfl.training.accelerate.pack_sites`).
-        compile: whether training steps are compiled (`medfl.training.accelerate.compiled`).
     """
 
     bundle: str
@@ -137,27 +114,9 @@ class Run:
     config: Mapping[str, Any]
     data: DataRecord
     partition: PartitionRecord
-    cohort: float
-    rounds: int
-    local_epochs: int
-    batch_size: int
-    lr: float | None
-    lr_decay: float
-    seed: int
-    device: str
-    amp: bool
-    threads: int
-    eval_every: int
     versions: Mapping[str, str]
     public: PublicRecord | None = None
     text: TextRecord | None = None
-    messages: str = LOSSLESS
-    aggregation: str = MEAN
-    tf32: bool = False
-    channels_last: bool = False
-    capture: bool = False
-    pack: int = 1
-    compile: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values; without `public` and `text` where there are none, and the neutral."""
@@ -165,7 +124,7 @@ class Run:
         for name in ("public", "text"):
             if document[name] is None:
                 document.pop(name)
-        for name in [name for name, value in _NEUTRAL.items() if document[name] == value]:
+        for name in [name for name, value in LATER.items() if document[name] == value]:
             document.pop(name)
         return document
 
@@ -177,11 +136,11 @@ class Run:
             InputError: a setting is missing or not of its kind.
         """
         try:
-            optional = {"public", "text", *_NEUTRAL}
+            optional = {"public", "text", *LATER}
             values = {
                 field.name: document[field.name] for field in dataclasses.fields(cls) if field.name not in optional
             }
-            values |= {name: document.get(name, neutral) for name, neutral in _NEUTRAL.items()}
+            values |= {name: document.get(name, neutral) for name, neutral in LATER.items()}
             values["data"], partition = _data_record(values["data"]), dict(values["partition"])
             values["partition"] = PartitionRecord(**{**partition, "notes": _listed(partition["notes"])})
             if document.get("public") is not None:
@@ -217,7 +176,7 @@ class Run:
 
     def difference(self, other: Run) -> list[str]:
         """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
-        left, right = ({**_NEUTRAL, **run.to_dict()} for run in (self, other))
+        left, right = ({**LATER, **run.to_dict()} for run in (self, other))
         for document in (left, right):
             if self.text is None or other.text is None:  # a record that says nothing of text is compared without it
                 document.pop("text", None)

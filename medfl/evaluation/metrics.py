@@ -7,7 +7,7 @@ compare them), computed from one confusion matrix and one ranking: every round n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -232,12 +232,6 @@ def spread(values: Mapping[str, float | None], higher_is_better: bool = True) ->
         "worst_site": worst_site,
         "count": len(known),
     }
-
-
-def definitions() -> Iterator[tuple[str, str, str]]:
-    """Yield (name, definition, "higher" or "lower" is better) of every metric, for tables."""
-    for metric in METRICS.values():
-        yield metric.name, metric.definition, "higher" if metric.higher_is_better else "lower"
 
 
 def _case_means(cases: Cases) -> dict[str, float]:

@@ -37,6 +37,7 @@ from medfl.bundle.protocol import resolved
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
+from medfl.core.settings import SETTINGS
 from medfl.core.untrusted import Refused, decode, read_plain, shown
 from medfl.data.prepared import Item
 from medfl.flare.remote import names_only
@@ -126,7 +127,6 @@ class OwnSite:
 
 _NUMBER = {"type": "number"}
 _WHOLE = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
-_COUNT = {"type": "integer", "minimum": 1, "maximum": 1_000_000}
 _TEXT = {"type": "string", "maxLength": 200}
 _VALUE = {"anyOf": [{"type": ["number", "boolean", "null"]}, _TEXT]}
 _EMPTY = {"type": "array", "maxItems": 0}
@@ -153,21 +153,7 @@ _SCHEMA = {
                 },
             },
         },
-        "cohort": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        "rounds": _COUNT,
-        "local_epochs": _COUNT,
-        "batch_size": _COUNT,
-        "lr": {"anyOf": [{"type": "null"}, {"type": "number", "exclusiveMinimum": 0}]},
-        "lr_decay": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        "seed": _WHOLE,
-        "amp": {"type": "boolean"},
-        "tf32": {"type": "boolean"},
-        "channels_last": {"type": "boolean"},
-        "capture": {"type": "boolean"},
-        "threads": _COUNT,
-        "eval_every": _WHOLE,
-        "messages": _TEXT,
-        "aggregation": _TEXT,
+        **{name: one.schema for name, one in SETTINGS.items() if name != "device"},
         "public": {"type": "null"},
     },
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics
 from medfl.report import drawn, overlays, pictures, words
@@ -152,7 +153,8 @@ def _traffic(folder: RunFolder) -> dict[str, Any] | None:
 
 def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Every setting of the run as text; the data folder stays out, for reports are passed on."""
-    names = ("runtime", "seed", "device", "amp", "tf32", "channels_last", "capture", "threads")
+    computing = [name for name, one in SETTINGS.items() if one.group == COMPUTING]
+    names = ("runtime", "seed", "device", *computing, "threads")
     rows = [(name, words.setting(run[name])) for name in names if name in run]
     for section in ("options", "config"):
         rows += [(f"{name} ({section[:6]})", words.setting(value)) for name, value in (run.get(section) or {}).items()]

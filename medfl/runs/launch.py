@@ -17,8 +17,8 @@ import torch
 from medfl import methods
 from medfl.bundle.configuration import shipped_folders
 from medfl.core.errors import InputError
-from medfl.core.run import LOSSLESS, MEAN
 from medfl.core.run_folder import RunFolder
+from medfl.core.settings import LOSSLESS, MEAN
 from medfl.core.type_checks import checked
 from medfl.data.on_device import Free, free_memory
 from medfl.data.prepared import Prepared

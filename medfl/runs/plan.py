@@ -24,7 +24,8 @@ from medfl.bundle.protocol import options_for, resolved
 from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, meant
-from medfl.core.run import LOSSLESS, MEAN, PartitionRecord, Run
+from medfl.core.run import PartitionRecord, Run
+from medfl.core.settings import SETTINGS, Choices, Schedule
 from medfl.core.type_checks import misfits
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods._parts.robust import Aggregation
@@ -32,30 +33,16 @@ from medfl.methods.base import Method
 from medfl.runs import text_record
 from medfl.runs.public_data import PublicPlan, plan_public
 
-_LEAST = {
-    "rounds": 1, "local_epochs": 1, "batch_size": 1, "sites": 1, "threads": 1, "eval_every": 0, "seed": 0, "pack": 1,
-}  # fmt: skip
-_REPEATED = (
-    "method", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "seed", "device", "amp", "threads",
-    "eval_every", "messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
-class Request:
+class Request(Choices):
     """What a user asks for; None means the bundle's protocol, then medfl's default.
 
     Attributes:
         config: ids of the bundle's configuration to override; values may be text as typed.
         data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
         presets: names of presets of the bundle's protocol, laid over it in this order.
-        messages: how messages are made smaller (`medfl.core.compression`).
-        aggregation: how replies are made into one (`medfl.methods._parts.robust`).
-        tf32: let a GPU round the factors of products to TF32.
-        channels_last: keep kernels in memory with their channels last.
-        capture: replay captured training steps on a GPU.
-        pack: how many sites may do a captured step at once; more than 1 captures.
-        compile: compile training steps.
+        cohort, rounds, local_epochs, batch_size, lr, lr_decay: as in `medfl.core.settings.Schedule`.
     """
 
     bundle: str
@@ -71,19 +58,7 @@ class Request:
     batch_size: int | None = None
     lr: float | None = None
     lr_decay: float | None = None
-    seed: int = 0
-    device: str = "cpu"
-    amp: bool = False
-    threads: int = 1
-    eval_every: int = 1
     presets: Sequence[str] = ()
-    messages: str = LOSSLESS
-    aggregation: str = MEAN
-    tf32: bool = False
-    channels_last: bool = False
-    capture: bool = False
-    pack: int = 1
-    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,13 +105,13 @@ def plan(request: Request, say: Say = str) -> Plan:
     """
     _check_numbers(request)
     messages, aggregation = str(Compression.parse(request.messages)), str(Aggregation.parse(request.aggregation))
-    device = _device(request.device)
+    device = device_named(request.device)
     protocol = resolved(request.bundle, Bundle(request.bundle).protocol, request.presets)
     config = {**protocol["config"], **{key: _value(value) for key, value in request.config.items()}}
     checked(request.bundle, config, device)
     chosen = {
         name: protocol[name] if (value := getattr(request, name)) is None else value
-        for name in ("cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay")
+        for name in (field.name for field in dataclasses.fields(Schedule))
     }
     schedule = {"rounds": int(chosen["rounds"])} if methods.has_option(request.method, "rounds") else {}
     method = methods.load(request.method, {**schedule, **options_for(protocol, request.method), **request.options})
@@ -159,6 +134,8 @@ def plan(request: Request, say: Say = str) -> Plan:
         checked(request.bundle, {**config, **own}, device)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
+    as_asked = {field.name: getattr(request, field.name) for field in dataclasses.fields(Choices)}
+    as_asked["capture"] = request.capture or request.pack > 1
     text = text_record.record(bundle, method)
     run = Run(
         bundle=bundle.name,
@@ -169,27 +146,16 @@ def plan(request: Request, say: Say = str) -> Plan:
         config=config,
         data=opened.record(),
         partition=PartitionRecord(partition.spec, request.seed, tuple(partition.notes), partition.to_ids(sections)),
+        versions=versions(),
+        public=public.record if public else None,
+        text=text,
         cohort=float(chosen["cohort"]),
         rounds=int(chosen["rounds"]),
         local_epochs=int(chosen["local_epochs"]),
         batch_size=int(chosen["batch_size"] or bundle.batch_size),
         lr=None if chosen["lr"] is None else float(chosen["lr"]),
         lr_decay=float(chosen["lr_decay"]),
-        seed=request.seed,
-        device=device,
-        amp=request.amp,
-        threads=request.threads,
-        eval_every=request.eval_every,
-        versions=versions(),
-        public=public.record if public else None,
-        text=text,
-        messages=messages,
-        aggregation=aggregation,
-        tf32=request.tf32,
-        channels_last=request.channels_last,
-        capture=request.capture or request.pack > 1,
-        pack=request.pack,
-        compile=request.compile,
+        **{**as_asked, "device": device, "messages": messages, "aggregation": aggregation},
     )
     notes = opened.notes + tuple(public.notes(bundle, sections) if public else ())
     return Plan(run, bundle, method, notes, public)
@@ -204,7 +170,7 @@ def again(
 ) -> Request:
     """Return a request for a recorded run's settings, with those that are given in the place of the recorded ones."""
     known = bundle_of(run) in shipped()
-    recorded: dict[str, Any] = {name: getattr(run, name) for name in _REPEATED}
+    recorded: dict[str, Any] = {name: getattr(run, name) for name in ("method", *SETTINGS)}
     recorded |= {"data": _recorded_data(run, known), "partition": run.partition.spec}
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)
@@ -236,7 +202,7 @@ def repeat(run: Run, data: str | None = None, say: Say = str, folder: Path | Non
     name = bundle_of(run)
     known = name in shipped()
     config = {**run.config, **({"split": run.data.split} if known else {})}
-    bundle = checked(name, run.config, device := _device(run.device))
+    bundle = checked(name, run.config, device := device_named(run.device))
     if bundle.sha256 != run.bundle_sha256:
         raise InputError(
             f"bundle {bundle.name!r} has changed since the run (configuration hash {bundle.sha256[:12]})",
@@ -322,10 +288,6 @@ def device_named(name: str) -> str:
     Raises:
         InputError: there is no such device.
     """
-    return _device(name)
-
-
-def _device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, colon, index = name.partition(":")
@@ -355,7 +317,8 @@ def check_kinds(requested: Mapping[str, Any]) -> None:
 
 def _check_numbers(request: Request) -> None:
     check_kinds({field.name: getattr(request, field.name) for field in dataclasses.fields(request)})
-    for name, least in _LEAST.items():
+    least_of = {"sites": 1, **{one.name: one.least for one in SETTINGS.values() if one.least is not None}}
+    for name, least in least_of.items():
         value = getattr(request, name)
         if value is not None and value < least:
             raise InputError(f"--{name.replace('_', '-')} {value}", f"a whole number of at least {least}", "correct it")

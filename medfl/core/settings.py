@@ -1,0 +1,165 @@
+"""The settings of a run, each declared once: its kind, default, limits, flag and help.
+
+From these declarations come the fields of `Run` and of `runs.plan.Request`, the flags of the verbs, what a record
+leaves out, what `again` repeats, and what a site of a FLARE job accepts. `Choices` have the same kind in a request as
+in a run; what is in `Schedule` comes from the bundle's protocol where a request leaves it open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+LOSSLESS, MEAN = "lossless", "mean"
+TRAINING, MACHINE, COMPUTING, ROBUSTNESS, SITES = "training", "machine", "computing", "robustness", "sites"
+_MOST = 1_000_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: of the field; the flag is it with dashes.
+        kind: int, float, str or bool.
+        help: of the flag.
+        metavar: of the flag, "" for a switch.
+        group: which flags it stands with.
+        default: None where the bundle's protocol has one.
+        later: whether it came after the first release: a record has none where it is the default, so that hashes stay.
+        least, above, most: limits of a number; `above` is not allowed itself.
+        optional: whether a run may have None.
+    """
+
+    name: str
+    kind: type
+    help: str
+    metavar: str
+    group: str
+    default: Any
+    later: bool = False
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    optional: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The flag."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What a value is, as JSON Schema."""
+        limits = {"minimum": self.least, "exclusiveMinimum": self.above, "maximum": self.most}
+        given = {name: value for name, value in limits.items() if value is not None}
+        kinds: Mapping[type, dict[str, Any]] = {
+            bool: {"type": "boolean"},
+            str: {"type": "string", "maxLength": 200},
+            int: {"type": "integer", **given},
+            float: {"type": "number", **given},
+        }
+        return {"anyOf": [{"type": "null"}, kinds[self.kind]]} if self.optional else kinds[self.kind]
+
+
+def setting(help: str, metavar: str = "", *, group: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+    """Declare a setting as a field of a dataclass; without a default it comes from the bundle's protocol."""
+    metadata = {"help": help, "metavar": metavar, "group": group, **more}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Settings that a request has with a default.
+
+    Attributes:
+        seed: of everything random.
+        device: "cpu", or "cuda" with an index; a request may say "auto".
+        amp: mixed precision.
+        tf32: whether convolutions and matrix products on a GPU may round their factors to TF32.
+        channels_last: whether kernels lie in memory with their channels last; their values are the same.
+        capture: whether training steps on a GPU are captured and replayed (`medfl.training.accelerate.capture`).
+        compile: whether training steps are compiled (`medfl.training.accelerate.compiled`).
+        pack: how many sites may do a captured step at once (`medfl.training.accelerate.pack_sites`).
+        threads: threads of each worker; they may change the last bits, the number of workers never does.
+        eval_every: rounds between evaluations; 0 evaluates after the last round only.
+        messages: how messages are made smaller (`medfl.core.compression`).
+        aggregation: how the server makes one set of weights of the replies' (`medfl.methods._parts.robust`).
+    """
+
+    seed: int = setting("seed of everything random; default 0", "S", group=TRAINING, default=0, least=0, most=2**63 - 1)
+    device: str = setting("where networks are trained; default cpu", "auto|cpu|cuda[:i]", group=MACHINE, default="cpu")
+    amp: bool = setting("automatic mixed precision", group=COMPUTING, default=False)
+    tf32: bool = setting("let a GPU round products to TF32", group=COMPUTING, default=False, later=True)
+    channels_last: bool = setting("lay images out with channels last", group=COMPUTING, default=False, later=True)
+    capture: bool = setting("replay captured training steps on a GPU", group=COMPUTING, default=False, later=True)
+    compile: bool = setting(
+        "compile training steps by TorchInductor: faster for small networks, other last bits",
+        group=COMPUTING, default=False, later=True,
+    )  # fmt: skip
+    pack: int = setting(
+        "capture, and train up to N sites in one step where that is measured to be faster", "N",
+        group=COMPUTING, default=1, later=True, least=1, most=_MOST,
+    )  # fmt: skip
+    threads: int = setting(
+        "threads of each worker; default 1; more may change the last bits", "T",
+        group=MACHINE, default=1, least=1, most=_MOST,
+    )  # fmt: skip
+    eval_every: int = setting(
+        "rounds between evaluations; 0: after the last only; default 1", "N",
+        group=TRAINING, default=1, least=0, most=2**63 - 1,
+    )  # fmt: skip
+    messages: str = setting(
+        "lossless (default), float16, bfloat16, int8, or topk:FRACTION of the changes, the rest sent later", "FORM",
+        group=TRAINING, default=LOSSLESS, later=True,
+    )  # fmt: skip
+    aggregation: str = setting(
+        "mean (default); or for methods that keep FedAvg's server half, counting every site the same: median "
+        "(stands fewer than half of n sites bad; time n log n; loses what a minority knows), trimmed:FRACTION (stands "
+        "that share; loses less), krum:F (stands F of 2F+3 or more; time n^2; learns from one site a round), "
+        "multikrum:F (as krum, from n-F-2 sites)", "RULE",
+        group=ROBUSTNESS, default=MEAN, later=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Settings that the bundle's protocol has.
+
+    Attributes:
+        cohort: fraction of the sites in each round.
+        rounds: of broadcast, local training and aggregation.
+        local_epochs: passes over a site's data a round.
+        batch_size: images a step.
+        lr: learning rate of round 1; None leaves the bundle's optimiser as it is.
+        lr_decay: factor on the learning rate after each round.
+    """
+
+    cohort: float = setting("fraction of the sites in each round", "FRACTION", group=SITES, above=0, most=1)
+    rounds: int = setting(
+        "rounds of broadcast, local training and aggregation", "R", group=TRAINING, least=1, most=_MOST
+    )
+    local_epochs: int = setting("passes over a site's data a round", "E", group=TRAINING, least=1, most=_MOST)
+    batch_size: int = setting("images a step", "B", group=TRAINING, least=1, most=_MOST)
+    lr: float | None = setting("learning rate of round 1", "X", group=TRAINING, above=0)
+    lr_decay: float = setting(
+        "what one round multiplies the learning rate with; 1 keeps it", "G", group=TRAINING, above=0, most=1
+    )
+
+
+def _declared() -> dict[str, Setting]:
+    found = {}
+    for holder in (Schedule, Choices):
+        kinds = get_type_hints(holder)
+        for field in dataclasses.fields(holder):
+            kind, optional = (float, True) if kinds[field.name] == float | None else (kinds[field.name], False)
+            default = None if field.default is dataclasses.MISSING else field.default
+            found[field.name] = Setting(field.name, kind, default=default, optional=optional, **field.metadata)
+    return found
+
+
+SETTINGS: Mapping[str, Setting] = _declared()
+LATER: Mapping[str, Any] = {name: one.default for name, one in SETTINGS.items() if one.later}
+"""Settings that came later: where they are their default a record has none, and its hash is what it was."""
