@@ -30,7 +30,9 @@ def documents(out: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return loaded("gpu_day", monkeypatch)
+    module = loaded("gpu_day", monkeypatch)
+    monkeypatch.setattr(module, "STAGES", dict(module.STAGES))
+    return module
 
 
 def stage(script: Any, tmp_path: Path, name: str = "busy", minutes: float = 5.0) -> Any:
@@ -107,7 +109,7 @@ def test_a_protocol_that_does_not_fit_has_fewer_rounds(script: Any, tmp_path: Pa
 
 
 def test_a_run_travels_in_pieces_and_goes_on(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "PIECE", 200_000)
+    monkeypatch.setattr(sys.modules["gpu_stages"], "PIECE", 200_000)
     work, other = tmp_path / "work", tmp_path / "other"
     run = work / "runs" / "table3-fedavg-0"
     config = ["--config", "network=two_conv", "--config", "image_size=28", "--eval-every", "0", "--quiet"]
