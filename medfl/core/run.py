@@ -89,7 +89,7 @@ class TextRecord:
 
 
 @dataclass(frozen=True)
-class Run(Schedule, Choices):
+class Run(Choices, Schedule):
     """Every setting of a run. The same `Run` gives the same weights, bit for bit on CPU.
 
     Attributes:

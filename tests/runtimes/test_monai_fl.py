@@ -250,9 +250,9 @@ def test_a_plain_averaging_host_gives_the_simulator_s_weights(tmp_path: Path, me
 
 def test_the_methods_for_a_plain_averaging_host_are_those_of_the_method_table() -> None:
     """Of these FedAvg and FedProx as papers say; SCAFFOLD's server averages control variates too."""
-    table = (Path(__file__).parents[2] / "README.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in table if line.startswith("| `")]
-    said = {row[0].strip("| `"): row[4] for row in rows if row[0].strip("| `") in names()}
+    table = (Path(__file__).parents[2] / "docs" / "methods.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in table if line.startswith("| [`")]
+    said = {row[0].split("`")[1]: row[4] for row in rows if row[0].split("`")[1] in names()}
     assert said == {name: "yes" if load(name).plain_host() else "no" for name in names()}
     assert (said["fedavg"], said["fedprox"], said["scaffold"], said["central"]) == ("yes", "yes", "no", "no")
 

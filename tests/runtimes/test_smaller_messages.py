@@ -376,7 +376,6 @@ def run(
 def test_the_command_line_takes_a_form() -> None:
     given = cli._parser().parse_args(["run", "pneumonia", "--messages", "topk:0.01"])
     assert given.messages == "topk:0.01"
-    assert "messages" in cli._REQUESTED
     assert cli._parser().parse_args(["run", "pneumonia"]).messages is None
 
 
