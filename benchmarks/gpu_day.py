@@ -277,7 +277,7 @@ def run(day: Day) -> int:
         day.say(f"{day.stage}: failed: {type(error).__name__}: {error}")
         return 1
     failed = sum("failed" in row for row in day.rows)
-    day.save(status="done")
+    day.save(status="failed" if failed else "done")  # what failed is tried again by the next call
     day.say(f"{day.stage}: done in {day.document['seconds']:.0f} s, {len(day.rows)} rows, {failed} of them failed")
     return 1 if failed else 0
 
