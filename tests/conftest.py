@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import Toy, blobs, classifier, cross_entropy, public_blobs, regression, sgd
+from tests.support.toy import Toy, blobs, classifier, cross_entropy, public_blobs, regression, sgd
 
 
 @pytest.fixture(scope="session", autouse=True)

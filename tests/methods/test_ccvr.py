@@ -13,7 +13,7 @@ from medfl.methods import load
 from medfl.methods._parts.prototypes import Gaussians, pool
 from medfl.methods.ccvr import CCVR
 from medfl.training.site import snapshot
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, simulate
 
 METHOD, FEDAVG = load("ccvr"), load("fedavg")
 HEAD = {"4.weight", "4.bias"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medfl.methods import load
-from tests.helpers import Toy, bits, regression, sgd, simulate
+from tests.support.toy import Toy, bits, regression, sgd, simulate
 
 METHOD = load("central")
 

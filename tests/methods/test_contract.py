@@ -15,7 +15,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, is_finite
 from medfl.core.storage import load_state, save_state
 from medfl.methods import Method
-from tests.helpers import (
+from tests.support.toy import (
     WITHOUT_IMAGES,
     Toy,
     adam,

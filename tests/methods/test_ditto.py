@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medfl.methods import load
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
 
 
 def test_two_rounds_by_hand() -> None:

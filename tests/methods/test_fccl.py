@@ -19,7 +19,7 @@ from medfl.data.public import Public
 from medfl.methods import load
 from medfl.methods.fccl import collaboration, cross_correlation, standardised
 from medfl.training.site import Networks, Site
-from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
+from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
 
 METHOD = load("fccl")
 

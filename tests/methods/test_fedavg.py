@@ -11,7 +11,7 @@ from torch import Tensor
 from medfl.methods import load
 from medfl.methods._parts.aggregation import sample_shares
 from medfl.training.site import snapshot
-from tests.helpers import Toy, bits, judged, quadratic, sgd, simulate
+from tests.support.toy import Toy, bits, judged, quadratic, sgd, simulate
 
 METHOD = load("fedavg")
 

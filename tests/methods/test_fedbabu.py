@@ -11,7 +11,7 @@ from torch import nn
 from medfl.methods import load
 from medfl.training.loop import fit, for_epochs
 from medfl.training.site import snapshot
-from tests.helpers import Toy, adam, bits, half_square, judged, sgd, simulate
+from tests.support.toy import Toy, adam, bits, half_square, judged, sgd, simulate
 
 METHOD = load("fedbabu")
 HEAD = {"4.weight", "4.bias"}

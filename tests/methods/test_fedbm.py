@@ -24,8 +24,8 @@ from medfl.networks import build
 from medfl.networks.generator import Generator
 from medfl.networks.heads import head
 from medfl.runtimes.federation import Federation
-from tests.helpers import Toy, ToyBundle, adam, bits, cross_entropy, run_record, sgd, simulate
-from tests.squares import EMBEDDINGS, federation, images, quick, run
+from tests.support.grey_squares import EMBEDDINGS, federation, images, quick, run
+from tests.support.toy import Toy, ToyBundle, adam, bits, cross_entropy, run_record, sgd, simulate
 
 # Reductions
 

@@ -22,9 +22,9 @@ from medfl.networks.generator import Augmentation, Generator, diversity_loss, st
 from medfl.networks.heads import features_and_output, frozen, head
 from medfl.training.accelerate.capture import allowed
 from medfl.training.loop import fit
-from tests.helpers import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
-from tests.recorder import installed
-from tests.squares import EMBEDDINGS, QUICK, federation, quick, run
+from tests.support.graph_recorder import installed
+from tests.support.grey_squares import EMBEDDINGS, QUICK, federation, quick, run
+from tests.support.toy import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
 
 # The site's step
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from medfl.methods import load
 from medfl.networks import build
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
 
 METHOD, FEDAVG = load("fedbn"), load("fedavg")
 NORM = {f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}

@@ -16,7 +16,7 @@ from medfl.methods import load
 from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings_of
 from medfl.networks import build
 from medfl.networks.heads import head
-from tests.helpers import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
+from tests.support.toy import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
 
 CLASSES = ("p", "q", "r")
 METHOD = load("fedcb")

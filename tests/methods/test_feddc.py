@@ -12,7 +12,7 @@ from torch import Tensor
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods import load
-from tests.helpers import Outcome, Toy, adam, bits, linear, quadratic, sgd, simulate
+from tests.support.toy import Outcome, Toy, adam, bits, linear, quadratic, sgd, simulate
 
 ALPHA = 0.5
 HALVES = [["a", "c"], ["b", "d"], ["a", "b"], ["c", "d"], ["a", "d"], ["b", "c"]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.methods import load
 from medfl.training.site import Site
-from tests.helpers import Outcome, Toy, bits, linear, quadratic, sgd, simulate
+from tests.support.toy import Outcome, Toy, bits, linear, quadratic, sgd, simulate
 
 HALVES = [["a", "c"], ["b", "d"], ["a", "b"], ["c", "d"], ["a", "d"], ["b", "c"]]
 

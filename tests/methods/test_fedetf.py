@@ -14,7 +14,7 @@ from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fedetf import SimplexHead, simplex
 from medfl.training.site import snapshot
-from tests.helpers import Toy, bits, classifier, cross_entropy, judged, sgd, simulate
+from tests.support.toy import Toy, bits, classifier, cross_entropy, judged, sgd, simulate
 
 METHOD = load("fedetf")
 

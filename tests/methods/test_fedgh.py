@@ -20,7 +20,7 @@ from medfl.networks import build
 from medfl.networks.heads import features_and_output
 from medfl.training.loop import fit
 from medfl.training.site import Networks, Site
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, shaken, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, shaken, simulate
 
 METHOD = load("fedgh")
 CLASSES = Task("classification", ("p", "q", "r"))

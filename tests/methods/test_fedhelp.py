@@ -22,7 +22,7 @@ from medfl.methods.proxyfl import divergence
 from medfl.networks import build
 from medfl.runs.public_data import plan_public
 from medfl.training.site import Networks, snapshot
-from tests.helpers import Toy, adam, bits, blobs, classifier, public_blobs, sgd, simulate
+from tests.support.toy import Toy, adam, bits, blobs, classifier, public_blobs, sgd, simulate
 
 LARGE = ("a",)
 

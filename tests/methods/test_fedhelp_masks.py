@@ -18,8 +18,8 @@ from medfl.methods._parts.public import untracked
 from medfl.methods._parts.weight_map import Border, beta, class_balance
 from medfl.methods.fedhelp import _Items, _Lesson
 from medfl.networks.heads import features_and_output
-from tests.helpers import Toy, bits, simulate
 from tests.methods.test_segmentation_contract import federation, segmenting
+from tests.support.toy import Toy, bits, simulate
 
 
 def toy(dims: int) -> Toy:

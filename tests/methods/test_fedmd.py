@@ -19,7 +19,7 @@ from medfl.methods import load
 from medfl.methods.fedmd import Scored, reduced
 from medfl.training.loop import fit, for_epochs
 from medfl.training.site import Networks, Site, evaluating
-from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
+from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
 
 METHOD = load("fedmd")
 PQR = Task("classification", ("p", "q", "r"))

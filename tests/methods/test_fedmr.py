@@ -15,7 +15,7 @@ from medfl.methods import load
 from medfl.methods._parts.prototypes import collect
 from medfl.networks.heads import features_and_output
 from medfl.training.site import snapshot
-from tests.helpers import WHOLE, Outcome, Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
+from tests.support.toy import WHOLE, Outcome, Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD, FEDAVG = load("fedmr"), load("fedavg")
 DISJOINT = {"a": (0, 1), "b": (1,), "c": (0, 2)}

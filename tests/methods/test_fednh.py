@@ -16,7 +16,7 @@ from medfl.methods import load
 from medfl.methods._parts.prototypes import collect
 from medfl.methods.fednh import CosineHead, spread
 from medfl.training.site import snapshot
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD = load("fednh")
 W = "4.weight"

@@ -11,7 +11,19 @@ from torch import Tensor, nn
 from medfl.methods import load
 from medfl.training.loop import effective_steps
 from medfl.training.site import Site
-from tests.helpers import Optimizer, Toy, adam, bits, blobs, classifier, cross_entropy, linear, quadratic, sgd, simulate
+from tests.support.toy import (
+    Optimizer,
+    Toy,
+    adam,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    linear,
+    quadratic,
+    sgd,
+    simulate,
+)
 
 METHOD, FEDAVG = load("fednova"), load("fedavg")
 

@@ -13,7 +13,7 @@ from medfl.core.task import Task
 from medfl.methods import load
 from medfl.networks import build
 from medfl.training.site import merged
-from tests.helpers import Toy, bits, classifier, half_square, judged, sgd, simulate
+from tests.support.toy import Toy, bits, classifier, half_square, judged, sgd, simulate
 
 METHOD = load("fedper")
 HEAD = {"4.weight", "4.bias"}

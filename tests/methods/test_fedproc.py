@@ -15,7 +15,7 @@ from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods._parts.prototypes import collect
 from medfl.methods.fedproc import prototype_loss
-from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, sgd, simulate
+from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD, FEDAVG = load("fedproc"), load("fedavg")
 

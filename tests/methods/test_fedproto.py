@@ -15,7 +15,7 @@ from medfl.methods import load
 from medfl.methods._parts.prototypes import collect
 from medfl.methods.fedproto import distances, nearest
 from medfl.networks.heads import features_and_output
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
 
 METHOD = load("fedproto")
 CLASSES = Task("classification", ("p", "q", "r"))

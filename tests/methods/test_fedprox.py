@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medfl.methods import load
-from tests.helpers import Toy, bits, quadratic, sgd, simulate
+from tests.support.toy import Toy, bits, quadratic, sgd, simulate
 
 FEDAVG = load("fedavg")
 

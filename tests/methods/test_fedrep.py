@@ -13,7 +13,7 @@ from medfl.core.errors import InputError
 from medfl.methods import load
 from medfl.training.loop import fit, for_epochs, only
 from medfl.training.site import merged, snapshot
-from tests.helpers import Toy, bits, classifier, half_square, judged, sgd, simulate
+from tests.support.toy import Toy, bits, classifier, half_square, judged, sgd, simulate
 
 HEAD = {"4.weight", "4.bias"}
 

@@ -12,7 +12,7 @@ from torch import nn
 from medfl.methods import load
 from medfl.training.loop import class_prior
 from medfl.training.site import snapshot
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
 
 METHOD = load("fedrod")
 PERSONAL = {"4.personal.weight", "4.personal.bias"}

@@ -15,7 +15,7 @@ from medfl.core.message import Message
 from medfl.methods import load
 from medfl.methods.fedsm import SuperModel, soft_pull
 from medfl.networks import build
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
 
 
 def replies(values: Mapping[str, float]) -> dict[str, Message]:

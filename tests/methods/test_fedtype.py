@@ -19,7 +19,7 @@ from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fedtype import conformal_quantile, consensus, grown, scores, set_loss, uniform
 from medfl.training.site import Networks, Site, snapshot
-from tests.helpers import Toy, adam, bits, blobs, classifier, judged, sgd, shaken, simulate
+from tests.support.toy import Toy, adam, bits, blobs, classifier, judged, sgd, shaken, simulate
 
 METHOD = load("fedtype")
 NEUTRAL = load("fedtype", lam_f=0.0, lam_b=0.0)

@@ -13,7 +13,7 @@ from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fesem import nearest
 from medfl.training.site import snapshot
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, simulate
 
 METHOD = load("fesem")
 

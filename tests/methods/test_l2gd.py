@@ -10,7 +10,7 @@ import torch
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.methods import load
-from tests.helpers import Toy, bits, judged, quadratic, sgd, simulate
+from tests.support.toy import Toy, bits, judged, quadratic, sgd, simulate
 
 METHOD = load("l2gd")
 BUFFERS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}

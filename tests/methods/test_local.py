@@ -10,7 +10,7 @@ from medfl.core.message import Message
 from medfl.methods import load
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import site_step
-from tests.helpers import Toy, ToyBundle, bits, blobs, judged, run_record, sgd, simulate
+from tests.support.toy import Toy, ToyBundle, bits, blobs, judged, run_record, sgd, simulate
 
 METHOD = load("local")
 

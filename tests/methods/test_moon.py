@@ -17,7 +17,7 @@ from medfl.methods import load
 from medfl.methods.moon import bottleneck_and_output, contrastive
 from medfl.networks.heads import feature_size, features_and_output, head, head_name
 from medfl.training.site import Site
-from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, sgd, simulate
+from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD, FEDAVG = load("moon"), load("fedavg")
 CLASSES = Task("classification", ("p", "q", "r"))

@@ -15,7 +15,7 @@ from medfl.methods import load
 from medfl.methods._parts.side_stream import Aside
 from medfl.methods.perfedavg import draw, gradient, hessian_product
 from medfl.training.site import Site, snapshot
-from tests.helpers import WHOLE, Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
+from tests.support.toy import WHOLE, Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
 
 ORDERS = ("first", "hessian_free")
 every_order = pytest.mark.parametrize("order", ORDERS)

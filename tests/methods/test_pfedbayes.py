@@ -19,7 +19,7 @@ from medfl.methods import load
 from medfl.methods.pfedbayes import Averaged, Gaussian, divergence, gaussian_names
 from medfl.networks import build
 from medfl.training.site import Site
-from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
+from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
 
 METHOD = load("pfedbayes")
 NORM = {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}

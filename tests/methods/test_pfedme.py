@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from medfl.core.storage import State
 from medfl.methods import load
-from tests.helpers import Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
 
 METHOD = load("pfedme")
 BUFFERS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}

@@ -20,7 +20,7 @@ from medfl.methods.fedproto import apart, averaged, table
 from medfl.methods.pfedpm import Relation, class_distance, mix, relation_loss, relation_step
 from medfl.networks.heads import feature_size, features_and_output, head_name
 from medfl.training.site import Networks, Site, snapshot
-from tests.helpers import Toy, bits, blobs, classifier, judged, sgd, simulate
+from tests.support.toy import Toy, bits, blobs, classifier, judged, sgd, simulate
 
 METHOD = load("pfedpm")
 RELATION = load("pfedpm", predict="relation")

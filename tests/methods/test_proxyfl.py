@@ -18,7 +18,7 @@ from medfl.methods import load
 from medfl.methods.proxyfl import divergence, optimizing_each, stride
 from medfl.training.loop import fit
 from medfl.training.site import Networks, Site
-from tests.helpers import Toy, adam, bits, blobs, classifier, judged, sgd, simulate
+from tests.support.toy import Toy, adam, bits, blobs, classifier, judged, sgd, simulate
 
 METHOD = load("proxyfl")
 FIVE = {name: 6 for name in "abcde"}

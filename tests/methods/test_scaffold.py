@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medfl.core.storage import State
 from medfl.methods import load
-from tests.helpers import Toy, adam, bits, blobs, classifier, cross_entropy, quadratic, sgd, simulate
+from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, quadratic, sgd, simulate
 
 METHOD = load("scaffold")
 

@@ -15,7 +15,7 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.networks import build
-from tests.helpers import Data, Toy, bits, judged, sgd, simulate
+from tests.support.toy import Data, Toy, bits, judged, sgd, simulate
 
 SEGMENTING = [name for name in methods.names() if "segmentation" in methods.method_class(name).tasks]
 SETTINGS = {

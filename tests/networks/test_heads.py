@@ -24,7 +24,7 @@ from medfl.networks.heads import (
     head_names,
     replace_head,
 )
-from tests.helpers import classifier
+from tests.support.toy import classifier
 
 NETWORKS = [("resnet18", "fc", 512), ("resnet20", "fc", 64), ("efficientnet_b0", "_fc", 1280), ("small_cnn", "fc", 72)]
 

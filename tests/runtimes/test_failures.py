@@ -20,7 +20,7 @@ from medfl.flare.wire import Parcel, counting, said
 from medfl.policy.audit import verified
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
-from tests.runtimes.test_flare_parts import Workspace, asked, job, local
+from tests.flare.test_parts import Workspace, asked, job, local
 from tests.runtimes.test_monai_fl import federation
 
 __all__ = ["job"]

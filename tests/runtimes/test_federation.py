@@ -22,7 +22,7 @@ from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import global_cases, introduce, site_judge, site_step, site_weights
 from medfl.training.site import snapshot
-from tests.helpers import PARTS, SECTIONS, ToyBundle, bits, run_record
+from tests.support.toy import PARTS, SECTIONS, ToyBundle, bits, run_record
 
 
 def federation(method: str = "fedavg", **changes) -> Federation:

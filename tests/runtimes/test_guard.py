@@ -23,9 +23,9 @@ from medfl.policy.policy import Policy
 from medfl.runs import launch
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.step import site_abroad, site_judge
-from tests.helpers import ToyBundle, bits
 from tests.runtimes.test_monai_fl import averaging, broadcast, federation, said, started
 from tests.runtimes.test_smaller_messages import Wide
+from tests.support.toy import ToyBundle, bits
 
 pytest.importorskip("dp_accounting")
 

@@ -11,7 +11,7 @@ from medfl.methods import load
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local import memory
 from medfl.runtimes.local.memory import jobs_that_fit, step_bytes
-from tests.helpers import ToyBundle, run_record
+from tests.support.toy import ToyBundle, run_record
 
 MIB = 2**20
 

@@ -36,8 +36,8 @@ from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.monai_fl.view import Aborted
 from medfl.runtimes.simulator import Simulator
-from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, run_record
 from tests.runtimes.test_smaller_messages import Wide
+from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, run_record
 from tests.zoo.build import ZOO
 
 RUNTIMES = ("simulator", "monai-fl")

@@ -31,7 +31,7 @@ from medfl.runtimes.local.visits import scored, served, train
 from medfl.runtimes.local.workers import Later, Task, Workers
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import global_cases, site_judge
-from tests.helpers import ToyBundle, bits, run_record
+from tests.support.toy import ToyBundle, bits, run_record
 
 ROUNDS = 5
 

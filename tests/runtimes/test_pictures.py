@@ -24,7 +24,7 @@ from medfl.report.pictures import Picture
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import pictures
 from medfl.runtimes.simulator import Simulator
-from tests.helpers import SECTIONS, ToyBundle, bits, run_record
+from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
 
 QUICK = {"g_every": 2, "g_start": 1, "g_iterations": 1, "g_batch": 6, "synthetic_batch": 3, "normalise": "half"}
 FEATURES = ["features-pca", "features-tsne", "spectrum"]

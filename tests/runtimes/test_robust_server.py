@@ -28,7 +28,7 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import introduce, site_judge
-from tests.helpers import SECTIONS, ToyBundle, bits, run_record
+from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
 
 Spoil = Callable[[Message], Message]
 

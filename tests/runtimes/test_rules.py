@@ -20,7 +20,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import check_state
 from medfl.runtimes.simulator import Simulator
 from medfl.training.loop import fit
-from tests.helpers import ToyBundle, run_record
+from tests.support.toy import ToyBundle, run_record
 
 
 class Forgetful(Method):

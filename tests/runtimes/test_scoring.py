@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.report.run_folder import RunFolder as Read
 from medfl.runtimes.server.scoring import _predictions
-from tests.run_folders import build
+from tests.support.run_folders import build
 
 
 def test_auroc_can_be_made_again_from_the_predictions(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.local.visits import train
 from medfl.runtimes.local.workers import Workers
-from tests.runtimes.test_flare import Parcel, executed, federation, near, replace, second
+from tests.flare.test_server import Parcel, executed, federation, near, replace, second
 
 
 def lacking(group: str, name: str) -> Any:

@@ -23,7 +23,7 @@ from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.settling import Settled, begin, odd, settle
 from medfl.runtimes.step import introduce, site_step
-from tests.helpers import SECTIONS, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
+from tests.support.toy import SECTIONS, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 ROUNDS = 3
 ITEMS = {"x": (0, 1, 2), "y": (3, 4, 5, 8), "z": (6, 9, 10, 7)}

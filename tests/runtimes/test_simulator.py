@@ -22,7 +22,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.local import visits
 from medfl.runtimes.server import asking, scoring
 from medfl.runtimes.simulator import Simulator
-from tests.helpers import ToyBundle, bits, run_record
+from tests.support.toy import ToyBundle, bits, run_record
 
 
 def divided(sites: int) -> PartitionRecord:

@@ -22,7 +22,7 @@ from medfl.methods.fedavg import FedAvg
 from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import UNSENT, StepResult, introduce, site_abroad, site_judge, site_step, site_weights
-from tests.helpers import ToyBundle, bits, public_blobs, run_record
+from tests.support.toy import ToyBundle, bits, public_blobs, run_record
 
 FORMS = ("float16", "bfloat16", "int8", "topk:0.1")
 every_form = pytest.mark.parametrize("form", FORMS)

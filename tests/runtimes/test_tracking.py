@@ -15,7 +15,7 @@ from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
 from medfl.runtimes.output.events import Events, log, scalars
 from medfl.runtimes.output.tracking import FILE, STORE, Tracking, parse, tracked
-from tests.helpers import run_record
+from tests.support.toy import run_record
 
 
 @pytest.fixture(autouse=True)

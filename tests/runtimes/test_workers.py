@@ -23,7 +23,7 @@ from medfl.runtimes import spilled_replies
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Task, Workers
 from medfl.runtimes.step import introduce, site_step
-from tests.helpers import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
+from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7, networks=SimpleNamespace(initial={}))
 
@@ -221,7 +221,7 @@ def test_values_travel_bit_for_bit(value: Any) -> None:
 
 
 BUILDING = {"fedhelp"}
-"""Methods with networks that need a bundle; tests/test_cli_public.py compares their workers."""
+"""Methods with networks that need a bundle; tests/cli/test_public_data.py compares their workers."""
 
 
 @pytest.mark.parametrize("name", sorted(set(names()) - BUILDING))

@@ -1,0 +1,54 @@
+"""The verb `medfl report`: which pages it writes, and where."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medfl.cli import report as report_cli
+from medfl.cli import verbs as cli
+from medfl.core.errors import InputError
+from tests.support.run_folders import Make, build
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return partial(build, tmp_path)
+
+
+def report(*arguments: object) -> Any:
+    parser = cli._Parser(prog="medfl")
+    report_cli.add(parser.add_subparsers(parser_class=cli._Parser), cli._Parser, cli._verb, cli._show)
+    options = parser.parse_args(["report", *map(str, arguments), "--json"])
+    return options.verb(options)
+
+
+def test_each_folder_gets_its_page(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [make("a", rounds=1), make("b", rounds=1, bundle="ham10000")]
+    assert report(*folders) == 0
+    written = [folder / "report.html" for folder in folders]
+    assert json.loads(capsys.readouterr().out) == {"reports": list(map(str, written))}
+    assert all(path.is_file() for path in written)
+
+
+def test_one_page_of_several_leaves_their_folders_alone(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [make("a", rounds=1), make("b", rounds=1, seed=1)]
+    page = tmp_path / "pages" / "both.html"
+    assert report(*folders, "--out", page) == 0
+    assert json.loads(capsys.readouterr().out) == {"reports": [str(page)]}
+    assert "2 runs on pneumonia" in page.read_text()
+    assert not any((folder / "report.html").exists() for folder in folders)
+
+
+def test_runs_of_different_bundles_are_one_line(make: Make, tmp_path: Path) -> None:
+    folders = [make("a", rounds=1), make("b", rounds=1, bundle="ham10000")]
+    with pytest.raises(InputError, match="runs of different bundles: ham10000 and pneumonia; .*; give them apart"):
+        report(*folders, "--out", tmp_path / "both.html")
+    with pytest.raises(InputError, match="has no run.json; a report is made from a folder that `medfl run` wrote"):
+        report(tmp_path)

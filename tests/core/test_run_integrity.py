@@ -1,0 +1,179 @@
+"""What a run goes on with is looked at before anything of it is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from medfl.core.errors import InputError, RunError
+from medfl.core.run_folder import RunFolder
+from medfl.core.run_integrity import committed, recorded
+from medfl.core.storage import file_sha256, save_state
+from tests.core.test_run_folder import commit, server
+from tests.support.toy import run_record
+
+
+def made(path: Path, rounds: int = 3) -> RunFolder:
+    """A run of three rounds with two sites; the second was the best."""
+    folder = RunFolder.create(path)
+    folder.write_run(run_record(), {})
+    for round_ in range(1, rounds + 1):
+        folder.append_round({"round": round_})
+        if round_ <= 2:
+            folder.keep_best(round_, server(round_))
+            folder.write_weights("best", server(round_)["weights"])
+        record = {"best": {"round": min(round_, 2), "value": 0.5}}
+        commit(folder, round_, server(round_), {"a": {"x": round_}, "b": {"y": round_}}, record)
+    return folder
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_whole_folder_is_gone_on_with(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    manifest = committed(RunFolder(folder.path))
+    assert manifest is not None
+    assert manifest["round"] == 3
+    assert set(manifest["sha256"]) == {path.name for path in folder.state.glob("*.safetensors")}
+    assert RunFolder(folder.path).best()["weights"]["w"].item() == 2
+    assert len(manifest["sha256"]) == 4
+
+
+def aged(folder: Path) -> None:
+    """Have all files last changed an hour ago."""
+    then = time.time() - 3600
+    for path in folder.rglob("*"):
+        os.utime(path, (then, then))
+
+
+def test_a_state_is_read_again_only_where_its_file_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read = made(tmp_path / "run"), list[str]()
+
+    def counted(path: Path) -> str:
+        read.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr("medfl.core.run_integrity.file_sha256", counted)
+    for _ in range(2):
+        committed(RunFolder(folder.path))
+    assert len(read) == 8, "what changed a moment ago is read each time"
+    aged(folder.path)
+    read.clear()
+    for _ in range(2):
+        manifest = committed(RunFolder(folder.path))
+    assert manifest is not None
+    assert sorted(read) == sorted(manifest["sha256"])
+    broken = folder.state / manifest["sites"]["a"]
+    flipped(broken)
+    with pytest.raises(InputError, match=re.escape(f"{broken} is not as the run wrote it")):
+        committed(RunFolder(folder.path))
+
+
+def test_before_the_first_round_there_is_nothing_to_lose(tmp_path: Path) -> None:
+    """A kill leaves at most the line and the States of round 1."""
+    folder = made(tmp_path / "run", rounds=0)
+    assert committed(folder) is None
+    folder.append_round({"round": 1})
+    save_state(folder.state_path(1, "a"), {"x": 1})
+    assert committed(folder) is None
+
+
+def test_a_kill_at_any_moment_of_a_round_is_no_damage(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    save_state(folder.state_path(4, "a"), {"x": 4})
+    with (folder.path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 4}\n{"rou')
+    again = RunFolder(folder.path)
+    again.keep_best(4, server(4))
+    again.write_weights("best", server(4)["weights"])
+    assert committed(RunFolder(folder.path)) is not None
+    assert RunFolder(folder.path).best()["weights"]["w"].item() == 2, "round 4 is not over"
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a bit of a site's State": (lambda p: flipped(p / "state" / "000003-site-a.safetensors"), "000003-site-a"),
+    "a bit of the server's State": (lambda p: flipped(p / "state" / "000003-server.safetensors"), "000003-server"),
+    "a bit of the best State": (lambda p: flipped(p / "state" / "000002-best.safetensors"), "000002-best"),
+    "no State of a site": (lambda p: (p / "state" / "000003-site-b.safetensors").unlink(), "000003-site-b.* missing"),
+    "no best State": (lambda p: (p / "state" / "000002-best.safetensors").unlink(), "000002-best.* missing"),
+    "no best weights": (lambda p: (p / "best.safetensors").unlink(), "best.safetensors is missing"),
+    "no manifest": (lambda p: (p / "state" / "manifest.json").unlink(), "manifest.json is missing"),
+    "no rounds": (lambda p: (p / "rounds.jsonl").unlink(), "rounds.jsonl.* line 1 "),
+    "a short table": (lambda p: (p / "rounds.jsonl").write_text('{"round": 1}\n'), "rounds.jsonl.* line 2 "),
+    "a round twice": (
+        lambda p: (p / "rounds.jsonl").write_text('{"round": 1}\n{"round": 1}\n{"round": 2}\n{"round": 3}\n'),
+        "rounds.jsonl.* line 2 ",
+    ),
+    "a damaged line": (
+        lambda p: (p / "rounds.jsonl").write_bytes(b'{"round": 1}\n{"ro\xff}\n{"round": 3}\n'),
+        "rounds.jsonl.* line 2 ",
+    ),
+    "a line that is no round": (lambda p: (p / "rounds.jsonl").write_text("1\n2\n3\n"), "rounds.jsonl.* line 1 "),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_told_in_a_line_and_nothing_is_changed(tmp_path: Path, name: str) -> None:
+    folder = made(tmp_path / "run")
+    damage, told = DAMAGE[name]
+    damage(folder.path)
+    before = content(folder.path)
+    with pytest.raises(InputError, match=f"{told}.*restore .* start the run anew"):
+        committed(RunFolder(folder.path))
+    assert content(folder.path) == before
+
+
+@pytest.mark.parametrize("left", ["rounds.jsonl", "summary.json", "000003-server.safetensors"])
+def test_states_that_are_gone_are_not_taken_for_a_new_run(tmp_path: Path, left: str) -> None:
+    folder = made(tmp_path / "run")
+    (folder.path / "summary.json").write_text("{}")
+    for path in [*folder.path.rglob("*.json*"), *folder.state.iterdir()]:
+        if path.is_file() and path.name not in (left, "run.json"):
+            path.unlink()
+    with pytest.raises(InputError, match="manifest.json is missing, though rounds are done"):
+        committed(RunFolder(folder.path))
+
+
+def test_an_older_folder_without_sums_is_gone_on_with(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    manifest = {k: v for k, v in (folder.manifest() or {}).items() if k not in ("sha256", "best")}
+    (folder.state / "manifest.json").write_text(json.dumps(manifest))
+    (folder.state / "000002-best.safetensors").rename(folder.state / "best-server.safetensors")
+    again = RunFolder(folder.path)
+    assert committed(again) == manifest
+    commit(again, 4, server(4), {"a": {"x": 4}}, manifest["record"])
+    assert again.best()["weights"]["w"].item() == 2
+    assert set((again.manifest() or {})["sha256"]) == {path.name for path in folder.state.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"round": "3", "server": "x", "sites": {}, "record": {}}'])
+def test_an_odd_manifest_is_our_own_error(tmp_path: Path, text: str) -> None:
+    folder = made(tmp_path / "run")
+    (folder.state / "manifest.json").write_text(text)
+    with pytest.raises(RunError, match="manifest.json is damaged"):
+        committed(folder)
+
+
+def test_an_edited_record_is_another_run(tmp_path: Path) -> None:
+    path = made(tmp_path / "run").path / "run.json"
+    assert recorded(path)[0] == run_record()
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "lr": 0.3}))
+    with pytest.raises(InputError, match="run hash .* as medfl wrote it.*; restore the file"):
+        recorded(path)
+    path.write_text(json.dumps({**document, "command": "another", "bundle_path": "/moved"}))
+    assert recorded(path)[0].bundle_path == "/moved", "what is not hashed may change"

@@ -1,0 +1,94 @@
+"""Every setting is declared once, and no verb takes a flag and loses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from medfl.cli import arguments, main
+from medfl.cli import verbs as cli
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.core.settings import LATER, SETTINGS, Setting
+from medfl.runs.plan import Request, plan
+from tests.support.toy import run_record
+
+OTHER: dict[str, Any] = {
+    "cohort": 0.5, "rounds": 3, "local_epochs": 2, "batch_size": 5, "lr": 0.003, "lr_decay": 0.9, "seed": 7,
+    "device": "cpu", "threads": 2, "eval_every": 2, "messages": "int8", "aggregation": "median", "pack": 4,
+}  # fmt: skip
+"""A value of each setting that is not its default; switches are True."""
+VERBS = {
+    "run": ["run", "mednist"],
+    "compare": ["compare", "mednist", "--methods", "fedavg", "--out", "grid"],
+    "simulate": ["flare", "simulate", "mednist"],
+    "poc": ["flare", "poc", "mednist"],
+    "export": ["flare", "export", "mednist", "--sites", "a,b", "--out", "job"],
+}
+
+
+def value_of(one: Setting) -> Any:
+    return True if one.kind is bool else OTHER[one.name]
+
+
+def flags(one: Setting) -> list[str]:
+    return [one.flag] if one.kind is bool else [one.flag, str(value_of(one))]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_flag_that_a_verb_takes_is_not_lost(name: str, verb: str) -> None:
+    """What a verb does not take it refuses; `compare` has seeds of its own, sites of a job choose their device."""
+    one, parser = SETTINGS[name], cli._parser()
+    left_out = {"compare": ("seed", "aggregation"), "export": ("device",)}.get(verb, ())
+    if name in left_out:
+        with pytest.raises(InputError, match=f"unknown {one.flag}"):
+            parser.parse_args([*VERBS[verb], *flags(one)])
+        return
+    options = parser.parse_args([*VERBS[verb], *flags(one)])
+    assert arguments.requested(options) == {name: value_of(one)}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_asked_for_is_in_the_run(name: str) -> None:
+    small = {"data": "phantom", "sites": 2, "config": {"network": "two_conv", "image_size": 28}}
+    asked = {**small, name: value_of(SETTINGS[name])}
+    run = plan(Request("mednist", "fedavg", **asked)).run
+    assert getattr(run, name) == value_of(SETTINGS[name])
+    assert Run.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+
+
+def test_an_exported_job_has_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nvflare")
+    monkeypatch.chdir(tmp_path)
+    given = {name: one for name, one in SETTINGS.items() if name != "device"}
+    words = [word for one in given.values() for word in flags(one)]
+    config = ["--config", "network=two_conv", "--config", "image_size=28", "--rehearsal"]
+    assert main([*VERBS["export"], *words, *config]) == 0
+    (record,) = (tmp_path / "job").rglob("run.json")
+    document = json.loads(record.read_text())
+    assert {name: document[name] for name in given} == {name: value_of(one) for name, one in given.items()}
+
+
+def test_settings_that_came_later_leave_older_records_as_they_were() -> None:
+    record = run_record()
+    assert not LATER.keys() & record.to_dict().keys()
+    assert set(LATER) == {"messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile"}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_schema_of_a_setting_is_its_kind_and_limits(name: str) -> None:
+    one = SETTINGS[name]
+    check = Draft202012Validator(one.schema)
+    assert check.is_valid(value_of(one))
+    assert not check.is_valid(["a", "list"])
+    if one.least is not None:
+        assert check.is_valid(one.least)
+        assert not check.is_valid(one.least - 1)
+    if one.above is not None:
+        assert not check.is_valid(one.above)
+    assert check.is_valid(None) == one.optional

@@ -1,0 +1,218 @@
+"""A provisioned FLARE federation, with TLS between processes of its own, and what can go wrong in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nvflare")
+
+from medfl import datasets
+from medfl.core.run_folder import RunFolder
+from medfl.flare import job as flare_job
+from medfl.flare.loopback import SERVER, Loopback
+from medfl.flare.parts import SIMULATED
+from medfl.runs import launch
+from tests.flare.test_parity import CONFIG, left
+
+pytestmark = [
+    pytest.mark.flare,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # FLARE's own
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+]
+
+SITES = ["site-1", "site-2"]
+STAND_IN = "tests.support.failing_flare_site.StandIn"
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16)
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
+    """One for all tests: each puts back what it broke."""
+    root = str(Path(__file__).parents[2])
+    environment = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    with Loopback(tmp_path_factory.mktemp("federation"), SITES, [*SIMULATED, STAND_IN], environment) as made:
+        made.start()
+        made.ready(240)
+        yield made
+
+
+class Job:
+    """A run in a folder, its simulator's twin, and the job that a federation is given."""
+
+    def __init__(self, scans: Path, place: Path, method: str, rounds: int) -> None:
+        self.place, self.out = place, place / "run"
+        self.twin = place / "twin"
+        requested = {
+            "method": method, "data": str(scans), "sites": 2, "partition": "iid", "rounds": rounds, "local_epochs": 1,
+            "batch_size": 8,
+        }  # fmt: skip
+        launch.federate("mednist", config=CONFIG, requested=requested, out=self.twin, jobs=1)
+        run, about = RunFolder(self.twin).read_run()
+        RunFolder.create(self.out).write_run(run, {k: v for k, v in about.items() if k != "run_hash"})
+        self.run = run
+
+    def exported(self, does: Mapping[int, str] | None = None, site: str = "site-2", **settings: Any) -> Path:
+        made, _ = flare_job.on_one_machine(self.run, self.out, **settings)
+        job = flare_job.write(made, self.place / f"job{len(list(self.place.glob('job*')))}")
+        if does:
+            (path,) = job.rglob("config_fed_client.json")
+            document = json.loads(path.read_text())
+            executor = document["executors"][0]["executor"]
+            executor["path"] = STAND_IN
+            executor["args"] |= {"site": site, "does": {str(round_): what for round_, what in does.items()}}
+            path.write_text(json.dumps(document))
+        return job
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return RunFolder(self.out).rounds()
+
+    def failure(self) -> str:
+        document = json.loads((self.out / "flare" / "failed.json").read_text())
+        return str(document.get("text") or "; ".join(document["parts"]))
+
+    def done(self, round_: int) -> Callable[[], bool]:
+        path = self.out / "state" / "manifest.json"
+        return lambda: path.is_file() and json.loads(path.read_text())["round"] >= round_
+
+
+def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+def test_law1_a_provisioned_federation_gives_the_simulator_s_bits(
+    federation: Loopback, scans: Path, tmp_path: Path, method: str
+) -> None:
+    job = Job(scans, tmp_path, method, 2)
+    assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
+    assert left(job.out) == left(job.twin)
+
+
+def test_what_a_site_sends_is_refused_and_the_others_go_on(federation: Loopback, scans: Path, tmp_path: Path) -> None:
+    does = {1: "nan", 2: "shape", 3: "extra", 4: "pickle"}
+    job = Job(scans, tmp_path, "fedavg", 5)
+    status = federation.wait(federation.submit(job.exported(does, min_replies=1)))
+    assert status == "FINISHED:COMPLETED"
+    said = [entry.get("left_out", {}) for entry in job.rounds()]
+    texts = [
+        "'weights/fc.bias' has NaN",
+        "'weights/fc.bias' is (3,)",
+        "'weights/backdoor' must not leave it",
+        "is a str",
+    ]
+    for left_out, text in zip(said, texts, strict=False):
+        assert list(left_out) == ["site-2"]
+        assert text in left_out["site-2"]
+    assert said[4] == {}
+    assert json.loads((job.out / "summary.json").read_text())["left_out"] == {"site-2": 4}
+
+
+@pytest.mark.parametrize("what", ["truncated", "claim"])
+def test_bytes_that_are_no_tensors_stop_nobody_else(
+    federation: Loopback, scans: Path, tmp_path: Path, what: str
+) -> None:
+    """Cut off, or saying that two gigabytes follow; from then on site-2 sends nothing else."""
+    job = Job(scans, tmp_path, "fedavg", 2)
+    status = federation.wait(federation.submit(job.exported({1: what}, min_replies=1)))
+    assert status == "FINISHED:COMPLETED"
+    for entry in job.rounds():
+        assert list(entry["left_out"]) == ["site-2"]
+        assert "is a Unreadable; expected a dense tensor" in entry["left_out"]["site-2"]
+
+
+def test_a_site_that_never_answers_is_not_waited_for(federation: Loopback, scans: Path, tmp_path: Path) -> None:
+    job = Job(scans, tmp_path, "fedavg", 3)
+    federation.submit(job.exported({2: "silent"}, min_replies=1, deadline=10.0))
+    until((job.out / "flare" / "done").is_file, 240)
+    said = [entry.get("left_out", {}) for entry in job.rounds()]
+    assert said[0] == {}
+    assert said[1] == {"site-2": "no answer within 10 s"}
+
+
+def test_a_full_disk_at_a_site_ends_a_strict_run_which_goes_on_later(
+    federation: Loopback, scans: Path, tmp_path: Path
+) -> None:
+    job = Job(scans, tmp_path, "scaffold", 3)
+    status = federation.wait(federation.submit(job.exported({2: "disk full"})))
+    assert status.startswith("FINISHED:")
+    assert "COMPLETED" not in status
+    assert "site 'site-2'" in job.failure() or "site-2" in job.failure()
+    assert "no space left on the disk" in job.failure()
+    assert len(job.rounds()) == 1
+    assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
+    assert left(job.out) == left(job.twin)
+
+
+def test_a_site_killed_in_a_round_is_left_out_and_may_come_back(
+    federation: Loopback, scans: Path, tmp_path: Path
+) -> None:
+    job = Job(scans, tmp_path, "fedavg", 3)
+    federation.submit(job.exported({2: "slow"}, min_replies=1, deadline=15.0))
+    until((job.out / "flare" / "site-2-2.json").is_file, 240)
+    federation.kill("site-2")
+    until((job.out / "flare" / "done").is_file, 240)
+    said = [entry.get("left_out", {}) for entry in job.rounds()]
+    assert said[0] == {}
+    assert list(said[1]) == list(said[2]) == ["site-2"]
+    federation.start("site-2")
+    federation.ready(240)
+
+
+def test_law1_a_killed_job_process_of_a_site_ends_the_job_and_the_run_goes_on_later(
+    federation: Loopback, scans: Path, tmp_path: Path
+) -> None:
+    job = Job(scans, tmp_path, "ditto", 3)
+    number = federation.submit(job.exported({2: "slow"}))
+    until((job.out / "flare" / "site-2-2.json").is_file, 240)
+    for pid in federation.job_processes("site-2"):
+        os.kill(pid, signal.SIGKILL)
+    assert "COMPLETED" not in federation.wait(number)
+    assert len(job.rounds()) >= 1
+    assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
+    assert left(job.out) == left(job.twin)
+
+
+def test_law1_a_killed_server_comes_back_and_the_run_goes_on(federation: Loopback, scans: Path, tmp_path: Path) -> None:
+    job = Job(scans, tmp_path, "ditto", 3)
+    federation.submit(job.exported({2: "slow"}))
+    until((job.out / "flare" / "site-2-2.json").is_file, 240)
+    federation.kill(SERVER)
+    assert job.done(1)()
+    assert not job.done(3)()
+    federation.start(SERVER)
+    federation.ready(240)
+    assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
+    assert left(job.out) == left(job.twin)
+
+
+def test_certificates_of_another_federation_open_nothing(federation: Loopback, scans: Path, tmp_path: Path) -> None:
+    """Its kit points at our server; ours goes on as if nobody were there."""
+    with Loopback(tmp_path / "other", ["site-1"], SIMULATED) as other:
+        paths = [made.kit("site-1") / "startup" / "fed_client.json" for made in (federation, other)]
+        ours, theirs = (json.loads(path.read_text()) for path in paths)
+        theirs["servers"] = ours["servers"]
+        paths[1].write_text(json.dumps(theirs))
+        other.start("site-1")
+        until(
+            lambda: "CERTIFICATE_VERIFY_FAILED" in other.log("site-1") or "certificate" in other.log("site-1").lower(),
+            90,
+        )
+        job = Job(scans, tmp_path, "fedavg", 1)
+        assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
+        assert left(job.out) == left(job.twin)

@@ -1,0 +1,152 @@
+"""Every command of the README and the docs runs, in its page's order, in one folder without real data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import medfl
+from medfl import datasets
+from tests.support.docs_pages import (
+    DOCS,
+    FLARE,
+    PAGES,
+    README,
+    ROOT,
+    alone,
+    blocks,
+    commands,
+    draw_pictures,
+    execute,
+    inline,
+    is_run,
+    run_python,
+    script,
+    write_files,
+)
+from tests.zoo.build import ZOO
+
+METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
+ELSEWHERE = {"deploy.md": "test_deploy.py, with what a hospital has"}
+OWN = ["guide.md", "papers.md", "performance.md", "results.md"]
+"""Pages with a test of their own here."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from alone(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES)
+def test_a_methods_command_runs(page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands(page):
+        assert is_run(command)
+        out = execute(command, capsys)
+        assert out.splitlines()[-1].startswith("PHANTOM data")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in (*ELSEWHERE, *OWN, *METHOD_PAGES) and blocks(page, "sh", "")]
+)
+def test_a_pages_commands_and_python_run_in_their_order(
+    page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(page, elsewhere)
+    draw_pictures(elsewhere)
+    for command in filter(is_run, commands(page)):
+        execute(command, capsys)
+    run_python(page)
+
+
+def test_the_readmes_commands_run_in_their_order(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw_pictures(elsewhere)
+    for command in filter(is_run, commands(README)):
+        execute(command, capsys)
+    assert Path("grids/mine/tables.md").is_file()
+
+
+def test_the_guides_commands_run_in_their_order(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = ZOO["cls2d_glob_yaml"](elsewhere / "path" / "to")
+    (elsewhere / "path" / "to" / "MiniNIST").rename(elsewhere / "path" / "to" / "images")
+    foreign.path.rename(foreign.path.with_name("any_bundle"))
+    datasets.write_phantom("ham10000", elsewhere / "path" / "to" / "ham10000", per_class=20, size=16)
+    for command in filter(is_run, commands("guide.md")):
+        execute(command, capsys)
+    for made in ("page.html", "curves.png", "gains.png", "exported/configs/metadata.json"):
+        assert Path(made).is_file(), made
+    assert len(list(Path("runs").glob("*/summary.json"))) > 12
+
+
+@pytest.mark.flare
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FLARE's own, in its administrator's connection
+@pytest.mark.parametrize("page", [README, *PAGES])
+def test_commands_that_need_flare_run(page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of one machine; a site, a server and what is submitted to them are in flare/test_faults.py."""
+    pytest.importorskip("nvflare")
+    for command in commands(page):
+        if any(word in command for word in FLARE) and " serve " not in command and "nvflare " not in command:
+            execute(command, capsys)
+
+
+def test_the_papers_commands_run(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = commands("papers.md")
+    for command in given:
+        out = execute(command, capsys)
+        assert "| published" in out
+        assert "PHANTOM data" in out
+    assert len(given) == len(list(Path("grids").glob("*/published.md"))) == 3
+
+
+def test_the_results_commands_run_on_phantoms(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a round each; an image data set's centres have fewer images as phantoms."""
+    for command in commands("results.md"):
+        more = ["--data", "phantom", "--rounds", "1"]
+        more += ["--partition", "centre"] if "centre:" in command else []
+        out = execute(command, capsys, *more)
+        assert out.splitlines()[-1].startswith("PHANTOM data"), command
+
+
+def test_the_results_are_made_again_by_their_command(elsewhere: Path) -> None:
+    ((_, path),) = [words[:2] for words in inline("results.md", "python")]
+    shutil.copytree(ROOT / "docs" / "results", elsewhere / "docs" / "results")
+    shutil.copyfile(DOCS / "results.md", elsewhere / "docs" / "results.md")
+    assert script([str(elsewhere / path)], elsewhere) == "results.md: up to date\n"
+
+
+SMALLEST = {
+    "peers": "--rounds 1 --repeats 1 --networks small_cnn --systems script,medfl",
+    "overhead": "--rounds 1 --repeats 1 --networks small_cnn --sites 2 --images 40 --jobs 1",
+    "method_cost": "--batch 2 --size 28 --network small_cnn --large resnet20 --steps 1 --repeats 1 --iterations 1",
+    "scale": "--rounds 2 --sites 10 --methods fedavg",
+    "startup": "--repeats 1",
+    "local_step": "--networks small_cnn --steps 4 --repeats 1",
+    "runtime_cost": "--rounds 2 --networks small_cnn --images 40 --runtimes simulator,monai-fl",
+}
+
+
+def test_the_benchmarks_commands_run_at_their_smallest(elsewhere: Path) -> None:
+    given = [words[1:] for words in inline("performance.md", "python") if "/gpu" not in words[1]]  # need one
+    assert {Path(path).stem for path, *_ in given} == set(SMALLEST)
+    for path, *flags in given:
+        first = ["--methods", "fedmr"] if "method_cost" in path else []
+        rows = json.loads(script([path, *first, *flags, *SMALLEST[Path(path).stem].split(), "--json"], elsewhere))
+        assert rows, path
+        assert all({"name", "ratio"} <= row.keys() for row in rows), path
+
+
+def test_the_runtime_of_the_docs_gives_the_bits_of_medfl_run(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = next(block for block in blocks("extend.md", "python") if "site_step(" in block)
+    exec(compile(text, "extend.md", "exec"), {})
+    printed = capsys.readouterr().out.split()[-1]
+    config = {"network": "small_cnn", "image_size": 28}
+    requested = {"method": "scaffold", "data": "phantom", "sites": 2, "partition": "iid", "rounds": 2}
+    summary = medfl.federate("mednist", config=config, requested=requested, out="runs/same", jobs=1)
+    assert summary["weights_sha256"] == printed

@@ -1,0 +1,263 @@
+"""docs/results.md is what its runs left: tables, figures of the text and hashes, all from committed summaries."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from medfl.core.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "results.md").read_text()
+README = (ROOT / "README.md").read_text()
+DECIMAL = re.compile(r"(?<![\w.])\d[\d,]*\.\d+")
+CODE = r"(?<!`)`(?![\d.,±% ]+`)[^`\n]+`"
+"""Inline code that is more than a number."""
+HASH = re.compile(r"`([0-9a-f]{12,64})`")
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("results_make", ROOT / "docs" / "results" / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["results_make"] = module  # dataclasses look there for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+make = _load()
+RESULTS = make.Results.read()
+RECORDS = make.stored()
+DATA = {str(record["run"]["data"]["checksum"]) for record in RECORDS}
+
+
+def _blank(text: str, *patterns: str) -> str:
+    """Overwrite what the patterns find, so that positions stay."""
+    for pattern in patterns:
+        text = re.sub(pattern, lambda found: re.sub(r"[^\n]", " ", found.group()), text, flags=re.S)
+    return text
+
+
+def _unaccounted(page: str) -> list[str]:
+    """Return the decimal numbers of the text that no piece of tables.yaml holds."""
+    prose = _blank(page, r"<!-- table.*?<!-- end -->", r"```.*?```", CODE)
+    spans = RESULTS.spans(page)
+    return [
+        found.group()
+        for found in DECIMAL.finditer(prose)
+        if not any(start <= found.start() and found.end() <= end for start, end in spans)
+    ]
+
+
+def _unknown_hashes(page: str) -> list[str]:
+    known = (*RESULTS.runs, *DATA, *RESULTS.asked["gone"])
+    return [name for name in HASH.findall(page) if not any(full.startswith(name) for full in known)]
+
+
+def _bumped(number: str) -> str:
+    """Change the last digit."""
+    return number[:-1] + str((int(number[-1]) + 1) % 10)
+
+
+def test_making_the_page_again_changes_nothing() -> None:
+    assert RESULTS.rewritten(PAGE) == PAGE
+
+
+def test_every_changed_digit_that_a_run_gave_is_put_right() -> None:
+    at = [
+        (table.start() + number.start(), number.group())
+        for table in re.finditer(r"<!-- table.*?<!-- end -->", PAGE, re.S)
+        for number in DECIMAL.finditer(_blank(table.group(), r"\A[^\n]*"))
+    ]
+    for pattern, _ in RESULTS.said():
+        found = pattern.search(PAGE)
+        assert found is not None
+        at += [(found.start(i), found[i].split()[0]) for i in range(1, pattern.groups + 1)]
+    assert len(at) > 1000
+    changed = PAGE
+    for start, number in at:
+        changed = changed[:start] + _bumped(number) + changed[start + len(number) :]
+    assert changed != PAGE
+    assert RESULTS.rewritten(changed) == PAGE
+
+
+def test_a_changed_digit_of_a_given_figure_is_refused() -> None:
+    with pytest.raises(InputError, match="stands 0 times"):
+        RESULTS.rewritten(PAGE.replace("gave 0.397 pooled", "gave 0.398 pooled"))
+
+
+def test_every_decimal_number_of_the_text_is_accounted_for() -> None:
+    assert _unaccounted(PAGE) == []
+    assert _unaccounted(f"{PAGE}\nHere FedAvg reaches 0.123, a third of 1,234.5.\n") == ["0.123", "1,234.5"]
+
+
+def test_a_figure_cannot_hide_in_marks_code_or_templates() -> None:
+    asked = RESULTS.asked["tables"]
+    assert sorted(re.findall(r"<!-- table: (\S+) -->", PAGE)) == sorted(asked), "each once, and no other"
+    assert PAGE.count("<!-- end -->") == PAGE.count("<!--") / 2 == len(asked)
+    assert _unaccounted(f"{PAGE}\nIt reaches `0.987`.\n") == ["0.987"]
+    shown = [line for block in re.findall(r"^```.*?^```$", PAGE, re.M | re.S) for line in block.splitlines()[1:-1]]
+    begun = ("medfl run ", "medfl compare ", "  -")
+    assert all(line.startswith(begun) for line in shown), "commands, and nothing that they printed"
+    templates = [text for table in asked.values() for text in table["columns"].values()]
+    for table in asked.values():
+        for label, entry in table["rows"].items():
+            templates += [label, *(entry.get("cells", {}).values() if isinstance(entry, dict) else ())]
+    bare = [_blank(make._FIELD.sub("", str(text)), CODE, r"\([^)]*=[^)]*\)", r"topk:\S+") for text in templates]
+    assert [text for text in bare if DECIMAL.search(text)] == []
+
+
+def test_a_figure_that_no_run_gave_says_whence_it_is() -> None:
+    for entry in (entry for entry in RESULTS.asked["said"] if not entry.get("from")):
+        assert all(make._FIELD.search(text) for text in entry["texts"]), entry
+        bare = [_blank(make._FIELD.sub("", text), CODE, r"(?:both at|default of) [\d.]+") for text in entry["texts"]]
+        assert not any(map(DECIMAL.search, bare)), entry
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page() -> None:
+    told = README.partition("<!-- result -->")[2].partition("<!-- /result -->")[0]
+    figures, names = DECIMAL.findall(told), HASH.findall(told)
+    assert len(figures) > 5
+    assert names
+    assert [figure for figure in figures if figure not in DECIMAL.findall(PAGE)] == []
+    assert _unknown_hashes(told) == []
+
+
+def test_every_hash_of_the_page_is_a_run_or_checksum_that_is_stored() -> None:
+    assert len(HASH.findall(PAGE)) > 250
+    assert _unknown_hashes(PAGE) == []
+    assert _unknown_hashes(PAGE.replace("`69e094e6a3b9`", "`79e094e6a3b9`")) == ["79e094e6a3b9"]
+
+
+def test_runs_that_are_gone_are_named_and_not_stored() -> None:
+    for name in RESULTS.asked["gone"]:
+        assert f"`{name}`" in PAGE
+        assert not any(run_hash.startswith(name) for run_hash in RESULTS.runs)
+
+
+def test_a_cell_is_the_mean_and_sd_of_the_stored_summaries() -> None:
+    told = re.search(r"^\| FedProx \| global \| (\S+) ± (\S+) \|.* `786a1d0acf3c` `5c5c76b5fb5f`", PAGE, re.M)
+    hashes = ("786a1d0acf3c", "5c5c76b5fb5f", "577641cf628c")
+    dice = [r["summary"]["global"]["last"]["dice"] for r in RECORDS if r["summary"]["run_hash"].startswith(hashes)]
+    assert told is not None
+    assert len(dice) == 3
+    assert told.groups() == (f"{statistics.mean(dice):.3f}", f"{statistics.pstdev(dice):.3f}")
+
+
+def test_rows_differ_in_their_seed_only() -> None:
+    for name, table in RESULTS.asked["tables"].items():
+        for label, entry in table["rows"].items():
+            runs = [RESULTS.run(run_hash).run for run_hash in make._named(entry)]
+            apart = {"seed", "command", "run_hash", "partition", "site_class_counts"}
+            assert len({run["partition"]["spec"] for run in runs}) <= 1, (name, label)
+            assert len({run["seed"] for run in runs}) == len(runs), (name, label)
+            assert len({json.dumps({k: v for k, v in run.items() if k not in apart}) for run in runs}) <= 1, label
+
+
+def test_stored_runs_are_finished_real_in_order_and_free_of_folders() -> None:
+    assert [r["run"]["run_hash"][:12] for r in RECORDS] == [name[:12] for name in RESULTS.hashes()]
+    for record in RECORDS:
+        run, summary = record["run"], record["summary"]
+        assert (summary["run_hash"], summary["status"], run["data"]["source"]) == (run["run_hash"], "finished", "real")
+        assert run["command"].startswith(("medfl run ", "a run of medfl compare "))
+        assert {"seed", "options", "partition", "versions"} <= run.keys()
+        assert make._FOLDER.search(json.dumps(record)) is None
+    assert make.SUMMARIES.stat().st_size < 2_000_000
+
+
+def _write_folder(path: Path, record: dict, /, **run: object) -> None:
+    """Write a stored run as the folder that it came from."""
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps({**record["run"], **run}))
+    (path / "summary.json").write_text(json.dumps(record["summary"]))
+    (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in record["rounds"]))
+    with (path / "sites.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(record["sites"][0]))
+        writer.writeheader()
+        writer.writerows(record["sites"])
+
+
+def test_a_run_folder_is_collected_without_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = next(record for record in RECORDS if record["run"]["method"] == "fedhelp")
+    run, run_hash = record["run"], record["run"]["run_hash"]
+    _write_folder(
+        tmp_path / "below" / "here",
+        record,
+        command=run["command"].replace("runs/", "/srv/a-machine/"),
+        data={**run["data"], "folder": "/srv/a-machine/images"},
+        partition={**run["partition"], "sites": {"a": {"train": ["patient-1"]}}},
+        bundle_path="/srv/a-machine/bundle",
+    )
+    monkeypatch.setattr(make, "stored", list)
+    assert make.collect([tmp_path], [run_hash[:12]]) == [record]
+    with pytest.raises(InputError, match="runs 0123456789ab are not there"):
+        make.collect([tmp_path], ["0123456789ab"])
+
+
+def test_what_is_not_found_stays_as_it_is_stored(tmp_path: Path) -> None:
+    assert make.collect([tmp_path], RESULTS.hashes()) == RECORDS
+
+
+@pytest.mark.parametrize(
+    ("values", "form", "text"),
+    [
+        ([0.5, 0.7], "%.1f±", "60.0 ± 10.0"),
+        ([0.5], "%.1f±", "50.0"),
+        ([0.5, 0.7], ".2f", "0.60"),
+        ([0.5, 0.7], "%.1f,", "50.0, 70.0"),
+        ([2_500_000, 3_500_000], "M.3g", "3"),
+        (["b", "a", "b"], "names", "a, b"),
+        (["0123456789abcdef"], "code12", "`0123456789ab`"),
+        ([], ".3f", "–"),
+    ],
+)
+def test_values_are_written_in_their_form(values: list, form: str, text: str) -> None:
+    assert make.written(values, form, "x") == text
+
+
+def test_a_form_that_is_none_is_refused() -> None:
+    with pytest.raises(InputError, match="forms such as"):
+        make.written([1.0], "3 digits", "x")
+
+
+def test_figures_of_the_papers_stand_as_they_are_printed() -> None:
+    row = make.Row("FedBM", [RESULTS.run("7e27ec0a75dc")])
+    assert make.filled("{fedbm/table3::accuracy|%.2f±}", {"": row}) == "72.75 ± 0.88"
+    assert make.filled("{fedbm/table3:FedETF:f1_macro|%.2f±}", {"": row}) == "33.67 ± 4.33"
+    assert make.filled("{fedbm/table3:FedCB:f1_macro|%.2f±}", {"": row}) == "–"
+
+
+def test_a_value_that_only_some_runs_of_a_row_have_is_refused() -> None:
+    row = make.Row("mixed", [RESULTS.run("252512d839e5"), RESULTS.run("e6e3342d2e98")])  # FedAvg, FedBN
+    with pytest.raises(InputError, match=r"global\.last\.dice of mixed"):
+        make.values(row, "global.last.dice")
+
+
+@pytest.mark.parametrize("name", ["site_dice:nowhere", "val:2"])
+def test_a_site_or_round_that_no_run_has_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} of FedAvg"):
+        make.values(make.Row("FedAvg", [RESULTS.run("252512d839e5")]), name)
+
+
+def test_the_command_writes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "results.md"
+    page.write_text(PAGE.replace("| 0.415 |", "| 0.514 |"))
+    monkeypatch.setattr(make, "PAGE", page)
+    assert make.main([]) == 0
+    assert page.read_text() == PAGE
+    assert make.main([]) == 0
+    assert capsys.readouterr().out == "results.md: rewritten\nresults.md: up to date\n"
+    page.write_text(PAGE.replace("<!-- table: lungs -->", ""))
+    assert make.main([]) == 2
+    assert "no table lungs" in capsys.readouterr().err

@@ -1,0 +1,402 @@
+"""Reports and tables from synthetic run folders of every shape a run can leave behind."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from medfl.core.errors import InputError
+from medfl.report import RunFolder, pictures, result_table, write_report
+from tests.support.run_folders import CLASSES, Make, build, render
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return partial(build, tmp_path)
+
+
+def test_page_needs_nothing_but_itself(make: Make) -> None:
+    text, page = render(make())
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+    assert all(target.startswith("#") for target in page.loads)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "@import" not in text
+
+
+def test_page_tells_what_was_run_and_found(make: Make) -> None:
+    folder = make()
+    _, page = render(folder)
+    words = " ".join(page.text.split())
+    summary, run = json.loads((folder / "summary.json").read_text()), json.loads((folder / "run.json").read_text())
+    for expected in (
+        "fedprox on pneumonia",
+        "The method fedprox trained for classification into 3 classes at 6 sites over 20 rounds",
+        "all sites train for 2 local epochs in batches of 16 at learning rate 0.01, multiplied by 0.98",
+        "dirichlet:0.4, seed 0. re-drawn 2 times: a site was empty.",
+        run["command"],
+        run["run_hash"],
+        run["data"]["checksum"],
+        "torch 2.15.0",
+        "mu=0.1",
+        f"{summary['last']['balanced_accuracy']:.3f}",
+        f"{summary['best']['auroc']:.3f}",
+        "5.38 GB",
+        "50 s",
+        "Real images",
+    ):
+        assert " ".join(expected.split()).replace(" ", "") in words.replace(" ", ""), expected
+    assert "/secret" not in words
+    assert page.tags.count("svg") == 6
+
+
+def test_site_figures_are_those_of_sites_csv(make: Make) -> None:
+    folder = make(sites=2)
+    rows = list(csv.DictReader((folder / "sites.csv").read_text().splitlines()))
+    received = [float(row["received_balanced_accuracy"]) for row in rows]
+    local = [float(row["local_balanced_accuracy"]) for row in rows]
+    _, page = render(folder)
+    words = " ".join(page.text.split())
+    assert f"{np.mean(received):.3f} ± {np.std(received):.3f}" in words
+    assert f"{np.mean(local):.3f} ± {np.std(local):.3f}" in words
+    better = sum(a > b for a, b in zip(received, local, strict=True))
+    assert f"is better at {better} of 2 sites" in words
+
+
+def test_confusion_matrix_by_hand(make: Make) -> None:
+    folder = make(sites=2)
+    pairs = [(0, 0), (0, 0), (0, 0), (0, 1), (1, 1), (2, 1)]
+    lines = [f"t{i},site-1,{label},{predicted},1,0,0" for i, (label, predicted) in enumerate(pairs)]
+    (folder / "predictions.csv").write_text("\n".join(["id,site,label,predicted,p_a,p_b,p_c", *lines]) + "\n")
+    _, page = render(folder)
+    matrix, foot = "".join(page.text.split()).split("sensitivity")[1].split("precision")
+    assert matrix == "normal31040.750" + "bacterialpneumonia01011.000" + "viralpneumonia01010.000"
+    assert foot.startswith("1.0000.333–")
+
+
+@pytest.mark.parametrize("source", ["real", "phantom"])
+def test_phantom_is_said_loudly_and_only_then(make: Make, source: str) -> None:
+    folder = make(source=source)
+    text, page = render(folder)
+    assert ("PHANTOM DATA" in page.text) is (source == "phantom")
+    assert ('class="alarm"' in text) is (source == "phantom")
+    assert ("Real images" in page.text) is (source == "real")
+    last = result_table(folder).splitlines()[-1]
+    assert last.startswith("PHANTOM data" if source == "phantom" else "real data")
+
+
+def test_names_of_users_are_text(make: Make) -> None:
+    bad = "<script>alert('x')</script>"
+    sites = [bad, 'a"b onload="x', "$\\frac{1}{0}$", "医院"]
+    folder = make(
+        sites=sites,
+        classes=[bad, "b&b", "c"],
+        bundle=bad,
+        method=bad,
+        command=f"medfl run {bad}",
+        options={bad: bad},
+        config={bad: [bad]},
+        versions={bad: bad},
+        run_hash=bad,
+        key_metric="balanced_accuracy",
+    )
+    text, page = render(folder)
+    assert "script" not in page.tags
+    assert "onload" not in page.tags
+    assert bad not in text
+    assert bad in page.text
+    assert "b&b" in page.text
+    assert "$\\frac{1}{0}$" in page.text
+
+
+def test_key_metric_from_a_foreign_bundle_is_text_in_charts(make: Make) -> None:
+    key = "$x_<b>"
+    folder = make(key_metric=key)
+    entries = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for entry in entries:
+        entry["val"][key] = entry["val_global"][key] = 3.0
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    _, page = render(folder)
+    assert "$x <b> on the validation set" in page.text
+    assert "b" not in page.tags[: page.tags.index("h1")]
+
+
+def test_unfinished_run(make: Make) -> None:
+    folder = make(done=7)
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 8, "cohort": ["si')
+    _, page = render(folder)
+    assert "Not finished: 7 of 20 rounds" in " ".join(page.text.split())
+    assert "round 7, pooled validation set" in page.text
+    table = result_table(folder)
+    assert "unfinished: 7 of 20 rounds" in table
+    assert "site-6" in table
+
+
+def test_no_round_yet(make: Make) -> None:
+    folder = make(done=0)
+    (folder / "rounds.jsonl").unlink()
+    _, page = render(folder)
+    assert "Not finished: 0 of 20 rounds" in " ".join(page.text.split())
+    assert "svg" not in page.tags
+
+
+def test_one_round_is_drawn(make: Make) -> None:
+    text, page = render(make(rounds=1, sites=1))
+    assert page.tags.count("svg") == 6
+    assert "at 1 site over 1 round." in " ".join(page.text.split())
+    assert "nan" not in text.lower().replace("nano", "")
+
+
+def test_one_site_has_no_standard_deviation(make: Make) -> None:
+    """Nor has its model's score on everybody's test items one beside the mean."""
+    folder = make(rounds=1, sites=1, judged="personal")
+    summary = json.loads((folder / "summary.json").read_text())
+    apart = {what: {"round": 1, "balanced_accuracy": value} for what, value in (("mean", 0.5), ("sd", 0.0))}
+    (folder / "summary.json").write_text(json.dumps(summary | {"site_models": apart}))
+    text, page = render(folder)
+    assert "± 0.000" not in text
+    assert "± –" in page.text
+    table = result_table(folder)
+    assert [set(line.split()[1:]) for line in table.splitlines() if line.startswith("sd ")] == [{"–"}]
+    assert "each site's model mean" in table
+    assert "each site's model sd" not in table
+
+
+def test_method_without_a_global_model(make: Make) -> None:
+    folder = make(judged="personal")
+    _, page = render(folder)
+    assert "judged by the personalised models" in " ".join(page.text.split())
+    assert "Global model" not in page.text
+    assert "received" not in result_table(folder)
+
+
+@pytest.mark.parametrize(("units", "told"), [({"units": {"hd95": "mm"}}, "mm"), ({}, "mm or pixels")])
+def test_distances_have_their_unit(make: Make, units: dict[str, object], told: str) -> None:
+    """Also where one is the metric that a run is judged by; folders of before do not know which it is."""
+    folder = make(task="segmentation", key_metric="hd95", rounds=2, classes=["a", "b"])
+    (folder / "predictions.csv").unlink()
+    for name in ("summary.json", "rounds.jsonl", "sites.csv"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("balanced_accuracy", "hd95").replace("auroc", "dice"))
+    (folder / "summary.json").write_text(json.dumps(json.loads((folder / "summary.json").read_text()) | units))
+    _, page = render(folder)
+    words = " ".join(page.text.split())
+    for place in ("HD95 ({}), last", "HD95 ({}) at each site", "HD95 ({}) on the validation set"):
+        assert place.format(told) in words
+    table = result_table(folder)
+    assert f"HD95 ({told})" in table.splitlines()[0]
+    assert f"hd95 ({told})  " in table
+    assert "dice (" not in table
+
+
+def test_rounds_without_evaluation_and_loss_that_is_not_a_number(make: Make) -> None:
+    folder = make()
+    entries = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for entry in entries[::2]:
+        entry |= {"val": None, "val_global": None, "val_personal": None}
+        entry["sites"] = {site: {"train_loss": float("nan"), "steps": 1} for site in entry["sites"]}
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    _, page = render(folder)
+    assert page.tags.count("svg") == 6
+
+
+def test_optional_files_may_be_missing(make: Make) -> None:
+    folder = make()
+    for name in ("predictions.csv", "sites.csv"):
+        (folder / name).unlink()
+    _, page = render(folder)
+    assert "Confusion matrix" not in page.text
+    assert "at each site" not in page.text
+
+
+def test_segmentation_run_shows_the_stored_partition_picture(make: Make) -> None:
+    folder = make(task="segmentation", key_metric="dice")
+    run = json.loads((folder / "run.json").read_text()) | {"classes": [], "site_class_counts": {}}
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "predictions.csv").unlink()
+    (folder / "partition.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    for name in ("summary.json", "rounds.jsonl", "sites.csv"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("balanced_accuracy", "dice").replace("auroc", "hd95"))
+    _, page = render(folder)
+    assert "data:image/png;base64,iVBORw0KGgo=" in page.loads
+    assert "Dice at each site" in page.text
+    assert "95th percentile of surface distances" in page.text
+
+
+def test_pictures_are_embedded_with_their_words(make: Make) -> None:
+    folder = make(rounds=2)
+    assert "Pictures" not in render(folder)[1].text
+    (folder / "pictures").mkdir()
+    for number in range(1, 7):
+        picture = pictures.generated(np.zeros((3, 1, 16, 16)), CLASSES, number)
+        (folder / "pictures" / f"{picture.name}.png").write_bytes(picture.png)
+    words = PngInfo()
+    words.add_text("Title", '"><script>title')
+    words.add_text("Description", "<script>caption")
+    Image.new("RGB", (2, 2)).save(folder / "pictures" / "spectrum.png", pnginfo=words)
+    text, page = render(folder)
+    assert "script" not in page.tags
+    assert '<img alt="&#34;&gt;&lt;script&gt;title" src="data:image/png;base64,' in text
+    assert "<script>caption" in page.text
+    assert [f"round {n}" for n in range(1, 7) if f'alt="Generated images after round {n}"' in text] == [
+        "round 1", "round 2", "round 4", "round 6"
+    ]  # fmt: skip
+    assert "2 more rounds are in the run folder" in page.text
+    shown = [
+        base64.b64decode(target.removeprefix("data:image/png;base64,")) for target in page.loads if "base64" in target
+    ]
+    names = ["generated-0001", "generated-0002", "generated-0004", "generated-0006", "spectrum"]
+    assert shown == [(folder / "pictures" / f"{name}.png").read_bytes() for name in names]
+
+
+def test_hundred_sites(make: Make) -> None:
+    folder = make(sites=100, classes=[f"a rather long name of tissue class number {i}" for i in range(9)])
+    text, page = render(folder)
+    assert all(f"site-{i} " in page.text for i in range(1, 101))
+    assert len(text) < 1_500_000
+    lines = result_table(folder).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 45
+    assert "80 better sites are in sites.csv" in "\n".join(lines)
+
+
+def test_same_folder_same_bytes(make: Make) -> None:
+    folder = make(rounds=3)
+    assert render(folder)[0] == render(folder)[0]
+
+
+def test_result_table(make: Make) -> None:
+    folder = make(sites=["rosendahl", "a hospital with a very long name indeed", "bad\x1b[31mname"])
+    rows = list(csv.DictReader((folder / "sites.csv").read_text().splitlines()))
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = result_table(folder).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[1].split() == ["site", "train", "test", *["received", "personal", "local"] * 2]
+    first = lines[3].split()
+    names = [
+        f"{kind}_{name}" for name in ("balanced_accuracy", "accuracy") for kind in ("received", "personal", "local")
+    ]
+    assert first == ["rosendahl", rows[0]["train"], "20", *(f"{float(rows[0][name]):.3f}" for name in names)]
+    assert lines[4].startswith("a hospital with a very …")
+    assert "\x1b" not in "".join(lines)
+    mean = next(line for line in lines if line.startswith("mean")).split()
+    assert mean[1] == f"{np.mean([float(row[names[0]]) for row in rows]):.3f}"
+    text = "\n".join(lines)
+    pooled = lines[lines.index("") + 1 :]
+    names = ["balanced_accuracy", "accuracy", "f1_macro", "auroc", "loss"]
+    assert pooled[0].split() == ["pooled", "test", "set", "round", *names]
+    for row, kind, when in zip(pooled[1:5], ["global"] * 2 + ["personal"] * 2, ["last", "best"] * 2, strict=True):
+        values = summary[kind][when]
+        assert row.split() == [kind, when, str(values["round"]), *(f"{values[name]:.3f}" for name in names)]
+    assert "up 2.69 GB, down 2.69 GB, time 50 s" in text
+    assert lines[-1] == "real data: pneumonia, checksum 5f2c5f2c5f2c5f2c"
+
+
+def test_table_lists_the_worst_sites_where_lower_is_better(make: Make) -> None:
+    folder = make(sites=30, key_metric="loss")
+    values = RunFolder.read(folder).site_values("received", "loss")
+    lines = result_table(folder).splitlines()
+    assert lines[3].split()[0] == max(values, key=lambda site: values[site])
+
+
+@pytest.mark.parametrize(
+    ("file", "where", "value"),
+    [
+        ("run.json", ("rounds",), "20"), ("run.json", ("options",), 3), ("run.json", ("classes",), [1, 2, 3]),
+        ("run.json", ("data", "counts"), {"train": None}), ("run.json", ("data", "notes"), "a note"),
+        ("run.json", ("partition",), "iid"), ("run.json", ("partition", "sites"), {"site-1": {"train": 3}}),
+        ("run.json", ("site_class_counts",), {"site-1": [1, "2", 3]}),
+        ("run.json", ("site_class_counts",), {"site-1": [1, -2, 3]}), ("run.json", ("resumed",), [{"round": 3}]),
+        ("summary.json", ("global",), []), ("summary.json", ("global", "last"), {"round": 1, "accuracy": "0.5"}),
+        ("rounds.jsonl", ("seconds_eval",), None), ("rounds.jsonl", ("seconds",), float("nan")),
+        ("rounds.jsonl", ("val_global",), [1]), ("rounds.jsonl", ("cohort",), 3), ("rounds.jsonl", ("round",), "1"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_damage_that_is_named(
+    make: Make, file: str, where: tuple[str, ...], value: object
+) -> None:
+    folder = make(rounds=1)
+    document = json.loads((folder / file).read_text())
+    node = document
+    for name in where[:-1]:
+        node = node[name]
+    node[where[-1]] = value
+    (folder / file).write_text(json.dumps(document) + "\n")
+    with pytest.raises(InputError, match=f"{file} has .*{where[-1]}.*restore the file"):
+        write_report(folder)
+
+
+def spoil_picture(folder: Path) -> None:
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "spectrum.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+
+
+def spoil_rounds(folder: Path) -> None:
+    (folder / "rounds.jsonl").write_text('{"round": 1}\n{oops\n')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "run.json").unlink(), "has no run.json"),
+        (lambda folder: (folder / "run.json").write_text("{"), "run.json is not JSON"),
+        (lambda folder: (folder / "run.json").write_text("[]"), "run.json holds no JSON object"),
+        (lambda folder: (folder / "run.json").write_text("{}"), "run.json lacks method, bundle"),
+        (lambda folder: (folder / "summary.json").write_bytes(b"\xff\xfe\x00"), "summary.json is not JSON"),
+        (spoil_picture, "pictures cannot be shown: spectrum.png is no whole PNG file"),
+        (spoil_rounds, "rounds.jsonl is not JSON line 2"),
+        (lambda folder: (folder / "rounds.jsonl").write_text("{}\n"), "without a round number"),
+        (lambda folder: (folder / "sites.csv").write_text("a,b\n1,2\n"), "sites.csv line 2 does not fit"),
+        (lambda folder: (folder / "sites.csv").write_text("site,train\nx,1,2\n"), "sites.csv line 2 does not fit"),
+        (
+            lambda folder: (folder / "predictions.csv").write_text("id,label,predicted\nx,0,9\n"),
+            "line 2 has a class outside 0 to 2",
+        ),
+        (
+            lambda folder: (folder / "predictions.csv").write_text("id,label,predicted\nx,0,\n"),
+            "line 2 has no class numbers",
+        ),
+        (
+            lambda folder: (folder / "sites.csv").write_text("site,received_balanced_accuracy\nx,good\n"),
+            "no number in column received_balanced_accuracy",
+        ),
+    ],
+)
+def test_damaged_folder_is_named(make: Make, spoil: Callable[[Path], None], said: str) -> None:
+    folder = make(rounds=2)
+    spoil(folder)
+    with pytest.raises(InputError, match=re.escape(said)) as caught:
+        write_report(folder)
+    assert "\n" not in str(caught.value)
+    assert not (folder / "report.html").exists()
+
+
+def test_run_that_hides_its_data_source_is_refused(make: Make) -> None:
+    folder = make(rounds=1, data={"folder": "x"})
+    (folder / "report.html").unlink(missing_ok=True)
+    with pytest.raises(InputError, match="real or phantom"):
+        result_table(folder)
+
+
+def test_remarks_on_the_images_do_not_tell_where_they_lie(make: Make) -> None:
+    run = make("a")
+    record = json.loads((run / "run.json").read_text())
+    record["data"] |= {"folder": "/home/somebody/images", "notes": ["/home/somebody/images is a phantom: drawn images"]}
+    (run / "run.json").write_text(json.dumps(record))
+    text = write_report(run).read_text()
+    assert "The data folder is a phantom: drawn images." in text
+    assert "somebody" not in text
