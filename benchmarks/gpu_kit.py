@@ -110,7 +110,7 @@ def make(data: Path | None, out: Path, python: str) -> None:
     )
     missing = [name for name in needed if data is None or not (data / name).exists()]
     if data is None or missing:
-        raise InputError(f"--data {data}", f"a folder with {', '.join(needed)}", f"add {missing[0]}, or name another")
+        raise InputError(f"--data {data}", f"a folder with {', '.join(needed)}", f"add {missing[0]}")
     shutil.rmtree(out, ignore_errors=True)
     (out / "wheels").mkdir(parents=True)
     wheels(out / "wheels", python)

@@ -106,7 +106,7 @@ class Results:
         for label, entry in self.asked["tables"][name]["rows"].items():
             row, own = self._row(label, entry), entry.get("cells", {}) if isinstance(entry, dict) else {}
             if unknown := sorted(own.keys() - columns.keys()):
-                raise InputError(f"column {unknown[0]} of {label}", f"columns are {', '.join(columns)}", "correct it")
+                raise InputError(f"column {unknown[0]} of {label}", f"columns are {', '.join(columns)}", "choose one")
             cells = [own.get(title, template) for title, template in columns.items()]
             lines.append([filled(text, {"": row}) for text in (label, *cells)])
         return terminal.markdown([self.asked["tables"][name].get("head", "method"), *columns], lines)
@@ -185,10 +185,10 @@ def values(row: Row, name: str) -> Any:
         found = [value for run in row.runs if (value := _value(run, name)) is not None]
     except (KeyError, StopIteration) as error:
         raise InputError(
-            f"{name} of {row.label}", "a value as docs/results/make.py lists them", "correct it"
+            f"{name} of {row.label}", "a value as docs/results/make.py lists them", "choose one"
         ) from error
     if len(found) not in (0, len(row.runs)):
-        raise InputError(f"{name} of {row.label}", "a value that all of its runs have, or none", "choose another")
+        raise InputError(f"{name} of {row.label}", "a value that all of its runs have, or none", "leave it out")
     return found
 
 
@@ -202,7 +202,9 @@ def written(found: Any, form: str, name: str) -> str:
         return " ".join(f"`{value[: int(form[4:])]}`" for value in found)
     parts, spread = _FORM.fullmatch(form), found if isinstance(found, Spread) else Spread.of(found)
     if parts is None or spread is None:
-        raise InputError(f"{{{name}|{form}}}", "forms such as .3f, %.1f± and M.3g of finite numbers", "correct it")
+        raise InputError(
+            f"{{{name}|{form}}}", "forms such as .3f, %.1f± and M.3g of finite numbers", "write one of these"
+        )
     unit, digits, over = _UNITS[parts[1]], parts[2], parts[3]
     if over == ",":
         return ", ".join(f"{unit * value:{digits}}" for value in found)
@@ -261,7 +263,7 @@ def _wherever(template: str) -> re.Pattern[str]:
 def _found(page: str, pattern: re.Pattern[str], text: str) -> re.Match[str]:
     found = list(pattern.finditer(page))
     if len(found) != 1:
-        raise InputError(f"'{text}' stands {len(found)} times in {PAGE.name}", "once", "correct it or tables.yaml")
+        raise InputError(f"'{text}' stands {len(found)} times in {PAGE.name}", "once", "edit it or tables.yaml")
     return found[0]
 
 

@@ -101,14 +101,14 @@ class Bundle:
             raise InputError(
                 f"{self._file} has no id 'train#trainer' (nor a flat 'trainer'); it has {', '.join(self._config.ids)}",
                 "federated training needs a SupervisedTrainer",
-                "add one",
+                f"add an id 'trainer' with the SupervisedTrainer to {self._file.name}",
             )
         if target_name(node) != "SupervisedTrainer" or node.get("iteration_update") is not None:
             own = " with an iteration_update of its own" if target_name(node) == "SupervisedTrainer" else ""
             raise InputError(
                 f"{self._file}: id {found!r} is a {node.get('_target_')}{own}",
                 "federated training needs a SupervisedTrainer",
-                "use another bundle",
+                "make it a SupervisedTrainer without iteration_update, or give another bundle's folder",
             )
         for key in ("network", "loss_function", "optimizer", "train_data_loader"):
             if key not in node:
@@ -154,7 +154,7 @@ class Bundle:
             raise InputError(
                 f"{self._file}: id '{self._trainer}#network' is a {type(network).__name__}",
                 "it is a torch module",
-                "correct the configuration",
+                "let its _target_ build a torch.nn.Module",
             )
         return [network.to(self.device), *others]
 
@@ -203,7 +203,7 @@ class Bundle:
             raise InputError(
                 f"{self._file}: id '{self._trainer}#optimizer' is a {type(made).__name__}",
                 "it is a torch optimiser",
-                "correct the configuration",
+                "let its _target_ build a torch.optim.Optimizer",
             )
         empty = {id(p): (nn.Parameter(p.new_empty(0)), name) for name, p in network.named_parameters()}
         template = copy.deepcopy(made, {key: parameter for key, (parameter, _) in empty.items()})
@@ -322,7 +322,7 @@ class Bundle:
                     raise InputError(
                         f"item {item['id']!r} of section {section!r} has label {item['label']}",
                         f"bundle {self.name!r} has {count} classes, labels 0 to {count - 1}",
-                        "correct the data list",
+                        "change this item's label in the data list",
                     )
         return named if len(named) == count else tuple(f"class {index}" for index in range(count))
 

@@ -249,7 +249,7 @@ class Configuration:
         return InputError(
             f"{self.file}: id {key!r} fails with {told(cause)}",
             "every id that the trainer needs can be evaluated",
-            "correct it; if the data lie elsewhere, give their folder with --data",
+            "change it so that it can be evaluated; if the data lie elsewhere, give their folder with --data",
         )
 
 
@@ -275,7 +275,7 @@ def read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         return dict((json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {})
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path} cannot be read: {error}", "it is valid JSON or YAML", "correct the file") from error
+        raise InputError(f"{path} cannot be read: {error}", "it is valid JSON or YAML", "repair its syntax") from error
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -296,7 +296,7 @@ def _told(given: str, allowed: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise InputError(f"{given} ({told(error)})", allowed, "correct the file") from error
+        raise InputError(f"{given} ({told(error)})", allowed, "repair the file where it says") from error
 
 
 def own_modules(root: Path) -> frozenset[str]:

@@ -59,7 +59,7 @@ def masks(bundle: Bundle, network: nn.Module, shard: Shard, device: torch.device
     evaluator = bundle.evaluator
     made: list[dict[str, Any]] = []
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
-        raise InputError(f"masks of bundle {bundle.name!r}, a {bundle.task} task", "a segmentation", "use another run")
+        raise InputError(f"masks of bundle {bundle.name!r}, a {bundle.task} task", "a segmentation", "give such a run")
     geometry = shard.prepared.geometry
     found = zip(shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True)
     for index, ident, mask in found:

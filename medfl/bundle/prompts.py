@@ -54,7 +54,7 @@ def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
         raise InputError(
             f"{where}: the key 'text' has {'a list of ' if isinstance(concepts, list) else 'no '}concepts",
             f"it has concepts: {{class: phrase}} for {', '.join(classes)}",
-            "correct it, or use a method that needs no text",
+            "write them as {class: phrase}, or use a method that needs no text (medfl methods)",
         )
     given = [str(name) for name in concepts]
     if given != list(classes):
@@ -81,7 +81,7 @@ def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
         raise InputError(
             f"{where}: classes {given[first]!r} and {given[twice[0]]!r} have the same text concept {phrases[first]!r}",
             "concepts differ from each other",
-            "correct one of them",
+            "put one of the two classes in other words",
         )
     return Text(tuple(phrases), tuple(_prompts(node.get("prompts"), where)))
 
@@ -95,7 +95,7 @@ def _prompts(groups: Any, where: str) -> list[str]:
             raise InputError(
                 f"{where}: the key 'text' has among its prompts {_short(group)}",
                 "prompts are a list of groups, each with frames: [...] and nouns: [...]",
-                "correct it",
+                "write it as frames: ['a photo of {a noun}: {concept}'] and nouns: ['an image']",
             )
         bare = [noun for noun in nouns if not noun.partition(" ")[2]]
         if bare:
@@ -110,7 +110,7 @@ def _prompts(groups: Any, where: str) -> list[str]:
             raise InputError(
                 f"{where}: prompt {prompt!r}",
                 "a prompt names {concept} once, a frame {noun} or {a noun} besides",
-                "correct it",
+                "write {concept} once, and no other braces than {noun} and {a noun}",
             )
         if prompts.count(prompt) > 1:
             raise InputError(

@@ -41,7 +41,7 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
             raise InputError(
                 f"{unknown[0]!r} in preset {name!r} of bundle {bundle!r}",
                 f"a preset sets {', '.join(sorted(_DEFAULTS))}",
-                "correct its federated.yaml",
+                f"take {unknown[0]!r} out of the bundle's federated.yaml",
             )
         before, given = dict(found), preset.get("methods") or {}
         options = {method: {**(found["methods"].get(method) or {}), **given[method]} for method in given}

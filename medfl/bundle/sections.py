@@ -122,7 +122,7 @@ class Sections:
             raise InputError(
                 f"{config.file}: id {dataset_id!r}: {error}",
                 "a data set to be divided can be indexed",
-                "use another bundle",
+                "give it a data set with __len__ and __getitem__",
             ) from error
         if len(source.entries) == 0:
             raise InputError(

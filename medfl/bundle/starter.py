@@ -114,7 +114,7 @@ def write(target: str | Path, seen: Seen, *, network: str | None = None, size: i
         raise InputError(f"--network {chosen}", f"for {_KINDS[seen.kind]}: {', '.join(allowed)}", "choose one of them")
     side = size or (64 if seen.kind == "labelled" else 128)
     if side < 16:
-        raise InputError(f"--size {side}", "a whole number of at least 16 pixels", "choose another")
+        raise InputError(f"--size {side}", "a whole number of at least 16 pixels", "give 16 or more")
     if seen.kind == "volumes" and size is not None:
         raise InputError(f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out")
     words = {**asdict(seen), "name": root.name, "network": chosen, "size": side, "kind_text": _KINDS[seen.kind]}
@@ -133,16 +133,16 @@ def write(target: str | Path, seen: Seen, *, network: str | None = None, size: i
             write_atomic(root / name, text.encode())
     except OSError as error:
         shutil.rmtree(root, ignore_errors=True)
-        raise InputError(f"{root} cannot be written: {error.strerror}", "a new folder", "choose another") from error
+        raise InputError(f"{root} cannot be made: {error.strerror}", "a new folder", "check its rights") from error
     return root
 
 
 def refuse(root: Path) -> None:
     """Raise an InputError if no bundle can be written into this folder."""
     if root.exists():
-        raise InputError(f"{root} exists", "a new folder for the bundle", "choose another name")
+        raise InputError(f"{root} exists", "a new folder for the bundle", "give a path that does not exist")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", root.name):
-        raise InputError(f"bundle name {root.name!r}", "letters, digits, '_', '-' and '.'", "choose another name")
+        raise InputError(f"bundle name {root.name!r}", "letters, digits, '_', '-' and '.'", "drop other characters")
 
 
 def _labelled(place: Path, progress: bool) -> Seen:

@@ -197,7 +197,7 @@ def build(
 def _open(plm: str, model: str | None, download: bool, masked: bool) -> tuple[nn.Module, Encode, str]:
     folder = model or (plm if Path(plm).expanduser().is_dir() else _packaged(plm))
     if model is not None and not Path(model).expanduser().is_dir():
-        raise InputError(f"--model {model}", "it is the folder of a language model", "correct the path")
+        raise InputError(f"--model {model}", "it is the folder of a language model", "give the folder of config.json")
     if folder is None and plm not in names():
         raise InputError(
             f"language model {plm!r}",

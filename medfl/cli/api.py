@@ -101,7 +101,7 @@ def compare(
     specs: tuple[str | None, ...] = tuple(partitions) or (None,)
     entries = tuple(Entry.read(text) for text in methods)
     if not entries:
-        raise InputError("no methods", "names such as 'fedavg' or 'fedprox mu=0.1'", "name some")
+        raise InputError("no methods", "names such as 'fedavg' or 'fedprox mu=0.1'", "name at least one method")
     if not seeds:
         raise InputError("no seeds", "whole numbers, as (0, 1, 2)", "give at least one")
     grid = Grid(str(bundle), entries, specs, tuple(seeds), dict(options or {}), dict(config or {}), requested)

@@ -17,7 +17,7 @@ def reader(kind: type, flag: str) -> Callable[[str], int | float]:
             value: int | float = kind(text)
         except ValueError as error:
             allowed = "a whole number" if kind is int else "a number"
-            raise InputError(f"{flag} {text}", f"{flag} takes {allowed}", "give one") from error
+            raise InputError(f"{flag} {text}", f"{flag} takes {allowed}", "write it in digits") from error
         return value
 
     return read

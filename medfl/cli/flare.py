@@ -105,7 +105,7 @@ def _export(options: Any, show: Callable[..., int], pairs: Callable[[str, Sequen
     set_, config = pairs("--set", options.options), pairs("--config", options.config)
     sites = [name.strip() for name in options.sites.split(",") if name.strip()]
     if len(set(sites)) != len(sites) or not sites:
-        raise InputError(f"--sites {options.sites}", "different names, as north,south", "correct it")
+        raise InputError(f"--sites {options.sites}", "different names, as north,south", "name each site once")
     from medfl.flare.offer import export
 
     given = arguments.requested(options, "method", "presets")

@@ -139,11 +139,11 @@ def _inspect(options: Any, show: Callable[..., int]) -> int:
 
 def _can_write(target: Path, folder: Path) -> None:
     if target.exists():
-        raise InputError(f"--write-policy {target}", "a new file: a policy is never overwritten", "give another name")
+        raise InputError(f"--write-policy {target}", "a new file: no policy is overwritten", "give a new file name")
     if not target.resolve().parent.is_dir():
         raise InputError(f"--write-policy {target}", "a file in a folder that exists", "make the folder")
     if target.resolve().is_relative_to(folder.expanduser().resolve()):
-        raise InputError(f"--write-policy {target}", "a place outside of the bundle", "choose another folder")
+        raise InputError(f"--write-policy {target}", "a place outside of the bundle", "give a file outside of it")
 
 
 def _text(document: Mapping[str, Any], width: int) -> list[str]:
@@ -225,7 +225,7 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
     if options.collect:
         return _collect(options, show)
     if options.bundle is None:
-        raise InputError("no bundle", "a shipped bundle's name or a folder, or --collect FILE ...", "name one")
+        raise InputError("no bundle", "a shipped bundle's name or a folder, or --collect FILE ...", "see medfl bundles")
     if options.out is not None:
         _new(options.out)
     from medfl.bundle.open import with_data
@@ -237,9 +237,9 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
     accepted(options.bundle, policy)
     given = 10 if options.min_count is None else options.min_count
     if given < 0:
-        raise InputError(f"--min-count {given}", "a whole number of at least 0", "correct it")
+        raise InputError(f"--min-count {given}", "a whole number of at least 0", "give for example 10, or 0 for all")
     if options.noise is not None and not 0 < options.noise < 100:
-        raise InputError(f"--noise {options.noise:g}", "epsilon, above 0 and below 100", "correct it")
+        raise InputError(f"--noise {options.noise:g}", "epsilon, above 0 and below 100", "give for example --noise 1")
     least = max(given, policy.outbound.min_count)
     opened = with_data(options.bundle, options.data, _config(options.config), "cpu")
     bins = bins_of(opened.bundle, OWN_BINS if options.bins is None else options.bins, options.range)
@@ -292,6 +292,6 @@ def accepted(bundle: str, policy: Any) -> None:
 
 def _new(target: Path) -> None:
     if target.exists():
-        raise InputError(f"--out {target}", "a new file: nothing is overwritten", "give another name")
+        raise InputError(f"--out {target}", "a new file: nothing is overwritten", "give a new file name")
     if not target.resolve().parent.is_dir():
         raise InputError(f"--out {target}", "a file in a folder that exists", "make the folder")

@@ -254,7 +254,7 @@ def _compare(options: Any) -> int:
 
     names = [name.strip() for name in options.methods.split(",") if name.strip()] + options.entries
     if not names:
-        raise InputError("no methods", "--methods A,B,... or --method 'NAME OPTION=VALUE ...'", "name some")
+        raise InputError("no methods", "--methods A,B,... or --method 'NAME OPTION=VALUE ...'", "add one of these")
     grid = Grid(
         options.bundle,
         tuple(Entry.read(name) for name in dict.fromkeys(names)),
@@ -289,7 +289,7 @@ def _seeds(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(seed) for seed in text.split(","))
     except ValueError as error:
-        raise InputError(f"--seeds {text}", "whole numbers, as 0,1,2", "correct it") from error
+        raise InputError(f"--seeds {text}", "whole numbers, as 0,1,2", "write only digits and commas") from error
 
 
 def _paper(options: Any) -> int:
@@ -365,7 +365,7 @@ def _jobs(text: str) -> int | None:
     if text == "auto":
         return None
     if not (text.isascii() and text.isdecimal() and int(text)):  # of ² isdigit holds too
-        raise InputError(f"--jobs {text}", "auto or a whole number of at least 1", "correct it")
+        raise InputError(f"--jobs {text}", "auto or a whole number of at least 1", "give for example --jobs 2")
     return int(text)
 
 
@@ -482,7 +482,7 @@ def _concepts(options: Any) -> int:
         )
     path = options.out or text_embeddings.cached(options.plm, bundle.text)
     if path.suffix != ".safetensors":
-        raise InputError(f"--out {path}", "embeddings are written as FILE.safetensors", "change the name")
+        raise InputError(f"--out {path}", "embeddings are written as FILE.safetensors", "end it in .safetensors")
     made = text_embeddings.build(
         options.plm, bundle.text, options.model, download=True, masked=not options.unmasked, dropout=options.dropout
     )

@@ -25,7 +25,7 @@ _PLACES = re.compile(r"bundle_path|((public\.)?data|partition)\.(folder|counts|n
 def folder(settings: Mapping[str, Any], out: Path) -> None:
     """Raise an InputError unless a folder is new, or one of a comparison with these settings (`Grid.settings`)."""
     if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file", "a new folder, or one of an earlier comparison", "choose another")
+        raise InputError(f"--out {out} is a file", "a new folder, or one of an earlier comparison", "give a new folder")
     if not out.exists():
         OwnFolder.refuse_used(out)  # one that cannot be made
         return
@@ -36,7 +36,7 @@ def folder(settings: Mapping[str, Any], out: Path) -> None:
         if not isinstance(before, dict):
             raise ValueError("no settings")
     except (OSError, ValueError) as error:
-        raise InputError(f"--out {out}", "a new folder, or one of an earlier comparison", "choose another") from error
+        raise InputError(f"--out {out}", "a new folder, or one of an earlier comparison", "give a new one") from error
     now, there = _flat(settings), _flat(before)
     differing = [name for name in {**there, **now} if now.get(name) != there.get(name)]
     if differing:
@@ -69,7 +69,7 @@ def named(runs: Sequence[Run], against: str | None, target: str | None) -> None:
     if against is not None and against not in known:
         raise InputError(f"--against {against}", f"methods are {told}", meant(against, known, "choose one of them"))
     if target is not None and target not in known and not _is_finite(target):
-        raise InputError(f"--target {target}", f"a number, or one of {told}", meant(target, known, "correct it"))
+        raise InputError(f"--target {target}", f"a number, or one of {told}", meant(target, known, "choose one"))
 
 
 def _is_finite(text: str) -> bool:

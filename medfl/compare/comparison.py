@@ -129,7 +129,7 @@ class Comparison:
                 but for their folder.
         """
         if not runs:
-            raise InputError("no runs", "a comparison needs finished run folders", "run some")
+            raise InputError("no runs", "a comparison needs finished run folders", "give at least one of these")
         for what, values in (
             ("bundles", {run.run["bundle"] for run in runs}),
             ("key metrics", {run.key for run in runs}),
@@ -149,7 +149,7 @@ class Comparison:
                     f"{seeds[seed].path} and {run.path} are both {label} with seed {seed}"
                     + (f", but differ in {others}" if others else ""),
                     "rows are told apart by method, options and partition, runs in a row by their seed",
-                    "drop one",
+                    "leave one of these two runs out",
                 )
             seeds[seed] = run
         self.rows = [Row(method, partition, found) for (partition, method), found in rows.items()]
@@ -254,7 +254,7 @@ class Comparison:
             raise InputError(
                 f"target {target}",
                 f"a number, or one of {', '.join(row.method for row in self.on(partition))} with scored rounds",
-                "correct it",
+                "give a number such as 0.8, or one of these methods",
             )
         return statistics.fmean(values)
 

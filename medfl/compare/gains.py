@@ -130,7 +130,7 @@ def gains(folders: Sequence[Path]) -> Gains:
             raise InputError(
                 f"{twin.path} and {run.path} are both {label} with seed {run.run.get('seed')}",
                 "runs differ in method, options, settings, partition, data or seed",
-                "drop one",
+                "leave one of these two runs out",
             )
     rows = [run for seeds in known.values() for run in seeds.values()]
     sign = 1 if metrics.higher_is_better(runs[0].key) else -1

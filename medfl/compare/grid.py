@@ -67,10 +67,10 @@ class Entry:
         try:
             name, *words = shlex.split(text)
         except ValueError as error:
-            raise InputError(f"method {text!r} ({error})", "NAME OPTION=VALUE ...", "correct it") from error
+            raise InputError(f"method {text!r} ({error})", "NAME OPTION=VALUE ...", "close its quotes") from error
         wrong = [word for word in words if "=" not in word]
         if wrong:
-            raise InputError(f"{wrong[0]!r} in method {text!r}", "NAME OPTION=VALUE ...", "correct it")
+            raise InputError(f"{wrong[0]!r} in method {text!r}", "NAME OPTION=VALUE ...", "write it as OPTION=VALUE")
         methods.method_class(name)
         return cls(" ".join([name, *words]), name, dict(word.split("=", 1) for word in words))
 
@@ -190,7 +190,7 @@ def compare(
         InputError: a folder of other settings, or anything that a run would refuse.
     """
     if at_once is not None and at_once < 1:
-        raise InputError(f"--jobs {at_once}", "a whole number of at least 1, or None for the cores", "correct it")
+        raise InputError(f"--jobs {at_once}", "a whole number of at least 1, or None for the cores", "give 1 or more")
     comparable.folder(grid.settings(), out)
     cells = grid.cells(out)
     rounds = grid.requested.get("rounds")

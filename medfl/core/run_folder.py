@@ -57,12 +57,12 @@ class RunFolder:
         above = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
         if above != path and not (above.is_dir() and os.access(above, os.W_OK)):
             reason = "may not be written to" if above.is_dir() else "is not a folder"
-            raise InputError(f"--out {path} cannot be made: {above} {reason}", "a new folder", "choose another")
+            raise InputError(f"--out {path} cannot be made: {above} {reason}", "a new folder", "give a writable place")
         if path.exists() and (
             not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())
         ):
             raise InputError(
-                f"--out {path} exists and is not empty", "a new or empty folder", "choose another, or add --resume"
+                f"--out {path} exists and is not empty", "a new or empty folder", "give a new folder, or add --resume"
             )
 
     @classmethod
@@ -78,7 +78,7 @@ class RunFolder:
             folder.state.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
-                f"--out {path} cannot be made: {error.strerror}", "a folder that can be written", "choose another"
+                f"--out {path} cannot be made: {error.strerror}", "a folder that can be written", "give a writable one"
             ) from error
         return folder
 
@@ -315,7 +315,7 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{path} cannot be read: {reason}", "a run.json that medfl wrote", "give another") from error
+        raise InputError(f"{path} cannot be read: {reason}", "a run.json of medfl", "give such a file") from error
     return Run.from_dict(document), document
 
 

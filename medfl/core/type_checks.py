@@ -30,7 +30,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*given: P.args, **named: P.kwargs) -> R:
         for name, value, allowed in misfits(function, signature.bind(*given, **named).arguments):
-            raise InputError(f"{name}={value!r:.60}", f"{name} takes {allowed}", "correct it")
+            raise InputError(f"{name}={value!r:.60}", f"{name} takes {allowed}", "change this argument")
         return function(*given, **named)
 
     return call

@@ -53,7 +53,7 @@ def budget() -> int:
     with suppress(ValueError):
         if 0 < float(given) < 1e9:
             return int(float(given) * 2**30)
-    raise InputError(f"MEDFL_MEMORY={given}", "GiB for prepared images, a number above 0", "correct or unset it")
+    raise InputError(f"MEDFL_MEMORY={given}", "GiB for prepared images, a number above 0", "set it to 8, or unset it")
 
 
 def size_of(sample: Any) -> int:

@@ -429,7 +429,7 @@ def _unpacking(prepare_batch: Callable[..., Any]) -> Callable[[Any], Batch]:
             raise InputError(
                 f"prepare_batch returns {len(pair) if isinstance(pair, tuple | list) else 'one value'}",
                 "a supervised batch is a pair of inputs and targets",
-                "use another bundle",
+                "let it return (inputs, targets)",
             )
         return _plain(pair[0]), _plain(pair[1])
 

@@ -189,7 +189,7 @@ def _described(root: Path, records: Sequence[Record]) -> tuple[list[Record], Map
         section = row.get("section") or "" if "section" in row else None
         if section is not None and section not in SECTIONS:
             raise InputError(
-                f"{path}: image {record.id} is in section {section!r}", f"sections: {', '.join(SECTIONS)}", "correct it"
+                f"{path}: section {section!r} of {record.id}", f"one of {', '.join(SECTIONS)}", "write one of these"
             )
         found[record.id] = row
     if missing:

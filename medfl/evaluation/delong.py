@@ -79,7 +79,7 @@ def covariance(positive: NDArray[Any], scores: NDArray[Any]) -> tuple[Floats, Fl
     chosen, values = np.asarray(positive).astype(bool), np.atleast_2d(np.asarray(scores, dtype=np.float64))
     m, n = int(chosen.sum()), int((~chosen).sum())
     if chosen.ndim != 1 or values.shape[1] != len(chosen):
-        raise InputError(f"scores {values.shape} of cases {chosen.shape}", "scores (R, N) of cases (N,)", "correct it")
+        raise InputError(f"scores {values.shape} of cases {chosen.shape}", "(R, N) of cases (N,)", "give as many")
     if not np.isfinite(values).all():
         raise InputError("scores with NaN or infinite values", "every case has a finite score", "leave the others out")
     if not m or not n:

@@ -156,7 +156,7 @@ class MaskEvaluator:
             raise InputError(
                 f"the reference mask of item {ident!r} has the value {low if low < 0 else high}",
                 f"the network has {classes} classes: values 0 to {classes - 1}",
-                "correct the mask, or the bundle's number of classes",
+                "relabel the mask, or raise the bundle's number of classes",
             )
         if predicted.shape != reference.shape:
             raise RunError(

@@ -254,7 +254,7 @@ def _check(ids: tuple[str, ...], probabilities: NDArray[Any], label: NDArray[Any
         raise InputError(
             f"item {ids[first]!r} has the label {label[first]}",
             f"the network has {classes} classes: labels 0 to {classes - 1}",
-            "correct the label, or the bundle's number of classes",
+            "change the label in the data list, or raise the bundle's number of classes",
         )
     if not np.isfinite(probabilities).all():
         bad = ~np.isfinite(probabilities).all(1)

@@ -43,7 +43,7 @@ def chosen(text: str) -> tuple[str, ...]:
     names = () if names == ("none",) else names
     for name in names:
         if name not in LIMITS:
-            raise InputError(f"--formats {text}", f"a list of {', '.join(LIMITS)}, or none", "correct it")
+            raise InputError(f"--formats {text}", f"a list of {', '.join(LIMITS)}, or none", "give for example onnx")
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None] if "onnx" in names else []
     if missing:
         others = ",".join(name for name in names if name != "onnx") or "none"

@@ -71,7 +71,7 @@ def export(
     """
     run, out = Path(run), Path(out)
     if which not in WHICH:
-        raise InputError(f"--which {which}", "last or best", "choose one")
+        raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
     _refuse_used(out)
     result = RunResult(run, which)
     if not result.finished:
@@ -99,10 +99,10 @@ def export(
 
 def _refuse_used(out: Path) -> None:
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise InputError(f"--out {out} exists and is not empty", "a new or empty folder", "choose another")
+        raise InputError(f"--out {out} exists and is not empty", "a new or empty folder", "give a new folder")
     above = next(folder for folder in out.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"--out {out} cannot be made in {above}", "a folder that can be written to", "choose another")
+        raise InputError(f"--out {out} cannot be made in {above}", "a writable folder", "put it into such a folder")
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def _granted(document: dict[str, Any], never: Sequence[str]) -> Iterator[tuple[s
 
     policy, error = parse_policy_config(document, COMMAND_CATEGORIES)
     if error:
-        raise InputError(f"an authorization policy ({error})", "one that FLARE can read", "correct or remove it")
+        raise InputError(f"an authorization policy ({error})", "one that FLARE can read", "repair it, or remove it")
     for role in policy.roles:
         for right in never:
             conditions = policy.role_right_map.get(f"{role}:*") or policy.role_right_map.get(f"{role}:{right}")

@@ -229,7 +229,7 @@ def open_site(offered: Run, name: str, own: OwnSite, carried: Path | None = None
     record = opened.record()
     if record.source != run.data.source:
         raise InputError(
-            f"site {name!r} has {record.source} images", f"the run is one with {run.data.source} ones", "give others"
+            f"site {name!r} has {record.source} images", f"the run is one with {run.data.source} ones", "give it those"
         )
     items = {section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS}
     sites = {site: items if site == name else {} for site in run.partition.sites}

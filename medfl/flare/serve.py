@@ -93,7 +93,7 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
     own = OwnSite.read(kit / "local" / FILE)
     own.checked_policy()
     if kind == "site" and not (own.data and Path(own.data).is_dir()):
-        raise InputError(f"data {own.data or 'not given'}", "the folder of the site's images", "correct it")
+        raise InputError(f"data {own.data or 'not given'}", "the folder of the site's images", "give it with --data")
     for path in (own.folder, own.audit and str(Path(own.audit).parent)):
         if path:
             Path(path).mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def _write_own(options: Any, kit: Path) -> None:
     text = yaml.safe_dump(given, sort_keys=False, width=1000)
     if path.is_file():
         if yaml.safe_load(path.read_text()) != given:
-            raise InputError(f"{path} says something else", "what a site said is never overwritten", "edit the file")
+            raise InputError(f"{path} says something else", "what a site said is not overwritten", "edit or remove it")
         return
     write_atomic(path, text.encode())
     try:

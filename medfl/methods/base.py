@@ -42,7 +42,7 @@ def class_head(network: nn.Module, task: Task) -> nn.Linear:
         raise InputError(
             f"a network whose head {head_name(network)!r} is {layer}",
             f"this method needs a linear layer with one output for each of the {task.num_classes} classes",
-            "use another network, or another method",
+            "use a network that ends in such a layer, or another method (medfl methods)",
         )
     return layer
 
@@ -74,7 +74,7 @@ def deal(spec: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         )
     if len(values) > len(names):
         raise InputError(
-            f"bodies={spec} for {len(names)} sites", "there are at most as many networks as sites", "drop some"
+            f"bodies={spec} for {len(names)} sites", "there are at most as many networks as sites", "leave some out"
         )
     return {name: {key.strip(): values[i * len(values) // len(names)]} for i, name in enumerate(names)}
 

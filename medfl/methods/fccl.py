@@ -100,7 +100,7 @@ class FCCL(Method):
         """Ask for two public items."""
         if len(public := shared(site)) < 2:
             raise InputError(
-                f"{len(public)} public item of {public.name!r}", "logits are standardised over 2 or more", "take more"
+                f"{len(public)} public item of {public.name!r}", "standardising takes 2 or more", "raise public_items"
             )
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:

@@ -219,7 +219,7 @@ def check_pixel_head(network: nn.Module, task: Task) -> None:
         raise InputError(
             f"a network whose head {head_name(network)!r} is {layer}",
             "this method needs a convolution of size 1 with one output for each class, the background among them",
-            "use another network, or another method",
+            "use a network that ends in such a layer, or another method (medfl methods)",
         )
 
 

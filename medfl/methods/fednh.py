@@ -61,7 +61,7 @@ class FedNH(Method):
     def __post_init__(self) -> None:
         """Refuse a share above 1."""
         if self.rho > 1:
-            raise InputError(f"rho={self.rho:g} for method 'fednh'", "a share, 0 to 1", "correct it")
+            raise InputError(f"rho={self.rho:g} for method 'fednh'", "a share, 0 to 1", "take for example rho=0.9")
 
     def sends(self) -> tuple[str, ...]:
         """Name the class means of features."""

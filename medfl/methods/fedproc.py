@@ -52,7 +52,7 @@ class FedProc(Method):
     def __post_init__(self) -> None:
         """Refuse a weight above 1, which would turn the classification loss round."""
         if self.alpha > 1:
-            raise InputError(f"alpha={self.alpha:g}", "the losses weigh alpha and 1 - alpha, so 0 to 1", "correct it")
+            raise InputError(f"alpha={self.alpha:g}", "the losses weigh alpha and 1 - alpha, so 0 to 1", "take 0.5")
 
     def sends(self) -> tuple[str, ...]:
         """Name the class means of features."""

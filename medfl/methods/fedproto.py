@@ -244,7 +244,7 @@ def check_lengths(lengths: Mapping[str, int]) -> None:
         raise InputError(
             f"features of {'; '.join(f'length {d} at {sites[d]}' for d in found)}",
             "networks may differ between sites, the length of their features may not",
-            "deal other bodies",
+            "deal bodies with features of one length",
         )
 
 

@@ -128,7 +128,7 @@ class FedSM(Method):
             return networks.build(self.selector, first.in_channels, max(2, sites), dims).to(device)
         if first is None:
             raise InputError(
-                f"a {type(network).__name__} without convolutions", "a selector of images or vectors", "take another"
+                f"a {type(network).__name__}", "a network with convolutions or linear layers", "use such a network"
             )
         return nn.Linear(first.in_features, max(2, sites), dtype=first.weight.dtype, device=device)
 

@@ -112,7 +112,7 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
         )
     for what, value, allowed in (("in_channels", in_channels, ">= 1"), ("num_classes", num_classes, ">= 2")):
         if value < int(allowed[-1]):
-            raise InputError(f"{what}={value} for network '{name}'", f"{what} is {allowed}", f"correct {what}")
+            raise InputError(f"{what}={value} for network '{name}'", f"{what} is {allowed}", f"take {allowed[-1]}")
     if spatial_dims not in (2, 3):
-        raise InputError(f"spatial_dims={spatial_dims}", "spatial_dims is 2 or 3", "correct spatial_dims")
+        raise InputError(f"spatial_dims={spatial_dims}", "spatial_dims is 2 or 3", "set it to 2, or 3 for volumes")
     return _BUILDERS[name](in_channels, num_classes, spatial_dims)

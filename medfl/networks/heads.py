@@ -28,7 +28,7 @@ def head_name(network: nn.Module) -> str:
     raise InputError(
         f"a {type(network).__name__} without a linear or convolution layer",
         "body and head can be told apart",
-        "use another network",
+        "use a network that ends in such a layer",
     )
 
 

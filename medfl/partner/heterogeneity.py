@@ -148,7 +148,7 @@ def read(paths: Sequence[Path]) -> Federation:
                 raise InputError(
                     f"{shown(path)} has another {what} than the others",
                     "sites of one federation use one bundle, --bins and --range",
-                    "have it made anew",
+                    "ask the site to write it again with those of the others",
                 )
     return Federation(str(documents[0]["bundle"]), sites, max(int(document["min_count"]) for document in documents))
 
@@ -161,7 +161,7 @@ def _document(path: Path) -> Mapping[str, Any]:
         if not isinstance(document, dict) or document.get("form") != FORM:
             raise Refused(f"it is no {FORM!r}")
     except (OSError, Refused) as error:
-        raise InputError(f"{shown(path)}: {error}", "a file that medfl site stats --out wrote", "check it") from error
+        raise InputError(f"{shown(path)}: {error}", "a file of medfl site stats --out", "ask the site anew") from error
     return document
 
 
@@ -182,7 +182,7 @@ def _told(document: Mapping[str, Any], path: Path) -> Told:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(
             f"{shown(path)}: it lacks {shown(error)} or has it in another form",
-            "a file that medfl site stats --out wrote", "have it made anew",
+            "a file that medfl site stats --out wrote", "ask the site to write it again",
         ) from error  # fmt: skip
     return Told(path.stem, images, classes, low, high, shares)
 
@@ -239,7 +239,7 @@ def draw(found: Federation, path: Path) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"--out {shown(path)} ({error})", "a file that can be drawn to, as FILE.png", "change it"
+            f"--out {shown(path)} ({error})", "a file that can be drawn to, as FILE.png", "check its ending and folder"
         ) from error
 
 

@@ -69,7 +69,7 @@ def bins_of(bundle: Bundle, number: int, given: str | None) -> Bins:
     if not ends:
         raise InputError(f"bundle {bundle.name!r} without a value_range", "--range LOW,HIGH", "add it, as --range 0,1")
     if number > 1000:
-        raise InputError(f"--bins {number}", "1 to 1000", "correct it")
+        raise InputError(f"--bins {number}", "1 to 1000", "give for example --bins 32")
     return Bins.of({"hist_bins": number, "hist_range": ends}) or Bins(number, 0, 1)
 
 

@@ -229,7 +229,7 @@ def verified(path: Path, noted: str | None = None) -> Verified:
         InputError: the file cannot be read, or nothing that identifies a line was noted.
     """
     if noted is not None and not _NOTED.fullmatch(noted):
-        raise InputError(f"--noted {shown(noted)!r}", "8 to 64 hexadecimal digits of a line's sha256", "correct it")
+        raise InputError(f"--noted {shown(noted)!r}", "8 to 64 hexadecimal digits of a line's sha256", "give those")
     entries: list[Mapping[str, Any]] = []
     problems: list[str] = []
     notes: list[str] = []

@@ -150,7 +150,7 @@ def _value(name: str, value: Any, where: str) -> Any:
         value = _number(value)
         good = 0 < value < (1 if name == "delta" else math.inf)
     if not good:
-        raise InputError(f"{where}: outbound: {name} is {shown(value)}", _ALLOWED[name], "correct it")
+        raise InputError(f"{where}: outbound: {name} is {shown(value)}", _ALLOWED[name], f"change {name} in this file")
     return value
 
 

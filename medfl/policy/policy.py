@@ -99,11 +99,11 @@ class Policy:
             raise InputError(f"policy {path}: allow", "a list of words", f"choose from {', '.join(WORDS)}")
         _known(allow, WORDS, f"policy {path}: the word")
         if not isinstance(limits, dict):
-            raise InputError(f"policy {path}: limits", "names with whole numbers", "correct it")
+            raise InputError(f"policy {path}: limits", "names with whole numbers", "write them as NAME: NUMBER")
         _known(limits, [f.name for f in fields(Limits)], f"policy {path}: the limit")
         for name, value in limits.items():
             if type(value) is not int or value < 1:
-                raise InputError(f"policy {path}: limit {name}", "whole numbers of at least 1", "correct it")
+                raise InputError(f"policy {path}: limit {name}", "whole numbers of at least 1", f"write {name}: 1000")
         if files is not None and not (
             isinstance(files, dict)
             and all(isinstance(p, str) and isinstance(h, str) and _SHA256.fullmatch(h) for p, h in files.items())
@@ -115,7 +115,7 @@ class Policy:
             )
         bundle = given.get("bundle", "")
         if not isinstance(bundle, str):
-            raise InputError(f"policy {path}: bundle", "the name of the bundle's folder", "correct it")
+            raise InputError(f"policy {path}: bundle", "the name of the bundle's folder", "write bundle: FOLDER")
         outbound = Outbound.read(given.get("outbound") or {}, f"policy {path}")
         return cls(bundle, frozenset(allow), Limits(**limits), files, outbound)
 

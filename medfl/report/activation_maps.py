@@ -128,7 +128,7 @@ def last_convolution(network: nn.Module, x: Tensor) -> str:
         raise InputError(
             f"a network with {len(named)} convolutions on images of {_times(x.shape[2:])}",
             f"a class-activation map needs a convolution whose output has at least {_LEAST} pixels a side",
-            "use another network or larger images",
+            "use larger images, or a network that pools less",
         )
     return large[-1]
 

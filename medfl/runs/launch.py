@@ -290,12 +290,12 @@ def _plan(
     if source is not None:
         if bundle or options or config or set(requested) - {"data"}:
             raise InputError(
-                "--from together with other settings", "--from repeats a recorded run as it was", "drop the others"
+                "--from together with other settings", "--from repeats a recorded run as it was", "leave them out"
             )
         return recorded_plan(Path(source), requested.get("data"), say)
     if resume:
         if out is None:
-            raise InputError("--resume without --out", "--out names the folder of the run to continue", "add it")
+            raise InputError("--resume without --out", "--out names the folder of the run to continue", "add --out DIR")
         return resumed_plan(Path(out), bundle, options, config, requested, say)
     if bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")

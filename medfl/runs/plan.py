@@ -292,7 +292,7 @@ def device_named(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, colon, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal())):
-        raise InputError(f"--device {name}", "auto, cpu, cuda or cuda:INDEX", "choose one")
+        raise InputError(f"--device {name}", "auto, cpu, cuda or cuda:INDEX", "give one of these")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise InputError(
             f"--device {name}", f"this machine has {torch.cuda.device_count()} CUDA devices", "choose cpu or auto"
@@ -304,7 +304,7 @@ def check_names(given: Iterable[str], known: Sequence[str]) -> None:
     """Raise an InputError if a name is none of the known settings."""
     for name in given:
         if name not in known:
-            raise InputError(f"setting {name!r}", f"settings are {', '.join(known)}", meant(name, known, "correct it"))
+            raise InputError(f"setting {name!r}", f"settings are {', '.join(known)}", meant(name, known, "choose one"))
 
 
 def check_kinds(requested: Mapping[str, Any]) -> None:
@@ -312,7 +312,7 @@ def check_kinds(requested: Mapping[str, Any]) -> None:
     check_names(requested, [field.name for field in dataclasses.fields(Request)])
     for name, value, allowed in misfits(Request, requested):
         flag = name if name in ("bundle", "options", "config") else f"--{name.replace('_', '-')}"
-        raise InputError(f"{flag} {value!r:.60}", f"{flag} takes {allowed}", "correct it")
+        raise InputError(f"{flag} {value!r:.60}", f"{flag} takes {allowed}", f"change the value of {flag}")
 
 
 def _check_numbers(request: Request) -> None:
@@ -321,10 +321,10 @@ def _check_numbers(request: Request) -> None:
     for name, least in least_of.items():
         value = getattr(request, name)
         if value is not None and value < least:
-            raise InputError(f"--{name.replace('_', '-')} {value}", f"a whole number of at least {least}", "correct it")
+            raise InputError(f"--{name.replace('_', '-')} {value}", f"a whole number of at least {least}", "raise it")
     if request.cohort is not None and not 0 < request.cohort <= 1:
-        raise InputError(f"--cohort {request.cohort:g}", "a fraction of the sites, above 0 and at most 1", "correct it")
+        raise InputError(f"--cohort {request.cohort:g}", "a fraction of the sites, above 0 and at most 1", "give 0.5")
     if request.lr is not None and not 0 < request.lr < math.inf:
-        raise InputError(f"--lr {request.lr:g}", "a learning rate above 0", "correct it")
+        raise InputError(f"--lr {request.lr:g}", "a learning rate above 0", "give for example --lr 0.01")
     if request.lr_decay is not None and not 0 < request.lr_decay <= 1:
-        raise InputError(f"--lr-decay {request.lr_decay:g}", "a factor above 0 and at most 1", "correct it")
+        raise InputError(f"--lr-decay {request.lr_decay:g}", "a factor above 0 and at most 1", "give for example 0.99")

@@ -124,7 +124,7 @@ def of(
         InputError: no such column, no cases, or a count below 1.
     """
     if min_count < 1:
-        raise InputError(f"min_count {min_count}", "a whole number of at least 1", "give 10")
+        raise InputError(f"min_count {min_count}", "a whole number of at least 1", "give for example 10")
     values = _values(rows, by)
     members = {name: np.flatnonzero(values == name) for name in sorted(set(values.tolist()), key=_order)}
     told, _ = told_counts({name: len(index) for name, index in members.items()}, min_count)

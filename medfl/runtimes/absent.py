@@ -49,9 +49,9 @@ class Tolerance:
             InputError: the number of replies is below 1, or the deadline not above 0.
         """
         if self.min_replies is not None and self.min_replies < 1:
-            raise InputError(f"--min-replies {self.min_replies}", "a whole number of at least 1", "correct it")
+            raise InputError(f"--min-replies {self.min_replies}", "a whole number of at least 1", "give 1 or more")
         if self.deadline is not None and not 0 < self.deadline < math.inf:
-            raise InputError(f"--deadline {self.deadline:g}", "seconds, above 0", "correct it")
+            raise InputError(f"--deadline {self.deadline:g}", "seconds, above 0", "give for example --deadline 600")
 
     def check(self, federation: Federation) -> None:
         """Compare with a run's cohorts and aggregation.
@@ -64,7 +64,7 @@ class Tolerance:
         given, size = f"--min-replies {self.min_replies}", len(federation.cohort(1))
         kind, least = federation.aggregation, federation.aggregation.least
         if self.min_replies > size:
-            raise InputError(given, f"a round's cohort has {size} sites", "ask for at most as many")
+            raise InputError(given, f"a round's cohort has {size} sites", f"ask for {size} or fewer")
         if self.min_replies < least:
             raise InputError(
                 f"{given} with --aggregation {kind}", f"{kind} needs at least {least} replies", "ask for as many"

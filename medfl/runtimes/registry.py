@@ -71,7 +71,7 @@ class Runtime:
     def check(self, name: str, *, jobs: int | None, profile: bool, deadline: float | None) -> None:
         """Raise an InputError if it cannot be asked for these settings."""
         if jobs is not None and jobs < 1:
-            raise InputError(f"--jobs {jobs}", "a whole number of at least 1, or None for the cores", "give another")
+            raise InputError(f"--jobs {jobs}", "a whole number of at least 1, or None for the cores", "give 1 or more")
         if self.no_jobs and jobs not in (None, 1):
             raise InputError(f"--jobs {jobs} with --runtime {name}", self.no_jobs, "leave --jobs out")
         if deadline is not None and not self.remote:

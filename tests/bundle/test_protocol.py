@@ -45,7 +45,7 @@ def test_presets_are_laid_over_it_in_their_order() -> None:
     ("preset", "text"),
     [
         ("nosuch", r"preset 'nosuch' of bundle 'x'; its presets are: quick, warm, odd; see medfl bundles x"),
-        ("odd", r"'runds' in preset 'odd' of bundle 'x'; a preset sets batch_size, cohort, .*; correct its federated"),
+        ("odd", r"'runds' in preset 'odd' of bundle 'x'; a preset sets batch_size, cohort, .*; take 'runds' out"),
     ],
 )
 def test_a_preset_that_is_not_there_or_sets_nonsense_is_refused(preset: str, text: str) -> None:

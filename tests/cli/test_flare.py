@@ -132,7 +132,7 @@ def test_serve_writes_what_the_site_says_and_what_may_be_made(kit: Path, capsys:
 def test_serve_never_changes_what_the_site_said(kit: Path) -> None:
     call(*given(kit))
     before = (kit / "local" / "medfl.yaml").read_text()
-    with pytest.raises(InputError, match="says something else; what a site said is never overwritten"):
+    with pytest.raises(InputError, match="says something else; what a site said is not overwritten"):
         call(*given(kit), "--permit", "image_size")
     assert (kit / "local" / "medfl.yaml").read_text() == before
 

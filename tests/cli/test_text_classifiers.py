@@ -183,14 +183,14 @@ def test_embeddings_that_are_not_there_or_no_embeddings(refused: Refused, tmp_pa
 @pytest.mark.parametrize(
     ("method", "options", "text"),
     [
-        ("fedcb", ("tau=0",), "tau=0; an inverse temperature, above 0; correct it"),
-        ("fedbm", ("tau=0",), "tau=0; an inverse temperature, above 0; correct it"),
+        ("fedcb", ("tau=0",), "tau=0; an inverse temperature, above 0; take for example tau=12.5"),
+        ("fedbm", ("tau=0",), "tau=0; an inverse temperature, above 0; take for example tau=12.5"),
         ("fedbm", ("prompt_fraction=0",), "prompt_fraction=0; a part of the prompts, above 0 and at most 1"),
         ("fedcb", ("loss=finite", "classifier=trainable"), "loss=finite with classifier=trainable; eq. 1 is over"),
         ("fedcb", ("swap=DR,MH",), f"swap=DR,MH; two of the classes {CLASSES}; "),
         ("fedbm", ("condition=text",), "condition=text for method 'fedbm'; condition is one of concept, noise, "),
         ("fedbm", ("normalise=imagenet",), "normalise=imagenet for images of 1 channel; imagenet has means for 3"),
-        ("fednh", ("rho=2",), "rho=2 for method 'fednh'; a share, 0 to 1; correct it"),
+        ("fednh", ("rho=2",), "rho=2 for method 'fednh'; a share, 0 to 1; take for example rho=0.9"),
         ("fedetf", ("dimension=3",), "dimension=3 for method 'fedetf' with 6 classes; a simplex of K classes"),
     ],
 )  # fmt: skip

@@ -255,14 +255,14 @@ def test_out_that_cannot_be_made(
     monkeypatch.setattr(datasets, "checksum", lambda *_: pytest.fail("images were hashed"))
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "run"
-    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out), f"--out {out}", "choose another")
+    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out), f"--out {out}", "give a new folder")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_out_that_is_read_only(refused: Refused, chest: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     out = tmp_path / "locked" / "run"
-    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out), f"--out {out}", "choose another")
+    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out), f"--out {out}", "give a new folder")
 
 
 def test_resume_with_other_settings(refused: Refused, finished: Path) -> None:
@@ -288,7 +288,7 @@ def test_from_a_damaged_record(refused: Refused, tmp_path: Path, text: str) -> N
 
 
 def test_from_takes_no_other_settings(refused: Refused, finished: Path) -> None:
-    _sees(refused("run", "--from", finished / "run.json", "--rounds", "9"), "--from", "drop the others")
+    _sees(refused("run", "--from", finished / "run.json", "--rounds", "9"), "--from", "leave them out")
 
 
 def test_from_with_other_data(refused: Refused, finished: Path, tmp_path: Path) -> None:

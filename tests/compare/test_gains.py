@@ -131,7 +131,7 @@ def test_settings_tell_runs_of_one_method_apart(tmp_path: Path) -> None:
 def test_two_runs_that_could_be_meant_are_refused(tmp_path: Path) -> None:
     fedavg, again = (finished(tmp_path, "fedavg", {"big": 0.5, "tiny": 0.5}, name=name) for name in "ab")
     moon = finished(tmp_path, "moon", {"big": 0.7, "tiny": 0.7}, lr=0.1)
-    with pytest.raises(InputError, match=rf"{fedavg} and {again} are both fedavg with seed 0; .*settings.*; drop one"):
+    with pytest.raises(InputError, match=rf"{fedavg} and {again} are both fedavg with seed 0; .*settings.*; leave one"):
         gains([fedavg, again, moon])
     other = finished(tmp_path, "fedavg", {"big": 0.5, "tiny": 0.5}, name="c", lr=0.3)
     with pytest.raises(InputError, match=rf"{moon} could be measured against {fedavg} and {other}; one run of fedavg"):

@@ -290,7 +290,7 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
     ("error", "found"),
     [
         (torch.OutOfMemoryError("whatever it says"), True),
-        (caused(InputError("a step fails", "it goes", "correct it"), torch.OutOfMemoryError("no")), True),
+        (caused(InputError("a step fails", "it goes", "lower lr"), torch.OutOfMemoryError("no")), True),
         (RunError("site 'a': OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA error: out of memory"), True),

@@ -77,7 +77,7 @@ def test_a_table_takes_pictures_of_pairs_by_path_and_by_name(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("table", "told"),
     [
-        ("file,section\n" + "".join(f"{c}{n:02d}\n" for c in "ab" for n in range(20)), "a/a00.png is in section ''"),
+        ("file,section\n" + "".join(f"{c}{n:02d}\n" for c in "ab" for n in range(20)), "section '' of a/a00.png"),
         (
             "file\n" + "".join(f"b{n:02d}\n" for n in range(20)),
             "no row for image a/a00.png .*04.png and 15 more images",

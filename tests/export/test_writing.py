@@ -406,7 +406,7 @@ def test_folders_that_are_no_runs_or_are_in_use(plain: Path, personal: Path, tmp
         export(tmp_path, tmp_path / "bundle")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("")
-    with pytest.raises(InputError, match="exists and is not empty; a new or empty folder; choose another"):
+    with pytest.raises(InputError, match="exists and is not empty; a new or empty folder; give a new folder"):
         export(plain, tmp_path / "used")
     with pytest.raises(InputError, match="'fedrep' has a model for each site and none for all; its sites are site-1, "):
         export(personal, tmp_path / "bundle", formats=())

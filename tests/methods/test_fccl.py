@@ -309,7 +309,7 @@ def test_one_public_item_at_a_time_is_refused(name: str) -> None:
 
 
 def test_public_data_of_one_item_or_none_are_refused(classes: Toy) -> None:
-    with pytest.raises(InputError, match=r"1 public item of 'toy-public'; logits are standardised over 2 or more"):
+    with pytest.raises(InputError, match=r"1 public item of 'toy-public'; standardising takes 2 or more"):
         METHOD.check(replace(classes, public=public_blobs(1)).site("a"))
     with pytest.raises(InputError, match="a run without public data"):
         METHOD.check(replace(classes, public=None).site("a"))

@@ -69,7 +69,7 @@ def run(
             f"partitions {', '.join(partitions or ()) or 'all'}",
             f"its bundles are {', '.join(offered)}, its rows {', '.join(dict.fromkeys(table.names.values()))}, its "
             f"partitions {', '.join(dict.fromkeys(_spec(grid, p) for grid in table.grids for p in grid.partitions))}",
-            "choose among them",
+            "leave out what the table does not have",
         )
     lines, code = [f"# {table.paper}: {table.title}", *(f"note: {note}" for note in table.notes)], 0
     collected: list[tuple[Comparison, dict[str, str]]] = []

@@ -180,7 +180,7 @@ def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid
         InputError: the factor is outside (0, 1].
     """
     if not 0 < factor <= 1:
-        raise InputError(f"--scale {factor:g}", "a factor above 0 and at most 1", "correct it")
+        raise InputError(f"--scale {factor:g}", "a factor above 0 and at most 1", "give for example --scale 0.1")
     full = grid.requested.get("rounds")
     if full is None:
         full = resolved(grid.bundle, protocol, grid.requested.get("presets", ()))["rounds"]

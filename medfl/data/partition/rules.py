@@ -237,7 +237,7 @@ def _check_labels(
             raise InputError(
                 f"image {item['id']!r} has label {label!r}",
                 "labels are whole numbers from 0" + ("" if classes is None else f" to {limit - 1}"),
-                "correct the label or add the class",
+                "change the label in the data list, or add the class to the bundle",
             )
     seen = {int(item["label"]) for item in data["train"] if item.get("label") is not None}
     if not labelled:
@@ -328,13 +328,13 @@ def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, l
             raise InputError(f"{path}, line {line}: site {site!r}", "a name without slashes", "name this image's site")
         if section and section not in SECTIONS:
             allowed = f"allowed: {', '.join(SECTIONS)} or nothing"
-            raise InputError(f"{path}, line {line}: section {section!r}", allowed, "correct the line")
+            raise InputError(f"{path}, line {line}: section {section!r}", allowed, "write one of these into the line")
         found = [name for name in ([section] if section else SECTIONS) if key in where[name]]
         if not found:
             raise InputError(
                 f"{path}, line {line}: id {key!r} is unknown" + (f" in section {section!r}" if section else ""),
                 "ids of the data set's images",
-                "correct or remove the line",
+                "write such an id into the line, or remove it",
             )
         for name in found:
             if homes[name][where[name][key]] not in (None, site):

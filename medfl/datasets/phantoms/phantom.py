@@ -53,7 +53,7 @@ def write_phantom(
         raise InputError(f"image size {side}", f"from {MINIMUM_SIZE} pixels", "ask for larger images")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(
-            f"{target} exists and is not an empty folder", "a new or empty folder", "choose another or remove it"
+            f"{target} exists and is not an empty folder", "a new or empty folder", "give a new one, or remove this"
         )
     partial: Path | None = None
     try:

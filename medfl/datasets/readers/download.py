@@ -78,7 +78,7 @@ def fetch(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"folder {folder} cannot be made ({error.strerror})", "a folder you may write to", "choose another"
+            f"folder {folder} cannot be made ({error.strerror})", "a folder you may write to", "give a writable folder"
         ) from error
     paths = tuple(_Transfer(item, folder, progress, show, pause).run() for item in data.downloads)
     for path in paths:

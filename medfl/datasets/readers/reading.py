@@ -362,7 +362,7 @@ class ReadPixelsd(MapTransform):
             )
         sides = (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
         if sides is not None and min(sides) < 1:
-            raise InputError(f"image size {size}", "a whole number from 1, or (height, width)", "choose another size")
+            raise InputError(f"image size {size}", "a whole number from 1, or (height, width)", "give such a size")
         self.channels, self.convert, self.size = channels, convert, sides
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:

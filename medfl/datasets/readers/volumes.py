@@ -146,7 +146,7 @@ def _read(uri: str) -> _Raw:
         raise InputError(
             f"volume {uri} has the affine {_rows(affine)}",
             "an affine can be inverted",
-            "correct the header (sform or qform)",
+            "write an sform or qform that can be inverted into its header",
         )
     return raw
 
@@ -154,7 +154,7 @@ def _read(uri: str) -> _Raw:
 def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
     if not uri.endswith(SUFFIXES):
         known = "no such file or folder" if not os.path.exists(split_uri(uri)[0]) else "not a NIfTI file by its name"
-        raise InputError(f"volume {uri} cannot be read ({known})", _READABLE, "correct the path, or convert it")
+        raise InputError(f"volume {uri} cannot be read ({known})", _READABLE, "check the path, or convert it")
     try:
         with nib.imageglobals.LoggingOutputSuppressor():  # what it logs of a header is in its errors
             image = _open(uri)
@@ -231,7 +231,7 @@ def _classes(mask: str, values: Array, classes: int) -> Array:
             f"mask {mask} has the value{'s' * (len(found) > 1)} {', '.join(f'{v:g}' for v in found[:5])}{more} "
             f"at {int(wrong.sum())} voxels",
             f"its labels are the whole numbers 0 to {classes - 1}",
-            "correct the mask, or remove the case",
+            "relabel the mask, or remove the case",
         )
     return labels
 
@@ -276,7 +276,7 @@ class ReadVolumed(MapTransform):
             raise InputError(
                 f"ReadVolumed with keys {', '.join(map(str, self.keys))} and classes={classes}",
                 "keys are the image's and the mask's, classes is a number from 2 to 256",
-                "correct the configuration",
+                "change its keys and classes in the configuration",
             )
         self.classes = classes
 
@@ -317,7 +317,7 @@ class CheckPatchd(MapTransform):
             patch = shape if size is None else (size,) * len(shape) if isinstance(size, int) else tuple(size)
             if len(patch) != len(shape):
                 raise InputError(
-                    f"patch_size {_times(patch)} for volumes of {len(shape)} axes", "one number an axis", "correct it"
+                    f"patch_size {_times(patch)} for volumes of {len(shape)} axes", "one number an axis", "give as many"
                 )
             if any(side < least for side, least in zip(shape, patch, strict=True)):
                 file = item[key].meta.get("filename_or_obj", key) if isinstance(item[key], MetaTensor) else key

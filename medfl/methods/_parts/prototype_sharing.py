@@ -59,7 +59,7 @@ class Sharing:
             raise InputError(
                 f"share_prototypes={self.share_prototypes:g}",
                 "a part of the sites, above 0 and at most 1",
-                "correct it; mu2=0 shares nothing",
+                "take for example share_prototypes=0.5; mu2=0 shares nothing",
             )
 
     @property
@@ -83,7 +83,7 @@ class Sharing:
             raise InputError(
                 f"one_hot=true with {layer.in_features} features and {layer.out_features} classes",
                 "at least one feature a class",
-                "use another network, or one_hot=false",
+                "use a network with longer features, or one_hot=false",
             )
         return network
 

@@ -89,7 +89,7 @@ def common_shape(introductions: Mapping[str, Message]) -> list[int]:
     """
     told = {name: [int(m.scalars[axis]) for axis in AXES] for name, m in sorted(introductions.items()) if m.scalars}
     if not told:
-        raise InputError("no site has a training image", "the generator needs their size", "give another partition")
+        raise InputError("no site has a training image", "the generator needs their size", "give sites images")
     first, shape = next(iter(told.items()))
     for name, other in told.items():
         if other != shape:

@@ -51,12 +51,12 @@ class TextOptions:
     def __post_init__(self) -> None:
         """Refuse a temperature of 0 and a part of the prompts outside (0, 1]."""
         if not 0 < self.tau < math.inf:
-            raise InputError(f"tau={self.tau:g}", "an inverse temperature, above 0", "correct it")
+            raise InputError(f"tau={self.tau:g}", "an inverse temperature, above 0", "take for example tau=12.5")
         if not 0 < self.prompt_fraction <= 1:
             raise InputError(
                 f"prompt_fraction={self.prompt_fraction:g}",
                 "a part of the prompts, above 0 and at most 1",
-                "correct it",
+                "take for example prompt_fraction=0.5",
             )
 
     @classmethod

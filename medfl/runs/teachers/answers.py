@@ -93,7 +93,7 @@ def open_teacher(name: str, bundle: Bundle, device: torch.device) -> Teacher:
         raise InputError(
             f"teachers for bundle {bundle.name!r}, neither classification nor segmentation",
             "teachers answer with classes or masks",
-            "use another bundle as public data",
+            "name a classification or segmentation bundle with --set public=BUNDLE",
         )
     if bundle.task == "segmentation" and len(bundle.structures) > 2:
         raise InputError(
@@ -283,7 +283,7 @@ def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], a
             f"teacher {teacher.name!r} answers with {' x '.join(map(str, values.shape))} values about "
             f"{len(positions)} items",
             f"the public data {questions.bundle.name!r} have {wanted}",
-            "choose another teacher, or other public data",
+            "name a teacher that answers so, or public data that fit it",
         )
     flat = values.flatten(1)
     wrong = flat.isnan().any(1) if not classifies else ~((flat >= 0).all(1) & ((flat.sum(1) - 1).abs() < _SUM))
@@ -293,7 +293,7 @@ def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], a
             f"teacher {teacher.name!r} answers about public item {questions.ids[item]!r} with "
             + ("values that are no probabilities that sum to 1" if classifies else "NaN"),
             "probabilities of the public classes" if classifies else "logits of the foreground",
-            "see that its weights are whole, or choose another",
+            "restore its weights file, or take it out of --set teachers",
         )
     if classifies:
         return values.contiguous().numpy()

@@ -228,7 +228,7 @@ class MaskTeacher:
             raise InputError(
                 f"teacher {self.name!r} for the volumes of {questions.bundle.name!r}",
                 "it answers about images",
-                "choose another teacher, or other public data",
+                "take it out of --set teachers, or name public data of 2-D images",
             )
         return torch.cat([self._one(questions, position) for position in positions])
 

@@ -85,7 +85,7 @@ def open_clip_teacher(name: str, where: str, bundle: Bundle, device: torch.devic
     architecture, pretrained = MODELS[kind]
     path = Path(where).expanduser() if where else None
     if path is not None and not path.exists():
-        raise InputError(f"teacher {name!r}", f"{path} is not there", "correct the path")
+        raise InputError(f"teacher {name!r}", f"{path} is not there", "give the path of a file that exists")
     loader = f"open_clip.create_model({architecture!r}" + (f", pretrained={pretrained!r})" if pretrained else ")")
     advice = (
         f"see that {path} holds weights of {architecture}, or is a model's folder with open_clip_config.json"

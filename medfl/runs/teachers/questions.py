@@ -63,7 +63,7 @@ class Questions:
             raise InputError(
                 f"public item {self.ids[position]!r} of bundle {self.bundle.name!r} does not say where its image lies",
                 "teachers read the image files that a data list names under 'image'",
-                "use another bundle as public data",
+                "name a bundle with such a list with --set public=BUNDLE",
             )
         return found
 
@@ -107,7 +107,7 @@ def need_task(name: str, bundle: Bundle, task: str) -> None:
         raise InputError(
             f"teacher {name!r} for {bundle.name!r}, a {bundle.task} task",
             f"it is a teacher for {task}",
-            "choose another teacher, or other public data",
+            f"name a teacher for {bundle.task}, or public data for {task}",
         )
 
 

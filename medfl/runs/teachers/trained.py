@@ -103,7 +103,7 @@ class Trained:
                 raise InputError(
                     f"teacher {self.name!r}: its pre-processing makes no image of public item {item['id']!r}",
                     "it takes {'image': FILE} and leaves a tensor in its place",
-                    "use another bundle",
+                    "let its pre-processing begin with LoadImaged of 'image' and end with a tensor",
                 )
             images.append((image.as_tensor() if isinstance(image, MetaTensor) else image).float())
         return images
@@ -247,7 +247,7 @@ def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> 
         raise InputError(
             f"bundle {root} has no {missing}",
             "a teacher has an inference configuration and weights",
-            "add it, or name another bundle",
+            "add it, or name the folder of a complete bundle",
         )
     information = root / "configs" / "metadata.json"
     described = read(information) if information.is_file() else {}
@@ -312,14 +312,14 @@ def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Bundle)
         raise InputError(
             f"teacher {name!r}, a {task} model, for {bundle.name!r}, a {bundle.task} task",
             "teacher and public data have one task",
-            "name another teacher, or other public data",
+            f"name a teacher for {bundle.task}, or public data for {task}",
         )
     wanted = public_classes(bundle)
     if tuple(classes) != wanted:
         raise InputError(
             f"teacher {name!r} has other classes: {unlike(classes, wanted, 8)}",
             f"the public data {bundle.name!r} have {unlike(wanted, classes, 8)}",
-            "a teacher has the same classes in the same order: name another",
+            "name a teacher with the same classes in the same order",
         )
 
 

@@ -49,7 +49,7 @@ def step(federation: Federation, given: Mapping[str, Any]) -> None:
         raise InputError(
             f"--config {values}: a step of training fails with {told(root_cause(error))}",
             "network, loss and images of the bundle go together",
-            "correct it",
+            "change these values, or leave them out",
         ) from error
     if bundle.task == "classification" and bundle.classes and max(outputs, default=0) > len(bundle.classes):
         raise InputError(

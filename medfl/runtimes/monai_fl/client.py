@@ -135,7 +135,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         called = str((extra or {}).get(ExtraItems.CLIENT_NAME) or self.name)
         if called not in federation.participants or called != (self.name or called):
             allowed = self.name or ", ".join(federation.participants)
-            raise InputError(f"site {called!r}", f"its name here is {allowed}", "correct the name")
+            raise InputError(f"site {called!r}", f"its name here is {allowed}", "use that name")
         if self.host == "averaging":
             _refuse_plain(federation)
         self.name, self._trained = called, False

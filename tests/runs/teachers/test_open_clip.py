@@ -202,7 +202,7 @@ def test_a_missing_model_gives_the_ways_out(
     with pytest.raises(InputError, match=text) as told:
         open_teacher(kind, bundle, CPU)
     assert "\n" not in str(told.value)
-    with pytest.raises(InputError, match=f"teacher '{kind}:/no/such'; /no/such is not there; correct the path"):
+    with pytest.raises(InputError, match=f"teacher '{kind}:/no/such'; /no/such is not there; give the path"):
         open_teacher(f"{kind}:/no/such", bundle, CPU)
 
 

@@ -192,7 +192,7 @@ def test_other_classes_are_refused_by_name(images: Bundle, masks: Bundle, tmp_pa
     document = json.loads((run_folder(tmp_path / "turned", "mednist", IMAGES) / "run.json").read_text())
     document["classes"].reverse()
     (tmp_path / "turned" / "run.json").write_text(json.dumps(document))
-    with pytest.raises(InputError, match=r"\(6 of 6\); .*the same classes in the same order: name another"):
+    with pytest.raises(InputError, match=r"\(6 of 6\); .*; name a teacher with the same classes"):
         open_teacher(f"run:{tmp_path / 'turned'}", images, CPU)
 
 
@@ -305,5 +305,5 @@ def test_preprocessing_that_leaves_no_image_is_told(foreign: Path, images: Bundl
     start = text.index("preprocessing:")
     end = text.index("\ndataset:")
     file.write_text(text[:start] + "preprocessing:\n  _target_: Identityd\n  keys: image\n" + text[end:])
-    with pytest.raises(InputError, match="its pre-processing makes no image of public item .*; use another bundle"):
+    with pytest.raises(InputError, match="its pre-processing makes no image of public item .*; let its pre-processing"):
         answered(open_teacher(f"bundle:{foreign}", images, CPU), asked(images, count=1))
