@@ -22,9 +22,9 @@ from medfl import datasets
 
 _RUN = """
 import os, sys
-from medfl.core.importing import without_collecting
+from medfl.core.importing import without_gc
 
-with without_collecting():
+with without_gc():
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
 register_optimizer_step_post_hook(lambda *_: os._exit(0))

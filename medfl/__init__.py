@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from medfl.core.importing import without_collecting
+from medfl.core.importing import without_gc
 
 if TYPE_CHECKING:
     from medfl.bundle.bundle import Bundle as Bundle
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("medfl.methods")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'medfl' has no attribute {name!r}; its public names are {', '.join(__all__)}")
-    with without_collecting():
+    with without_gc():
         return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 

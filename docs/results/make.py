@@ -109,7 +109,7 @@ class Results:
                 raise InputError(f"column {unknown[0]} of {label}", f"columns are {', '.join(columns)}", "choose one")
             cells = [own.get(title, template) for title, template in columns.items()]
             lines.append([filled(text, {"": row}) for text in (label, *cells)])
-        return terminal.markdown([self.asked["tables"][name].get("head", "method"), *columns], lines)
+        return terminal.markdown_table([self.asked["tables"][name].get("head", "method"), *columns], lines)
 
     def said(self) -> list[tuple[re.Pattern[str], str]]:
         """Return for each piece of prose how it is found and how it has to be."""

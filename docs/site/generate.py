@@ -62,7 +62,7 @@ def _facts(name: str) -> str:
     page = catalogue.methods_text(entry, 10_000).split("\n\n")[1]
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in page.splitlines())
     rows = [[fact[0].upper() + fact[1:], _escaped(text)] for fact, text in facts.items()]
-    return f"{_escaped(entry['summary'])}\n\n" + terminal.markdown(["", ""], rows)
+    return f"{_escaped(entry['summary'])}\n\n" + terminal.markdown_table(["", ""], rows)
 
 
 def _options(name: str) -> str:
@@ -81,7 +81,7 @@ def _option_table(options: list[dict[str, Any]]) -> str:
         [f"`{o['name']}`", _kind(o), f"`{_plain(o['default'])}`" if o["default"] != "" else "", _escaped(o["help"])]
         for o in options
     ]
-    return terminal.markdown(["Option", "Value", "Default", "What it does"], rows)
+    return terminal.markdown_table(["Option", "Value", "Default", "What it does"], rows)
 
 
 def _kind(option: Mapping[str, Any]) -> str:
@@ -147,7 +147,7 @@ def _bundle_section(name: str) -> str:
         [
             f"### {name}",
             f"{_escaped(metadata['description'])}",
-            terminal.markdown(["", ""], [[fact, text] for fact, text in facts.items()]),
+            terminal.markdown_table(["", ""], [[fact, text] for fact, text in facts.items()]),
             *_counts(bundle.root / "docs" / "README.md"),
             *(["\n".join(notes)] if notes else []),
         ]
@@ -188,7 +188,7 @@ def _verb(parser: argparse.ArgumentParser) -> str:
         rows = [_argument(action) for action in group._group_actions if action.dest != "help"]
         if rows:
             title = {"options": "general", "positional arguments": "arguments"}.get(str(group.title), str(group.title))
-            parts += [terminal.markdown([title[0].upper() + title[1:], ""], rows)]
+            parts += [terminal.markdown_table([title[0].upper() + title[1:], ""], rows)]
     about, _, examples = (parser.epilog or "").partition("examples\n")
     parts += [_escaped(" ".join(about.split()))] if about.strip() else []
     parts += [f"```text\n{examples}\n```"] if examples else []

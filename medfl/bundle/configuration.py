@@ -26,7 +26,7 @@ from monai.bundle import ConfigParser, ReferenceResolver
 from monai.bundle.utils import merge_kv
 
 from medfl import datasets
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import stream
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
@@ -77,7 +77,7 @@ def find(name_or_path: str) -> Path:
     raise InputError(
         f"bundle {name_or_path!r}",
         f"shipped bundles are {', '.join(shipped()) or 'none'}; a path is a folder with configs/train.json or .yaml",
-        meant(name_or_path, shipped(), "see medfl bundles"),
+        did_you_mean(name_or_path, shipped(), "see medfl bundles"),
     )
 
 
@@ -118,7 +118,7 @@ class Configuration:
                 raise InputError(
                     f"configuration id {key!r} of bundle {root.name!r}",
                     f"{files[0].name} has {', '.join(ids)}",
-                    meant(key, ids, "override one of these ids"),
+                    did_you_mean(key, ids, "override one of these ids"),
                 )
             parser[key] = value
         self._content = self._harmless({**parser.get(), "_meta_": dict(metadata)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,9 +18,8 @@ from medfl.core.errors import InputError
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.storage import cache_folder
+from medfl.core.terminal import Print
 from medfl.datasets import own
-
-Say = Callable[[str], object]
 
 PHANTOM = "phantom"
 """What --data takes for drawn images, and the data source of such a run."""
@@ -87,7 +86,7 @@ def with_data(
     config: Mapping[str, Any],
     device: str,
     *,
-    say: Say = str,
+    say: Print = str,
     seed: int = 0,
     preferred: str | None = None,
 ) -> Opened:
@@ -113,7 +112,7 @@ def with_data(
     return Opened(bundle, str(folder), split, (f"split: {split}", *datasets.notes(name, folder)))
 
 
-def _folder(name: str, data: str | None, say: Say) -> Path:
+def _folder(name: str, data: str | None, say: Print) -> Path:
     """Return the folder of a shipped bundle's images: the one given, one below $MEDFL_DATA, or the phantom cohort."""
     if data == PHANTOM:
         return phantom_folder(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError, did_you_mean
 
 _DEFAULTS: Mapping[str, Any] = {
     "sites": 4, "partition": "iid", "cohort": 1.0, "rounds": 10, "local_epochs": 1, "batch_size": None, "lr": None,
@@ -34,7 +34,7 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
             raise InputError(
                 f"preset {name!r} of bundle {bundle!r}",
                 f"its presets are: {', '.join(offered) or 'none'}",
-                meant(name, offered, f"see medfl bundles {bundle}") if offered else "leave --preset out",
+                did_you_mean(name, offered, f"see medfl bundles {bundle}") if offered else "leave --preset out",
             )
         preset: Mapping[str, Any] = {key: value for key, value in offered[name].items() if key != "about"}
         if unknown := sorted(preset.keys() - _DEFAULTS.keys()):

@@ -29,7 +29,6 @@ from medfl.datasets.readers import pairs, surveying, tables, volumes
 from medfl.datasets.readers.reading import Pixels, read_pixels
 from medfl.datasets.readers.splitting import Record
 
-Say = Callable[[str], object]
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
 _LEAST, _MOST_CLASSES = 2, 100
 _PATCH, _STEP = 64, 8  # voxels a side of a patch at most, and what it is a multiple of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,16 @@ from medfl.compare.comparison import Comparison
 from medfl.compare.grid import Entry, Grid, write_tables
 from medfl.compare.grid import compare as run_grid
 from medfl.core.errors import InputError, RunError
-from medfl.core.type_checks import checked
+from medfl.core.terminal import Print
+from medfl.core.type_checks import check_arguments
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, check_names
 from medfl.runs.result import Result
 
-Say = Callable[[str], object]
 _APART = ("bundle", "method", "options", "config")
 
 
-@checked
+@check_arguments
 def run(
     bundle: str | Path,
     method: str = "fedavg",
@@ -34,7 +34,7 @@ def run(
     config: Mapping[str, Any] | None = None,
     with_local: bool = False,
     jobs: int | None = None,
-    say: Say = print,
+    say: Print = print,
     **settings: Any,
 ) -> Result:
     """Run a federation in this process, as `medfl run` does, and return what it left.
@@ -63,7 +63,7 @@ def run(
     return Result(summary["folder"])
 
 
-@checked
+@check_arguments
 def compare(
     bundle: str | Path,
     methods: Sequence[str],
@@ -74,7 +74,7 @@ def compare(
     options: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     jobs: int | None = None,
-    say: Say = print,
+    say: Print = print,
     **settings: Any,
 ) -> Comparison:
     """Run what is missing of a grid of methods, partitions and seeds, and return the comparison of all its runs.

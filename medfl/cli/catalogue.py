@@ -21,7 +21,7 @@ from medfl import methods as registry
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.configuration import read
 from medfl.core import terminal
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError, did_you_mean
 from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
@@ -188,11 +188,11 @@ def _method_page(entry: Document, width: int) -> str:
         "stays": f"{kept} (kept at a site from round to round)" if kept else "nothing",
         "plain host": f"{host} (a server that only averages, as of MONAI FL or NVIDIA FLARE)",
     }
-    lines = [*textwrap.wrap(f"{entry['name']}: {entry['summary']}", width), "", *terminal.facts(facts, width), ""]
+    lines = [*textwrap.wrap(f"{entry['name']}: {entry['summary']}", width), "", *terminal.definitions(facts, width), ""]
     lines += _options("options, each given as --set NAME=VALUE", entry["options"], width) or ["no options"]
     shared = _options("options of prototype sharing, as in FedMR", entry["prototype_options"], width)
     lines += ["", *shared] if shared else []
-    return "\n".join([*lines, "", *terminal.prose(entry["docs"], width)])
+    return "\n".join([*lines, "", *terminal.wrap_docstring(entry["docs"], width)])
 
 
 def _options(title: str, options: list[Document], width: int) -> list[str]:
@@ -214,7 +214,7 @@ def methods_markdown() -> str:
          " ".join(f"`{text}`" for text in _defaults(e)) + _more(e) or "–", e["paper"]]
         for e in methods()["methods"]
     ]  # fmt: skip
-    return terminal.markdown(head, rows)
+    return terminal.markdown_table(head, rows)
 
 
 # Bundles
@@ -232,7 +232,7 @@ def bundles(name: str | None = None) -> Document:
         raise InputError(
             f"bundle {name!r}",
             f"shipped bundles are {', '.join(shipped())}",
-            meant(name, shipped(), "pick one (medfl run takes any folder)"),
+            did_you_mean(name, shipped(), "pick one (medfl run takes any folder)"),
         )
     data = datasets.get(name)
     return {
@@ -350,8 +350,10 @@ def _bundle_page(entry: Document, width: int) -> str:
         "source": entry["source"],
         "cite": entry["citation"],
     }
-    notes = [line for note in entry["notes"] for line in terminal.hanging("note: ", note, width)]
-    return "\n".join([*textwrap.wrap(f"{name}: {entry['title']}", width), "", *terminal.facts(facts, width), *notes])
+    notes = [line for note in entry["notes"] for line in terminal.hanging_indent("note: ", note, width)]
+    return "\n".join(
+        [*textwrap.wrap(f"{name}: {entry['title']}", width), "", *terminal.definitions(facts, width), *notes]
+    )
 
 
 def check_text(document: Mapping[str, Any], width: int = terminal.WIDTH) -> str:
@@ -371,9 +373,9 @@ def check_text(document: Mapping[str, Any], width: int = terminal.WIDTH) -> str:
         for centre, row in centres.items()
     ]
     head = ["section", *(["centre"] if several else []), "all", *document["classes"]]
-    lines = [*terminal.facts(facts, width), "", *terminal.table(head, rows, width), ""]
+    lines = [*terminal.definitions(facts, width), "", *terminal.table(head, rows, width), ""]
     for label, kind in (("note: ", "notes"), ("warning: ", "warnings"), ("problem: ", "problems")):
-        lines += [line for text in document[kind] for line in terminal.hanging(label, text, width)]
+        lines += [line for text in document[kind] for line in terminal.hanging_indent(label, text, width)]
     return "\n".join([*lines, "the data can be used" if document["ok"] else "the data cannot be used as they are"])
 
 
@@ -385,7 +387,7 @@ def bundles_markdown() -> str:
          e["licence"]]
         for e in bundles()["bundles"]
     ]  # fmt: skip
-    return terminal.markdown(head, rows)
+    return terminal.markdown_table(head, rows)
 
 
 # Small helpers

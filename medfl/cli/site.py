@@ -147,19 +147,19 @@ def _can_write(target: Path, folder: Path) -> None:
 
 
 def _text(document: Mapping[str, Any], width: int) -> list[str]:
-    from medfl.core.untrusted import shown
+    from medfl.core.untrusted import printable
 
     pinned = "every file is as the policy says" if document["pinned"] else "not pinned: --policy names no files"
-    lines = [f"bundle {shown(document['bundle'])} in {shown(document['folder'], 200)}", "", f"Files ({pinned})"]
-    rows = [[shown(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]]
+    lines = [f"bundle {printable(document['bundle'])} in {printable(document['folder'], 200)}", "", f"Files ({pinned})"]
+    rows = [[printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]]
     lines += terminal.table(["file", "kind", "bytes", "sha256"], rows, max(width, 132)) if rows else ["none"]
     for title, what in (
         ("Components that would be made (_target_)", document["targets"]),
         (f"What its {document['expressions']} expressions and its imports use", document["uses"]),
     ):
         lines += ["", title]
-        counts = ", ".join(f"{shown(name)} {count}" for name, count in what.items())
-        lines += terminal.hanging("  ", counts or "nothing", width)
+        counts = ", ".join(f"{printable(name)} {count}" for name, count in what.items())
+        lines += terminal.hanging_indent("  ", counts or "nothing", width)
     lines += ["", "Never run by medfl: statements for `monai.bundle run`"]
     lines += [f"  {line}" for line in document["statements"]] or ["  none"]
     lines += ["", "Allowed by the policy's words"]
@@ -167,18 +167,18 @@ def _text(document: Mapping[str, Any], width: int) -> list[str]:
         lines.append(f"  {item['word']}: {item['what']}, {item['times']} times ({item['meaning']})")
     lines += [] if document["allowed_by_policy"] else ["  none"]
     lines += ["", "Data that would be read"]
-    lines += [f"  {shown(file)}: dataset_dir is {text}" for file, text in document["data"].items()]
+    lines += [f"  {printable(file)}: dataset_dir is {text}" for file, text in document["data"].items()]
     lines += ["  the folder given with --data takes its place; nothing else is known without running anything"]
     lines += ["", "What would leave"]
     for text in (*document["leaves"], *(f"policy: {line}" for line in document["outbound"])):
-        lines += terminal.hanging("  ", text, width)
+        lines += terminal.hanging_indent("  ", text, width)
     if "policy_written" in document:
         lines += ["", f"policy: {document['policy_written']}"]
     count = len(document["refused"])
     lines += ["", f"REFUSED, for {count} reason{'s' if count > 1 else ''}" if count else "ACCEPTED"]
     for refusal in document["refused"]:
         where = f"{refusal['file']}: {refusal['id']}" if refusal["id"] else refusal["file"]
-        lines.append(f"  {shown(where)}: {refusal['why']}")
+        lines.append(f"  {printable(where)}: {refusal['why']}")
     return lines
 
 

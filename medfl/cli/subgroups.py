@@ -87,7 +87,7 @@ def text(found: Subgroups, width: int) -> list[str]:
     spare = [title(name) for name in reversed(names[2:])]
     lines = terminal.table([found.by, "cases", *map(title, names)], rows, width, spare)
     for note in found.notes():
-        lines += terminal.hanging("note: ", note, width)
+        lines += terminal.hanging_indent("note: ", note, width)
     return lines
 
 

@@ -22,8 +22,8 @@ from medfl.cli import flare as flare_cli
 from medfl.cli import report as report_cli
 from medfl.cli import site as site_cli
 from medfl.core import terminal
-from medfl.core.errors import InputError, MedflError, meant
-from medfl.core.importing import without_collecting
+from medfl.core.errors import InputError, MedflError, did_you_mean
+from medfl.core.importing import without_gc
 
 _EXIT_INTERRUPTED = 130
 
@@ -79,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(
             " ".join(message.split()),
             usage if len(usage) < 200 else f"the options of {self.prog} are {', '.join(known)}",
-            meant(unknown, known, f"see {self.prog} --help"),
+            did_you_mean(unknown, known, f"see {self.prog} --help"),
         )
 
 
@@ -249,7 +249,7 @@ def _compare(options: Any) -> int:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
     jobs, set_, config = _jobs(options.jobs), _pairs("--set", options.options), _pairs("--config", options.config)
     seeds = _seeds(options.seeds or "0,1,2")
-    with without_collecting():
+    with without_gc():
         from medfl.compare.grid import Entry, Grid, compare, write_tables
 
     names = [name.strip() for name in options.methods.split(",") if name.strip()] + options.entries
@@ -293,7 +293,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _paper(options: Any) -> int:
-    with without_collecting():
+    with without_gc():
         from medfl.compare.papers import runs as paper_runs
         from medfl.compare.papers import tables as paper_tables
 
@@ -328,7 +328,7 @@ _SHARED = ("presets", "data", "sites")
 
 def _run(options: Any) -> int:
     jobs, set_, config = _jobs(options.jobs), _pairs("--set", options.options), _pairs("--config", options.config)
-    with without_collecting():
+    with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
     document = federate(
@@ -509,7 +509,7 @@ def _print(text: str) -> None:
 
 def _log(text: str) -> None:
     """Say a line while running; on a terminal a long one is broken between words, a table is left as it is."""
-    _say("\n".join(terminal.filled(text)) if "\n" not in text and sys.stderr.isatty() else text)
+    _say("\n".join(terminal.wrap_to_terminal(text)) if "\n" not in text and sys.stderr.isatty() else text)
 
 
 def _say(text: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.compare import curves
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder as OwnFolder
 from medfl.report import RunFolder
@@ -27,7 +27,7 @@ def folder(settings: Mapping[str, Any], out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file", "a new folder, or one of an earlier comparison", "give a new folder")
     if not out.exists():
-        OwnFolder.refuse_used(out)  # one that cannot be made
+        OwnFolder.require_unused(out)  # one that cannot be made
         return
     if not any(out.iterdir()):
         return
@@ -67,9 +67,11 @@ def named(runs: Sequence[Run], against: str | None, target: str | None) -> None:
     known = _labels(runs)
     told = ", ".join(known)
     if against is not None and against not in known:
-        raise InputError(f"--against {against}", f"methods are {told}", meant(against, known, "choose one of them"))
+        raise InputError(
+            f"--against {against}", f"methods are {told}", did_you_mean(against, known, "choose one of them")
+        )
     if target is not None and target not in known and not _is_finite(target):
-        raise InputError(f"--target {target}", f"a number, or one of {told}", meant(target, known, "choose one"))
+        raise InputError(f"--target {target}", f"a number, or one of {told}", did_you_mean(target, known, "choose one"))
 
 
 def _is_finite(text: str) -> bool:

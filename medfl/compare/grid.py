@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,13 +37,13 @@ from medfl.compare.comparison import Comparison, read
 from medfl.compare.scheduling import Schedule, Start, named
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, MedflError
-from medfl.core.run_folder import read_run, safe
+from medfl.core.run_folder import read_run, safe_file_name
 from medfl.core.storage import write_atomic
+from medfl.core.terminal import Print
 from medfl.data.on_device import within
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, plan
 
-Say = Callable[[str], object]
 _FAILED = "failed.txt"
 _HEADS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
 _FITS = 9  # columns on a page of LaTeX
@@ -150,9 +150,12 @@ class Grid:
     def cells(self, out: Path) -> list[Cell]:
         """Return the runs, seed by seed, so that an interrupted grid has whole rows of the first seeds."""
         return [
-            Cell(entry, partition, seed, out / safe(partition or "protocol") / safe(entry.label) / f"seed-{seed}")
-            for seed in self.seeds for partition in self.partitions for entry in self.entries
-        ]  # fmt: skip
+            Cell(entry, partition, seed, out.joinpath(*map(safe_file_name, names), f"seed-{seed}"))
+            for seed in self.seeds
+            for partition in self.partitions
+            for entry in self.entries
+            for names in [(partition or "protocol", entry.label)]
+        ]
 
     def settings(self) -> dict[str, Any]:
         """Return what all runs of a folder share, as plain JSON."""
@@ -169,7 +172,7 @@ def compare(
     against: str | None = None,
     target: str | None = None,
     progress: bool = False,
-    say: Say = str,
+    say: Print = str,
 ) -> tuple[Comparison | None, dict[str, str]]:
     """Run what is missing of a grid in a folder, and read what is there.
 
@@ -198,7 +201,7 @@ def compare(
     shared, there = Shared(), [cell.folder for cell in cells if cell.done(rounds)]
     runs, images = [read_run(path / "run.json")[0] for path in there], dict[str, Plan]()
     device = _device(str(grid.requested.get("device", "cpu"))) if missing else "cpu"
-    with gpu_memory.before_forks():
+    with gpu_memory.without_cuda_init():
         for cell in {cell.kind: cell for cell in missing}.values():  # refuse before any run
             made = plan(dataclasses.replace(_request(grid, cell), device="cpu"))
             runs.append(dataclasses.replace(made.run, device=device))
@@ -207,7 +210,7 @@ def compare(
         comparable.named(runs, against, target)
         for made in images.values():
             shared.sections(made)
-    gpu = None if device == "cpu" else gpu_memory.Gpu.ask(device)
+    gpu = None if device == "cpu" else gpu_memory.Gpu.query(device)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / comparable.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     say(f"{len(cells)} runs, {len(cells) - len(missing)} of them there already")
@@ -237,7 +240,7 @@ def write_tables(
     for partition in found.partitions:
         runs = [run for row in found.on(partition) for run in row.runs.values()]
         if any(curves.progress(run) for run in runs):
-            name = "curves" if len(found.partitions) == 1 else f"curves-{safe(partition)}"
+            name = "curves" if len(found.partitions) == 1 else f"curves-{safe_file_name(partition)}"
             written[name] = out / f"{name}.png"
             write_atomic(written[name], curves.curves(runs).png)
     for form in tables.FORMATS:
@@ -277,7 +280,7 @@ def _request(grid: Grid, cell: Cell) -> Request:
 
 def _device(name: str) -> str:
     """Return the device of a name, which is looked for in another process."""
-    return name if name == "cpu" else gpu_memory.apart(partial(device_named, name))
+    return name if name == "cpu" else gpu_memory.in_forked_process(partial(device_named, name))
 
 
 def _run_all(
@@ -288,7 +291,7 @@ def _run_all(
     at_once: int,
     gpu: gpu_memory.Gpu | None,
     progress: bool,
-    say: Say,
+    say: Print,
 ) -> dict[str, str]:
     """Run the cells, so many at a time; return title -> error of failed ones. Known ones tell time and memory."""
     context, failed = multiprocessing.get_context("fork"), dict[str, str]()
@@ -327,7 +330,7 @@ def _run_all(
                     if process.exitcode == 0:
                         schedule.learn(cell, seconds, cell.peak())
                         say(f"done: {cell.title} ({seconds:.0f} s)")
-                    elif process.exitcode == gpu_memory.RAN_OUT and schedule.again(start):
+                    elif process.exitcode == gpu_memory.OUT_OF_MEMORY_EXIT and schedule.again(start):
                         say(f"{cell.title}: {_told(cell)}; once more from its last round, alone on the device")
                         continue
                     else:
@@ -361,7 +364,7 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
     with _logged(cell.folder.with_name(f"{cell.folder.name}-log.txt")) as say:
         try:
             if gpu and allowance is not None:
-                tensors = gpu.bound(allowance)
+                tensors = gpu.limit_process(allowance)
                 shared.free = within(tensors, gpu.memory) if allowance < gpu.memory else None
             resume = (cell.folder / "run.json").is_file()
             requested = {name: getattr(request, name) for name in _REQUESTED if getattr(request, name) is not None}
@@ -379,9 +382,12 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
             )
         except Exception as error:  # whatever it is, the other runs go on; the parent reads it here and tells it
             text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
-            if gpu and allowance is not None and gpu_memory.ran_out(error):
-                given = f"given {gpu_memory.gib(allowance)} of {gpu_memory.gib(gpu.memory)}"
-                text, code = f"out of the device's memory, {given}\n{traceback.format_exc()}", gpu_memory.RAN_OUT
+            if gpu and allowance is not None and gpu_memory.is_out_of_memory(error):
+                given = f"given {gpu_memory.format_gib(allowance)} of {gpu_memory.format_gib(gpu.memory)}"
+                text, code = (
+                    f"out of the device's memory, {given}\n{traceback.format_exc()}",
+                    gpu_memory.OUT_OF_MEMORY_EXIT,
+                )
             elif isinstance(error, MedflError):
                 text, code = f"{' '.join(str(error).split())}\n", error.exit_code
             told.write_text(text)
@@ -398,6 +404,6 @@ def _end_with(parent: Any) -> None:
 
 
 @contextmanager
-def _logged(path: Path) -> Iterator[Say]:
+def _logged(path: Path) -> Iterator[Print]:
     with path.open("a") as file:
         yield lambda line: print(line, file=file, flush=True)

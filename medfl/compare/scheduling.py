@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
-from medfl.core.gpu_memory import gib
+from medfl.core.gpu_memory import format_gib
 
 Kind = tuple[str, str | None]
 """What takes the same time and memory with any seed: a method as it was typed, and a partition."""
@@ -195,8 +195,8 @@ def described(
         return ""
     kinds = [run.kind for run in runs if run.kind in peaks]
     count = most(kinds, peaks, memory, at_once)
-    told = ", ".join(f"{named(kind)} {gib(peaks[kind])}" for kind in dict.fromkeys(kinds))
-    line = f"peaks: {told}; up to {count} {'run' if count == 1 else 'runs'} at a time on {gib(memory)}"
+    told = ", ".join(f"{named(kind)} {format_gib(peaks[kind])}" for kind in dict.fromkeys(kinds))
+    line = f"peaks: {told}; up to {count} {'run' if count == 1 else 'runs'} at a time on {format_gib(memory)}"
     large = [named(kind) for kind in dict.fromkeys(kinds) if MARGIN * peaks[kind] > memory]
     return line + (f"; alone, as there is no margin for more: {', '.join(large)}" if large else "")
 

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 
 
 class MedflError(Exception):
-    """Base of all errors that are told to the user in one line; `exit_code` is the command line's.
+    """Base of the errors that the user reads as one line.
 
-    `tellable`: the text is about what another machine sent and says nothing else, so that it may be told to that one.
+    Attributes:
+        exit_code: of the command line.
+        safe_to_send: the text is only about what another machine sent, so that machine may see it.
     """
 
     exit_code = 1
-    tellable = False
+    safe_to_send = False
 
 
 class InputError(MedflError):
@@ -37,23 +39,23 @@ class RunError(MedflError):
     """A run failed while running (exit code 1); what was saved before stays and the run can be resumed."""
 
 
-def meant(given: str, known: Iterable[str], advice: str) -> str:
+def did_you_mean(given: str, known: Iterable[str], advice: str) -> str:
     """Return the advice about an unknown name; where a known one is near to it, that comes first."""
     near = difflib.get_close_matches(given, list(known), 1)
     return f"did you mean {near[0]}? else {advice}" if near else advice
 
 
 @contextmanager
-def about_what_came() -> Iterator[None]:
+def errors_safe_to_send() -> Iterator[None]:
     """Mark what is raised within as being about what another machine sent."""
     try:
         yield
     except MedflError as error:
-        error.tellable = True
+        error.safe_to_send = True
         raise
 
 
-def identity(error: BaseException) -> str:
+def error_id(error: BaseException) -> str:
     """Return the random id of an error, the same each time: told in the place of its text, and beside it in a log."""
     known: str | None = getattr(error, "_medfl_identity", None)
     if known is None:

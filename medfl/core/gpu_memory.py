@@ -1,8 +1,8 @@
-"""A GPU that several processes share: it is asked in a process apart, each has an allowance, and tells its peak.
+"""Memory of a GPU that several processes share: what is free, an allowance for each process, and its peak.
 
-A process that has initialised CUDA cannot fork others that use it, so whoever forks runs asks with `apart` and within
-`before_forks`. PyTorch's allocator knows of tensors alone: what the CUDA context and the libraries' kernels take beside
-them cannot be told apart from other processes' memory while several run, so `OUTSIDE` is allowed for it.
+A process that has initialised CUDA cannot fork others that use it, so a process that forks runs queries the device with
+`in_forked_process` and within `without_cuda_init`. PyTorch's allocator counts tensors alone; what the CUDA context and
+library kernels take cannot be measured while several processes run, so each is allowed `CONTEXT_BYTES` for them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from medfl.core.errors import InputError, RunError
 T = TypeVar("T")
 
 GIB = 2**30
-OUTSIDE = GIB
+CONTEXT_BYTES = GIB
 """Bytes of a device allowed for a process's CUDA context, kernels of libraries and captured graphs."""
-RAN_OUT = 3
+OUT_OF_MEMORY_EXIT = 3
 """Exit code of a process that ran out of a device's memory."""
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _SHORT = re.compile(r"CUDA out of memory|CUDA error: out of memory|(CUBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED")
@@ -41,37 +41,37 @@ class Gpu:
     memory: int
 
     @classmethod
-    def ask(cls, name: str) -> Gpu:
+    def query(cls, name: str) -> Gpu:
         """Ask for the memory of a device; what other programs hold is not there to be shared.
 
         Raises:
             InputError: this process has used CUDA, so that none that it forks can.
         """
-        free, total = apart(partial(torch.cuda.mem_get_info, _index(name)))
+        free, total = in_forked_process(partial(torch.cuda.mem_get_info, _index(name)))
         return cls(name, total, free)
 
-    def bound(self, allowance: int) -> int:
+    def limit_process(self, allowance: int) -> int:
         """Hold this process to an allowance, and return the bytes that its tensors may take of it.
 
         Past them torch raises `OutOfMemoryError`. A process that may take everything needs nothing kept back for its
         context, which was there when the memory was asked for.
         """
-        tensors = allowance if allowance >= self.memory else max(0, allowance - OUTSIDE)
+        tensors = allowance if allowance >= self.memory else max(0, allowance - CONTEXT_BYTES)
         torch.cuda.set_per_process_memory_fraction(min(1.0, tensors / self.total), _index(self.name))
         return tensors
 
 
-def peak(device: str) -> dict[str, int]:
+def peak_memory(device: str) -> dict[str, int]:
     """Return {"peak_device_bytes": the most that this process has held of a CUDA device}, {} on a CPU.
 
     That is the allocator's largest reservation and `OUTSIDE`.
     """
     if torch.device(device).type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
-    return {"peak_device_bytes": int(torch.cuda.max_memory_reserved(_index(device))) + OUTSIDE}
+    return {"peak_device_bytes": int(torch.cuda.max_memory_reserved(_index(device))) + CONTEXT_BYTES}
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error was caused by a CUDA device without memory left, for the allocator or for a library."""
     seen: BaseException | None = error
     while seen is not None:
@@ -82,12 +82,12 @@ def ran_out(error: BaseException) -> bool:
     return False
 
 
-def gib(number: float) -> str:
+def format_gib(number: float) -> str:
     """Return bytes as people read them."""
     return f"{number / GIB:.1f} GiB"
 
 
-def apart(function: Callable[[], T]) -> T:
+def in_forked_process(function: Callable[[], T]) -> T:
     """Call a function in a forked process, so that CUDA is not initialised in this one, and return what it returns.
 
     Raises:
@@ -127,7 +127,7 @@ def _answer(function: Callable[[], object], link: Connection) -> None:
 
 
 @contextmanager
-def before_forks() -> Iterator[None]:
+def without_cuda_init() -> Iterator[None]:
     """Have `torch.cuda.is_available`, which expressions of bundles call, ask NVML and leave CUDA uninitialised."""
     before = os.environ.get(_NVML)
     os.environ[_NVML] = "1"

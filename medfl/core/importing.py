@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collecting() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Hold the garbage collector inside the block; it is as before at the end."""
     was = gc.isenabled()
     gc.disable()

@@ -1,6 +1,6 @@
 """Message: all that crosses a wire, tensors and numbers only.
 
-Encoded as safetensors, so that nothing received is ever executed or unpickled, and decoded within `Caps`.
+Encoded as safetensors, so that nothing received is ever executed or unpickled, and decoded within `MessageLimits`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import RunError
-from medfl.core.message_limits import Caps
+from medfl.core.message_limits import MessageLimits
 
 Weights = Mapping[str, Tensor]
 """Tensor name -> tensor, as in a state dict."""
@@ -95,18 +95,18 @@ class Message:
         return bytes(safetensors.torch.save({k: v.detach().cpu().contiguous().clone() for k, v in self.flat().items()}))
 
     @classmethod
-    def decode(cls, data: bytes, caps: Caps | None = None, sender: str = "") -> Message:
+    def decode(cls, data: bytes, limits: MessageLimits | None = None, sender: str = "") -> Message:
         """Invert `encode`.
 
         Args:
             data: what arrived.
-            caps: how much of it is taken; None: the defaults.
+            limits: how much of it is taken; None: the defaults.
             sender: who sent it, for the error text.
 
         Raises:
-            RunError: it is not a message, or more than the caps; nothing was allocated for it.
+            RunError: it is not a message, or more than the limits; nothing was allocated for it.
         """
-        (caps or Caps()).check_document(data, sender)
+        (limits or MessageLimits()).check_document(data, sender)
         try:
             return cls.from_flat(safetensors.torch.load(data))
         except Exception as error:  # the Rust reader raises its own type for each kind of damage

@@ -28,7 +28,7 @@ _FACTOR, _FLOOR = 8, 2**28
 
 
 @dataclass(frozen=True)
-class Caps:
+class MessageLimits:
     """What is taken of one message at most; nothing that a method sends comes near.
 
     Attributes:
@@ -46,8 +46,8 @@ class Caps:
     dimensions: int = 8
 
     @classmethod
-    def of(cls, *networks: Mapping[str, Tensor]) -> Caps:
-        """Return the caps of a run: eight times its largest network, and at least 256 MiB.
+    def for_networks(cls, *networks: Mapping[str, Tensor]) -> MessageLimits:
+        """Return the limits of a run: eight times its largest network, and at least 256 MiB.
 
         Methods send up to four tensors for each of the network's, and beside them prototypes, images or scores, which
         small networks' messages consist of.
@@ -62,7 +62,7 @@ class Caps:
         """Read the header of a safetensors document, and nothing else.
 
         Raises:
-            RunError: the document is none, claims what is not there, or is more than these caps; names the sender.
+            RunError: the document is none, claims what is not there, or is more than these limits; names the sender.
         """
         try:
             self._check_header(data)
@@ -105,7 +105,7 @@ class Caps:
 
     # What a transport has restored
 
-    def admitted(self, named: Mapping[Any, Any], sender: str) -> dict[str, Tensor]:
+    def checked(self, named: Mapping[Any, Any], sender: str) -> dict[str, Tensor]:
         """Return what arrived under its names, as dense tensors of real numbers on the device where they are.
 
         Args:
@@ -113,7 +113,7 @@ class Caps:
             sender: who sent it, for the error text.
 
         Raises:
-            RunError: something is none of these, or all of it more than these caps; names the sender.
+            RunError: something is none of these, or all of it more than these limits; names the sender.
         """
         try:
             _require(len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}")
@@ -130,8 +130,8 @@ class Caps:
         return out
 
     def check(self, tensors: Mapping[str, Tensor], sender: str) -> None:
-        """Hold named tensors of this process to the caps; RunError as `admitted`."""
-        self.admitted(tensors, sender)
+        """Hold named tensors of this process to the limits; RunError as `checked`."""
+        self.checked(tensors, sender)
 
 
 def _size(name: str, value: Any) -> int:

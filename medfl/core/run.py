@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.settings import LATER, Choices, Schedule
-from medfl.core.type_checks import misfits
+from medfl.core.settings import ADDED_LATER, GeneralSettings, ProtocolSettings
+from medfl.core.type_checks import type_mismatches
 
 _NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts")
 """Where things lie and what was said about them cannot change a weight."""
@@ -89,7 +89,7 @@ class TextRecord:
 
 
 @dataclass(frozen=True)
-class Run(Choices, Schedule):
+class Run(GeneralSettings, ProtocolSettings):
     """Every setting of a run. The same `Run` gives the same weights, bit for bit on CPU.
 
     Attributes:
@@ -124,7 +124,7 @@ class Run(Choices, Schedule):
         for name in ("public", "text"):
             if document[name] is None:
                 document.pop(name)
-        for name in [name for name, value in LATER.items() if document[name] == value]:
+        for name in [name for name, value in ADDED_LATER.items() if document[name] == value]:
             document.pop(name)
         return document
 
@@ -136,11 +136,11 @@ class Run(Choices, Schedule):
             InputError: a setting is missing or not of its kind.
         """
         try:
-            optional = {"public", "text", *LATER}
+            optional = {"public", "text", *ADDED_LATER}
             values = {
                 field.name: document[field.name] for field in dataclasses.fields(cls) if field.name not in optional
             }
-            values |= {name: document.get(name, neutral) for name, neutral in LATER.items()}
+            values |= {name: document.get(name, neutral) for name, neutral in ADDED_LATER.items()}
             values["data"], partition = _data_record(values["data"]), dict(values["partition"])
             values["partition"] = PartitionRecord(**{**partition, "notes": _listed(partition["notes"])})
             if document.get("public") is not None:
@@ -176,7 +176,7 @@ class Run(Choices, Schedule):
 
     def difference(self, other: Run) -> list[str]:
         """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
-        left, right = ({**LATER, **run.to_dict()} for run in (self, other))
+        left, right = ({**ADDED_LATER, **run.to_dict()} for run in (self, other))
         for document in (left, right):
             if self.text is None or other.text is None:  # a record that says nothing of text is compared without it
                 document.pop("text", None)
@@ -202,7 +202,7 @@ class Run(Choices, Schedule):
 
 def _check_kinds(cls: type, values: Mapping[str, Any]) -> None:
     """Raise TypeError if a value, or one of a record in it, is not of its field's kind."""
-    for name, value, allowed in misfits(cls, values):
+    for name, value, allowed in type_mismatches(cls, values):
         raise TypeError(f"{name} {_short(value)} is not {allowed}")
     for value in values.values():
         if dataclasses.is_dataclass(value):

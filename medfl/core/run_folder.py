@@ -52,7 +52,7 @@ class RunFolder:
         self._sums: dict[str, str] | None = None  # file -> SHA-256
 
     @staticmethod
-    def refuse_used(path: Path, beside: Sequence[str] = ()) -> None:
+    def require_unused(path: Path, beside: Sequence[str] = ()) -> None:
         """Raise an InputError if a folder cannot be made or is not empty, but for what `beside` names."""
         above = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
         if above != path and not (above.is_dir() and os.access(above, os.W_OK)):
@@ -72,7 +72,7 @@ class RunFolder:
         Raises:
             InputError: it exists and is not empty, or cannot be made.
         """
-        cls.refuse_used(path, beside)
+        cls.require_unused(path, beside)
         folder = cls(path)
         try:
             folder.state.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ class RunFolder:
             )
         return cls(path)
 
-    def discard(self, beside: Sequence[str] = ()) -> None:
+    def remove_unstarted(self, beside: Sequence[str] = ()) -> None:
         """Remove what a run that was refused before its first round has written; `beside` names what stays."""
         for found in self.path.iterdir():
             if found.name not in beside:
@@ -119,22 +119,22 @@ class RunFolder:
 
     def state_path(self, round_: int, name: str) -> Path:
         """Return the file that a site's State of a round is to be saved to, before the round is committed."""
-        return self.state / f"{round_:06d}-site-{safe(name)}.safetensors"
+        return self.state / f"{round_:06d}-site-{safe_file_name(name)}.safetensors"
 
-    def kept(self, name: str) -> Path | None:
+    def newest_state(self, name: str) -> Path | None:
         """Return the file of a site's newest State, None if it has none."""
         file = self._known().get(name)
         return None if file is None else self.state / file
 
-    def readable(self, name: str, run_hash: str) -> Path | None:
+    def readable_state(self, name: str, run_hash: str) -> Path | None:
         """Return the file of a site's newest State as it can be read: here, or where a site of FLARE keeps it."""
-        kept = self.kept(name)
+        kept = self.newest_state(name)
         if kept is None or kept.is_file():
             return kept
-        apart = self.path / SITES / run_hash[:16] / safe(name) / f"{kept.name.partition('-')[0]}.safetensors"
+        apart = self.path / SITES / run_hash[:16] / safe_file_name(name) / f"{kept.name.partition('-')[0]}.safetensors"
         return apart if apart.is_file() else kept
 
-    def renewed(self, round_: int, names: Collection[str]) -> None:
+    def accept_states(self, round_: int, names: Collection[str]) -> None:
         """Take the States that these sites saved in a round, not committed yet, as their newest."""
         files = self._known()
         replaced = [files[name] for name in names if name in files]
@@ -142,7 +142,7 @@ class RunFolder:
         if self._stale is not None:
             self._stale += replaced
 
-    def refused(self, round_: int, names: Collection[str]) -> None:
+    def drop_states(self, round_: int, names: Collection[str]) -> None:
         """Have the next commit remove the States that these sites may have saved in a round: the older ones stay."""
         if self._stale is not None:
             self._stale += [self.state_path(round_, name).name for name in names]
@@ -183,7 +183,7 @@ class RunFolder:
             raise RunError(f"{path} is damaged ({wrong[0]!r}); start the run anew in another folder")
         return manifest
 
-    def server(self, manifest: Mapping[str, Any]) -> State:
+    def server_state(self, manifest: Mapping[str, Any]) -> State:
         """Load the server's State of a manifest."""
         return load_state(self.state / manifest["server"])
 
@@ -202,14 +202,14 @@ class RunFolder:
             self._sums = dict((self.manifest() or {}).get("sha256") or {})
         return self._sums.get(name) or file_sha256(self.state / name)
 
-    def keep_best(self, round_: int, server: State) -> None:
+    def save_best(self, round_: int, server: State) -> None:
         """Keep the server's State of the best round so far; until this round is committed, the one before it too."""
         if self._stale is not None:
             self._stale.append(self._best_file())
         self._best = f"{round_:06d}-best.safetensors"
         save_state(self.state / self._best, server)
 
-    def best(self) -> State:
+    def best_state(self) -> State:
         """Return the server's State of the best round."""
         return load_state(self.best_path())
 
@@ -292,9 +292,9 @@ class RunFolder:
             raise RunError(f"cannot make {path.parent}: {error.strerror}; continue with --resume") from error
         write_atomic(path, png)
 
-    def predictions(self, site: str) -> Path:
+    def predictions_folder(self, site: str) -> Path:
         """Return the folder of a site's predicted masks, making it."""
-        path = self.path / "predictions" / safe(site)
+        path = self.path / "predictions" / safe_file_name(site)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -358,7 +358,7 @@ def _leftover(path: Path) -> bool:
     return path.name == ".run.json.tmp" or (path.name == "state" and path.is_dir() and not any(path.iterdir()))
 
 
-def safe(name: str) -> str:
+def safe_file_name(name: str) -> str:
     """Make a name (of a site, of a case) a file name; different names stay different."""
     plain = urllib.parse.quote(name, safe="").replace(".", "%2E")
     return plain if len(plain) <= 100 else f"{plain[:80]}%{hashlib.sha256(name.encode()).hexdigest()[:12]}"

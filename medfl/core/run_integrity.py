@@ -21,7 +21,7 @@ _SETTLED = 10**9  # ns since a file's last change, after which its time tells a 
 _ANEW = "restore it, or start the run anew in another folder"
 
 
-def recorded(path: Path) -> tuple[Run, dict[str, Any]]:
+def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
     """Read a run's record: the run, and all that the file says.
 
     Raises:
@@ -38,7 +38,7 @@ def recorded(path: Path) -> tuple[Run, dict[str, Any]]:
     return run, document
 
 
-def committed(folder: RunFolder, sums: bool = True) -> dict[str, Any] | None:
+def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | None:
     """Return the manifest of a run's last committed round, None where the run was stopped before its first.
 
     Args:

@@ -45,7 +45,7 @@ def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
             random.setstate(python_state)
 
 
-def drawn() -> Callable[[], None]:
+def snapshot_rng() -> Callable[[], None]:
     """Return what brings all global generators back to where they are now."""
     host, numbers, python = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

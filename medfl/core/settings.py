@@ -1,8 +1,8 @@
 """The settings of a run, each declared once: its kind, default, limits, flag and help.
 
 From these declarations come the fields of `Run` and of `runs.plan.Request`, the flags of the verbs, what a record
-leaves out, what `again` repeats, and what a site of a FLARE job accepts. `Choices` have the same kind in a request as
-in a run; what is in `Schedule` comes from the bundle's protocol where a request leaves it open.
+leaves out, what `again` repeats, and what a site of a FLARE job accepts. `GeneralSettings` have the same type in a
+request as in a run; `ProtocolSettings` come from the bundle's protocol where a request leaves them open.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def setting(help: str, metavar: str = "", *, group: str, default: Any = dataclas
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class GeneralSettings:
     """Settings that a request has with a default.
 
     Attributes:
@@ -125,7 +125,7 @@ class Choices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class ProtocolSettings:
     """Settings that the bundle's protocol has.
 
     Attributes:
@@ -151,7 +151,7 @@ class Schedule:
 
 def _declared() -> dict[str, Setting]:
     found = {}
-    for holder in (Schedule, Choices):
+    for holder in (ProtocolSettings, GeneralSettings):
         kinds = get_type_hints(holder)
         for field in dataclasses.fields(holder):
             kind, optional = (float, True) if kinds[field.name] == float | None else (kinds[field.name], False)
@@ -161,5 +161,5 @@ def _declared() -> dict[str, Setting]:
 
 
 SETTINGS: Mapping[str, Setting] = _declared()
-LATER: Mapping[str, Any] = {name: one.default for name, one in SETTINGS.items() if one.later}
+ADDED_LATER: Mapping[str, Any] = {name: one.default for name, one in SETTINGS.items() if one.later}
 """Settings that came later: where they are their default a record has none, and its hash is what it was."""

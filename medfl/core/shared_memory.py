@@ -19,7 +19,7 @@ _SMALL = 4096
 """Bytes below which a tensor travels with the rest."""
 
 
-class Shared:
+class SharedBuffer:
     """Memory for the tensors of one packed value, shared with the processes forked after it was made.
 
     One process packs into it, the other unpacks, in turn. What is never touched takes no memory.
@@ -48,7 +48,7 @@ class Shared:
         return self.bytes[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-def pack(value: Any, shared: Shared | None = None) -> bytes:
+def pack(value: Any, shared: SharedBuffer | None = None) -> bytes:
     """Pickle a value with its CPU tensors as arrays, or in memory that is shared with the reader."""
     buffer = io.BytesIO()
     if shared is not None:
@@ -57,7 +57,7 @@ def pack(value: Any, shared: Shared | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(data: bytes, shared: Shared | None = None, *, copy: bool = True) -> Any:
+def unpack(data: bytes, shared: SharedBuffer | None = None, *, copy: bool = True) -> Any:
     """Invert `pack`; only for bytes that a process of this run made.
 
     Args:
@@ -69,7 +69,7 @@ def unpack(data: bytes, shared: Shared | None = None, *, copy: bool = True) -> A
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, shared: Shared | None) -> None:
+    def __init__(self, file: io.BytesIO, shared: SharedBuffer | None) -> None:
         super().__init__(file, protocol=5)
         self._shared = shared
 
@@ -88,7 +88,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: Shared | None, copy: bool) -> None:
+    def __init__(self, file: io.BytesIO, shared: SharedBuffer | None, copy: bool) -> None:
         super().__init__(file)
         self._shared, self._copy = shared, copy
 

@@ -34,18 +34,18 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         RunError: the disk is full or the folder cannot be written; the old file is untouched.
     """
-    with replacing(path, len(data)) as temporary:
+    with atomic_replace(path, len(data)) as temporary:
         temporary.write_bytes(data)
 
 
 def _write_tensors(path: Path, named: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, as `write_atomic`; unlike its bytes, the file needs no second copy of the tensors."""
-    with replacing(path, sum(tensor.nbytes for tensor in named.values())) as temporary:
+    with atomic_replace(path, sum(tensor.nbytes for tensor in named.values())) as temporary:
         safetensors.torch.save_file(named, temporary, metadata=metadata)
 
 
 @contextmanager
-def replacing(path: Path, size: int) -> Iterator[Path]:
+def atomic_replace(path: Path, size: int) -> Iterator[Path]:
     """Give a sibling file to be written, which takes the place of `path` at the end."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -113,7 +113,7 @@ def load_state(path: Path) -> State:
     return state
 
 
-def moved(state: State, device: torch.device) -> State:
+def to_device(state: State, device: torch.device) -> State:
     """Return the same State with its tensors on `device`: files are read to the CPU."""
 
     def move(node: Any) -> Any:

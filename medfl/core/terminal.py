@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+Print = Callable[[str], object]
+"""Takes a line for the user, as `print` does."""
 WIDTH = 100
 
 
@@ -56,23 +58,23 @@ def _wrap(text: str, width: int, first: str = "", others: str = "") -> list[str]
     )
 
 
-def facts(named: Mapping[str, str], width: int = WIDTH) -> list[str]:
+def definitions(named: Mapping[str, str], width: int = WIDTH) -> list[str]:
     """Return names and what they stand for, in two columns."""
     indent = max(map(len, named)) + 2
-    return [line for name, text in named.items() for line in hanging(name.ljust(indent), text, width)]
+    return [line for name, text in named.items() for line in hanging_indent(name.ljust(indent), text, width)]
 
 
-def filled(text: str) -> list[str]:
+def wrap_to_terminal(text: str) -> list[str]:
     """Break a line at the terminal's width, the rest indented."""
     return _wrap(text, shutil.get_terminal_size().columns, "", "  ") or [""]
 
 
-def hanging(label: str, text: str, width: int = WIDTH) -> list[str]:
+def hanging_indent(label: str, text: str, width: int = WIDTH) -> list[str]:
     """Fill lines with a text whose first one begins with a label, the others indented to it."""
     return _wrap(text, width, label, " " * len(label))
 
 
-def prose(text: str, width: int = WIDTH) -> list[str]:
+def wrap_docstring(text: str, width: int = WIDTH) -> list[str]:
     """Return a docstring's lines; paragraphs too wide are filled anew, aligned ones (equations) line by line."""
     lines: list[str] = []
     for paragraph in textwrap.dedent(text).strip().split("\n\n"):
@@ -81,13 +83,13 @@ def prose(text: str, width: int = WIDTH) -> list[str]:
         if max(map(len, kept)) <= width:
             lines += kept
         elif "   " in paragraph:
-            lines += [part for line in kept for part in hanging("", line, width)]
+            lines += [part for line in kept for part in hanging_indent("", line, width)]
         else:
             lines += _wrap(paragraph, width)
     return lines[1:]
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
 
     def line(cells: Sequence[str]) -> str:

@@ -23,20 +23,20 @@ _WORDS = {
 }
 
 
-def checked(function: Callable[P, R]) -> Callable[P, R]:
+def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Have a function refuse arguments that are not of the kinds that it declares: InputError, names the argument."""
     signature = inspect.signature(function)
 
     @wraps(function)
     def call(*given: P.args, **named: P.kwargs) -> R:
-        for name, value, allowed in misfits(function, signature.bind(*given, **named).arguments):
+        for name, value, allowed in type_mismatches(function, signature.bind(*given, **named).arguments):
             raise InputError(f"{name}={value!r:.60}", f"{name} takes {allowed}", "change this argument")
         return function(*given, **named)
 
     return call
 
 
-def misfits(declared: type | Callable[..., Any], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def type_mismatches(declared: type | Callable[..., Any], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield name, value and what it has to be, of values that are not of their field's or argument's kind.
 
     A whole number is a number too, a list may stand for a tuple; True and False are no numbers.
@@ -47,8 +47,8 @@ def misfits(declared: type | Callable[..., Any], values: Mapping[str, Any]) -> I
     """
     hints = _hints(declared)
     for name, value in values.items():
-        if name in hints and not fits(value, hints[name]):
-            yield name, value, said(hints[name])
+        if name in hints and not matches_type(value, hints[name]):
+            yield name, value, describe_type(hints[name])
 
 
 @lru_cache
@@ -56,37 +56,39 @@ def _hints(declared: type | Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(declared)
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Tell whether a value is of a kind, as `misfits`."""
+def matches_type(value: Any, kind: Any) -> bool:
+    """Tell whether a value is of a kind, as `type_mismatches`."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
     if origin in (types.UnionType, Union):
-        return any(fits(value, each) for each in inner)
+        return any(matches_type(value, each) for each in inner)
     if origin in (Mapping, dict):
-        return isinstance(value, Mapping) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+        return isinstance(value, Mapping) and all(
+            matches_type(k, inner[0]) and matches_type(v, inner[1]) for k, v in value.items()
+        )
     if origin is Callable:
         return callable(value)
     if origin in (list, tuple, Sequence):
         if not isinstance(value, Sequence if origin is Sequence else list | tuple) or isinstance(value, str | bytes):
             return False
         if origin is tuple and inner[-1] is not ...:
-            return len(value) == len(inner) and all(map(fits, value, inner))
-        return all(fits(member, inner[0]) for member in value)
+            return len(value) == len(inner) and all(map(matches_type, value, inner))
+        return all(matches_type(member, inner[0]) for member in value)
     if kind in (int, float):
         return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     return isinstance(value, kind)  # a record too
 
 
-def said(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """Say in words what a kind is."""
     inner = get_args(kind)
     if get_origin(kind) in (types.UnionType, Union):
-        return " or ".join(said(each) for each in inner)
+        return " or ".join(describe_type(each) for each in inner)
     if get_origin(kind) in (Mapping, dict):
         return "a dict"
     if get_origin(kind) is Callable:
         return "a function"
     if get_origin(kind) in (list, tuple, Sequence):
-        return f"a list, each {said(inner[0])}"
+        return f"a list, each {describe_type(inner[0])}"
     return _WORDS.get(kind, "of another kind")

@@ -21,13 +21,13 @@ class Refused(Exception):
     """What is read is refused; says why in a few words."""
 
 
-def shown(text: object, length: int = 100) -> str:
+def printable(text: object, length: int = 100) -> str:
     """Return a text from a file that is not trusted for a line of output: printable ASCII, of limited length."""
     plain = ascii(str(text))[1:-1]
     return plain if len(plain) <= length else plain[: length - 3] + "..."
 
 
-def visible(text: str) -> None:
+def check_visible(text: str) -> None:
     """Check that a text shows all that it holds.
 
     Raises:
@@ -38,7 +38,7 @@ def visible(text: str) -> None:
             raise Refused(f"the invisible character U+{ord(character):04X}")
 
 
-def decode(data: bytes) -> str:
+def decode_text(data: bytes) -> str:
     """Return bytes as text.
 
     Raises:
@@ -48,7 +48,7 @@ def decode(data: bytes) -> str:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Refused("bytes that are not UTF-8 text") from error
-    visible(text)
+    check_visible(text)
     return text
 
 
@@ -75,7 +75,7 @@ def read_plain(text: str, *, is_json: bool, nodes: int, depth: int) -> Plain:
         raise Refused(f"more than {depth} levels") from error
     except (ValueError, TypeError, OverflowError, yaml.YAMLError) as error:
         line = " ".join(str(error).split())
-        raise Refused(f"not valid {'JSON' if is_json else 'YAML'} ({shown(line, 160)})") from error
+        raise Refused(f"not valid {'JSON' if is_json else 'YAML'} ({printable(line, 160)})") from error
     _measure(value, nodes, depth)
     return value
 
@@ -84,7 +84,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
-            raise Refused(f"key {shown(key)!r} twice")
+            raise Refused(f"key {printable(key)!r} twice")
         seen[key] = value
     return seen
 
@@ -121,7 +121,7 @@ def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
         if isinstance(event, yaml.DocumentStartEvent) and (event.tags or event.version):
             raise Refused("a YAML directive")
         if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
-            raise Refused(f"the YAML tag {shown(event.tag)!r}")
+            raise Refused(f"the YAML tag {printable(event.tag)!r}")
     root: yaml.Node | None = yaml.compose(text, yaml.SafeLoader)
     if root is None:
         return None
@@ -147,7 +147,7 @@ def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
             _check_number(key)
             same = yaml.constructor.SafeConstructor().construct_object(key)  # type: ignore[no-untyped-call]
             if same in seen:
-                raise Refused(f"key {shown(key.value)!r} twice")
+                raise Refused(f"key {printable(key.value)!r} twice")
             seen.add(same)  # 1, 0x1 and true are one key to Python
             _check_node(value, left, depth - 1)
     elif isinstance(node, yaml.SequenceNode):

@@ -17,7 +17,7 @@ from typing import NotRequired, TypedDict
 
 import numpy as np
 
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError, did_you_mean
 from medfl.datasets.readers.reading import content_key, whole
 from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Rule, WholeCentres
 from medfl.datasets.readers.tables import Layout, Table, several
@@ -131,7 +131,9 @@ def get(name: str) -> DataSet:
     """
     if name not in _registry():
         raise InputError(
-            f"data set {name!r} is not known", f"data sets: {', '.join(names())}", meant(name, names(), "choose one")
+            f"data set {name!r} is not known",
+            f"data sets: {', '.join(names())}",
+            did_you_mean(name, names(), "choose one"),
         )
     return _registry()[name]
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import PHANTOM, Say, bundle_of, with_data
+from medfl.bundle.open import PHANTOM, bundle_of, with_data
+from medfl.core.terminal import Print
 from medfl.data.prepare import Source, prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation.metrics import Cases
@@ -43,7 +44,7 @@ class Images:
     prepared: Prepared
 
 
-def test_images(result: RunResult, model: Model, data: str | None, say: Say) -> Images:
+def test_images(result: RunResult, model: Model, data: str | None, say: Print) -> Images:
     """Return a few test images: of the model's site where it has one.
 
     Args:

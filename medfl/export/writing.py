@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from medfl import methods
 from medfl.bundle.configuration import Configuration, config_file, own_modules, read
-from medfl.bundle.open import Say
 from medfl.core.errors import InputError, RunError
-from medfl.core.run_folder import safe
+from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import stream
 from medfl.core.storage import save_weights, write_atomic
 from medfl.core.task import Task
+from medfl.core.terminal import Print
 from medfl.export import network as exported
 from medfl.export.checks import LARGE, problems
 from medfl.export.configs import Rewritten, adapted, starting, without_start
@@ -49,7 +49,7 @@ def export(
     site: str | None = None,
     formats: Sequence[str] = tuple(LIMITS),
     data: str | None = None,
-    say: Say = str,
+    say: Print = str,
 ) -> dict[str, Any]:
     """Write a run's model as a MONAI bundle; several sites' models as one bundle each, below `out`.
 
@@ -82,7 +82,9 @@ def export(
     try:
         temporary.mkdir(parents=True)
         made = [
-            _Export(result, model, temporary / safe(model.site) if several else temporary, formats, data, say).write()
+            _Export(
+                result, model, temporary / safe_file_name(model.site) if several else temporary, formats, data, say
+            ).write()
             for model in models
         ]
         if out.is_dir():
@@ -93,7 +95,7 @@ def export(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for one, model in zip(made, models, strict=True):
-        one["folder"] = str(out / safe(model.site) if several else out)
+        one["folder"] = str(out / safe_file_name(model.site) if several else out)
     return {"run": str(run), "run_hash": result.run_hash, "data_source": result.run.data.source, "bundles": made}
 
 
@@ -117,7 +119,7 @@ class _Export:
     """One bundle in the making."""
 
     def __init__(
-        self, result: RunResult, model: Model, folder: Path, formats: Sequence[str], data: str | None, say: Say
+        self, result: RunResult, model: Model, folder: Path, formats: Sequence[str], data: str | None, say: Print
     ) -> None:
         self.result, self.model, self.folder, self.formats, self.say = result, model, folder, formats, say
         self.images: Images = test_images(result, model, data, say)

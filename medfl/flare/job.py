@@ -18,12 +18,12 @@ from typing import Any
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.run import Run
+from medfl.core.terminal import Print
 from medfl.flare.files import allow, participants, raise_failed
 from medfl.flare.server import BESIDE, DONE, FAILED, SAID
 from medfl.flare.wire import wire_names
 from medfl.runtimes.registry import Execution, Runtime
 
-Say = Callable[[str], object]
 MOST_SITES = 32
 """Sites of a run on one machine: FLARE has a process for each."""
 ASK_EVERY = 0.1
@@ -99,7 +99,7 @@ def on_one_machine(run: Run, folder: Path, *, min_replies: int = 0, **settings: 
     return recipe(run, [folder / "run.json"], clients, controller, executor, min_replies or len(clients)), clients
 
 
-def execute(run: Run, folder: Path, *, say: Say, poc: bool = False, **settings: Any) -> dict[str, Any]:
+def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings: Any) -> dict[str, Any]:
     """Execute the run in a folder on FLARE, in processes of its own on this machine, and return the summary.
 
     Their output goes to `flare/` in the folder, which is removed unless the run fails.
@@ -142,7 +142,7 @@ def write(made: Any, folder: Path) -> Path:
     return folder / str(made.name)
 
 
-def _on_simulator(beside: Path, job: str, clients: list[str], say: Say) -> Path:
+def _on_simulator(beside: Path, job: str, clients: list[str], say: Print) -> Path:
     """Run a job as `SimEnv` does, but for the output and the end; return where the output is."""
     from medfl.flare.parts import SIMULATED
 
@@ -161,7 +161,7 @@ def _on_simulator(beside: Path, job: str, clients: list[str], say: Say) -> Path:
     return log
 
 
-def _on_poc(beside: Path, job: str, clients: list[str], say: Say) -> Path:
+def _on_poc(beside: Path, job: str, clients: list[str], say: Print) -> Path:
     """Run a job in a federation of its own on this machine; return where the output is."""
     from medfl.flare.loopback import Loopback
     from medfl.flare.parts import SIMULATED
@@ -186,7 +186,7 @@ def _result(folder: Path, where: str) -> dict[str, Any]:
     return dict(json.loads((folder / "summary.json").read_text()))
 
 
-def _follow(ended: Callable[[], bool], beside: Path, say: Say) -> None:
+def _follow(ended: Callable[[], bool], beside: Path, say: Print) -> None:
     """Say what the server says, until the run is over; FLARE itself would take seconds more to end."""
     seen, over, said = 0, False, beside / SAID
     while not over:

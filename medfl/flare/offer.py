@@ -100,7 +100,7 @@ def export(
     from medfl.flare.parts import RemoteController, RemoteExecutor
 
     tolerance = Tolerance(min_replies, deadline)
-    RunFolder.refuse_used(out)
+    RunFolder.require_unused(out)
     run = offer(bundle, sites, **asked)
     least = min_replies or len(sites)
     if least > len(sites):

@@ -38,7 +38,7 @@ from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.settings import SETTINGS
-from medfl.core.untrusted import Refused, decode, read_plain, shown
+from medfl.core.untrusted import Refused, decode_text, printable, read_plain
 from medfl.data.prepared import Item
 from medfl.flare.remote import names_only
 from medfl.flare.wire import flare_name
@@ -90,12 +90,12 @@ class OwnSite:
         """
         advice = "see docs/deploy.md, Across machines with NVIDIA FLARE"
         try:
-            text = decode(path.read_bytes()[:_BYTES])
+            text = decode_text(path.read_bytes()[:_BYTES])
             given: Any = read_plain(text, is_json=False, nodes=1000, depth=4)
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror or error})", "a YAML file", advice) from error
         except (Refused, yaml.YAMLError) as error:
-            raise InputError(f"{path}: {shown(error)}", "plain YAML", advice) from error
+            raise InputError(f"{path}: {printable(error)}", "plain YAML", advice) from error
         known = [field.name for field in fields(cls)]
         if not isinstance(given, dict) or not {"bundle", "folder"} <= given.keys() <= set(known):
             raise InputError(f"{path}", f"the keys bundle and folder, and of {', '.join(known)} as you like", advice)
@@ -106,7 +106,9 @@ class OwnSite:
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
         for one in given.get("classes", ()):
             if not _CLASS.fullmatch(one):
-                raise InputError(f"{path}: classes: {shown(one)}", "whole class paths, as package.module.Class", advice)
+                raise InputError(
+                    f"{path}: classes: {printable(one)}", "whole class paths, as package.module.Class", advice
+                )
         given |= {name: tuple(given[name]) for name in ("permits", "classes") if name in given}
         here = path.parent
         places = {name: str(here / given[name]) for name in ("folder", "data", "policy", "audit") if given.get(name)}
@@ -173,24 +175,26 @@ def taken(run: Run, name: str, own: OwnSite) -> Run:
 
     def refuse(given: str, allowed: str) -> InputError:
         error = InputError(f"site {name!r} refuses the run: {given}", allowed, "ask its administrator")
-        error.tellable = True
+        error.safe_to_send = True
         return error
 
     document = json.loads(json.dumps(run.to_dict()))
     error = next(iter(sorted(Draft202012Validator(_SCHEMA).iter_errors(document), key=str)), None)
     if error is not None:
         where = ".".join(str(part) for part in error.absolute_path) or "the run"
-        raise refuse(f"{shown(where, 60)} is {shown(error.instance, 60)}", "numbers and names as medfl writes them")
+        raise refuse(
+            f"{printable(where, 60)} is {printable(error.instance, 60)}", "numbers and names as medfl writes them"
+        )
     names = list(run.partition.sites)
     if name not in names or not all(flare_name(site) for site in names):
         raise refuse("it is not one of its sites, or they have odd names", "a run with this site")
     bundle = Bundle(own.bundle)
     if (run.bundle, run.bundle_sha256) != (bundle.name, bundle.sha256):
-        offered = f"it is for bundle {shown(run.bundle)!r} ({run.bundle_sha256[:12]})"
+        offered = f"it is for bundle {printable(run.bundle)!r} ({run.bundle_sha256[:12]})"
         raise refuse(offered, f"{bundle.name!r} ({bundle.sha256[:12]})")
     for option, value in run.options.items():
         if isinstance(value, str) and value and (not _PLAIN.fullmatch(value) or ".." in value):
-            raise refuse(f"option {shown(option)}={shown(value)}", "numbers and plain names")
+            raise refuse(f"option {printable(option)}={printable(value)}", "numbers and plain names")
     _check_config(run, resolved(own.bundle, bundle.protocol, ())["config"], own, refuse)
     if run.threads > own.threads:
         raise refuse(f"it asks for {run.threads} threads", f"at most {own.threads}")
@@ -206,7 +210,7 @@ def _check_config(run: Run, protocol: Mapping[str, Any], own: OwnSite, refuse: A
         plain = all(isinstance(v, bool | int | float) or (isinstance(v, str) and _PLAIN.fullmatch(v)) for v in whole)
         if key not in own.permits or not plain:
             permitted = f"plain values of {', '.join(own.permits)}" if own.permits else "the bundle as it is (permits)"
-            raise refuse(f"config {shown(key)}={shown(value, 60)}", permitted)
+            raise refuse(f"config {printable(key)}={printable(value, 60)}", permitted)
 
 
 def open_site(offered: Run, name: str, own: OwnSite, carried: Path | None = None) -> Federation:

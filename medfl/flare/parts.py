@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +30,11 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
-from medfl.core.errors import InputError, MedflError, about_what_came
+from medfl.core.errors import InputError, MedflError, errors_safe_to_send
 from medfl.core.run import Run
 from medfl.core.run_folder import SITES, RunFolder
 from medfl.core.storage import write_atomic
+from medfl.core.terminal import Print
 from medfl.flare import tensors as flare_tensors
 from medfl.flare import wire
 from medfl.flare.files import failed, participants, read_run
@@ -50,8 +51,6 @@ from medfl.runtimes.simulator import Simulator
 
 if TYPE_CHECKING:
     from medfl.flare.site import FlareSite
-
-Say = Callable[[str], object]
 
 
 class _Controller(ModelController):  # type: ignore[misc]
@@ -106,10 +105,10 @@ class _Controller(ModelController):  # type: ignore[misc]
         """Return the run folder; it exists."""
 
     @abstractmethod
-    def _execute(self, path: Path, say: Say) -> None:
+    def _execute(self, path: Path, say: Print) -> None:
         """Execute the run in its folder."""
 
-    def _simulate(self, federation: Federation, folder: RunFolder, say: Say, shown: bool, **settings: Any) -> None:
+    def _simulate(self, federation: Federation, folder: RunFolder, say: Print, shown: bool, **settings: Any) -> None:
         """Let a simulator run the rounds, with the sites of this job."""
         self._called = wire.wire_names(federation.participants)
 
@@ -194,7 +193,7 @@ class MedflController(_Controller):
     def _place(self) -> Path:
         return Path(self.folder)
 
-    def _execute(self, path: Path, say: Say) -> None:
+    def _execute(self, path: Path, say: Print) -> None:
         run = read_run(self.get_app_dir())
         os.chdir(self.start)
         torch.set_num_threads(run.threads)
@@ -230,7 +229,7 @@ class RemoteController(_Controller):
             RunFolder.create(path)
         return path
 
-    def _execute(self, path: Path, say: Say) -> None:
+    def _execute(self, path: Path, say: Print) -> None:
         federation = open_server(self._run, self._own, self._carried)
         run, bundle = federation.run, federation.bundle
         torch.set_num_threads(run.threads)
@@ -269,7 +268,7 @@ class _Executor(Executor):  # type: ignore[misc]
                 run, self._carried = read_run(app), Path(app) / "config"
                 self._site = self._opened(run, str(fl_ctx.get_identity_name()), workspace)
                 torch.set_num_threads(run.threads)
-            with about_what_came():
+            with errors_safe_to_send():
                 question = from_model(FLModelUtils.from_shareable(shareable), "the server")
             answer = self._site.answer(task_name, question, lambda: bool(abort_signal.triggered))
         except Exception as error:  # FLARE fails the whole job for what is raised here

@@ -19,7 +19,7 @@ from nvflare.private.fed.client.shell_cmd import ShellCommandProcessor
 from nvflare.private.fed.client.sys_cmd import ReportEnvProcessor
 from nvflare.private.fed.client.training_cmds import ConfigureJobLogProcessor
 
-from medfl.core.untrusted import shown
+from medfl.core.untrusted import printable
 
 _KINDS = (".json", ".crt")  # configuration, and the signature of who submitted it
 _CONFIGURATION = "config_fed_client.json"
@@ -47,7 +47,7 @@ class Sentry(AppValidator):  # type: ignore[misc]
 
     def _problems(self, app: Path) -> Iterator[str]:
         for path in sorted(app.rglob("*")):
-            name = shown(path.relative_to(app))
+            name = printable(path.relative_to(app))
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 yield f"{name} is neither a file nor a folder"
             elif path.name == "custom" or (path.is_file() and path.suffix not in _KINDS):
@@ -72,4 +72,4 @@ class Sentry(AppValidator):  # type: ignore[misc]
                 todo += node.values()
                 for key in ("path", "class_path", "name"):  # all that FLARE makes components by
                     if key in node and not (isinstance(node[key], str) and node[key] in self.classes):
-                        yield f"class {shown(node[key])!r} is not on this site's list"
+                        yield f"class {printable(node[key])!r} is not on this site's list"

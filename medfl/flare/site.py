@@ -17,11 +17,11 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics, WeightType
 from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
-from medfl.core.errors import InputError, MedflError, RunError, about_what_came, identity
+from medfl.core.errors import InputError, MedflError, RunError, error_id, errors_safe_to_send
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State
-from medfl.core.untrusted import shown
+from medfl.core.untrusted import printable
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.flare import wire
@@ -66,9 +66,9 @@ class FlareSite:
             wire.MASKS: self._masks,
         }
         try:
-            with about_what_came():
+            with errors_safe_to_send():
                 if word not in answers:
-                    asked = f"site {self.name!r} is asked for '{shown(word, 40)}'"
+                    asked = f"site {self.name!r} is asked for '{printable(word, 40)}'"
                     raise RunError(f"{asked}; it answers {', '.join(answers)}")
             with _stopped(self.algo, stop):
                 self._prepare()
@@ -77,7 +77,7 @@ class FlareSite:
             if self._shows is not None:
                 return wire.failure(f"site {self.name!r}: {word}: {in_words(error)}" if _odd(error) else error)
             with suppress(MedflError):  # a log that cannot be written stops what leaves, and this says nothing
-                self.algo.failed(shown(word, 40), error)
+                self.algo.failed(printable(word, 40), error)
             return masked(self.name, error)
 
     def _prepare(self) -> None:
@@ -124,7 +124,7 @@ class FlareSite:
         """Segment; the wanted cases are given by their positions among the site's test items."""
         folder = self._in_simulation(wire.MASKS)
         wanted = [int(i) for i in parcel.under("positions").get("test", torch.empty(0)).tolist()]
-        target = str(folder.predictions(self.name)) if parcel.numbers.get(wire.SAVE) else None
+        target = str(folder.predictions_folder(self.name)) if parcel.numbers.get(wire.SAVE) else None
         found = self.algo.visit(_masks_at, self._said(parcel), wanted, target)
         named: dict[str, Tensor] = {}
         for at, (prediction, reference, classes) in found.items():
@@ -133,7 +133,7 @@ class FlareSite:
         return Parcel(wire.copied(named))
 
     def _said(self, parcel: Parcel) -> Any:
-        with about_what_came():
+        with errors_safe_to_send():
             statistics = {ROUND: parcel.whole(wire.ROUND), KEPT: wire.counts(parcel, self.name)}
         return ExchangeObject(weights=parcel.under("message"), weight_type=WeightType.WEIGHTS, statistics=statistics)
 
@@ -145,7 +145,7 @@ class FlareSite:
         return _told(self.algo.visit(site_judge, data, sections)) if sections else {}
 
     def _in_simulation(self, what: str) -> RunFolder:
-        with about_what_came():
+        with errors_safe_to_send():
             if self._shows is None:
                 raise InputError(
                     f"site {self.name!r} is asked for {what}", "that stays at a site but in a simulation", "do not ask"
@@ -159,10 +159,10 @@ def masked(name: str, error: BaseException) -> Parcel:
     Texts of errors have names of files, and of patients in them: the server gets a word and a random id instead, but
     for what is about its own message.
     """
-    if isinstance(error, MedflError) and error.tellable:
+    if isinstance(error, MedflError) and error.safe_to_send:
         return wire.failure(error)
-    _LOG.error("failure %s: %s", identity(error), in_words(error), exc_info=error)
-    return wire.failure(f"site {name!r} could not answer; its administrator finds failure {identity(error)} in its log")
+    _LOG.error("failure %s: %s", error_id(error), in_words(error), exc_info=error)
+    return wire.failure(f"site {name!r} could not answer; its administrator finds failure {error_id(error)} in its log")
 
 
 def _odd(error: Exception) -> bool:

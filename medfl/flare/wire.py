@@ -19,7 +19,7 @@ from torch import Tensor
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
-from medfl.core.untrusted import shown
+from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases
 
 INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = WORDS = (
@@ -143,15 +143,15 @@ def from_model(model: Any, sender: str) -> Parcel:
         _require(isinstance(what, Mapping), sender, f"a {type(what).__name__} in the place of names and values")
     tensors: dict[str, Tensor] = {}
     for name, value in params.items():
-        _require(isinstance(name, str), sender, f"the name {shown(name, 40)!r} is no text")
+        _require(isinstance(name, str), sender, f"the name {printable(name, 40)!r} is no text")
         dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
-        _require(dense, sender, f"{shown(name)!r} is a {type(value).__name__}; expected a dense tensor")
-        _require(not value.is_complex(), sender, f"{shown(name)!r} has the type {value.dtype}")
+        _require(dense, sender, f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor")
+        _require(not value.is_complex(), sender, f"{printable(name)!r} has the type {value.dtype}")
         tensors[name] = value.detach()
     numbers = {name: value for name, value in meta.items() if name in NUMBERS}
     for name, value in {**numbers, **metrics}.items():
         plain = isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
-        _require(plain, sender, f"the number {shown(name)!r} is {shown(value, 40)}")
+        _require(plain, sender, f"the number {printable(name)!r} is {printable(value, 40)}")
     failed = meta.get(FAILED, "")
     _require(isinstance(failed, str), sender, "the reason of its failure is no text")
     return Parcel(tensors, numbers, _line(failed), {str(name): float(v) for name, v in metrics.items()})
@@ -193,7 +193,7 @@ def read_cases(parcel: Parcel, ids: Mapping[str, Sequence[str]], sender: str) ->
     values: dict[str, dict[str, Tensor]] = {section: {} for section in parcel.sections}
     for key, tensor in parcel.under("cases").items():
         section, _, name = key.partition("/")
-        _require(section in values, sender, f"outcomes of {shown(section)!r}, which it does not announce")
+        _require(section in values, sender, f"outcomes of {printable(section)!r}, which it does not announce")
         values[section][name] = tensor
     for section, named in values.items():
         _require(section in ids, sender, f"outcomes of {section!r}, which nobody asked for")
@@ -201,7 +201,7 @@ def read_cases(parcel: Parcel, ids: Mapping[str, Sequence[str]], sender: str) ->
     try:
         return {section: Cases(tuple(ids[section]), named) for section, named in values.items()}
     except ValueError as error:
-        raise RunError(f"{sender}: {shown(error, 200)}") from error
+        raise RunError(f"{sender}: {printable(error, 200)}") from error
 
 
 # Names

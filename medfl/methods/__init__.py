@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError, did_you_mean
 from medfl.methods._parts.prototype_sharing import Sharing, WithPrototypes
 from medfl.methods.base import Method, option
 
@@ -44,7 +44,7 @@ def method_class(name: str) -> type[Method]:
         raise InputError(
             f"method {name!r}",
             f"methods are {', '.join(names())}",
-            meant(str(name), names(), "pick one, or give the dotted path of your own module"),
+            did_you_mean(str(name), names(), "pick one, or give the dotted path of your own module"),
         )
     try:
         module = importlib.import_module(path)
@@ -94,7 +94,7 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
             raise InputError(
                 f"option {key!r} of method {name!r}",
                 f"its options are: {valid}",
-                meant(str(key), fields, f"see medfl methods {name}"),
+                did_you_mean(str(key), fields, f"see medfl methods {name}"),
             )
         values[key] = _checked(name, fields[key], value)
     method = cls(**{key: value for key, value in values.items() if key in own})

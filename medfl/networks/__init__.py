@@ -14,7 +14,7 @@ from monai.networks.nets.efficientnet import EfficientNetBN
 from monai.networks.nets.resnet import ResNet
 from torch import nn
 
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError, did_you_mean
 from medfl.networks.cifar_resnet import CifarResNet
 from medfl.networks.small_cnn import SmallCNN
 from medfl.networks.two_conv import TwoConv
@@ -108,7 +108,7 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
         raise InputError(
             f"network '{name}'",
             f"the networks are {known}",
-            meant(str(name), names(), "choose one of these with network=NAME"),
+            did_you_mean(str(name), names(), "choose one of these with network=NAME"),
         )
     for what, value, allowed in (("in_channels", in_channels, ">= 1"), ("num_classes", num_classes, ">= 2")):
         if value < int(allowed[-1]):

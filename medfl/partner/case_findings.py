@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
-from medfl.core.untrusted import shown
+from medfl.core.untrusted import printable
 from medfl.partner.scanning import Seen, sections
 
 Finding = tuple[str, str, str, str]
@@ -112,7 +112,7 @@ class Findings:
             return
         classes = self._bundle.classes  # raises where a label is none of them
         counts = [self._labels[label] for label in range(len(classes))]
-        told = ", ".join(f"{shown(name)} {count}" for name, count in zip(classes, counts, strict=True))
+        told = ", ".join(f"{printable(name)} {count}" for name, count in zip(classes, counts, strict=True))
         yield "labels", "ok", f"all within the {len(classes)} classes: {told}", ""
         absent = [name for name, count in zip(classes, counts, strict=True) if not count]
         if absent:
@@ -209,7 +209,7 @@ class Findings:
 def named(names: Sequence[str], limit: int = _FEW) -> str:
     """Return some names for a line, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(shown(name, 160) for name in names[:limit]) + more
+    return ", ".join(printable(name, 160) for name in names[:limit]) + more
 
 
 def _span(column: Any) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import shown
+from medfl.core.untrusted import printable
 
 _SECONDS, _PATIENCE = 5.0, 2.0
 _FILES = ("rootCA.pem", "client.crt", "client.key")
@@ -42,7 +42,9 @@ class Kit:
             if all((place / name).is_file() for name in _FILES):
                 return cls(place, *_named(place / "fed_client.json"))
         raise InputError(
-            f"--kit {shown(folder)}", f"the folder of a site's startup kit, with {', '.join(_FILES)}", "check the path"
+            f"--kit {printable(folder)}",
+            f"the folder of a site's startup kit, with {', '.join(_FILES)}",
+            "check the path",
         )
 
 
@@ -63,7 +65,9 @@ def address(text: str, flag: str = "--server") -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InputError(f"{flag} {shown(text)}", "HOST:PORT, as fl.example.org:8002", "write the host and its port")
+        raise InputError(
+            f"{flag} {printable(text)}", "HOST:PORT, as fl.example.org:8002", "write the host and its port"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -80,7 +84,7 @@ def reach(server: tuple[str, int] | None, kit: Kit | None = None) -> str:
     server = server or (kit.server if kit else None)
     if server is None:
         raise InputError("no server", "--server HOST:PORT, or a kit that names one", "add --server")
-    where = f"{shown(server[0])}:{server[1]}"
+    where = f"{printable(server[0])}:{server[1]}"
     try:
         with socket.create_connection(server, _SECONDS) as plain:
             if kit is None:
@@ -90,7 +94,7 @@ def reach(server: tuple[str, int] | None, kit: Kit | None = None) -> str:
                 return f"{where} takes connections, {secure.version()}, {_subject(secure.getpeercert() or {}, kit)}"
     except ssl.SSLError as error:
         raise InputError(
-            f"the server {where} and this site do not trust each other ({shown(error.reason or error)})",
+            f"the server {where} and this site do not trust each other ({printable(error.reason or error)})",
             "both have certificates of one federation",
             "ask for a new startup kit, or look for something in between",
         ) from error
@@ -127,6 +131,8 @@ def _subject(certificate: Any, kit: Kit) -> str:
     names = {name, *(value for _, value in certificate.get("subjectAltName", ()))}
     if kit.name and kit.name not in names:
         raise InputError(
-            f"the server's certificate is of {shown(name)}", f"the kit is for {shown(kit.name)}", "check the address"
+            f"the server's certificate is of {printable(name)}",
+            f"the kit is for {printable(kit.name)}",
+            "check the address",
         )
-    return f"certificate of {shown(name)}, valid until {shown(certificate.get('notAfter', '?'))}"
+    return f"certificate of {printable(name)}, valid until {printable(certificate.get('notAfter', '?'))}"

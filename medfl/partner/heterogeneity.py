@@ -19,7 +19,7 @@ from scipy.spatial.distance import jensenshannon
 
 from medfl.core import terminal
 from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, decode, read_plain, shown
+from medfl.core.untrusted import Refused, decode_text, printable, read_plain
 from medfl.data.partition.table import TITLES, shorten
 from medfl.partner.statistics import FORM
 from medfl.report.style import BAND, INK, SOFT, TINTS
@@ -113,7 +113,7 @@ class Federation:
         head = ["site", *(TITLES[s] for s in self.sites[0].images), "classes told", "classes", "intensities"]
         rows = [
             [
-                shown(site.name, 40),
+                printable(site.name, 40),
                 *("?" if count is None else str(count) for count in site.images.values()),
                 f"{sum(c is not None for c in site.classes.values())} of {len(site.classes)}" if site.classes else "-",
                 _number(classes[i]),
@@ -122,7 +122,7 @@ class Federation:
             for i, site in enumerate(self.sites)
         ]
         note = "classes, intensities: Jensen-Shannon distance from all sites together, 0 (alike) to 1; ?: not told"
-        return [*terminal.table(head, rows, width), "", *terminal.hanging("", note, width)]
+        return [*terminal.table(head, rows, width), "", *terminal.hanging_indent("", note, width)]
 
 
 def read(paths: Sequence[Path]) -> Federation:
@@ -146,7 +146,7 @@ def read(paths: Sequence[Path]) -> Federation:
         for what, here, other in pairs:
             if here != other:
                 raise InputError(
-                    f"{shown(path)} has another {what} than the others",
+                    f"{printable(path)} has another {what} than the others",
                     "sites of one federation use one bundle, --bins and --range",
                     "ask the site to write it again with those of the others",
                 )
@@ -157,11 +157,13 @@ def _document(path: Path) -> Mapping[str, Any]:
     try:
         if path.stat().st_size > _BYTES:
             raise Refused(f"more than {_BYTES} bytes")
-        document = read_plain(decode(path.read_bytes()), is_json=True, nodes=1_000_000, depth=8)
+        document = read_plain(decode_text(path.read_bytes()), is_json=True, nodes=1_000_000, depth=8)
         if not isinstance(document, dict) or document.get("form") != FORM:
             raise Refused(f"it is no {FORM!r}")
     except (OSError, Refused) as error:
-        raise InputError(f"{shown(path)}: {error}", "a file of medfl site stats --out", "ask the site anew") from error
+        raise InputError(
+            f"{printable(path)}: {error}", "a file of medfl site stats --out", "ask the site anew"
+        ) from error
     return document
 
 
@@ -181,7 +183,7 @@ def _told(document: Mapping[str, Any], path: Path) -> Told:
         int(document["min_count"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(
-            f"{shown(path)}: it lacks {shown(error)} or has it in another form",
+            f"{printable(path)}: it lacks {printable(error)} or has it in another form",
             "a file that medfl site stats --out wrote", "ask the site to write it again",
         ) from error  # fmt: skip
     return Told(path.stem, images, classes, low, high, shares)
@@ -239,7 +241,9 @@ def draw(found: Federation, path: Path) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"--out {shown(path)} ({error})", "a file that can be drawn to, as FILE.png", "check its ending and folder"
+            f"--out {printable(path)} ({error})",
+            "a file that can be drawn to, as FILE.png",
+            "check its ending and folder",
         ) from error
 
 

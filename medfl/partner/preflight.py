@@ -25,7 +25,7 @@ from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.storage import cache_folder
-from medfl.core.untrusted import shown
+from medfl.core.untrusted import printable
 from medfl.data import on_device
 from medfl.data.disk_cache import budget, free_memory
 from medfl.data.prepare import Source, prepare
@@ -104,11 +104,11 @@ class Preflight:
 
     def text(self, width: int) -> list[str]:
         """Return it as lines of text."""
-        lines = [f"bundle {shown(self.bundle)} on {shown(self.data, 200)}", ""]
+        lines = [f"bundle {printable(self.bundle)} on {printable(self.data, 200)}", ""]
         size = max(len(line.topic) for line in self.lines)
         for line in self.lines:
             advice = f" -> {line.advice}" if line.advice and line.level != OK else ""
-            lines += terminal.hanging(f"{line.level:8} {line.topic:{size}}  ", line.text + advice, width)
+            lines += terminal.hanging_indent(f"{line.level:8} {line.topic:{size}}  ", line.text + advice, width)
         counts = {level: sum(line.level == level for line in self.lines) for level in (FAILED, WARNING)}
         summary = ", ".join(f"{n} {level}{'s' * (level == WARNING and n > 1)}" for level, n in counts.items() if n)
         return [*lines, "", f"{'READY' if self.ok else 'NOT READY'}{f': {summary}' if summary else ''}"]
@@ -175,7 +175,7 @@ def _inspected(found: Preflight, asked: Asked) -> bool:
     """Say whether the bundle is accepted, and pinned."""
     result = inspect(shipped_folders().get(asked.bundle, Path(asked.bundle)), asked.policy)
     for refusal in result.refusals[:5]:
-        found.add("inspection", FAILED, str(refusal), f"see medfl site inspect {shown(asked.bundle)}")
+        found.add("inspection", FAILED, str(refusal), f"see medfl site inspect {printable(asked.bundle)}")
     if result.refusals:
         found.add("inspection", FAILED, f"REFUSED, for {len(result.refusals)} reasons: nothing of it was run")
     elif result.pinned:
@@ -211,12 +211,15 @@ def _required(found: Preflight, bundle: Bundle) -> None:
             here = metadata.version(package)
         except metadata.PackageNotFoundError:
             found.add(
-                "versions", WARNING, f"{shown(package)} is not installed", f"install {shown(package)} {shown(least)}"
+                "versions",
+                WARNING,
+                f"{printable(package)} is not installed",
+                f"install {printable(package)} {printable(least)}",
             )
             continue
         if _older(here, least):
             found.add(
-                "versions", WARNING, f"{package} {here} is older than the bundle's {shown(least)}", "update it"
+                "versions", WARNING, f"{package} {here} is older than the bundle's {printable(least)}", "update it"
             )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from medfl.bundle import case_metadata
 from medfl.bundle.bundle import Bundle
 from medfl.core import terminal
 from medfl.core.errors import InputError
-from medfl.core.untrusted import shown
+from medfl.core.untrusted import printable
 from medfl.partner.scanning import Seen, scan, sections
 from medfl.policy.suppression import Entropy, geometric, hidden_bins, noised, told_counts
 from medfl.runtimes.monai_fl.data_stats import Bins, Sums, sums, value_range
@@ -281,22 +281,22 @@ def _tables(told: Mapping[str, Any]) -> int:
 
 def text(document: Mapping[str, Any], width: int) -> list[str]:
     """Return what may leave as lines of text, and what the rules cover in plain words."""
-    lines = [f"statistics of {shown(document['bundle'])}: all that would leave, and nothing else"]
+    lines = [f"statistics of {printable(document['bundle'])}: all that would leave, and nothing else"]
     for section, part in document["sections"].items():
         images = part["images"]
         lines += ["", f"{section}: " + (HIDDEN if images is None else f"{images:,} images")]
         rows = {f"  {name}": _cells(cells) for name, cells in part["tables"].items()}
-        lines += terminal.facts(rows, width) if rows else []
+        lines += terminal.definitions(rows, width) if rows else []
         for index, channel in enumerate((part["intensity"] or {"channels": ()})["channels"]):
             bar = "".join(_block(share, channel["shares"]) for share in channel["shares"])
             lines.append(f"  channel {index}  mean {channel['mean']}, sd {channel['sd']}  |{bar}|")
-    lines += ["", *(line for said in covered(document) for line in terminal.hanging("", said, width))]
+    lines += ["", *(line for said in covered(document) for line in terminal.hanging_indent("", said, width))]
     return lines
 
 
 def _cells(cells: Mapping[str, int | None]) -> str:
-    told = [f"{shown(name)} {count}" for name, count in cells.items() if count is not None]
-    hidden = [shown(name) for name, count in cells.items() if count is None]
+    told = [f"{printable(name)} {count}" for name, count in cells.items() if count is not None]
+    hidden = [printable(name) for name, count in cells.items() if count is None]
     return ", ".join(told + ([f"{HIDDEN}: {', '.join(hidden)}"] if hidden else []))
 
 

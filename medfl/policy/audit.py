@@ -18,7 +18,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.core import terminal
 from medfl.core.errors import InputError, RunError
-from medfl.core.untrusted import shown
+from medfl.core.terminal import Print
+from medfl.core.untrusted import printable
 
 if TYPE_CHECKING:
     from medfl.core.message import Message
-
-Say = Callable[[str], object]
 
 _NOTED = re.compile(r"[0-9a-fA-F]{8,64}", re.ASCII)
 _BLOCK = 1 << 16
@@ -44,7 +43,7 @@ _MOST_GROUPS, _MOST_NUMBERS, _NAME_LENGTH, _TEXT_LENGTH = 64, 256, 200, 4000
 class Audit:
     """A log to be appended to, by one or several processes."""
 
-    def __init__(self, path: Path | str, site: str = "", say: Say = str) -> None:
+    def __init__(self, path: Path | str, site: str = "", say: Print = str) -> None:
         """Point at the file; it is made with its first line.
 
         Args:
@@ -57,7 +56,7 @@ class Audit:
         """
         self.path, self.site = Path(path), site
         if not self.path.parent.is_dir():
-            raise InputError(f"audit log {shown(path)}", "a file in a folder that exists", "make the folder")
+            raise InputError(f"audit log {printable(path)}", "a file in a folder that exists", "make the folder")
         with self._open(InputError) as handle:
             if _tail(handle)[1]:
                 say(f"note: the last line of {self.path} was cut short, by a crash perhaps; it stays, the log goes on")
@@ -92,7 +91,7 @@ class Audit:
             reason = error.strerror or str(error)
             if kind is InputError:
                 raise InputError(
-                    f"audit log {shown(self.path)} ({reason})", "a file that can be written", "check its rights"
+                    f"audit log {printable(self.path)} ({reason})", "a file that can be written", "check its rights"
                 ) from error
             raise RunError(
                 f"the audit log {self.path} cannot be written ({reason}); nothing leaves that is not in it"
@@ -120,12 +119,12 @@ def described(message: Message, *, norms: bool = False) -> dict[str, Any]:
         about: dict[str, Any] = {
             "tensors": len(named),
             "numbers": sum(tensor.numel() for tensor in named.values()),
-            "names": _names([shown(name, _NAME_LENGTH) for name in sorted(named)]),
+            "names": _names([printable(name, _NAME_LENGTH) for name in sorted(named)]),
         }
         if norms:
             square = sum(float(tensor.double().square().sum()) for tensor in named.values())
             about["norm"] = float(f"{square**0.5:.6g}")
-        groups[shown(group, _NAME_LENGTH)] = about
+        groups[printable(group, _NAME_LENGTH)] = about
     about = {
         "sha256": hashlib.sha256(encoded).hexdigest(),
         "bytes": len(encoded),
@@ -140,7 +139,7 @@ def described(message: Message, *, norms: bool = False) -> dict[str, Any]:
 
 def numbers(named: Mapping[str, float]) -> dict[str, float]:
     """Return the first of some numbers, by names of limited length."""
-    return {shown(name, _NAME_LENGTH): value for name, value in sorted(named.items())[:_MOST_NUMBERS]}
+    return {printable(name, _NAME_LENGTH): value for name, value in sorted(named.items())[:_MOST_NUMBERS]}
 
 
 def document(content: Any) -> dict[str, Any]:
@@ -212,7 +211,7 @@ class Verified:
         if self.problems:
             more = f" (and {len(self.problems) - 1} more)" if self.problems[1:] else ""
             raise InputError(
-                f"audit log {shown(self.path)}: {self.problems[0]}{more}".replace(";", ","),
+                f"audit log {printable(self.path)}: {self.problems[0]}{more}".replace(";", ","),
                 "each line names the sha256 of the one before",
                 "compare it with a copy; find out who changed it",
             )
@@ -229,7 +228,7 @@ def verified(path: Path, noted: str | None = None) -> Verified:
         InputError: the file cannot be read, or nothing that identifies a line was noted.
     """
     if noted is not None and not _NOTED.fullmatch(noted):
-        raise InputError(f"--noted {shown(noted)!r}", "8 to 64 hexadecimal digits of a line's sha256", "give those")
+        raise InputError(f"--noted {printable(noted)!r}", "8 to 64 hexadecimal digits of a line's sha256", "give those")
     entries: list[Mapping[str, Any]] = []
     problems: list[str] = []
     notes: list[str] = []
@@ -255,10 +254,10 @@ def verified(path: Path, noted: str | None = None) -> Verified:
                 hashes.append(_sha256(body))
     except OSError as error:
         raise InputError(
-            f"audit log {shown(path)} ({error.strerror or error})", "a file that can be read", "check the path"
+            f"audit log {printable(path)} ({error.strerror or error})", "a file that can be read", "check the path"
         ) from error
     if noted is not None and not any(found.startswith(noted.lower()) for found in hashes):
-        problems.append(f"no line has the sha256 {shown(noted)}: lines are missing at the end")
+        problems.append(f"no line has the sha256 {printable(noted)}: lines are missing at the end")
     return Verified(path, tuple(entries), tuple(problems), tuple(notes), hashes[-1] if hashes else "")
 
 
@@ -275,9 +274,9 @@ def text(found: Verified, width: int) -> list[str]:
     head = ["time", "site", "round", "", "what", "bytes", "tensors", "sha256", "content"]
     rows = [
         [
-            *(shown(entry.get(key, "-"), 40) for key in ("time", "site", "round", "direction", "kind")),
-            *(shown(entry.get(key, "-"), 20) for key in ("bytes", "tensors")),
-            shown(str(entry.get("sha256", "-"))[:12]),
+            *(printable(entry.get(key, "-"), 40) for key in ("time", "site", "round", "direction", "kind")),
+            *(printable(entry.get(key, "-"), 20) for key in ("bytes", "tensors")),
+            printable(str(entry.get("sha256", "-"))[:12]),
             _content(entry),
         ]
         for entry in found.entries
@@ -285,7 +284,7 @@ def text(found: Verified, width: int) -> list[str]:
     lines = terminal.table(head, rows, max(width, 150), spare=["site"]) if rows else ["no line"]
     lines += ["", *(f"note: {note}" for note in found.notes)]
     words = [entry["privacy"] for entry in found.entries if isinstance(entry.get("privacy"), str)]
-    lines += terminal.hanging("privacy: ", shown(words[-1], 1000), width) if words else []
+    lines += terminal.hanging_indent("privacy: ", printable(words[-1], 1000), width) if words else []
     lines.append(f"last line: sha256 {found.last or '-'}")
     count = len(found.problems)
     lines.append(f"BROKEN in {count} place{'s' if count > 1 else ''}" if count else "INTACT")
@@ -295,12 +294,12 @@ def text(found: Verified, width: int) -> list[str]:
 def _content(entry: Mapping[str, Any]) -> str:
     """Return a line's groups and numbers, or why it was refused."""
     if "reason" in entry:
-        return shown(entry["reason"], 300)
+        return printable(entry["reason"], 300)
     said = []
     groups, numbers = entry.get("groups"), entry.get("numbers")
     for name, about in groups.items() if isinstance(groups, dict) else ():
         norm = about.get("norm") if isinstance(about, dict) else None
-        said.append(shown(name, 40) + (f" (norm {shown(norm, 20)})" if norm is not None else ""))
+        said.append(printable(name, 40) + (f" (norm {printable(norm, 20)})" if norm is not None else ""))
     for name, value in numbers.items() if isinstance(numbers, dict) else ():
-        said.append(f"{shown(name, 40)} {value:.6g}" if isinstance(value, int | float) else shown(name, 40))
+        said.append(f"{printable(name, 40)} {value:.6g}" if isinstance(value, int | float) else printable(name, 40))
     return ", ".join(said) or "-"

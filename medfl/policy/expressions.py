@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from medfl.core.untrusted import Refused, shown
+from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import (
     BUILTINS,
     MEMBERS,
@@ -112,7 +112,7 @@ def imported(text: str, words: Collection[str], own: Collection[str], found: Fou
         path, bound = f"{node.module}.{name}", alias or name
         module = path if path in MODULES or path in WORDED_MODULES else node.module
         if module == node.module and path not in MEMBERS and path not in WORDED and module.split(".")[0] not in own:
-            raise Refused(f"an import of {shown(path)}, which is not on the list")
+            raise Refused(f"an import of {printable(path)}, which is not on the list")
     else:
         path = module = name
         bound = alias or name.split(".")[0]
@@ -120,7 +120,7 @@ def imported(text: str, words: Collection[str], own: Collection[str], found: Fou
     for word in {_word_of_module(module, own), WORDED.get(path, "")} - {""}:
         _need(word, f"import {module}", words, found)
     if bound in BUILTINS or bound in ("open", "setattr") or (DEFAULT_NAMES.get(bound, path) != path):
-        raise Refused(f"an import that takes the name {shown(bound)}")
+        raise Refused(f"an import that takes the name {printable(bound)}")
     found.uses[f"import {module}"] += 1
     return {bound: path}
 
@@ -132,7 +132,7 @@ def _word_of_module(module: str, own: Collection[str]) -> str:
         return ""
     if module in WORDED_MODULES:
         return WORDED_MODULES[module]
-    raise Refused(f"an import of {shown(module)}, which is not on the list")
+    raise Refused(f"an import of {printable(module)}, which is not on the list")
 
 
 def _need(word: str, what: str, words: Collection[str], found: Found) -> None:
@@ -252,7 +252,7 @@ class _Checker:
         elif node.id in self.names and node.id not in local:
             self._member(self.names[node.id])
         elif node.id not in local and node.id not in BUILTINS:
-            raise Refused(f"the name {shown(node.id)}")
+            raise Refused(f"the name {printable(node.id)}")
 
     def _member(self, path: str) -> None:
         """Check what a module's name and attributes lead to."""
@@ -261,7 +261,7 @@ class _Checker:
         elif path in WORDED:
             _need(WORDED[path], path, self.words, self.found)
         elif path not in MEMBERS:
-            raise Refused(f"{shown(path)}, which is not on the list")
+            raise Refused(f"{printable(path)}, which is not on the list")
         self.found.uses[path] += 1
 
     def _attribute(self, node: ast.Attribute, local: frozenset[str]) -> None:
@@ -270,7 +270,7 @@ class _Checker:
             self._member(path)
             return
         if node.attr not in self.methods:
-            raise Refused(f"the attribute .{shown(node.attr)}, which is not on the list")
+            raise Refused(f"the attribute .{printable(node.attr)}, which is not on the list")
         if node.attr == "replace" and self.calls is not node:
             raise Refused("a replace() that is handed on")  # a path's would move a file
         self.value(node.value, local)
@@ -424,7 +424,7 @@ class _Checker:
         bound = frozenset(names)
         for name in bound:
             if name in self.names or name in ("open", "setattr") or name.startswith(_PLACEHOLDER):
-                raise Refused(f"an argument that takes the name {shown(name)}")
+                raise Refused(f"an argument that takes the name {printable(name)}")
         return bound
 
 

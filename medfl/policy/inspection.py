@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import Plain, Refused, decode, read_plain, shown, visible
+from medfl.core.untrusted import Plain, Refused, check_visible, decode_text, printable, read_plain
 from medfl.policy.allowed import MODULES, WEIGHTS_OF_THEIR_OWN, argument_refused, target_allowed
 from medfl.policy.expressions import DEFAULT_NAMES, Found, check_expression, check_id, check_path, imported
 from medfl.policy.policy import WORDS, Policy
@@ -71,7 +71,7 @@ class Refusal:
     def __str__(self) -> str:
         """Return it as a line."""
         where = f"{self.file}: {self.id}" if self.id else self.file
-        return f"{shown(where)}: {self.why}"
+        return f"{printable(where)}: {self.why}"
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Inspection:
         if self.refusals:
             count = len(self.refusals)
             more = "" if count == 1 else f" (and {count - 1} more)"
-            given = f"bundle {shown(self.bundle)!r} is refused: {self.refusals[0]}{more}"
+            given = f"bundle {printable(self.bundle)!r} is refused: {self.refusals[0]}{more}"
             raise InputError(given.replace(";", ","), "nothing unknown runs at a site", _ADVICE)
 
     def policy(self, given: Policy) -> Policy:
@@ -163,7 +163,7 @@ def inspect(folder: Path, policy: Policy | None = None) -> Inspection:
     policy = policy or Policy()
     root = folder.expanduser().resolve()
     if not root.is_dir():
-        raise InputError(f"bundle {shown(folder)}", "the folder of a MONAI bundle", "check the path")
+        raise InputError(f"bundle {printable(folder)}", "the folder of a MONAI bundle", "check the path")
     found = Inspection(root.name, root, policy.files is not None)
     _Inspector(found, policy).run()
     return found
@@ -182,7 +182,7 @@ class _Inspector:
 
     def run(self) -> None:
         if self.policy.bundle and self.policy.bundle != self.found.bundle:
-            self.refuse(".", "", f"the policy is for the bundle {shown(self.policy.bundle)!r}")
+            self.refuse(".", "", f"the policy is for the bundle {printable(self.policy.bundle)!r}")
         self._files()
         self._pins()
         self._own_python()
@@ -229,7 +229,7 @@ class _Inspector:
 
     def _kind_or_refusal(self, name: str) -> str:
         try:
-            visible(name)
+            check_visible(name)
             return self._kind(name)
         except Refused as error:
             self.refuse(name, "", error)
@@ -239,7 +239,7 @@ class _Inspector:
         path = PurePosixPath(name)
         suffix, allow = path.suffix.lower(), self.policy.allow
         if suffix in _COMPILED:
-            raise Refused(f"compiled or packed code ({shown(suffix)})")
+            raise Refused(f"compiled or packed code ({printable(suffix)})")
         if suffix == ".py":
             return self._worded("scripts", "Python of the bundle")
         if suffix in _PICKLED:
@@ -248,12 +248,14 @@ class _Inspector:
             return self._worded("logging", "a logging configuration")
         if suffix in _CONFIGURATION and (path.parts[0] == "configs" or len(path.parts) == 1):
             if path.suffix != suffix:
-                raise Refused(f"an ending {shown(path.suffix)} in capitals")
+                raise Refused(f"an ending {printable(path.suffix)} in capitals")
             return "large files, never fetched" if path.stem == "large_files" else "configuration"
         if suffix not in _INERT or (path.parts[0] == "configs" and suffix not in (".txt", ".md")):
             if "files" not in allow:
-                raise Refused(f"a file of unknown kind ({shown(path.name)}), for which the policy has to allow 'files'")
-            return self._worded("files", f"a file of unknown kind ({shown(suffix)})")
+                raise Refused(
+                    f"a file of unknown kind ({printable(path.name)}), for which the policy has to allow 'files'"
+                )
+            return self._worded("files", f"a file of unknown kind ({printable(suffix)})")
         return "weights" if suffix in (".safetensors", ".onnx") else "data or text"
 
     def _worded(self, word: str, what: str) -> str:
@@ -276,7 +278,7 @@ class _Inspector:
             if size > limits.config_bytes:
                 raise Refused(f"{size} bytes; a configuration has at most {limits.config_bytes}")
             is_json = name.endswith(".json")
-            text = decode(content)
+            text = decode_text(content)
             self.contents[name] = read_plain(text, is_json=is_json, nodes=limits.nodes, depth=limits.depth) or {}
 
     def _pins(self) -> None:
@@ -318,7 +320,7 @@ class _Inspector:
                     bound = imported(text[1:], self.policy.allow, self.own, found)
                     for name, path in bound.items():
                         if self.names.get(name, path) != path:
-                            raise Refused(f"an import that takes the name {shown(name)} of another")
+                            raise Refused(f"an import that takes the name {printable(name)} of another")
                     self.names |= bound
                 except Refused as error:
                     self.refuse(file, f"{key}#{index}", error)
@@ -358,7 +360,7 @@ class _Inspector:
             return
         stem = PurePosixPath(file).stem
         if stem in ("train", "inference", "evaluate") and "dataset_dir" in content:
-            self.found.data[file] = shown(content["dataset_dir"])
+            self.found.data[file] = printable(content["dataset_dir"])
         for place, node in places:
             try:
                 if isinstance(node, dict):
@@ -378,36 +380,36 @@ class _Inspector:
             return
         if not isinstance(key, str):
             raise Refused(f"a key of type {type(key).__name__}")
-        visible(key)
+        check_visible(key)
         last = re.split("#|::", key)[-1]
         if last.startswith("_") and last.endswith("_") and last not in _SPECIAL:
-            raise Refused(f"the key {shown(key)!r}")
+            raise Refused(f"the key {printable(key)!r}")
         if key.lstrip("+") != "imports" and re.split("#|::", key.lstrip("+"))[0] == "imports" and not place:
             raise Refused("an import outside of the list of imports")
         if last in _SPECIAL and stem == "metadata":
-            raise Refused(f"the key {shown(key)!r} in a description")
+            raise Refused(f"the key {printable(key)!r} in a description")
         if not _is_free(place, stem) and not _KEY.fullmatch(key):
-            raise Refused(f"the key {shown(key)!r}, which is no plain name")
+            raise Refused(f"the key {printable(key)!r}, which is no plain name")
 
     def _description(self, node: Plain) -> None:
         if isinstance(node, str):
-            visible(node)
+            check_visible(node)
             if node[:1] in ("$", "@", "%"):
-                raise Refused(f"the text {shown(node, 40)!r} in a description, which would be evaluated")
+                raise Refused(f"the text {printable(node, 40)!r} in a description, which would be evaluated")
 
     def _node(self, file: str, place: _Place, node: Plain, content: Plain, stem: str) -> None:
         name = place[-1] if place else ""
         if name == "_target_":
             self._target(node)
         elif name == "_mode_" and node != "default":
-            raise Refused(f"_mode_ {shown(node, 40)!r}, where only 'default' is")
+            raise Refused(f"_mode_ {printable(node, 40)!r}, where only 'default' is")
         for part in () if _is_free(place, stem) else place:  # also of `x#reader#0`
             if why := argument_refused(part, node):
                 raise Refused(why)
         if isinstance(node, dict):
             self._component(node)
         elif isinstance(node, str):
-            visible(node)
+            check_visible(node)
             self._text(file, place, node, content, stem)
         elif not isinstance(node, list | bool | int | float | date | None):
             raise Refused(f"a value of type {type(node).__name__}")
@@ -418,30 +420,30 @@ class _Inspector:
         if node.split(".")[0] in self.own and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII) and "__" not in node:
             self._worded("scripts", node)
         elif not target_allowed(node):
-            raise Refused(f"_target_ {shown(node)!r}, which is not on the list")
+            raise Refused(f"_target_ {printable(node)!r}, which is not on the list")
         self.found.targets[node] += 1
 
     def _component(self, node: dict[Any, Any]) -> None:
         target = node.get("_target_")
         fetches = isinstance(target, str) and target.rpartition(".")[2] in WEIGHTS_OF_THEIR_OWN
         if fetches and node.get("pretrained", True) not in (False, None):
-            raise Refused(f"{shown(target)} without 'pretrained: false', which would fetch weights")
+            raise Refused(f"{printable(target)} without 'pretrained: false', which would fetch weights")
         for key, value in node.items():
             apart = isinstance(key, str) and key != "_target_" and re.split("#|::", key)[-1] == "_target_"
             if apart and isinstance(value, str) and value.rpartition(".")[2] in WEIGHTS_OF_THEIR_OWN:
-                raise Refused(f"{shown(value)} apart from its 'pretrained: false', which would fetch weights")
+                raise Refused(f"{printable(value)} apart from its 'pretrained: false', which would fetch weights")
 
     def _text(self, file: str, place: _Place, text: str, content: Plain, stem: str) -> None:
         if text.startswith("$"):
             self._expression(file, place, text, content, stem)
         elif text.startswith("@"):
             if not _REFERENCE.fullmatch(text):
-                raise Refused(f"{shown(text, 40)!r}, which begins as a reference and is none")
+                raise Refused(f"{printable(text, 40)!r}, which begins as a reference and is none")
             _not_relative(text, stem)
             check_id(text[1:])
         elif text.startswith("%"):
             if not _MACRO.fullmatch(text) or stem == "federated":
-                raise Refused(f"the macro {shown(text, 40)!r}, which is not one of an id of this configuration")
+                raise Refused(f"the macro {printable(text, 40)!r}, which is not one of an id of this configuration")
             check_id(text[1:])
         elif place[-1:] != ("_desc_",):
             zoo = text.startswith(_ZOO_DATA) or place == ("dataset_dir",)
@@ -450,8 +452,8 @@ class _Inspector:
             except Refused as error:
                 if "absolute" not in str(error) or "paths" not in self.policy.allow:
                     hint = ", for which the policy has to allow 'paths'" if "absolute" in str(error) else ""
-                    raise Refused(f"{error} ({shown(text, 40)}){hint}") from error
-                self.found.allowed["paths", shown(text)] += 1
+                    raise Refused(f"{error} ({printable(text, 40)}){hint}") from error
+                self.found.allowed["paths", printable(text)] += 1
 
     def _expression(self, file: str, place: _Place, text: str, content: Plain, stem: str) -> None:
         _not_relative(text, stem)
@@ -469,10 +471,10 @@ class _Inspector:
                 length=self.policy.limits.expression,
             )
         except Refused as error:
-            raise Refused(f"{error}, in {shown(text)}") from error
+            raise Refused(f"{error}, in {printable(text)}") from error
         self._took(found)
         if statement:
-            self.found.statements.append(f"{file}: {_id(place)}: {shown(text)}")
+            self.found.statements.append(f"{file}: {_id(place)}: {printable(text)}")
 
     def _is_statement(self, place: _Place, content: Plain) -> bool:
         """Tell whether medfl never evaluates this: it stands in a list of statements that nothing refers to."""
@@ -496,7 +498,7 @@ def _walk(content: Plain) -> Iterator[tuple[_Place, Plain]]:
 
 
 def _id(place: _Place) -> str:
-    return shown("#".join(place))
+    return printable("#".join(place))
 
 
 def _is_free(place: _Place, stem: str) -> bool:

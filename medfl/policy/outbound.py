@@ -26,7 +26,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import shown
+from medfl.core.untrusted import printable
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Outbound:
             if name not in names:
                 near = difflib.get_close_matches(str(name), names, 1)
                 raise InputError(
-                    f"{where}: outbound has the key {shown(name)!r}",
+                    f"{where}: outbound has the key {printable(name)!r}",
                     f"known are {', '.join(names)}",
                     f"did you mean {near[0]}?" if near else "take it out",
                 )
@@ -116,7 +116,7 @@ class Outbound:
     def lines(self) -> list[str]:
         """Say the rules, a line each."""
         keys = "everything that the method sends" if self.keys is None else ", ".join(self.keys) or "nothing"
-        said = [f"may leave: {shown(keys, 300)}"]
+        said = [f"may leave: {printable(keys, 300)}"]
         said += [] if self.max_bytes is None else [f"a reply has at most {self.max_bytes:,} bytes"]
         said += [] if self.clip is None else [f"the change of the weights is clipped to an L2 norm of {self.clip:g}"]
         if self.noise is not None:
@@ -150,7 +150,9 @@ def _value(name: str, value: Any, where: str) -> Any:
         value = _number(value)
         good = 0 < value < (1 if name == "delta" else math.inf)
     if not good:
-        raise InputError(f"{where}: outbound: {name} is {shown(value)}", _ALLOWED[name], f"change {name} in this file")
+        raise InputError(
+            f"{where}: outbound: {name} is {printable(value)}", _ALLOWED[name], f"change {name} in this file"
+        )
     return value
 
 

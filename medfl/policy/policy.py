@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, decode, read_plain, shown
+from medfl.core.untrusted import Refused, decode_text, printable, read_plain
 from medfl.policy.outbound import Outbound
 
 WORDS = {
@@ -79,7 +79,7 @@ class Policy:
         try:
             if path.stat().st_size > _BYTES:
                 raise Refused(f"more than {_BYTES} bytes")
-            given = read_plain(decode(path.read_bytes()), is_json=False, nodes=100_000, depth=4)
+            given = read_plain(decode_text(path.read_bytes()), is_json=False, nodes=100_000, depth=4)
         except OSError as error:
             raise InputError(
                 f"policy {path} cannot be read ({error.strerror or error})", "it is a YAML file", "check the path"
@@ -136,7 +136,7 @@ def _known(given: Any, known: Any, what: str) -> None:
         if name not in known:
             near = difflib.get_close_matches(str(name), list(known), 1)
             raise InputError(
-                f"{what} {shown(name)!r}",
+                f"{what} {printable(name)!r}",
                 f"known are {', '.join(known)}",
                 f"did you mean {near[0]}?" if near else "take it out",
             )

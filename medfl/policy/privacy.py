@@ -25,7 +25,7 @@ from typing import Any
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.storage import write_atomic
-from medfl.core.untrusted import shown
+from medfl.core.untrusted import printable
 
 _NAMED = 4
 
@@ -199,7 +199,7 @@ class Account:
         """Say it in plain words."""
         count = f"{self.replies} {'reply' if self.replies == 1 else 'replies'}"
         if self.uncovered:
-            names = [shown(name) for name in sorted(self.uncovered)]
+            names = [printable(name) for name in sorted(self.uncovered)]
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             return f"{count}: no formal privacy, for these left without noise: {', '.join(names[:_NAMED])}{more}"
         if self.plain:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from medfl.core.type_checks import fits, said
+from medfl.core.type_checks import describe_type, matches_type
 
 _METRICS = dict[str, float | None] | None
 _BY_ROUND = dict[str, dict[str, float | None] | None] | None
@@ -51,5 +51,5 @@ def odd(document: Mapping[str, Any], form: Mapping[str, Any], within: str = "") 
                 yield f"has {value!r:.60} under {where}, where a dict belongs"
             else:
                 yield from odd(value, kind, f"{where}.")
-        elif not fits(value, kind) or (kind is float and not math.isfinite(value)):
-            yield f"has {value!r:.60} under {where}, where {said(kind)} belongs"
+        elif not matches_type(value, kind) or (kind is float and not math.isfinite(value)):
+            yield f"has {value!r:.60} under {where}, where {describe_type(kind)} belongs"

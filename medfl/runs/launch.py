@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,8 @@ from medfl.bundle.configuration import shipped_folders
 from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
 from medfl.core.settings import LOSSLESS, MEAN
-from medfl.core.type_checks import checked
+from medfl.core.terminal import Print
+from medfl.core.type_checks import check_arguments
 from medfl.data.on_device import Free, free_memory
 from medfl.data.prepared import Prepared
 from medfl.policy.inspection import inspect
@@ -48,8 +49,6 @@ from medfl.training.accelerate.precision import tf32
 if TYPE_CHECKING:
     from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
-Say = Callable[[str], object]
-
 
 class Shared:
     """Prepared images that several runs share: of a bundle with one configuration, on one folder and split.
@@ -77,7 +76,7 @@ class Shared:
         return json.dumps([root, run.config, run.data.folder, run.data.split], sort_keys=True, default=str)
 
 
-@checked
+@check_arguments
 def federate(
     bundle: str | None = None,
     *,
@@ -98,7 +97,7 @@ def federate(
     deadline: float | None = None,
     progress: bool = False,
     command: str = "medfl.federate(...)",
-    say: Say = str,
+    say: Print = str,
 ) -> dict[str, Any]:
     """Run a federation and return its summary with the run folder under "folder".
 
@@ -138,7 +137,7 @@ def federate(
         tracking.parse(track)
     tolerance = Tolerance(min_replies, deadline)
     if out is not None and not resume:
-        RunFolder.refuse_used(Path(out), BESIDE)
+        RunFolder.require_unused(Path(out), BESIDE)
     with tf32(False):  # what teachers know and answer is kept for other runs too
         made = with_notes(_plan(bundle, options or {}, config or {}, requested, out, resume, source, say))
     run = made.run
@@ -150,7 +149,7 @@ def federate(
         _refuse_unsaved(made)
     path = Path(out) if out else Path("runs") / f"{made.bundle.name}-{run.method.rpartition('.')[2]}-{run.seed}"
     if not resume:
-        RunFolder.refuse_used(path, BESIDE)
+        RunFolder.require_unused(path, BESIDE)
     else:
         _refuse_elsewhere(path, runtime)
     for note in made.notes:
@@ -211,7 +210,7 @@ def site_algo(
     host: str = "medfl",
     policy: str | Path | None = None,
     audit: str | Path | None = None,
-    say: Say = str,
+    say: Print = str,
 ) -> MedflClientAlgo:
     """Return one site, which holds all images of its data folder, for a host of MONAI FL to drive.
 
@@ -284,7 +283,7 @@ def _plan(
     out: str | Path | None,
     resume: bool,
     source: str | Path | None,
-    say: Say,
+    say: Print,
 ) -> Plan:
     """Make the plan: a new one, a recorded one, or the one in the folder to be resumed."""
     if source is not None:

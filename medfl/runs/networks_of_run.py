@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import Say
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder, read_run
 from medfl.core.storage import State, file_sha256, load_state, load_weights, weights_sha256
 from medfl.core.task import Task
+from medfl.core.terminal import Print
 from medfl.methods.base import Method
 from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import _bundle_of
@@ -128,7 +128,7 @@ class RunResult:
         kind = str(self.document.get("task") or self.bundle.task)
         return Task(kind, tuple(self.document.get("classes", ())), self.bundle.embeddings)
 
-    def models(self, site: str | None, data: str | None, say: Say) -> list[Model]:
+    def models(self, site: str | None, data: str | None, say: Print) -> list[Model]:
         """Return the global model, that of one site, or those of all.
 
         Args:
@@ -230,7 +230,7 @@ class RunResult:
 class _States:
     """The networks that a method makes from the saved States, in a federation built again."""
 
-    def __init__(self, result: RunResult, data: str | None, say: Say) -> None:
+    def __init__(self, result: RunResult, data: str | None, say: Print) -> None:
         self.result = result
         if result.manifest is None:
             raise InputError(
@@ -255,19 +255,19 @@ class _States:
         assert self.result.manifest is not None
         round_ = int(self.result.manifest["round"])
         with federation.networks.scope():
-            server = self.result.folder.server(self.result.manifest)
+            server = self.result.folder.server_state(self.result.manifest)
             down = federation.method.broadcast(federation.host(round_), server, name)
         state = None if kept is None else load_state(kept)
         with _judged(federation, round_, name, state, down) as (network, _):
             return pooling_plain(deepcopy(network))
 
     def _file(self, name: str) -> Path | None:
-        return self.result.folder.readable(name, self.result.run.run_hash)
+        return self.result.folder.readable_state(name, self.result.run.run_hash)
 
     def _server(self) -> State:
         assert self.result.manifest is not None
         return (
-            self.result.folder.best()
+            self.result.folder.best_state()
             if self.result.which == "best"
-            else self.result.folder.server(self.result.manifest)
+            else self.result.folder.server_state(self.result.manifest)
         )

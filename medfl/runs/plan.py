@@ -19,14 +19,15 @@ import yaml
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import PHANTOM, Say, bundle_of, checked, with_data
+from medfl.bundle.open import PHANTOM, bundle_of, checked, with_data
 from medfl.bundle.protocol import options_for, resolved
 from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import PartitionRecord, Run
-from medfl.core.settings import SETTINGS, Choices, Schedule
-from medfl.core.type_checks import misfits
+from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings
+from medfl.core.terminal import Print
+from medfl.core.type_checks import type_mismatches
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
@@ -35,14 +36,14 @@ from medfl.runs.public_data import PublicPlan, plan_public
 
 
 @dataclass(frozen=True)
-class Request(Choices):
+class Request(GeneralSettings):
     """What a user asks for; None means the bundle's protocol, then medfl's default.
 
     Attributes:
         config: ids of the bundle's configuration to override; values may be text as typed.
         data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
         presets: names of presets of the bundle's protocol, laid over it in this order.
-        cohort, rounds, local_epochs, batch_size, lr, lr_decay: as in `medfl.core.settings.Schedule`.
+        cohort, rounds, local_epochs, batch_size, lr, lr_decay: as in `medfl.core.settings.ProtocolSettings`.
     """
 
     bundle: str
@@ -97,7 +98,7 @@ class Plan:
         }
 
 
-def plan(request: Request, say: Say = str) -> Plan:
+def plan(request: Request, say: Print = str) -> Plan:
     """Resolve a request into a run.
 
     Raises:
@@ -111,7 +112,7 @@ def plan(request: Request, say: Say = str) -> Plan:
     checked(request.bundle, config, device)
     chosen = {
         name: protocol[name] if (value := getattr(request, name)) is None else value
-        for name in (field.name for field in dataclasses.fields(Schedule))
+        for name in (field.name for field in dataclasses.fields(ProtocolSettings))
     }
     schedule = {"rounds": int(chosen["rounds"])} if methods.has_option(request.method, "rounds") else {}
     method = methods.load(request.method, {**schedule, **options_for(protocol, request.method), **request.options})
@@ -134,7 +135,7 @@ def plan(request: Request, say: Say = str) -> Plan:
         checked(request.bundle, {**config, **own}, device)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
-    as_asked = {field.name: getattr(request, field.name) for field in dataclasses.fields(Choices)}
+    as_asked = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}
     as_asked["capture"] = request.capture or request.pack > 1
     text = text_record.record(bundle, method)
     run = Run(
@@ -187,7 +188,7 @@ def again(
     )
 
 
-def repeat(run: Run, data: str | None = None, say: Say = str, folder: Path | None = None) -> Plan:
+def repeat(run: Run, data: str | None = None, say: Print = str, folder: Path | None = None) -> Plan:
     """Rebuild the plan of a recorded run: same settings, same partition.
 
     Args:
@@ -225,7 +226,7 @@ def repeat(run: Run, data: str | None = None, say: Say = str, folder: Path | Non
     return Plan(run, opened.bundle, method, notes, public)
 
 
-def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Say) -> PublicPlan | None:
+def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> PublicPlan | None:
     """Open a recorded run's public data again.
 
     Raises:
@@ -304,13 +305,15 @@ def check_names(given: Iterable[str], known: Sequence[str]) -> None:
     """Raise an InputError if a name is none of the known settings."""
     for name in given:
         if name not in known:
-            raise InputError(f"setting {name!r}", f"settings are {', '.join(known)}", meant(name, known, "choose one"))
+            raise InputError(
+                f"setting {name!r}", f"settings are {', '.join(known)}", did_you_mean(name, known, "choose one")
+            )
 
 
 def check_kinds(requested: Mapping[str, Any]) -> None:
     """Raise an InputError if a name is no setting, or a value not of its setting's kind (see `Request`)."""
     check_names(requested, [field.name for field in dataclasses.fields(Request)])
-    for name, value, allowed in misfits(Request, requested):
+    for name, value, allowed in type_mismatches(Request, requested):
         flag = name if name in ("bundle", "options", "config") else f"--{name.replace('_', '-')}"
         raise InputError(f"{flag} {value!r:.60}", f"{flag} takes {allowed}", f"change the value of {flag}")
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import PHANTOM, Opened, Say, with_data
+from medfl.bundle.open import PHANTOM, Opened, with_data
 from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
 from medfl.core.seeding import stream
 from medfl.core.task import Task
+from medfl.core.terminal import Print
 from medfl.data.prepared import Item, Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods.base import Method
@@ -52,7 +53,7 @@ class PublicPlan:
     depth: int
     record: PublicRecord
 
-    def prepare(self, *, jobs: int = 1, progress: bool = False, say: Say = str) -> Public:
+    def prepare(self, *, jobs: int = 1, progress: bool = False, say: Print = str) -> Public:
         """Read the images, and ask the teachers what the cache does not know.
 
         Raises:
@@ -113,7 +114,7 @@ class PublicPlan:
 
 
 def plan_public(
-    method: Method, options: Mapping[str, Any], bundle: Bundle, device: str, *, folder: str | None = None, say: Say
+    method: Method, options: Mapping[str, Any], bundle: Bundle, device: str, *, folder: str | None = None, say: Print
 ) -> PublicPlan | None:
     """Return the public data that a method's options ask for, or None where it uses none.
 

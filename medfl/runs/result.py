@@ -18,7 +18,7 @@ from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import read_run
-from medfl.core.type_checks import checked
+from medfl.core.type_checks import check_arguments
 from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation import metrics
 from medfl.evaluation.evaluators import ClassEvaluator
@@ -355,7 +355,7 @@ class Result:
             raise InputError(f"{what} of {self.run.bundle}, a {self.task} task", "they are of classes", "use predict()")
 
 
-@checked
+@check_arguments
 def load_run(folder: str | Path, device: str = "cpu") -> Result:
     """Open a run folder, finished or not.
 

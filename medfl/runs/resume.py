@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +13,21 @@ from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
-from medfl.core.run_integrity import committed, recorded
+from medfl.core.run_integrity import read_verified_run, verified_manifest
+from medfl.core.terminal import Print
 from medfl.datasets import own
 from medfl.report import partition_plot
 from medfl.runs import text_record
 from medfl.runs.plan import Plan, again, plan, repeat, versions
 from medfl.runtimes.federation import Federation
 
-Say = Callable[[str], object]
 BESIDE = ("local",)
 """The Local reference may lie in a run folder before the run itself."""
 LISTED = 200
 """Sites that the partition's table lists and its picture shows: a row of each would be no table and no picture."""
 
 
-def recorded_plan(source: Path, data: str | None, say: Say) -> Plan:
+def recorded_plan(source: Path, data: str | None, say: Print) -> Plan:
     """Return the plan that repeats a recorded run, with the versions of here.
 
     Args:
@@ -39,7 +39,7 @@ def recorded_plan(source: Path, data: str | None, say: Say) -> Plan:
         InputError: the record is damaged, or bundle or data are not the recorded ones.
     """
     file = source / "run.json" if source.is_dir() else source
-    run, _ = recorded(file)
+    run, _ = read_verified_run(file)
     _tell_versions(run, "was recorded", say)
     made = repeat(run, data, say, file.parent)
     return replace(made, run=replace(made.run, versions=versions()))
@@ -51,7 +51,7 @@ def resumed_plan(
     options: Mapping[str, Any],
     config: Mapping[str, Any],
     requested: Mapping[str, Any],
-    say: Say,
+    say: Print,
 ) -> Plan:
     """Return the plan of the run in a folder, perhaps with more rounds.
 
@@ -61,9 +61,9 @@ def resumed_plan(
         InputError: there is none, it is damaged, or other settings are asked for than its own.
     """
     folder = RunFolder.existing(path)
-    run, _ = recorded(path / "run.json")
+    run, _ = read_verified_run(path / "run.json")
     rounds = requested.get("rounds", run.rounds)
-    _refuse_fewer(rounds, (committed(folder) or {"round": 0})["round"], path)
+    _refuse_fewer(rounds, (verified_manifest(folder) or {"round": 0})["round"], path)
     if bundle or options or config or set(requested) - {"rounds", "data"}:
         asked = plan(again(run, bundle, options, config, **requested), say)
         _refuse_other(replace(asked.run, versions=run.versions), run)
@@ -109,7 +109,7 @@ def is_due(run: Run, path: Path) -> bool:
         InputError: the folder holds another run or a damaged one, or more rounds.
     """
     if _scored(path) == run.rounds:
-        _refuse_other(run, recorded(path / "run.json")[0])
+        _refuse_other(run, read_verified_run(path / "run.json")[0])
         return False
     known(run, path)
     return True
@@ -129,15 +129,15 @@ def known(run: Run, path: Path, sums: bool = True) -> int | None:
     Args:
         run: with the rounds that are asked for.
         path: the folder.
-        sums: as for `intact.committed`.
+        sums: as for `run_integrity.verified_manifest`.
 
     Raises:
         InputError: it holds another run or a damaged one, or more rounds.
     """
     if not (path / "run.json").is_file():
         return None
-    _refuse_other(run, recorded(path / "run.json")[0])
-    done = int((committed(RunFolder(path), sums) or {"round": 0})["round"])
+    _refuse_other(run, read_verified_run(path / "run.json")[0])
+    done = int((verified_manifest(RunFolder(path), sums) or {"round": 0})["round"])
     _refuse_fewer(run.rounds, done, path)
     return done
 
@@ -173,11 +173,11 @@ def discarding(folder: RunFolder, resume: bool) -> Iterator[None]:
         yield
     except InputError:
         if not resume and folder.manifest() is None:
-            folder.discard(BESIDE)
+            folder.remove_unstarted(BESIDE)
         raise
 
 
-def _tell_versions(run: Run, how: str, say: Say) -> None:
+def _tell_versions(run: Run, how: str, say: Print) -> None:
     """Say with which other versions a recorded run was made, for weights may differ with them in the last bits."""
     here = versions()
     other = [f"{name} {was} (here {here[name]})" for name, was in run.versions.items() if here.get(name, was) != was]

@@ -7,14 +7,14 @@ goes on with the sites that are left, and says which are not among them and why.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from medfl.core.errors import InputError, RunError
+from medfl.core.terminal import Print
 from medfl.runtimes.federation import Federation
 
-Say = Callable[[str], object]
 _KEPT = "; the last good round is kept"
 
 
@@ -95,7 +95,7 @@ def present(
     least: int | None,
     left_out: dict[str, str],
     what: str,
-    say: Say,
+    say: Print,
 ) -> Iterator[tuple[str, Any]]:
     """Yield (site, answer) of the sites that answer, and say which do not.
 

@@ -17,7 +17,7 @@ from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite
-from medfl.core.message_limits import Caps
+from medfl.core.message_limits import MessageLimits
 from medfl.core.run import Run
 from medfl.core.seeding import derive
 from medfl.core.storage import State
@@ -183,9 +183,9 @@ class Federation:
         return asked
 
     @cached_property
-    def caps(self) -> Caps:
+    def message_limits(self) -> MessageLimits:
         """How much of a message is taken, by the largest network."""
-        return Caps.of(*(pool.initial for pool in self._pools))
+        return MessageLimits.for_networks(*(pool.initial for pool in self._pools))
 
     @cached_property
     def _pools(self) -> set[Networks]:
@@ -316,7 +316,7 @@ class Federation:
             RunError: names the site and the tensor, or what is too large.
         """
         flat, body = said.flat(), self._bodies[name]
-        self.caps.check(flat, f"site {name!r}")
+        self.message_limits.check(flat, f"site {name!r}")
         for key, tensor in flat.items():
             group, _, own = key.partition("/")
             form = body.leaves.get(key)
@@ -362,9 +362,9 @@ class Federation:
         """Return what a site sent, restored by some transport under the names of `Message.flat`, as it crossed.
 
         Raises:
-            RunError: it is no message, or more than the caps; names the site.
+            RunError: it is no message, or more than the limits; names the site.
         """
-        return Message.from_wire(self.caps.admitted(named, f"site {name!r}"), f"site {name!r}")
+        return Message.from_wire(self.message_limits.checked(named, f"site {name!r}"), f"site {name!r}")
 
     def aggregate(self, round_: int, server: State, replies: Mapping[str, Message]) -> State:
         """Return the server's next State: the method's, or with the mean of FedAvg replaced by something robust.

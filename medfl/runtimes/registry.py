@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run_folder import RunFolder
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
@@ -94,7 +94,7 @@ def load(name: str) -> Runtime:
     module, _, attribute = SHIPPED.get(name, name).partition(":")
     if name not in SHIPPED and "." not in module and not attribute:
         allowed = f"runtimes here are: {', '.join(SHIPPED)}, or a dotted path"
-        raise InputError(f"--runtime {name}", allowed, meant(name, tuple(SHIPPED), "choose one"))
+        raise InputError(f"--runtime {name}", allowed, did_you_mean(name, tuple(SHIPPED), "choose one"))
     try:
         found = getattr(importlib.import_module(module), attribute or "RUNTIME", None)
     except ModuleNotFoundError as error:

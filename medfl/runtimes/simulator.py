@@ -18,10 +18,11 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.run import PublicRecord
 from medfl.core.run_folder import RunFolder
-from medfl.core.run_integrity import committed
-from medfl.core.storage import State, moved, write_atomic
+from medfl.core.run_integrity import verified_manifest
+from medfl.core.storage import State, to_device, write_atomic
+from medfl.core.terminal import Print
 from medfl.runtimes import profiling
-from medfl.runtimes.absent import Say, Tolerance
+from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.output.events import Events, log
@@ -67,7 +68,7 @@ class Simulator:
         *,
         jobs: int = 1,
         progress: bool = False,
-        say: Say = str,
+        say: Print = str,
         save_predictions: bool = False,
         profile: bool = False,
         workers: Callable[[Federation, int], Workers] = Workers,
@@ -105,9 +106,9 @@ class Simulator:
             InputError: a run to be resumed is damaged, or has more rounds; nothing was changed.
             RunError: training failed; the last committed round is intact.
         """
-        manifest = committed(self.folder) if resume else None
+        manifest = verified_manifest(self.folder) if resume else None
         if manifest:
-            self.server = moved(self.folder.server(manifest), self.federation.networks.device)
+            self.server = to_device(self.folder.server_state(manifest), self.federation.networks.device)
             self.done, self.record = manifest["round"], {**self.record, **manifest["record"]}
             self.federation.leave_out(self.record["absent"])
         if self.done > self.run.rounds:
@@ -146,7 +147,7 @@ class Simulator:
                 self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
             self.workers.close()
             summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
-            summary |= gpu_memory.peak(self.run.device)
+            summary |= gpu_memory.peak_memory(self.run.device)
             pictures.finish(self.run.rounds, self.server)
             pictures.judged(self.run.rounds, cases, masks)
         return summary
@@ -232,8 +233,8 @@ class Simulator:
         for name in left_out:
             results.pop(name, None)
         renewed = [name for name in renewed if name not in left_out]
-        self.folder.renewed(round_, renewed)
-        self.folder.refused(round_, left_out)
+        self.folder.accept_states(round_, renewed)
+        self.folder.drop_states(round_, left_out)
         self.record["left_out"] = dict(Counter(self.record["left_out"]) + Counter(left_out.keys()))
         bytes_up = sum(result.bytes_up for result in results.values())
         bytes_down = sum(result.bytes_down for result in results.values())

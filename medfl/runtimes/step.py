@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from medfl.core.message import Message
-from medfl.core.run_folder import safe
+from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.data.prepared import Shard
@@ -206,7 +206,7 @@ def _masks(
         if masks is None:
             continue
         if folder is not None:
-            save(masks.prediction, masks.classes, part.prepared.geometry[index], Path(folder) / safe(ident))
+            save(masks.prediction, masks.classes, part.prepared.geometry[index], Path(folder) / safe_file_name(ident))
         if ident in wanted:
             found[ident] = masks
     return found

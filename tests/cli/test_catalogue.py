@@ -163,14 +163,14 @@ def test_a_table_leaves_out_spare_columns_before_it_overflows() -> None:
 
 def test_equations_keep_their_lines() -> None:
     text = "Title\n\nstep:   x <- x - 1\nserver: y <- the mean of all x\n\nSome words that are too long for it."
-    assert terminal.prose(text, 30) == [
+    assert terminal.wrap_docstring(text, 30) == [
         "Title", "", "step:   x <- x - 1", "server: y <- the mean of all x", "", "Some words that are too long",
         "for it.",
     ]  # fmt: skip
 
 
 def test_markdown_keeps_bars_inside_cells() -> None:
-    assert terminal.markdown(["a"], [["x | y"]]) == "| a |\n|---|\n| x \\| y |"
+    assert terminal.markdown_table(["a"], [["x | y"]]) == "| a |\n|---|\n| x \\| y |"
 
 
 def test_the_tables_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

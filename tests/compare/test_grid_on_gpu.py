@@ -21,7 +21,15 @@ from medfl.cli import verbs as cli
 from medfl.compare import checks as comparable
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, RunError
-from medfl.core.gpu_memory import GIB, OUTSIDE, Gpu, apart, before_forks, peak, ran_out
+from medfl.core.gpu_memory import (
+    CONTEXT_BYTES,
+    GIB,
+    Gpu,
+    in_forked_process,
+    is_out_of_memory,
+    peak_memory,
+    without_cuda_init,
+)
 from medfl.runs import launch
 from medfl.runs import plan as planning
 
@@ -102,7 +110,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretended:
         if short:
             summary.unlink()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        told = {**json.loads(summary.read_text()), "peak_device_bytes": made.need[method] + OUTSIDE}
+        told = {**json.loads(summary.read_text()), "peak_device_bytes": made.need[method] + CONTEXT_BYTES}
         summary.write_text(json.dumps(told))
 
     monkeypatch.setattr(importlib.import_module("medfl.compare.grid"), "federate", federate)
@@ -121,7 +129,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def limit(need: int) -> int:
     """Return the bytes of tensors in the allowance of a run whose kind needs so many."""
-    return int(1.1 * (need + OUTSIDE)) - OUTSIDE
+    return int(1.1 * (need + CONTEXT_BYTES)) - CONTEXT_BYTES
 
 
 # A grid
@@ -225,7 +233,7 @@ def test_what_is_planned_as_on_a_cpu_is_compared_as_on_the_gpu(
 
 
 def test_what_is_called_apart_is_called_in_another_process() -> None:
-    assert apart(os.getpid) != os.getpid()
+    assert in_forked_process(os.getpid) != os.getpid()
 
 
 def test_an_error_apart_is_raised_here() -> None:
@@ -236,11 +244,11 @@ def test_an_error_apart_is_raised_here() -> None:
         raise RuntimeError("no driver")
 
     with pytest.raises(InputError, match="this; that; do so"):
-        apart(refuse)
+        in_forked_process(refuse)
     with pytest.raises(RunError, match="cannot be asked: RuntimeError: no driver"):
-        apart(fail)
+        in_forked_process(fail)
     with pytest.raises(RunError, match="ended with 5"):
-        apart(lambda: os._exit(5))
+        in_forked_process(lambda: os._exit(5))
 
 
 @pytest.mark.parametrize("before", [None, "0"])
@@ -249,7 +257,7 @@ def test_whether_there_is_a_gpu_is_asked_of_nvml(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(name, raising=False)
     if before is not None:
         monkeypatch.setenv(name, before)
-    with before_forks():
+    with without_cuda_init():
         assert os.environ[name] == "1"
     assert os.environ.get(name) == before
 
@@ -258,24 +266,24 @@ def test_a_process_is_bound_to_its_allowance_without_its_context(monkeypatch: py
     bound: list[tuple[float, int]] = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: bound.append(given))
     shared = Gpu("cuda:1", TOTAL, FREE)
-    assert shared.bound(26 * GIB) == 25 * GIB
-    assert shared.bound(FREE) == FREE
-    assert shared.bound(OUTSIDE // 2) == 0
+    assert shared.limit_process(26 * GIB) == 25 * GIB
+    assert shared.limit_process(FREE) == FREE
+    assert shared.limit_process(CONTEXT_BYTES // 2) == 0
     assert bound == [(0.25, 1), (0.98, 1), (0.0, 1)]
 
 
 def test_the_peak_is_what_the_allocator_reserved_and_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * GIB if device == 1 else GIB)
-    assert peak("cuda:1") == {"peak_device_bytes": 3 * GIB + OUTSIDE}
-    assert peak("cuda") == {"peak_device_bytes": GIB + OUTSIDE}
-    assert peak("cpu") == {}
+    assert peak_memory("cuda:1") == {"peak_device_bytes": 3 * GIB + CONTEXT_BYTES}
+    assert peak_memory("cuda") == {"peak_device_bytes": GIB + CONTEXT_BYTES}
+    assert peak_memory("cpu") == {}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert peak("cuda") == {}, "the work was done in other processes"
+    assert peak_memory("cuda") == {}, "the work was done in other processes"
 
 
 def test_a_run_leaves_its_peak_in_its_summary(scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_memory, "peak", lambda device: {"peak_device_bytes": len(device)})
+    monkeypatch.setattr(gpu_memory, "peak_memory", lambda device: {"peak_device_bytes": len(device)})
     out = tmp_path / "run"
     assert cli.main(["run", "mednist", "--data", str(scans), "--out", str(out), *SMALL, "--rounds", "1"]) == 0
     assert json.loads((out / "summary.json").read_text())["peak_device_bytes"] == len("cpu")
@@ -300,7 +308,7 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
     ],
 )
 def test_what_is_caused_by_a_full_device(error: BaseException, found: bool) -> None:
-    assert ran_out(error) is found
+    assert is_out_of_memory(error) is found
 
 
 def test_a_run_on_a_cpu_is_asked_for_no_device(
@@ -309,7 +317,7 @@ def test_a_run_on_a_cpu_is_asked_for_no_device(
     def asked(*_: Any) -> None:
         raise AssertionError("a device was asked for")
 
-    monkeypatch.setattr(gpu_memory, "apart", asked)
+    monkeypatch.setattr(gpu_memory, "in_forked_process", asked)
     assert go(scans, tmp_path / "grid", "--methods", "fedavg", "--seeds", "0", "--rounds", "1", device="cpu") == 0
     assert not [line for line in said(capsys) if "peaks" in line or "alone" in line]
     summary = json.loads((tmp_path / "grid" / "iid" / "fedavg" / "seed-0" / "summary.json").read_text())

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from medfl.core.importing import without_collecting
+from medfl.core.importing import without_gc
 
 
 def test_the_collector_rests_inside_and_is_as_before_after() -> None:
     seen = []
 
     def failing() -> None:
-        with without_collecting():
+        with without_gc():
             seen.append(gc.isenabled())
             raise KeyError
 
@@ -23,7 +23,7 @@ def test_the_collector_rests_inside_and_is_as_before_after() -> None:
     assert gc.isenabled()
     gc.disable()
     try:
-        with without_collecting():
+        with without_gc():
             pass
         assert not gc.isenabled()
     finally:

@@ -13,7 +13,7 @@ import torch
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
-from medfl.core.message_limits import Caps
+from medfl.core.message_limits import MessageLimits
 from tests.support.toy import bits
 
 
@@ -86,7 +86,7 @@ def test_nothing_is_allocated_for_what_is_claimed() -> None:
     assert peak < 2**20
 
 
-SMALL = Caps(size=100, header=400, tensors=3, name=12, dimensions=2)
+SMALL = MessageLimits(size=100, header=400, tensors=3, name=12, dimensions=2)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_bytes_and_restored_tensors_are_held_to_the_same_caps(tensors: dict[str,
     with pytest.raises(RunError, match=text):
         Message.decode(message.encode(), SMALL)
     with pytest.raises(RunError, match=f"^site 'a': .*({text})"):
-        SMALL.admitted(message.flat(), "site 'a'")
+        SMALL.checked(message.flat(), "site 'a'")
     Message.decode(message.encode())
 
 
@@ -123,7 +123,7 @@ ADMITTED = {
 
 @pytest.mark.parametrize("value", ADMITTED.values(), ids=ADMITTED)
 def test_arrays_and_tensors_are_taken_as_they_are(value: Any) -> None:
-    found = Caps().admitted({"weights/w": value}, "site 'a'")["weights/w"]
+    found = MessageLimits().checked({"weights/w": value}, "site 'a'")["weights/w"]
     assert not found.requires_grad
     expected = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
     assert bits(found) == bits(expected)
@@ -131,7 +131,7 @@ def test_arrays_and_tensors_are_taken_as_they_are(value: Any) -> None:
 
 def test_an_array_is_copied() -> None:
     array = np.zeros(2)
-    found = Caps().admitted({"weights/w": array}, "site 'a'")["weights/w"]
+    found = MessageLimits().checked({"weights/w": array}, "site 'a'")["weights/w"]
     array[0] = 7
     assert found[0] == 0
 
@@ -159,16 +159,16 @@ NOT_ADMITTED: Mapping[str, tuple[Any, str]] = {
 def test_other_values_are_refused(case: str) -> None:
     value, text = NOT_ADMITTED[case]
     with pytest.raises(RunError, match=f"^site 'a': .*{text}"):
-        Caps().admitted({"weights/w": value}, "site 'a'")
+        MessageLimits().checked({"weights/w": value}, "site 'a'")
 
 
 def test_a_name_is_text() -> None:
     with pytest.raises(RunError, match="^site 'a': the name '3' is no text"):
-        Caps().admitted({3: torch.zeros(1)}, "site 'a'")
+        MessageLimits().checked({3: torch.zeros(1)}, "site 'a'")
 
 
 def test_caps_grow_with_the_largest_network() -> None:
     small, large = {"w": torch.zeros(10)}, {f"w{i}": torch.zeros(1).expand(10**7) for i in range(9000)}
-    assert Caps.of() == Caps.of(small) == Caps()
-    assert Caps().size == 2**28
-    assert Caps.of(small, large) == Caps(size=8 * 9000 * 4 * 10**7, tensors=72_000)
+    assert MessageLimits.for_networks() == MessageLimits.for_networks(small) == MessageLimits()
+    assert MessageLimits().size == 2**28
+    assert MessageLimits.for_networks(small, large) == MessageLimits(size=8 * 9000 * 4 * 10**7, tensors=72_000)

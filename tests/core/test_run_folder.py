@@ -32,7 +32,7 @@ def commit(folder: RunFolder, round_: int, value: dict, states: dict, record: di
     """Save the sites' States as those who train there do, and then the round."""
     for name, state in states.items():
         save_state(folder.state_path(round_, name), state)
-    folder.renewed(round_, [*states])
+    folder.accept_states(round_, [*states])
     folder.commit(round_, value, record)
 
 
@@ -40,7 +40,7 @@ def load(path: Path) -> tuple[dict, dict]:
     """What a process that opens the folder anew finds: the server's State and those of the sites."""
     folder = RunFolder(path)
     manifest = folder.manifest()
-    return folder.server(manifest), {name: load_state(folder.kept(name)) for name in manifest["sites"]}
+    return folder.server_state(manifest), {name: load_state(folder.newest_state(name)) for name in manifest["sites"]}
 
 
 # Making and opening
@@ -126,11 +126,11 @@ def test_what_was_saved_but_not_committed_is_not_found_again(folder: RunFolder) 
     commit(folder, 1, server(1), {"a": {"x": 1}}, {})
     for name in ("a", "b"):
         save_state(folder.state_path(2, name), {"x": 2})
-    folder.renewed(2, ["a", "b"])
-    assert load_state(folder.kept("a")) == load_state(folder.kept("b")) == {"x": 2}
+    folder.accept_states(2, ["a", "b"])
+    assert load_state(folder.newest_state("a")) == load_state(folder.newest_state("b")) == {"x": 2}
     again = RunFolder(folder.path)  # after a kill
-    assert load_state(again.kept("a")) == {"x": 1}
-    assert again.kept("b") is None
+    assert load_state(again.newest_state("a")) == {"x": 1}
+    assert again.newest_state("b") is None
     commit(again, 2, server(2), {"a": {"x": 3}}, {})
     assert load(folder.path)[1] == {"a": {"x": 3}}
     assert not folder.state_path(2, "b").exists()

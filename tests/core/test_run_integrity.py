@@ -13,7 +13,7 @@ import pytest
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.run_folder import RunFolder
-from medfl.core.run_integrity import committed, recorded
+from medfl.core.run_integrity import read_verified_run, verified_manifest
 from medfl.core.storage import file_sha256, save_state
 from tests.core.test_run_folder import commit, server
 from tests.support.toy import run_record
@@ -26,7 +26,7 @@ def made(path: Path, rounds: int = 3) -> RunFolder:
     for round_ in range(1, rounds + 1):
         folder.append_round({"round": round_})
         if round_ <= 2:
-            folder.keep_best(round_, server(round_))
+            folder.save_best(round_, server(round_))
             folder.write_weights("best", server(round_)["weights"])
         record = {"best": {"round": min(round_, 2), "value": 0.5}}
         commit(folder, round_, server(round_), {"a": {"x": round_}, "b": {"y": round_}}, record)
@@ -45,11 +45,11 @@ def flipped(path: Path) -> None:
 
 def test_a_whole_folder_is_gone_on_with(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
-    manifest = committed(RunFolder(folder.path))
+    manifest = verified_manifest(RunFolder(folder.path))
     assert manifest is not None
     assert manifest["round"] == 3
     assert set(manifest["sha256"]) == {path.name for path in folder.state.glob("*.safetensors")}
-    assert RunFolder(folder.path).best()["weights"]["w"].item() == 2
+    assert RunFolder(folder.path).best_state()["weights"]["w"].item() == 2
     assert len(manifest["sha256"]) == 4
 
 
@@ -69,27 +69,27 @@ def test_a_state_is_read_again_only_where_its_file_changed(tmp_path: Path, monke
 
     monkeypatch.setattr("medfl.core.run_integrity.file_sha256", counted)
     for _ in range(2):
-        committed(RunFolder(folder.path))
+        verified_manifest(RunFolder(folder.path))
     assert len(read) == 8, "what changed a moment ago is read each time"
     aged(folder.path)
     read.clear()
     for _ in range(2):
-        manifest = committed(RunFolder(folder.path))
+        manifest = verified_manifest(RunFolder(folder.path))
     assert manifest is not None
     assert sorted(read) == sorted(manifest["sha256"])
     broken = folder.state / manifest["sites"]["a"]
     flipped(broken)
     with pytest.raises(InputError, match=re.escape(f"{broken} is not as the run wrote it")):
-        committed(RunFolder(folder.path))
+        verified_manifest(RunFolder(folder.path))
 
 
 def test_before_the_first_round_there_is_nothing_to_lose(tmp_path: Path) -> None:
     """A kill leaves at most the line and the States of round 1."""
     folder = made(tmp_path / "run", rounds=0)
-    assert committed(folder) is None
+    assert verified_manifest(folder) is None
     folder.append_round({"round": 1})
     save_state(folder.state_path(1, "a"), {"x": 1})
-    assert committed(folder) is None
+    assert verified_manifest(folder) is None
 
 
 def test_a_kill_at_any_moment_of_a_round_is_no_damage(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_a_kill_at_any_moment_of_a_round_is_no_damage(tmp_path: Path) -> None:
     with (folder.path / "rounds.jsonl").open("a") as file:
         file.write('{"round": 4}\n{"rou')
     again = RunFolder(folder.path)
-    again.keep_best(4, server(4))
+    again.save_best(4, server(4))
     again.write_weights("best", server(4)["weights"])
-    assert committed(RunFolder(folder.path)) is not None
-    assert RunFolder(folder.path).best()["weights"]["w"].item() == 2, "round 4 is not over"
+    assert verified_manifest(RunFolder(folder.path)) is not None
+    assert RunFolder(folder.path).best_state()["weights"]["w"].item() == 2, "round 4 is not over"
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -133,7 +133,7 @@ def test_damage_is_told_in_a_line_and_nothing_is_changed(tmp_path: Path, name: s
     damage(folder.path)
     before = content(folder.path)
     with pytest.raises(InputError, match=f"{told}.*restore .* start the run anew"):
-        committed(RunFolder(folder.path))
+        verified_manifest(RunFolder(folder.path))
     assert content(folder.path) == before
 
 
@@ -145,7 +145,7 @@ def test_states_that_are_gone_are_not_taken_for_a_new_run(tmp_path: Path, left: 
         if path.is_file() and path.name not in (left, "run.json"):
             path.unlink()
     with pytest.raises(InputError, match="manifest.json is missing, though rounds are done"):
-        committed(RunFolder(folder.path))
+        verified_manifest(RunFolder(folder.path))
 
 
 def test_an_older_folder_without_sums_is_gone_on_with(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_an_older_folder_without_sums_is_gone_on_with(tmp_path: Path) -> None:
     (folder.state / "manifest.json").write_text(json.dumps(manifest))
     (folder.state / "000002-best.safetensors").rename(folder.state / "best-server.safetensors")
     again = RunFolder(folder.path)
-    assert committed(again) == manifest
+    assert verified_manifest(again) == manifest
     commit(again, 4, server(4), {"a": {"x": 4}}, manifest["record"])
-    assert again.best()["weights"]["w"].item() == 2
+    assert again.best_state()["weights"]["w"].item() == 2
     assert set((again.manifest() or {})["sha256"]) == {path.name for path in folder.state.glob("*.safetensors")}
 
 
@@ -165,15 +165,15 @@ def test_an_odd_manifest_is_our_own_error(tmp_path: Path, text: str) -> None:
     folder = made(tmp_path / "run")
     (folder.state / "manifest.json").write_text(text)
     with pytest.raises(RunError, match="manifest.json is damaged"):
-        committed(folder)
+        verified_manifest(folder)
 
 
 def test_an_edited_record_is_another_run(tmp_path: Path) -> None:
     path = made(tmp_path / "run").path / "run.json"
-    assert recorded(path)[0] == run_record()
+    assert read_verified_run(path)[0] == run_record()
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "lr": 0.3}))
     with pytest.raises(InputError, match="run hash .* as medfl wrote it.*; restore the file"):
-        recorded(path)
+        read_verified_run(path)
     path.write_text(json.dumps({**document, "command": "another", "bundle_path": "/moved"}))
-    assert recorded(path)[0].bundle_path == "/moved", "what is not hashed may change"
+    assert read_verified_run(path)[0].bundle_path == "/moved", "what is not hashed may change"

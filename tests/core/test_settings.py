@@ -13,7 +13,7 @@ from medfl.cli import arguments, main
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.core.settings import LATER, SETTINGS, Setting
+from medfl.core.settings import ADDED_LATER, SETTINGS, Setting
 from medfl.runs.plan import Request, plan
 from tests.support.toy import run_record
 
@@ -76,8 +76,8 @@ def test_an_exported_job_has_every_setting(tmp_path: Path, monkeypatch: pytest.M
 
 def test_settings_that_came_later_leave_older_records_as_they_were() -> None:
     record = run_record()
-    assert not LATER.keys() & record.to_dict().keys()
-    assert set(LATER) == {"messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile"}
+    assert not ADDED_LATER.keys() & record.to_dict().keys()
+    assert set(ADDED_LATER) == {"messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile"}
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -7,7 +7,7 @@ import torch
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.core.shared_memory import Shared, pack, unpack
+from medfl.core.shared_memory import SharedBuffer, pack, unpack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
@@ -33,7 +33,7 @@ LARGE = {"w": torch.arange(5000.0).reshape(50, 100).t(), "b": torch.arange(9000)
 
 
 def test_large_tensors_go_through_shared_memory_and_small_ones_do_not() -> None:
-    shared = Shared(2**20)
+    shared = SharedBuffer(2**20)
     packed = pack(LARGE, shared)
     assert len(packed) < 1000 < len(pack(LARGE))
     got = unpack(packed, shared)
@@ -42,7 +42,7 @@ def test_large_tensors_go_through_shared_memory_and_small_ones_do_not() -> None:
 
 
 def test_a_copy_outlives_the_next_value_and_the_memory_itself_does_not() -> None:
-    shared = Shared(2**20)
+    shared = SharedBuffer(2**20)
     packed = pack(LARGE, shared)
     copied, same = unpack(packed, shared), unpack(packed, shared, copy=False)
     pack({name: -tensor for name, tensor in LARGE.items()}, shared)
@@ -52,14 +52,14 @@ def test_a_copy_outlives_the_next_value_and_the_memory_itself_does_not() -> None
 
 
 def test_what_does_not_fit_travels_with_the_rest() -> None:
-    shared = Shared(24_000)  # 20,000 bytes of w; b has 18,000
+    shared = SharedBuffer(24_000)  # 20,000 bytes of w; b has 18,000
     packed = pack(LARGE, shared)
     assert 18_000 < len(packed) < 20_000
     assert all(torch.equal(tensor, LARGE[name]) for name, tensor in unpack(packed, shared).items())
 
 
 def test_a_forked_process_reads_what_was_packed_and_answers() -> None:
-    there, back = Shared(2**20), Shared(2**20)
+    there, back = SharedBuffer(2**20), SharedBuffer(2**20)
     context = multiprocessing.get_context("fork")
     here, link = context.Pipe()
 

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from medfl.core.errors import RunError
-from medfl.core.storage import load_state, load_weights, moved, save_state, save_weights, weights_sha256, write_atomic
+from medfl.core.storage import (
+    load_state,
+    load_weights,
+    save_state,
+    save_weights,
+    to_device,
+    weights_sha256,
+    write_atomic,
+)
 from tests.support.toy import bits, classifier
 
 STATE = {
@@ -180,8 +188,8 @@ def test_the_hash_ignores_order_and_layout_and_sees_every_bit() -> None:
 
 def test_a_state_moves_to_a_device_whole() -> None:
     state = {"a": torch.ones(2), "b": {"c": [torch.zeros(1), 3, "x"]}, "n": 1.5}
-    placed = moved(state, torch.device("meta"))
+    placed = to_device(state, torch.device("meta"))
     assert placed["a"].device.type == placed["b"]["c"][0].device.type == "meta"
     assert (placed["b"]["c"][1:], placed["n"]) == ([3, "x"], 1.5)
     assert state["a"].device.type == "cpu"
-    assert moved(state, torch.device("cpu"))["a"] is state["a"]
+    assert to_device(state, torch.device("cpu"))["a"] is state["a"]

@@ -347,6 +347,6 @@ def test_what_does_not_fit_the_site_is_refused(group: str, change, scalars: dict
     bad = changed(down, group, change(down[group]), **scalars)
     with toy.networks.scope(), pytest.raises(RunError, match=said) as caught:
         method.local_update(toy.site("b"), method.init_site(toy.site("b")), bad)
-    assert caught.value.tellable
+    assert caught.value.safe_to_send
     state, _ = method.local_update(toy.site("b"), {}, Message(down.tensors, {**down.scalars, "more": 1.0}))
     assert set(state) == {"embeddings", "generator", "version", "channels", "height", "width"}

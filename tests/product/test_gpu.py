@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl import datasets, federate
-from medfl.core.gpu_memory import GIB, Gpu, ran_out
+from medfl.core.gpu_memory import GIB, Gpu, is_out_of_memory
 from medfl.core.storage import load_weights
 from medfl.methods import names
 from medfl.runtimes import simulator
@@ -275,10 +275,10 @@ def test_a_process_is_held_to_its_allowance() -> None:
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.empty_cache()
     try:
-        assert Gpu("cuda", total, total).bound(2 * GIB) == GIB
+        assert Gpu("cuda", total, total).limit_process(2 * GIB) == GIB
         torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")
         with pytest.raises(torch.OutOfMemoryError) as caught:
             torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
-        assert ran_out(caught.value)
+        assert is_out_of_memory(caught.value)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

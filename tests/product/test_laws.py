@@ -146,7 +146,7 @@ def test_law1_kill_inside_any_write(phantom: Path, reference: dict[str, object],
 
     def die(at: int, out: Path) -> None:
         os.setpgid(0, 0)
-        real, count = storage.replacing, 0
+        real, count = storage.atomic_replace, 0
 
         @contextmanager
         def replacing(path: Path, size: int) -> Iterator[Path]:
@@ -163,7 +163,7 @@ def test_law1_kill_inside_any_write(phantom: Path, reference: dict[str, object],
             if mine == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        storage.replacing = replacing
+        storage.atomic_replace = replacing
         run(phantom, out, resume=(out / "run.json").exists())
 
     context = multiprocessing.get_context("fork")

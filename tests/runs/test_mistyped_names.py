@@ -12,8 +12,8 @@ import pytest
 import medfl
 from medfl import datasets, methods, networks
 from medfl.bundle import configuration, protocol
-from medfl.core.errors import InputError, meant
-from medfl.core.type_checks import misfits
+from medfl.core.errors import InputError, did_you_mean
+from medfl.core.type_checks import type_mismatches
 from medfl.data.partition import rules
 from medfl.runs import launch
 from medfl.runs.plan import Request
@@ -21,10 +21,11 @@ from medfl.runs.plan import Request
 
 def test_the_near_name_comes_before_the_advice() -> None:
     assert (
-        meant("fedproks", ("fedavg", "fedprox"), "see medfl methods") == "did you mean fedprox? else see medfl methods"
+        did_you_mean("fedproks", ("fedavg", "fedprox"), "see medfl methods")
+        == "did you mean fedprox? else see medfl methods"
     )
-    assert meant("zzz", ("fedavg", "fedprox"), "see medfl methods") == "see medfl methods"
-    assert meant("zzz", (), "nothing") == "nothing"
+    assert did_you_mean("zzz", ("fedavg", "fedprox"), "see medfl methods") == "see medfl methods"
+    assert did_you_mean("zzz", (), "nothing") == "nothing"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,6 @@ def test_options_that_are_no_dict(options: Any) -> None:
 
 def test_what_fits() -> None:
     given = {"bundle": "x", "rounds": 3, "lr": 1, "sites": None, "presets": ("a",), "options": {"mu": 1}}
-    assert [*misfits(Request, given)] == []
+    assert [*type_mismatches(Request, given)] == []
     assert medfl.cli.api._plain(np.int64(3)) == 3
     assert type(medfl.cli.api._plain(np.int64(3))) is int

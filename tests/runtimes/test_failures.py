@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("nvflare")
 
-from medfl.core.errors import InputError, RunError, identity
+from medfl.core.errors import InputError, RunError, error_id
 from medfl.flare import wire
 from medfl.flare.parts import RemoteExecutor
 from medfl.flare.site import FlareSite
@@ -111,5 +111,5 @@ def test_what_a_site_says_reaches_the_log_of_flare(
 
 def test_an_error_has_one_id() -> None:
     one, other = InputError("a", "b", "c"), OSError("d")
-    assert identity(one) == identity(one) != identity(other)
-    assert not one.tellable
+    assert error_id(one) == error_id(one) != error_id(other)
+    assert not one.safe_to_send

@@ -14,7 +14,7 @@ import torch
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.core.message_limits import Caps
+from medfl.core.message_limits import MessageLimits
 from medfl.core.run import PartitionRecord
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights
@@ -99,7 +99,7 @@ class Ran:
 def run(out: Path, made_by: Any, workers: Any = Workers, tolerance: Tolerance | None = None, **changes: Any) -> Ran:
     record = run_record(**{"method": "fedper", "eval_every": 0, **changes})
     made = Federation(ToyBundle(), made_by, record)
-    made.caps = dataclasses.replace(Caps(), size=4000)
+    made.message_limits = dataclasses.replace(MessageLimits(), size=4000)
     resume, said = (out / "run.json").is_file(), []
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})

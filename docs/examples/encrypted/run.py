@@ -63,7 +63,7 @@ def executed(
     from encrypted_server import BUILDER, NEEDED, SERVER_KEYS, SITE_KEYS, job
     from encrypted_site import MEAN, RULES, SITES, EncryptedSite
 
-    RunFolder.refuse_used(out)
+    RunFolder.require_unused(out)
     if not methods.method_class(requested["method"]).plain_host():
         raise InputError(
             f"method {requested['method']!r} encrypted", "methods that keep FedAvg's server half", "see medfl methods"

@@ -10,12 +10,13 @@ from typing import Any
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.protocol import resolved
 from medfl.compare.comparison import Comparison
-from medfl.compare.grid import Grid, Say, compare, write_tables
+from medfl.compare.grid import Grid, compare, write_tables
 from medfl.compare.papers import tables as paper_tables
 from medfl.compare.papers.tables import PaperTable
 from medfl.compare.tables import rendered
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
+from medfl.core.terminal import Print
 from medfl.methods import load, values_of
 
 _HEADS = ("partition", "method", "metric, %", "ours", "published", "difference")
@@ -35,7 +36,7 @@ def run(
     requested: Mapping[str, Any],
     at_once: int | None = None,
     progress: bool = False,
-    say: Say = str,
+    say: Print = str,
 ) -> tuple[list[str], int, dict[str, Any]]:
     """Run what is missing of a published table, a folder a bundle, and compare.
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from medfl.core.errors import InputError, meant
+from medfl.core.errors import InputError, did_you_mean
 from medfl.data.partition import table as text
 from medfl.data.partition.counts import by_counts, cut, read_count, read_limits
 from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
@@ -188,7 +188,7 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
     raise InputError(
         f"partition {spec!r}",
         f"allowed: {FORMS}",
-        advice if kind in _KINDS else meant(kind, _KINDS, advice),
+        advice if kind in _KINDS else did_you_mean(kind, _KINDS, advice),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, RunError, about_what_came
+from medfl.core.errors import InputError, RunError, errors_safe_to_send
 from medfl.core.message import Message
 from medfl.methods._parts.text_classifier import Gaussians
 from medfl.networks.generator import Augmentation, Generator, check_size
@@ -129,6 +129,6 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
             if not wrong and (given[name].shape, given[name].dtype) != (like.shape, like.dtype)
         ]
     if wrong:
-        with about_what_came():
+        with errors_safe_to_send():
             raise RunError(f"the server's generator does not fit this site: {wrong[0]} ({len(wrong)} such)")
     return {name: int(number) for name, number in told.items()}

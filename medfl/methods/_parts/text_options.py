@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, RunError, about_what_came
+from medfl.core.errors import InputError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
@@ -146,6 +146,6 @@ def _embeddings(down: Message, layer: nn.Module) -> Tensor:
     if own is None or found is None or found.shape != own.shape or not found.is_floating_point():
         given = "none" if found is None else f"{tuple(found.shape)} {found.dtype}"
         wanted = "none" if own is None else f"{tuple(own.shape)} floating-point"
-        with about_what_came():
+        with errors_safe_to_send():
             raise RunError(f"the server's text embeddings are {given}; expected {wanted}")
     return found

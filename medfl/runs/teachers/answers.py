@@ -29,12 +29,11 @@ from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.seeding import stream
 from medfl.core.storage import cache_folder, write_atomic
+from medfl.core.terminal import Print
 from medfl.runs.teachers import medsam, open_clip, trained
 from medfl.runs.teachers.questions import Questions as Questions
 from medfl.runs.teachers.questions import Teacher as Teacher
 from medfl.runs.teachers.questions import public_classes
-
-Say = Callable[[str], object]
 
 CLIP = 1e-4
 """Probabilities of masks are kept within CLIP .. 1 - CLIP, so that their logits are finite in half precision."""
@@ -108,7 +107,7 @@ def open_teacher(name: str, bundle: Bundle, device: torch.device) -> Teacher:
 # Answers
 
 
-def obtain(teacher: Teacher, questions: Questions, *, progress: bool = False, say: Say = str) -> Tensor:
+def obtain(teacher: Teacher, questions: Questions, *, progress: bool = False, say: Print = str) -> Tensor:
     """Return a teacher's answers about all public items, asking it only what the cache does not know.
 
     Args:
@@ -302,7 +301,7 @@ def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], a
 
 
 @contextmanager
-def _alone(path: Path, say: Say) -> Iterator[None]:
+def _alone(path: Path, say: Print) -> Iterator[None]:
     """Let one process at a time ask about the same; the others find what it was told."""
     try:
         import fcntl

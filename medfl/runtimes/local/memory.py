@@ -6,7 +6,6 @@ import ctypes
 import multiprocessing
 import os
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from medfl.core.errors import MedflError
+from medfl.core.terminal import Print
 from medfl.data.disk_cache import free_memory
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
@@ -24,10 +24,8 @@ from medfl.training.site import snapshot
 _SHARE = 0.8  # of the free memory that workers may take together
 _NETWORKS = 4  # copies of the weights that methods hold beside the network in training
 
-Say = Callable[[str], object]
 
-
-def jobs_that_fit(federation: Federation, jobs: int, say: Say = str) -> int:
+def jobs_that_fit(federation: Federation, jobs: int, say: Print = str) -> int:
     """Return how many of `jobs` workers the free memory holds, at least 1; say so if it is fewer.
 
     Small images are not measured: one batch of them is a few megabytes.

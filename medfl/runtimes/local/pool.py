@@ -19,7 +19,7 @@ import torch
 
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Weights
-from medfl.core.shared_memory import Shared, pack, unpack
+from medfl.core.shared_memory import SharedBuffer, pack, unpack
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.visits import answered
@@ -91,7 +91,7 @@ class Pool:
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
         self._links: list[tuple[Any, Connection]] = []
-        self._shared: dict[Connection, tuple[Shared, Shared]] = {}  # for tasks, and for answers
+        self._shared: dict[Connection, tuple[SharedBuffer, SharedBuffer]] = {}  # for tasks, and for answers
         self._queue: deque[Begun] = deque()  # those with tasks that no worker has, the first begun first
         self._busy: dict[Connection, tuple[Begun, int]] = {}
         self._due: deque[Connection] = deque()  # workers whose answers lie ready
@@ -100,7 +100,7 @@ class Pool:
         for _ in range(jobs):
             here, there = context.Pipe()
             others = [here, *(link for _, link in self._links)]
-            self._shared[here] = Shared(room), Shared(room)
+            self._shared[here] = SharedBuffer(room), SharedBuffer(room)
             process = context.Process(target=_serve, args=(federation, there, others, *self._shared[here]), daemon=True)
             process.start()
             there.close()
@@ -198,7 +198,7 @@ class Pool:
 
 
 def _serve(
-    federation: Federation, link: Connection, inherited: list[Connection], tasks: Shared, answers: Shared
+    federation: Federation, link: Connection, inherited: list[Connection], tasks: SharedBuffer, answers: SharedBuffer
 ) -> None:
     """Answer tasks until the parent closes its end or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

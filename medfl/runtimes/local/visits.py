@@ -12,7 +12,7 @@ from typing import Any
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
-from medfl.core.storage import State, load_state, moved, save_state
+from medfl.core.storage import State, load_state, save_state, to_device
 from medfl.evaluation.metrics import Cases
 from medfl.runtimes import profiling
 from medfl.runtimes.absent import Absent
@@ -110,4 +110,4 @@ def _state(federation: Federation, kept: str | None) -> State | None:
     if kept is None:
         return None
     with profiling.during(profiling.CHECKPOINT):
-        return moved(load_state(Path(kept)), federation.networks.device)
+        return to_device(load_state(Path(kept)), federation.networks.device)

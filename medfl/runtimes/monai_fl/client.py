@@ -36,9 +36,9 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
 from medfl.bundle.sections import SECTIONS
-from medfl.core.errors import InputError, MedflError, RunError, about_what_came
+from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
-from medfl.core.run_folder import safe
+from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.evaluation.metrics import Cases, summarise
@@ -142,7 +142,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._own = AtSite(federation, called, self._stop)
         if self.folder is not None:
             run = replace(federation.run, rounds=0)  # a run may go on for more rounds than were asked for
-            own = Path(self.folder) / run.run_hash[:16] / safe(called)
+            own = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
             self.states = InFolder(own, federation.networks.device)
         self._guard.name(called, federation.run.data.folder)
 
@@ -165,7 +165,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._reply, self._trained, self.cases = None, True, {}
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as doing:
             round_, base, received = self._received(own, data, doing)
-            with about_what_came():
+            with errors_safe_to_send():
                 own.require(base is None or base < round_, f"its round is {round_}, after a State of round {base}")
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
@@ -320,13 +320,13 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             return self.states.newest(newest) if base is None else self.states.of(base)
         except RunError as error:
             named = RunError(f"site {self.name!r}: {error}")
-            named.tellable = error.tellable
+            named.safe_to_send = error.safe_to_send
             raise named from error
 
     def _received(self, own: AtSite, data: ExchangeObject, doing: Doing) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
         with profiling.during(profiling.MESSAGES):
-            with about_what_came():
+            with errors_safe_to_send():
                 own.require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
                 named: Any = data.weights
                 own.require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")

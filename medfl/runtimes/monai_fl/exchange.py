@@ -13,7 +13,7 @@ from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl.core.message import Message
 from medfl.core.seeding import derive
-from medfl.core.storage import State, load_state, moved, save_state
+from medfl.core.storage import State, load_state, save_state, to_device
 from medfl.evaluation.metrics import Cases
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
@@ -137,7 +137,7 @@ class _RunFiles:
         self._kept, self._fresh, self._device, self.written = kept, fresh, device, False
 
     def newest(self, round_: int) -> State | None:
-        return None if self._kept is None else moved(load_state(Path(self._kept)), self._device)
+        return None if self._kept is None else to_device(load_state(Path(self._kept)), self._device)
 
     of = newest
 

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medfl.core.errors import MedflError, RunError, identity
+from medfl.core.errors import MedflError, RunError, error_id
 from medfl.core.message import Message
-from medfl.core.run_folder import safe
+from medfl.core.run_folder import safe_file_name
 from medfl.core.storage import State
+from medfl.core.terminal import Print
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.audit import Audit, described, document, numbers
 from medfl.policy.gate import Gate
 from medfl.policy.outbound import Outbound
 from medfl.policy.privacy import Account, account_file
 from medfl.runtimes.step import UNSENT, StepResult
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Guard:
     """
 
     def __init__(
-        self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Say, site: str = ""
+        self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Print, site: str = ""
     ) -> None:
         """Take the parts.
 
@@ -76,7 +75,7 @@ class Guard:
         if self._log is not None:
             self._log.site = site
         if self._rules != Outbound() and self._gate is None:
-            own = None if self._folder is None else self._folder / f"{safe(site)}.privacy.json"
+            own = None if self._folder is None else self._folder / f"{safe_file_name(site)}.privacy.json"
             file = account_file(self._folder, data) if self._folder is not None and data else own
             account = Account.open(file, self._rules.delta)
             if own is not None and own != file:
@@ -110,7 +109,7 @@ class Guard:
         """Write down what went wrong, once, with the id that the server may be told of it."""
         if self._log is not None and why is not self._written:
             self._written = why
-            self._add(doing, "refused", {"reason": in_words(why), "failure": identity(why)})
+            self._add(doing, "refused", {"reason": in_words(why), "failure": error_id(why)})
 
     # What leaves
 

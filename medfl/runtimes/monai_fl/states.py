@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from medfl.core.errors import RunError, about_what_came
-from medfl.core.storage import State, load_state, moved, save_state
+from medfl.core.errors import RunError, errors_safe_to_send
+from medfl.core.storage import State, load_state, save_state, to_device
 
 
 class States(Protocol):
@@ -94,7 +94,7 @@ class InFolder:
     def of(self, round_: int) -> State | None:
         """Return the State of just this round."""
         _require(round_, self._rounds())
-        return moved(load_state(self._file(round_)), self._device) or None if round_ else None
+        return to_device(load_state(self._file(round_)), self._device) or None if round_ else None
 
     def keep(self, round_: int, state: State, base: int | None = None) -> None:
         """Keep the State of a round, also an empty one."""
@@ -120,7 +120,7 @@ def _require(round_: int, rounds: Iterable[int]) -> None:
     """Raise RunError if a State is asked for that is not there."""
     if round_ and round_ not in rounds:
         held = ", ".join(map(str, sorted(rounds))) or "none"
-        with about_what_came():
+        with errors_safe_to_send():
             raise RunError(
                 f"the server goes on from its State of round {round_}, which it does not have (those that it has: "
                 f"{held}); put back the folder of its States, or start the run anew"

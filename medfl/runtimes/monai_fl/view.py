@@ -24,7 +24,7 @@ Form = tuple[torch.Size, torch.dtype]
 class Aborted(RunError):
     """A site was told to stop what it was doing; nothing of it is kept."""
 
-    tellable = True
+    safe_to_send = True
 
 
 class AtSite(Federation):
@@ -85,7 +85,7 @@ class AtSite(Federation):
             RunError: something in it is not what it should be; names the site and the tensor.
         """
         sender = f"site {self.name!r}: the server's message"
-        arrived = Message.from_wire(self.caps.admitted(named, sender), sender)
+        arrived = Message.from_wire(self.message_limits.checked(named, sender), sender)
         message = self.wire.opened_broadcast(arrived, f"site {self.name!r}: the server")
         for group, part in message.tensors.items():
             if group == "weights":
@@ -110,7 +110,7 @@ class AtSite(Federation):
         Raises:
             RunError: they are not all that leave a site, or not finite; names the site and the tensor.
         """
-        weights = self.caps.admitted(named, f"site {self.name!r}: the server's message")
+        weights = self.message_limits.checked(named, f"site {self.name!r}: the server's message")
         for name, tensor in weights.items():
             self._check_finite(f"weights/{name}", tensor)
             wanted = self.leaves[name][1] if name in self.leaves else tensor.dtype

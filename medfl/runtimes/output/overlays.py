@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from medfl.core.run_folder import safe
+from medfl.core.run_folder import safe_file_name
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
@@ -52,7 +52,7 @@ def drawn(
         ]
         median = float(np.nanmedian(list(dice[site].values())))
         structures = _structures(federation, max(masks.classes for masks in made.values()))
-        yield overlays.masks(f"masks-{safe(site)}", site, examples, structures, median)
+        yield overlays.masks(f"masks-{safe_file_name(site)}", site, examples, structures, median)
 
 
 def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:

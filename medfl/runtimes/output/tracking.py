@@ -15,19 +15,19 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import write_atomic
+from medfl.core.terminal import Print
 from medfl.runtimes.output.events import scalars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Say = Callable[[str], object]
 FILE, STORE = "mlflow.json", "mlflow.db"
 """In a run folder: which MLflow run it is, and the SQLite file where MLflow has no other place."""
 EXPERIMENT = "medfl"
@@ -58,7 +58,7 @@ def parse(text: str) -> str | None:
     return uri or None
 
 
-def tracked(folder: RunFolder, track: str | None, say: Say) -> list[Tracking]:
+def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracking]:
     """Return where a run's numbers go besides its folder.
 
     Args:
@@ -82,7 +82,7 @@ class Tracking:
         say: where lines for the user go.
     """
 
-    def __init__(self, folder: RunFolder, uri: str | None, say: Say) -> None:
+    def __init__(self, folder: RunFolder, uri: str | None, say: Print) -> None:
         """Connect to nothing yet."""
         self._folder, self._say = folder, say
         known = self._known()

@@ -10,9 +10,10 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State
+from medfl.core.terminal import Print
 from medfl.evaluation.metrics import Cases
 from medfl.runtimes import profiling
-from medfl.runtimes.absent import Absent, Say, Tolerance, present
+from medfl.runtimes.absent import Absent, Tolerance, present
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.visits import scored, served, train, tried
 from medfl.runtimes.local.workers import Later, Task, Workers
@@ -31,7 +32,7 @@ class Asking:
     """
 
     def __init__(
-        self, federation: Federation, folder: RunFolder, workers: Workers, tolerance: Tolerance, say: Say
+        self, federation: Federation, folder: RunFolder, workers: Workers, tolerance: Tolerance, say: Print
     ) -> None:
         """Take the parts."""
         self.federation, self.folder, self.workers = federation, folder, workers
@@ -153,7 +154,7 @@ class Asking:
             return self.federation.method.broadcast(self.federation.host(round_), server, name)
 
     def _kept(self, name: str) -> str | None:
-        path = self.folder.kept(name)
+        path = self.folder.newest_state(name)
         return None if path is None else str(path)
 
     def _sizes(self, names: Sequence[str], *sections: str) -> list[int]:

@@ -102,7 +102,7 @@ class Scoring:
         self.record["best"] = {"round": round_, "value": value}
         weights = self._judged_weights(round_, server)
         self.folder.write_weights("best", weights)
-        self.folder.keep_best(round_, server)
+        self.folder.save_best(round_, server)
         if self.method.judged == "personal":
             tested = [cases["test"] for cases in self._personal(round_, server, ("test",)).values()]
             self.record["best_test"] = summarise(Cases.concat(tested))
@@ -197,7 +197,7 @@ class Scoring:
         names = [name for name in cases if wanted.get(name) or (save and len(cases[name]))]
         if self.federation.task.kind != "segmentation" or not names:
             return {}, None
-        folders = {name: str(self.folder.predictions(name)) if save else None for name in names}
+        folders = {name: str(self.folder.predictions_folder(name)) if save else None for name in names}
         asked = {name: (list(wanted.get(name, {})), folders[name]) for name in names}
         if self.method.judged == "global":
             found = self.asking.served(global_masks, [(last, server, name, *asked[name]) for name in names])
@@ -242,7 +242,7 @@ class Scoring:
         if best is None:
             return None
         last = best["round"] == self.run.rounds
-        tested = whole if last else self._global(best["round"], "test", self.folder.best())
+        tested = whole if last else self._global(best["round"], "test", self.folder.best_state())
         return {"round": best["round"], **summarise(tested)} if tested is not None else None
 
     def _write_tables(

@@ -26,8 +26,9 @@ from torch import Tensor
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.message import Message, is_finite
 from medfl.core.storage import State
-from medfl.core.untrusted import shown
-from medfl.runtimes.absent import Absent, Say, Tolerance, present
+from medfl.core.terminal import Print
+from medfl.core.untrusted import printable
+from medfl.runtimes.absent import Absent, Tolerance, present
 from medfl.runtimes.federation import LIKE_PARAMETERS, Federation
 from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
 
@@ -58,7 +59,7 @@ def settle(
     replies: Mapping[str, Message],
     tolerance: Tolerance,
     left_out: dict[str, str],
-    say: Say,
+    say: Print,
 ) -> Settled:
     """Return the server's next State, made of the replies that it can be made of.
 
@@ -109,7 +110,7 @@ def begin(
     introductions: Mapping[str, Message],
     tolerance: Tolerance,
     absent: dict[str, str],
-    say: Say,
+    say: Print,
 ) -> State:
     """Return the server's first State, made of the introductions that it can be made of.
 
@@ -207,10 +208,10 @@ def _told(error: Exception) -> str:
     """Return an error in one line, without what is said to somebody who could do something about it."""
     if isinstance(error, KeyError) and error.args:
         text = str(error.args[0])
-        return shown(text, 200) if " " in text else f"'{shown(text)}' is missing"
+        return printable(text, 200) if " " in text else f"'{printable(text)}' is missing"
     text = error._parts[0] if isinstance(error, InputError) else str(error)
     kind = "" if isinstance(error, MedflError | _Unsound) else f"{type(error).__name__}: "
-    return kind + shown(" ".join(text.split()), 200).replace("\\'", "'")
+    return kind + printable(" ".join(text.split()), 200).replace("\\'", "'")
 
 
 # Forms
@@ -234,7 +235,7 @@ def odd(replies: Mapping[str, Message], told: Mapping[str, Mapping[str, Tensor]]
             wrong = [tensor for tensor, own in form.items() if own != right]
             if wrong and name not in found:
                 wanted = "the other sites' is another" if right is None else f"expected {_written(right)}"
-                found[name] = f"{shown(wrong[0], 80)!r} is {_written(form[wrong[0]])}; {wanted}"
+                found[name] = f"{printable(wrong[0], 80)!r} is {_written(form[wrong[0]])}; {wanted}"
     return found
 
 
@@ -289,4 +290,6 @@ def _misnamed(
         yield f"{path + '/' + min(lost)!r} is gone"
     for name in sorted(new) if was or by_class else ():
         if not by_class or not _is_class(name) or (classes and int(name) >= classes):
-            yield f"{shown(path + '/' + name, 80)!r} was not in it before" + (" and is no class" if by_class else "")
+            yield f"{printable(path + '/' + name, 80)!r} was not in it before" + (
+                " and is no class" if by_class else ""
+            )

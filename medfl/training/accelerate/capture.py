@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
-from medfl.core.seeding import drawn
+from medfl.core.seeding import snapshot_rng
 from medfl.training.accelerate.compiled import of_visit, wanted
 from medfl.training.accelerate.cuda_graphs import GRAPHS, Graph, NoGraph, Warming
 from medfl.training.accelerate.interleave import current
@@ -278,7 +278,7 @@ class Steps:
     ) -> tuple[Verdict, Tensor | None]:
         """Look at a step, and at its repetition where both can be undone; return its loss if it was not undone."""
         reached = Home([tensor for tensor in before.tensors if tensor.device == self._device])
-        kept, back, watches = [part.clone() for part in reached.parts], drawn(), list[Watch]()
+        kept, back, watches = [part.clone() for part in reached.parts], snapshot_rng(), list[Watch]()
         obstacle, verdict = before.obstacle, Verdict(before.obstacle)
         while not obstacle and len(watches) < 2:
             watches.append(Watch(self._device, batch, self._storages))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from medfl.core.importing import without_collecting
+from medfl.core.importing import without_gc
 from medfl.training.accelerate.recordings import Repeatable
 
 
@@ -104,7 +104,7 @@ class CudaGraph:
         generator = torch.cuda.default_generators[self._device.index]
         drawn = generator.get_state()
         try:
-            with self.warming(), without_collecting():  # which could free device memory amid a capture
+            with self.warming(), without_gc():  # which could free device memory amid a capture
                 self._graph.capture_begin(pool=self._pools[self._device], capture_error_mode="thread_local")
                 try:
                     loss = step()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
-from medfl.core.seeding import drawn
+from medfl.core.seeding import snapshot_rng
 
 T = TypeVar("T")
 Task = Callable[[], T]
@@ -36,18 +36,18 @@ class Visit(Generic[T]):
         self._error: BaseException | None = None
         self._abandoned = False
         self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
-        self._task, self._back = task, drawn()
+        self._task, self._back = task, snapshot_rng()
         context = copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True)
         self._thread.start()
 
     def go_on(self) -> None:
         """Let the visit run until it meets the others or ends."""
-        ours, self.request = drawn(), None
+        ours, self.request = snapshot_rng(), None
         self._back()
         self._mine.release()
         self._theirs.acquire()
-        self._back = drawn()
+        self._back = snapshot_rng()
         ours()
 
     def meet(self, request: Any) -> None:
