@@ -1,4 +1,4 @@
-"""Caps: how much of a received message is taken, decided before anything is allocated for it.
+"""Message limits: how much of a received message is taken, decided before anything is allocated for it.
 
 What arrives is either a safetensors document, whose header is read here before the library is asked, or tensors under
 names that some transport has restored already. Both are held to the same limits, and refused with one kind of error.
