@@ -96,7 +96,7 @@ class MessageLimits:
         _require(_are_sizes(shape) and len(shape) <= self.dimensions, f"{name!r} has the shape {str(shape)[:80]}")
         _require(_are_sizes(offsets) and len(offsets) == 2, f"{name!r} lies at {str(offsets)[:80]}")
         size, (start, stop) = math.prod(shape) * _TYPES[kind].itemsize, offsets
-        _require(stop - start == size, f"{name!r} has {_short(size)} bytes by its shape, and {_short(stop - start)}")
+        _require(stop - start == size, f"{name!r} has {size:,} bytes by its shape, and {stop - start:,}")
         _require(group != "scalars" or math.prod(shape) == 1, f"{name!r} is {shape}; expected one number")
         return start, stop
 
@@ -128,10 +128,6 @@ class MessageLimits:
         except ValueError as error:
             raise RunError(f"{sender}: {error}") from error
         return out
-
-    def check(self, tensors: Mapping[str, Tensor], sender: str) -> None:
-        """Hold named tensors of this process to the limits; RunError as `checked`."""
-        self.checked(tensors, sender)
 
 
 def _size(name: str, value: Any) -> int:
@@ -172,7 +168,3 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
-
-
-def _short(number: int) -> str:
-    return f"{number:.3g}" if abs(number) >= 10**12 else str(number)

@@ -1,6 +1,6 @@
-"""RunFolder: what a run leaves in `--out`, written so that a kill at any moment loses at most the round in progress.
+"""RunFolder: the files in `--out`, written so that a kill at any moment loses at most the round in progress.
 
-With several workers it may lose the round before it too, while that is still being evaluated.
+With several workers it may also lose the round before, while that is still being evaluated.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
 from medfl.core.run import Run
-from medfl.core.storage import State, file_sha256, load_state, save_state, save_weights, write_atomic
+from medfl.core.storage import State, atomic_replace, file_sha256, load_state, save_state, save_weights, write_atomic
 
 SITES = "sites"
-"""Where in the run folder the sites of a FLARE federation on one machine keep their States."""
+"""Subfolder in which the sites of a FLARE federation on one machine keep their States."""
 MANIFEST = "manifest.json"
 _BEST = "best-server.safetensors"
 """The server's State of the best round in folders whose manifest does not name its file."""
@@ -34,12 +34,12 @@ _FORM = {"round": int, "server": str, "sites": dict, "record": dict}
 
 
 class RunFolder:
-    """The output folder of one run; file names and contents as in the contract.
+    """The output folder of one run.
 
-    The manifest in `state/` is the commit point: it names the state files of the last complete round, and is replaced
-    by a rename. Files that it does not name are left over from a kill and are removed at the first commit after it.
+    The manifest in `state/` is the commit point: it names the State files of the last complete round, and is replaced
+    by a rename. Files that it does not name are left over from a kill; the next commit removes them.
 
-    Sites' States are written by whoever trains there, to `state_path`; only their names pass through here.
+    Sites write their own States, to `state_path`; this class handles only the files' names.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,17 +47,17 @@ class RunFolder:
         self.path = path
         self.state = path / "state"
         self._files: dict[str, str] | None = None  # site -> file of its newest State
-        self._stale: list[str] | None = None  # what the next commit makes superfluous; None: look what is there
+        self._stale: list[str] | None = None  # files that the next commit removes; None: list the folder
         self._best: str | None = None  # file of the server's State of the best round
         self._sums: dict[str, str] | None = None  # file -> SHA-256
 
     @staticmethod
     def require_unused(path: Path, beside: Sequence[str] = ()) -> None:
-        """Raise an InputError if a folder cannot be made or is not empty, but for what `beside` names."""
-        above = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
-        if above != path and not (above.is_dir() and os.access(above, os.W_OK)):
-            reason = "may not be written to" if above.is_dir() else "is not a folder"
-            raise InputError(f"--out {path} cannot be made: {above} {reason}", "a new folder", "give a writable place")
+        """Raise an InputError if a folder cannot be made, or holds anything but what `beside` names."""
+        parent = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
+        if parent != path and not (parent.is_dir() and os.access(parent, os.W_OK)):
+            reason = "may not be written to" if parent.is_dir() else "is not a folder"
+            raise InputError(f"--out {path} cannot be made: {parent} {reason}", "a new folder", "give a writable place")
         if path.exists() and (
             not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())
         ):
@@ -67,7 +67,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
-        """Make a new folder; `beside` names what may be in it already.
+        """Make a new folder, in which only what `beside` names may exist already.
 
         Raises:
             InputError: it exists and is not empty, or cannot be made.
@@ -96,29 +96,29 @@ class RunFolder:
         return cls(path)
 
     def remove_unstarted(self, beside: Sequence[str] = ()) -> None:
-        """Remove what a run that was refused before its first round has written; `beside` names what stays."""
-        for found in self.path.iterdir():
-            if found.name not in beside:
-                shutil.rmtree(found) if found.is_dir() else found.unlink()
+        """Remove the files of a run that was refused before its first round, except what `beside` names."""
+        for path in self.path.iterdir():
+            if path.name not in beside:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         if not any(self.path.iterdir()):
             self.path.rmdir()
 
     def write_run(self, run: Run, extra: Mapping[str, Any]) -> None:
-        """Write run.json: the run, its hash, and what helps a reader (`extra`)."""
+        """Write run.json: the run, its hash, and `extra` entries for the reader."""
         self._json("run.json", {**extra, **run.to_dict(), "run_hash": run.run_hash})
 
-    def add_to_run(self, told: Mapping[str, Any]) -> None:
-        """Write more into run.json that helps a reader; the run itself stays what it is."""
-        self._json("run.json", {**self.read_run()[1], **told})
+    def add_to_run(self, extra: Mapping[str, Any]) -> None:
+        """Add entries for the reader to run.json; the run itself does not change."""
+        self._json("run.json", {**self.read_run()[1], **extra})
 
     def read_run(self) -> tuple[Run, dict[str, Any]]:
-        """Read run.json: the run, and all that the file says; InputError if it is damaged."""
+        """Return the run in run.json and the whole document; InputError if it is damaged."""
         return read_run(self.path / "run.json")
 
     # State
 
     def state_path(self, round_: int, name: str) -> Path:
-        """Return the file that a site's State of a round is to be saved to, before the round is committed."""
+        """Return the file to which a site saves its State of a round, before the round is committed."""
         return self.state / f"{round_:06d}-site-{safe_file_name(name)}.safetensors"
 
     def newest_state(self, name: str) -> Path | None:
@@ -127,15 +127,15 @@ class RunFolder:
         return None if file is None else self.state / file
 
     def readable_state(self, name: str, run_hash: str) -> Path | None:
-        """Return the file of a site's newest State as it can be read: here, or where a site of FLARE keeps it."""
-        kept = self.newest_state(name)
-        if kept is None or kept.is_file():
-            return kept
-        apart = self.path / SITES / run_hash[:16] / safe_file_name(name) / f"{kept.name.partition('-')[0]}.safetensors"
-        return apart if apart.is_file() else kept
+        """Return the file of a site's newest State: in this folder, or where a FLARE site on this machine keeps it."""
+        path = self.newest_state(name)
+        if path is None or path.is_file():
+            return path
+        at_site = self.path / SITES / run_hash[:16] / safe_file_name(name) / f"{path.name.split('-')[0]}.safetensors"
+        return at_site if at_site.is_file() else path
 
     def accept_states(self, round_: int, names: Collection[str]) -> None:
-        """Take the States that these sites saved in a round, not committed yet, as their newest."""
+        """Make the States that these sites saved in a round, which is not committed yet, their newest."""
         files = self._known()
         replaced = [files[name] for name in names if name in files]
         files.update({name: self.state_path(round_, name).name for name in names})
@@ -143,7 +143,7 @@ class RunFolder:
             self._stale += replaced
 
     def drop_states(self, round_: int, names: Collection[str]) -> None:
-        """Have the next commit remove the States that these sites may have saved in a round: the older ones stay."""
+        """Have the next commit remove the States that these sites may have saved in a round; the older ones stay."""
         if self._stale is not None:
             self._stale += [self.state_path(round_, name).name for name in names]
 
@@ -158,15 +158,15 @@ class RunFolder:
         self._sums = {name: self._sum(name) for name in (server_file, best, *sites.values()) if self._is_here(name)}
         document = {"round": round_, "server": server_file, "sites": sites, "best": best, "sha256": self._sums}
         write_atomic(self.state / MANIFEST, json.dumps({**document, "record": record}).encode())
-        kept = {server_file, *sites.values(), MANIFEST, best}
-        for name in set(os.listdir(self.state) if self._stale is None else self._stale) - kept:
+        needed = {server_file, *sites.values(), MANIFEST, best}
+        for name in set(os.listdir(self.state) if self._stale is None else self._stale) - needed:
             (self.state / name).unlink(missing_ok=True)
         self._stale = [server_file]
 
     def manifest(self) -> dict[str, Any] | None:
         """Return the last committed round's manifest, None before the first commit.
 
-        It names the files of the States and, but in older folders, their SHA-256: `sha256`, file -> digest.
+        It names the State files and, except in older folders, their SHA-256: `sha256`, file -> digest.
 
         Raises:
             RunError: it is damaged.
@@ -193,17 +193,17 @@ class RunFolder:
         return self._files
 
     def _is_here(self, name: str) -> bool:
-        """Tell whether a State's file is in this folder: a site of FLARE keeps its own elsewhere."""
+        """Return whether a State's file is in this folder: a FLARE site keeps its own elsewhere."""
         return name in (self._sums or ()) or (self.state / name).is_file()
 
     def _sum(self, name: str) -> str:
-        """Return the SHA-256 of a State's file, which is never written twice but by a round that is repeated."""
+        """Return the SHA-256 of a State's file, cached: only a repeated round writes a file again."""
         if self._sums is None:
             self._sums = dict((self.manifest() or {}).get("sha256") or {})
         return self._sums.get(name) or file_sha256(self.state / name)
 
     def save_best(self, round_: int, server: State) -> None:
-        """Keep the server's State of the best round so far; until this round is committed, the one before it too."""
+        """Save the server's State of the best round so far; the one before it stays until this round is committed."""
         if self._stale is not None:
             self._stale.append(self._best_file())
         self._best = f"{round_:06d}-best.safetensors"
@@ -235,10 +235,9 @@ class RunFolder:
             ) from error
 
     def rounds(self, up_to: int | None = None) -> list[dict[str, Any]]:
-        """Read rounds.jsonl up to the first line that is no round, as a kill leaves one.
+        """Read rounds.jsonl up to the first incomplete line, as a kill leaves one.
 
-        With `up_to` drop what is later, and so not committed, from the file too; `medfl.core.run_integrity` has looked
-        for damage.
+        With `up_to`, also drop the later, uncommitted rounds from the file; `medfl.core.run_integrity` checks damage.
         """
         path = self.path / "rounds.jsonl"
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
@@ -259,7 +258,7 @@ class RunFolder:
     # Results
 
     def write_weights(self, name: str, weights: Weights) -> None:
-        """Write `<name>.safetensors`; what is no dict is written one tensor at a time.
+        """Write `<name>.safetensors`; a mapping that is no dict is written one tensor at a time.
 
         Raises:
             RunError: the disk is full; the old file is untouched.
@@ -285,16 +284,14 @@ class RunFolder:
 
     def write_picture(self, name: str, png: bytes) -> None:
         """Write `pictures/<name>.png`."""
-        path = self.path / "pictures" / f"{name}.png"
-        try:
-            path.parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot make {path.parent}: {error.strerror}; continue with --resume") from error
-        write_atomic(path, png)
+        write_atomic(self._subfolder("pictures") / f"{name}.png", png)
 
     def predictions_folder(self, site: str) -> Path:
         """Return the folder of a site's predicted masks, making it."""
-        path = self.path / "predictions" / safe_file_name(site)
+        return self._subfolder("predictions", safe_file_name(site))
+
+    def _subfolder(self, *names: str) -> Path:
+        path = self.path.joinpath(*names)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -306,10 +303,10 @@ class RunFolder:
 
 
 def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
-    """Read a run's record: the run, and all that the file says.
+    """Return the run in a run.json and the whole document.
 
     Raises:
-        InputError: it is not there or damaged.
+        InputError: the file is missing or damaged.
     """
     try:
         document = json.loads(path.read_text())
@@ -320,7 +317,7 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
 
 
 def _save_streamed(path: Path, weights: Weights) -> None:
-    """Write a safetensors file without holding more than one of its tensors; each is read twice, for form and value."""
+    """Write a safetensors file holding one tensor at a time; each is read twice, for its shape and its values."""
     forms = {name: (tensor.dtype, tuple(tensor.shape), tensor.nbytes) for name, tensor in weights.items()}
     names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))  # so that every value is aligned
     header, offset = {}, 0
@@ -328,37 +325,28 @@ def _save_streamed(path: Path, weights: Weights) -> None:
         dtype, shape, size = forms[name]
         header[name] = {"dtype": _dtype_name(dtype), "shape": shape, "data_offsets": (offset, offset + size)}
         offset += size
-    told = json.dumps(header).encode()
-    told += b" " * (-len(told) % 8)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(len(told).to_bytes(8, "little") + told)
-            for name in names:
-                file.write(weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(
-            f"cannot write {path} ({offset} bytes): {error.strerror}; what was saved before is intact; "
-            "free some space and continue with --resume"
-        ) from error
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with atomic_replace(path, offset) as temporary, temporary.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in names:
+            file.write(weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @lru_cache
 def _dtype_name(dtype: torch.dtype) -> str:
-    """Return what safetensors calls a type: its own header of an empty tensor says it."""
+    """Return safetensors' name of a dtype, read from its own header of an empty tensor."""
     data = safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
     name: str = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[""]["dtype"]
     return name
 
 
 def _leftover(path: Path) -> bool:
-    """Tell whether this is what a kill left before run.json was there: nothing of it is of use."""
+    """Return whether a kill left this before run.json was written; nothing in it is needed."""
     return path.name == ".run.json.tmp" or (path.name == "state" and path.is_dir() and not any(path.iterdir()))
 
 
 def safe_file_name(name: str) -> str:
-    """Make a name (of a site, of a case) a file name; different names stay different."""
+    """Return a file name for the name of a site or case; different names stay different."""
     plain = urllib.parse.quote(name, safe="").replace(".", "%2E")
     return plain if len(plain) <= 100 else f"{plain[:80]}%{hashlib.sha256(name.encode()).hexdigest()[:12]}"

@@ -11,8 +11,6 @@ import yaml
 
 Plain = Any
 """None, bool, int, float, str, date, and lists and dicts of them."""
-
-
 _NUMBER = 64  # characters: no number that a configuration needs has more, and YAML reads 1:1:1:... for minutes
 _YAML = "tag:yaml.org,2002:"
 
@@ -67,8 +65,9 @@ def read_plain(text: str, *, is_json: bool, nodes: int, depth: int) -> Plain:
     try:
         if is_json:
             value = json.loads(
-                text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_whole, parse_float=_real
-            )
+                text, object_pairs_hook=_unique, parse_constant=_no_constant,
+                parse_int=lambda number: int(_short(number)), parse_float=lambda number: float(_short(number)),
+            )  # fmt: skip
         else:
             value = _read_yaml(text, nodes, depth)
     except RecursionError as error:
@@ -91,14 +90,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> float:
     raise Refused(f"{name}, which is not JSON")
-
-
-def _whole(text: str) -> int:
-    return int(_short(text))
-
-
-def _real(text: str) -> float:
-    return float(_short(text))
 
 
 def _short(text: str) -> str:

@@ -202,7 +202,7 @@ class MedflController(_Controller):
         public = made.public.prepare(say=say) if made.public else None
         federation = Federation(made.bundle, made.method, made.run, public=public)
         folder = RunFolder.existing(path)
-        self._simulate(federation, folder, say, True, save_predictions=self.save_predictions, **_tracked(self.track))
+        self._simulate(federation, folder, say, True, save_predictions=self.save_predictions, track=self.track or None)
 
 
 class RemoteController(_Controller):
@@ -239,7 +239,7 @@ class RemoteController(_Controller):
         text_record.keep(bundle, run, federation.method, path)
         folder.write_run(run, about)
         say(f"run folder: {path}")
-        self._simulate(federation, folder, say, False, **_tracked(self._own.track))
+        self._simulate(federation, folder, say, False, track=self._own.track or None)
         say(f"report: {write_report(path)}")
 
 
@@ -361,10 +361,6 @@ def _read(result: Shareable, site: str) -> Parcel:
         return from_model(FLModelUtils.from_shareable(result), f"site {site!r}")
     except Exception as error:  # whatever a client made of it
         return wire.failure(error)
-
-
-def _tracked(track: str) -> dict[str, str]:
-    return {"track": track} if track else {}
 
 
 def _paths(*parts: type) -> list[str]:

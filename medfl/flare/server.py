@@ -38,6 +38,8 @@ _NOTHING: Mapping[Callable[..., Any], Any] = {site_abroad: Cases((), {}), site_w
 """What is not asked for outside of a simulation, and what stands for it."""
 _START = 300.0
 """Seconds beyond the deadline for the first question of a job, with which a site prepares its images."""
+_Visit = tuple[int, str, str | None, Message]
+"""Round, site, file of the site's State, broadcast."""
 
 
 class Answer(NamedTuple):
@@ -155,48 +157,33 @@ class FlareWorkers(Workers):
             return _Question(index, name, wire.TRAIN, wire.asked(round_, judge), message, read, {}, _round(kept))
         if function is visits.tried:
             round_, name, kept, down, judge = arguments
-            return self._told(index, wire.TRY, round_, name, kept, down, self._cases(name, judge), judge)
+            return self._ask(index, wire.TRY, (round_, name, kept, down), self._cases(name, judge), judge)
         if function is visits.scored and (self._shown or arguments[0] not in _NOTHING):
-            return self._scored(index, *arguments)
+            return self._scored(index, arguments[0], arguments[1:5], *arguments[5:])
         return None
 
-    def _scored(
-        self,
-        index: int,
-        function: Callable[..., Any],
-        round_: int,
-        name: str,
-        kept: str | None,
-        down: Message,
-        *rest: Any,
-    ) -> _Question:
+    def _scored(self, index: int, function: Callable[..., Any], visit: _Visit, *rest: Any) -> _Question:
+        name = visit[1]
         if function is site_judge:
             (sections,) = rest
-            return self._told(index, wire.JUDGE, round_, name, kept, down, self._cases(name, sections), sections)
+            return self._ask(index, wire.JUDGE, visit, self._cases(name, sections), sections)
         if function is site_abroad:
-            return self._told(index, wire.ABROAD, round_, name, kept, down, self._abroad(name))
+            return self._ask(index, wire.ABROAD, visit, self._abroad(name))
         if function is site_weights:
-            return self._told(index, wire.WEIGHTS, round_, name, kept, down, lambda parcel: parcel.under("own"))
+            return self._ask(index, wire.WEIGHTS, visit, lambda parcel: parcel.under("own"))
         assert function is site_masks, function
         wanted, folder = rest
         ids = self._federation.shard(name, "test").ids
         positions = torch.tensor([ids.index(ident) for ident in wanted], dtype=torch.int64)
-        question = self._told(index, wire.MASKS, round_, name, kept, down, self._masks(name, ids))
+        question = self._ask(index, wire.MASKS, visit, self._masks(name, ids))
         question.numbers = {**question.numbers, wire.SAVE: int(folder is not None)}
         question.extra = {"positions/test": positions}
         return question
 
-    def _told(
-        self,
-        index: int,
-        word: str,
-        round_: int,
-        name: str,
-        kept: str | None,
-        down: Message,
-        read: Callable[[Parcel], Any],
-        sections: Sequence[str] = (),
+    def _ask(
+        self, index: int, word: str, visit: _Visit, read: Callable[[Parcel], Any], sections: Sequence[str] = ()
     ) -> _Question:
+        round_, name, kept, down = visit
         message = self._wire(round_, name, down)
         return _Question(index, name, word, wire.asked(round_, sections), message, read, {}, _round(kept))
 

@@ -316,7 +316,7 @@ class Federation:
             RunError: names the site and the tensor, or what is too large.
         """
         flat, body = said.flat(), self._bodies[name]
-        self.message_limits.check(flat, f"site {name!r}")
+        self.message_limits.checked(flat, f"site {name!r}")
         for key, tensor in flat.items():
             group, _, own = key.partition("/")
             form = body.leaves.get(key)
