@@ -42,7 +42,7 @@ from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.data.on_device import within
 from medfl.runs.launch import Shared, federate
-from medfl.runs.plan import Plan, Request, device_named, plan
+from medfl.runs.plan import Plan, Request, device_named, make_plan
 
 _FAILED = "failed.txt"
 _HEADS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
@@ -203,7 +203,7 @@ def compare(
     device = _device(str(grid.requested.get("device", "cpu"))) if missing else "cpu"
     with gpu_memory.without_cuda_init():
         for cell in {cell.kind: cell for cell in missing}.values():  # refuse before any run
-            made = plan(dataclasses.replace(_request(grid, cell), device="cpu"))
+            made = make_plan(dataclasses.replace(_request(grid, cell), device="cpu"))
             runs.append(dataclasses.replace(made.run, device=device))
             comparable.runs(runs[-1], there)
             images.setdefault(Shared.key(made), made)

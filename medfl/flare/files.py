@@ -31,21 +31,21 @@ def read_run(app: str) -> Run:
         raise InputError(f"the job's {path.name} ({error})", "a job that medfl made", "export it again") from error
 
 
-def failed(error: Exception) -> dict[str, Any]:
+def error_document(error: Exception) -> dict[str, Any]:
     """Return an error as plain values."""
     if isinstance(error, InputError):
         return {"parts": list(error._parts)}
     return {"text": str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {error}"}
 
 
-def raise_failed(document: dict[str, Any]) -> None:
+def raise_error(document: dict[str, Any]) -> None:
     """Raise the error that `failed` was given."""
     if "parts" in document:
         raise InputError(*document["parts"])
     raise RunError(document["text"])
 
 
-def allow(resources: Path, classes: Sequence[str], never: Sequence[str] = ()) -> None:
+def allow_classes(resources: Path, classes: Sequence[str], never: Sequence[str] = ()) -> None:
     """Set which classes FLARE makes at a site, keeping what the file says else.
 
     Args:

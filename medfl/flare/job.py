@@ -19,14 +19,14 @@ from typing import Any
 from medfl.core.errors import InputError, RunError
 from medfl.core.run import Run
 from medfl.core.terminal import Print
-from medfl.flare.files import allow, participants, raise_failed
-from medfl.flare.server import BESIDE, DONE, FAILED, SAID
+from medfl.flare.files import allow_classes, participants, raise_error
+from medfl.flare.server import DONE_FILE, ERROR_FILE, FLARE_FOLDER, LINES_FILE
 from medfl.flare.wire import wire_names
 from medfl.runtimes.registry import Execution, Runtime
 
 MOST_SITES = 32
 """Sites of a run on one machine: FLARE has a process for each."""
-ASK_EVERY = 0.1
+REQUEST_INTERVAL = 0.1
 """Seconds between a site's questions for work; FLARE's own default of 2 would be most of a short round."""
 _PACKAGE = "medfl"
 
@@ -59,15 +59,15 @@ def recipe(run: Run, carried: Sequence[Path], clients: list[str], controller: An
     job = FedJob(name=f"medfl-{run.run_hash[:16]}", min_clients=least)
     job.set_app_packages([_PACKAGE])  # installed at every site, never shipped
     job.to_server(controller)
-    job.to_server({"server": {"task_request_interval": ASK_EVERY}})
+    job.to_server({"server": {"task_request_interval": REQUEST_INTERVAL}})
     job.to_clients(executor, tasks=["*"])
     for give in (job.to_server, job.to_clients):
         for path in carried:
-            give(_Carried(path))
+            give(_ConfigFile(path))
     return MedflRecipe(job)
 
 
-class _Carried:
+class _ConfigFile:
     """A file for the configuration folder of a job."""
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class _Carried:
         job.add_file_source(str(self.path), None, "config", ctx)
 
 
-def on_one_machine(run: Run, folder: Path, *, min_replies: int = 0, **settings: Any) -> tuple[Any, list[str]]:
+def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: Any) -> tuple[Any, list[str]]:
     """Return the recipe of a run whose processes all see the data and the run folder, and FLARE's names of its sites.
 
     Raises:
@@ -114,11 +114,11 @@ def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings
     Raises:
         InputError, RunError: as `Simulator.execute`.
     """
-    beside = folder.resolve() / BESIDE
+    beside = folder.resolve() / FLARE_FOLDER
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
-    made, clients = on_one_machine(run, folder, **settings)
-    write(made, beside)
+    made, clients = local_recipe(run, folder, **settings)
+    write_job(made, beside)
     where = _on_poc(beside, made.name, clients, say) if poc else _on_simulator(beside, made.name, clients, say)
     return _result(folder, f"its output is in {where}")
 
@@ -135,7 +135,7 @@ SIMULATOR = Runtime(partial(_executed, poc=False), _PROCESSES, remote=True, requ
 POC = Runtime(partial(_executed, poc=True), _PROCESSES, remote=True, require=require_flare)
 
 
-def write(made: Any, folder: Path) -> Path:
+def write_job(made: Any, folder: Path) -> Path:
     """Write a recipe's job into a folder and return the job's own."""
     with contextlib.redirect_stdout(io.StringIO()):
         made.export(str(folder))
@@ -147,7 +147,7 @@ def _on_simulator(beside: Path, job: str, clients: list[str], say: Print) -> Pat
     from medfl.flare.parts import SIMULATED
 
     workspace, log = beside / "workspace", beside / "output.txt"
-    allow(workspace / "local" / "resources.json", SIMULATED)
+    allow_classes(workspace / "local" / "resources.json", SIMULATED)
     command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(beside / job)]
     command += ["-w", str(workspace), "-c", ",".join(clients), "-t", str(len(clients))]
     with log.open("wb") as output:
@@ -163,10 +163,10 @@ def _on_simulator(beside: Path, job: str, clients: list[str], say: Print) -> Pat
 
 def _on_poc(beside: Path, job: str, clients: list[str], say: Print) -> Path:
     """Run a job in a federation of its own on this machine; return where the output is."""
-    from medfl.flare.loopback import Loopback
+    from medfl.flare.local_federation import LocalFederation
     from medfl.flare.parts import SIMULATED
 
-    with Loopback(beside / "federation", clients, SIMULATED) as federation:
+    with LocalFederation(beside / "federation", clients, SIMULATED) as federation:
         federation.start()
         federation.ready()
         say(f"a FLARE server and {len(clients)} sites are up")
@@ -177,10 +177,10 @@ def _on_poc(beside: Path, job: str, clients: list[str], say: Print) -> Path:
 
 def _result(folder: Path, where: str) -> dict[str, Any]:
     """Return the summary that the server wrote, or raise what ended it; remove what is of no use any more."""
-    beside = folder / BESIDE
-    if (beside / FAILED).is_file():
-        raise_failed(json.loads((beside / FAILED).read_text()))
-    if not (beside / DONE).is_file():
+    beside = folder / FLARE_FOLDER
+    if (beside / ERROR_FILE).is_file():
+        raise_error(json.loads((beside / ERROR_FILE).read_text()))
+    if not (beside / DONE_FILE).is_file():
         raise RunError(f"NVIDIA FLARE ended without a result; {where}; continue with --resume")
     shutil.rmtree(beside, ignore_errors=True)
     return dict(json.loads((folder / "summary.json").read_text()))
@@ -188,9 +188,9 @@ def _result(folder: Path, where: str) -> dict[str, Any]:
 
 def _follow(ended: Callable[[], bool], beside: Path, say: Print) -> None:
     """Say what the server says, until the run is over; FLARE itself would take seconds more to end."""
-    seen, over, said = 0, False, beside / SAID
+    seen, over, said = 0, False, beside / LINES_FILE
     while not over:
-        over = (beside / DONE).is_file() or ended()
+        over = (beside / DONE_FILE).is_file() or ended()
         lines = said.read_text().splitlines() if said.is_file() else []
         for line in lines[seen:]:
             say(json.loads(line))

@@ -16,13 +16,13 @@ from medfl.core.errors import InputError
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.run_folder import RunFolder
 from medfl.flare.files import RUN_FILE
-from medfl.flare.job import recipe, require_flare, write
-from medfl.flare.wire import flare_name
+from medfl.flare.job import recipe, require_flare, write_job
+from medfl.flare.wire import is_flare_name
 from medfl.runs import text_record
-from medfl.runs.plan import Request, plan
+from medfl.runs.plan import Request, make_plan
 from medfl.runtimes.absent import Tolerance
 
-OWN = "own"
+OWN_IMAGES = "own"
 """The partition of a run whose sites have images of their own."""
 
 
@@ -48,14 +48,14 @@ def offer(
     Raises:
         InputError: something is not allowed, or not between sites that hold their images apart.
     """
-    odd = [name for name in sites if not flare_name(name)]
+    odd = [name for name in sites if not is_flare_name(name)]
     if odd:
         raise InputError(
             f"site {odd[0]!r}", "letters, digits, - and _, at most 63, and not server, admin or relay", "rename it"
         )
     data = PHANTOM if bundle in shipped() else None
     whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data}
-    made = plan(Request(bundle, options=options or {}, config=config or {}, **whole))
+    made = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole))
     run, method = made.run, made.method
     if run.method not in methods.names():
         raise InputError(f"--method {run.method}", "a shipped method: sites take no other code", "see medfl methods")
@@ -68,7 +68,7 @@ def offer(
         run,
         bundle_path="",
         data=DataRecord(source, "", "", "", {}),
-        partition=PartitionRecord(OWN, run.seed, (), {name: {} for name in sites}),
+        partition=PartitionRecord(OWN_IMAGES, run.seed, (), {name: {} for name in sites}),
     )
 
 
@@ -113,7 +113,7 @@ def export(
         carried = Path(place) / RUN_FILE
         carried.write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}, indent=1))
         controller = RemoteController(resume=resume, **tolerance.record())
-        job = write(recipe(run, [carried, *texts], list(sites), controller, RemoteExecutor(), least), out)
+        job = write_job(recipe(run, [carried, *texts], list(sites), controller, RemoteExecutor(), least), out)
     return {
         "job": str(job), "sites": list(sites), "bundle": run.bundle, "bundle_sha256": run.bundle_sha256,
         "method": run.method, "rounds": run.rounds, "run_hash": run.run_hash, "data_source": run.data.source,

@@ -37,11 +37,11 @@ from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.flare import tensors as flare_tensors
 from medfl.flare import wire
-from medfl.flare.files import failed, participants, read_run
-from medfl.flare.own import FILE, OwnSite, open_server, open_site, taken, unlimited
-from medfl.flare.remote import ToldFolder
-from medfl.flare.server import BESIDE, DONE, FAILED, SAID, Answer, FlareWorkers
-from medfl.flare.wire import Parcel, from_model, to_model
+from medfl.flare.files import error_document, participants, read_run
+from medfl.flare.remote import ReportedRunFolder
+from medfl.flare.server import DONE_FILE, ERROR_FILE, FLARE_FOLDER, LINES_FILE, Answer, FlareWorkers
+from medfl.flare.site_config import CONFIG_FILE, SiteConfig, accepted_run, open_server, open_site, without_round_limit
+from medfl.flare.wire import Payload, from_model, to_model
 from medfl.report import write_report
 from medfl.runs import text_record
 from medfl.runs.plan import repeat
@@ -81,21 +81,21 @@ class _Controller(ModelController):  # type: ignore[misc]
 
         def say(text: str) -> None:
             if beside is not None:
-                with (beside / SAID).open("a") as file:
+                with (beside / LINES_FILE).open("a") as file:
                     file.write(json.dumps(text) + "\n")
             self.info(text)
 
         try:
             path = self._place()
-            beside = path / BESIDE
+            beside = path / FLARE_FOLDER
             beside.mkdir(exist_ok=True)
-            for name in (SAID, FAILED, DONE):
+            for name in (LINES_FILE, ERROR_FILE, DONE_FILE):
                 (beside / name).unlink(missing_ok=True)
             self._execute(path, say)
-            (beside / DONE).touch()
+            (beside / DONE_FILE).touch()
         except Exception as error:  # told to who started the job, as well as to FLARE
             if beside is not None:
-                write_atomic(beside / FAILED, json.dumps(failed(error)).encode())
+                write_atomic(beside / ERROR_FILE, json.dumps(error_document(error)).encode())
             if not isinstance(error, MedflError):
                 raise
             self.panic(str(error))
@@ -114,7 +114,7 @@ class _Controller(ModelController):  # type: ignore[misc]
 
         def workers(whole: Federation, _: int) -> FlareWorkers:
             found = FlareWorkers(whole, self, shown)
-            if isinstance(folder, ToldFolder):
+            if isinstance(folder, ReportedRunFolder):
                 folder.workers = found
             return found
 
@@ -123,7 +123,7 @@ class _Controller(ModelController):  # type: ignore[misc]
 
     # Link
 
-    def ask(self, word: str, sites: Sequence[str], parcel: Parcel, answers: queue.SimpleQueue[Answer]) -> int:
+    def ask(self, word: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]) -> int:
         """Schedule one task for these sites; FLARE's threads put what comes into the queue."""
         with self._lock:
             self._count += 1
@@ -135,7 +135,7 @@ class _Controller(ModelController):  # type: ignore[misc]
             waiting.discard(site)
             answers.put(Answer(number, site, _read(result, site)))
 
-        task = Task(name=word, data=FLModelUtils.to_shareable(to_model(parcel)), result_received_cb=arrived)
+        task = Task(name=word, data=FLModelUtils.to_shareable(to_model(payload)), result_received_cb=arrived)
         self._questions[number] = (task, waiting)
         self.broadcast(task=task, fl_ctx=self.fl_ctx, targets=list(inverse), min_responses=0)
         return number
@@ -220,8 +220,11 @@ class RemoteController(_Controller):
 
     def _place(self) -> Path:
         self._run, self._carried = read_run(self.get_app_dir()), Path(self.get_app_dir()) / "config"
-        self._own = OwnSite.read(Path(self.engine.get_workspace().get_site_config_dir()) / FILE)
-        path = Path(self._own.folder) / f"{self._run.bundle}-{self._run.method}-{unlimited(self._run).run_hash[:16]}"
+        self._config = SiteConfig.read(Path(self.engine.get_workspace().get_site_config_dir()) / CONFIG_FILE)
+        path = (
+            Path(self._config.folder)
+            / f"{self._run.bundle}-{self._run.method}-{without_round_limit(self._run).run_hash[:16]}"
+        )
         there = (path / "run.json").is_file()
         if there and not self.resume:
             raise InputError(f"the server has this run in {path}", "a new one", "export the job with --resume")
@@ -230,16 +233,16 @@ class RemoteController(_Controller):
         return path
 
     def _execute(self, path: Path, say: Print) -> None:
-        federation = open_server(self._run, self._own, self._carried)
+        federation = open_server(self._run, self._config, self._carried)
         run, bundle = federation.run, federation.bundle
         torch.set_num_threads(run.threads)
-        folder = ToldFolder(path)
+        folder = ReportedRunFolder(path)
         about = {"medfl": run.versions.get("medfl", ""), "task": bundle.task, "classes": list(bundle.classes)}
         about |= {"key_metric": bundle.key_metric, "command": "a FLARE job", "runtime": "flare"}
         text_record.keep(bundle, run, federation.method, path)
         folder.write_run(run, about)
         say(f"run folder: {path}")
-        self._simulate(federation, folder, say, False, track=self._own.track or None)
+        self._simulate(federation, folder, say, False, track=self._config.track or None)
         say(f"report: {write_report(path)}")
 
 
@@ -279,7 +282,7 @@ class _Executor(Executor):  # type: ignore[misc]
     def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
         """Return the site that FLARE calls so."""
 
-    def _failed(self, error: Exception, called: str) -> Parcel:
+    def _failed(self, error: Exception, called: str) -> Payload:
         """Return what the server is told of an error outside of the site's own answers."""
         return wire.failure(error if isinstance(error, MedflError) else f"{type(error).__name__}: {error}")
 
@@ -324,35 +327,35 @@ class RemoteExecutor(_Executor):
     def __init__(self) -> None:
         """Begin with nothing prepared."""
         super().__init__()
-        self._own: OwnSite | None = None
+        self._config: SiteConfig | None = None
 
     def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
         from medfl.flare.site import FlareSite
         from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
-        self._own = own = OwnSite.read(Path(workspace.get_site_config_dir()) / FILE)
-        policy = own.checked_policy()
+        self._config = config = SiteConfig.read(Path(workspace.get_site_config_dir()) / CONFIG_FILE)
+        policy = config.checked_policy()
         algo = MedflClientAlgo(
-            lambda: open_site(run, called, own, self._carried), called,
-            folder=own.folder, outbound=policy.outbound, audit=own.audit or None, say=self._say,
+            lambda: open_site(run, called, config, self._carried), called,
+            folder=config.folder, outbound=policy.outbound, audit=config.audit or None, say=self._say,
         )  # fmt: skip
-        taken(run, called, own)
+        accepted_run(run, called, config)
         return FlareSite(algo, called)
 
     def _say(self, text: str) -> None:
         self.logger.info(text)  # FLARE's log at the site; `self.log_info` would make an event of it
 
-    def _failed(self, error: Exception, called: str) -> Parcel:
-        from medfl.flare.site import masked
+    def _failed(self, error: Exception, called: str) -> Payload:
+        from medfl.flare.site import hidden_failure
         from medfl.runtimes.monai_fl.guard import Doing, Guard
 
-        if self._own is not None and self._own.audit:
+        if self._config is not None and self._config.audit:
             with suppress(MedflError):  # said in the log of the process anyway
-                Guard(None, self._own.audit, None, str, called).refused(Doing("open", 0), error)
-        return masked(called, error)
+                Guard(None, self._config.audit, None, str, called).refused(Doing("open", 0), error)
+        return hidden_failure(called, error)
 
 
-def _read(result: Shareable, site: str) -> Parcel:
+def _read(result: Shareable, site: str) -> Payload:
     """Return what a client sent, or why it is nothing."""
     code = result.get_return_code()
     if code not in (None, ReturnCode.OK):

@@ -18,10 +18,10 @@ from medfl.flare.server import FlareWorkers
 from medfl.methods.base import Method
 from medfl.runtimes.federation import Federation, prepared_sections
 
-Told = Mapping[str, float]
+Reported = Mapping[str, float]
 
 
-def names_only(bundle: Bundle, method: Method, run: Run, held_out: bool) -> Federation:
+def federation_of_names(bundle: Bundle, method: Method, run: Run, held_out: bool) -> Federation:
     """Return a federation whose sites have names and no images.
 
     Args:
@@ -43,7 +43,7 @@ class _Nothing(Stacked):
         yield from ()
 
 
-class ToldFolder(RunFolder):
+class ReportedRunFolder(RunFolder):
     """A run folder with what the sites told of their own items: `told` and `samples` of each site.
 
     Means over sites are weighted by the number of cases; of metrics that are no means over cases, as AUROC, such a mean
@@ -62,11 +62,11 @@ class ToldFolder(RunFolder):
         entry["train_loss"] = _mean(losses, samples)
         for name, site in sites.items():
             site["samples"] = samples[name]
-            if name in workers.told:
-                site["told"] = dict(workers.told[name])
-        entry["told"] = told_mean(workers.told)
+            if name in workers.reported:
+                site["told"] = dict(workers.reported[name])
+        entry["told"] = mean_reported(workers.reported)
         super().append_round(entry)
-        workers.told = {}
+        workers.reported = {}
 
     def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a table; that of the sites with what they told last."""
@@ -80,11 +80,11 @@ class ToldFolder(RunFolder):
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, with the means of what was told last."""
         last = self.rounds()[-1]["told"] if self.rounds() else {}
-        final = told_mean(self.workers.told) if self.workers else {}
+        final = mean_reported(self.workers.reported) if self.workers else {}
         super().write_summary({**summary, "told": {**last, **final}})
 
 
-def told_mean(told: Mapping[str, Told]) -> dict[str, float]:
+def mean_reported(told: Mapping[str, Reported]) -> dict[str, float]:
     """Return the mean of what sites told, weighted by the number of cases, which are added."""
     keys = dict.fromkeys(key for metrics in told.values() for key in metrics)
     found: dict[str, float] = {}
@@ -107,5 +107,5 @@ def _mean(values: Mapping[str, float], weights: Mapping[str, int]) -> float:
 
 
 def _row(site: Mapping[str, Any], workers: FlareWorkers, name: str) -> dict[str, Any]:
-    told = {**site.get("told", {}), **workers.told.get(name, {})}
+    told = {**site.get("told", {}), **workers.reported.get(name, {})}
     return {"train": site.get("samples", workers.samples.get(name, 0)), **{f"told_{k}": v for k, v in told.items()}}

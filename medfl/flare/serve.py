@@ -1,8 +1,8 @@
 """`medfl site serve`: join a FLARE federation with the startup kit that its operator sent.
 
-Before FLARE's client starts, the bundle is inspected by the site's policy, the kit is told what a job may do there
-(`medfl.flare.kit`: make medfl's two classes for sites with images of their own, and bring no code), and what the site
-says of itself is written into the kit (`local/medfl.yaml`, see `medfl.flare.own`). The server's operator uses it too.
+Before FLARE's client starts, the site's policy inspects the bundle, `medfl.flare.kit` restricts the kit (a job may make
+medfl's two classes for sites with images of their own, and brings no code), and the site's settings are written into
+the kit (`local/medfl.yaml`, see `medfl.flare.site_config`). The server's operator uses it too.
 """
 
 from __future__ import annotations
@@ -87,23 +87,23 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
     """
     from medfl.bundle.bundle import Bundle
     from medfl.flare.kit import secure
-    from medfl.flare.own import FILE, OwnSite
     from medfl.flare.parts import ALLOWED, SIMULATED
+    from medfl.flare.site_config import CONFIG_FILE, SiteConfig
 
-    own = OwnSite.read(kit / "local" / FILE)
-    own.checked_policy()
-    if kind == "site" and not (own.data and Path(own.data).is_dir()):
-        raise InputError(f"data {own.data or 'not given'}", "the folder of the site's images", "give it with --data")
-    for path in (own.folder, own.audit and str(Path(own.audit).parent)):
+    config = SiteConfig.read(kit / "local" / CONFIG_FILE)
+    config.checked_policy()
+    if kind == "site" and not (config.data and Path(config.data).is_dir()):
+        raise InputError(f"data {config.data or 'not given'}", "the folder of the site's images", "give it with --data")
+    for path in (config.folder, config.audit and str(Path(config.audit).parent)):
         if path:
             Path(path).mkdir(parents=True, exist_ok=True)
-    classes = [*ALLOWED, *(name for name in own.classes if name not in (*ALLOWED, *SIMULATED))]
+    classes = [*ALLOWED, *(name for name in config.classes if name not in (*ALLOWED, *SIMULATED))]
     secure(kit, kind, classes)
-    bundle = Bundle(own.bundle)
+    bundle = Bundle(config.bundle)
     return {
-        "kit": str(kit), "as": kind, "bundle": bundle.name, "bundle_sha256": bundle.sha256, "data": own.data,
-        "folder": own.folder, "policy": own.policy or "none: nothing extra, nothing pinned",
-        "a run may set": ", ".join(own.permits) or "nothing of the bundle", "may be made": ", ".join(classes),
+        "kit": str(kit), "as": kind, "bundle": bundle.name, "bundle_sha256": bundle.sha256, "data": config.data,
+        "folder": config.folder, "policy": config.policy or "none: nothing extra, nothing pinned",
+        "a run may set": ", ".join(config.permits) or "nothing of the bundle", "may be made": ", ".join(classes),
         "jobs may bring": "no code, and nobody gets a shell or logs" if kind == "site" else "no code",
     }  # fmt: skip
 
@@ -148,15 +148,15 @@ def _write_own(options: Any, kit: Path) -> None:
     """
     from medfl.bundle.configuration import shipped_folders
     from medfl.core.storage import write_atomic
-    from medfl.flare.own import FILE, OwnSite
+    from medfl.flare.site_config import CONFIG_FILE, SiteConfig
 
-    path = kit / "local" / FILE
+    path = kit / "local" / CONFIG_FILE
     names = ("bundle", "data", "folder", "policy", "device", "audit", "permits")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     given = {k: str(v.expanduser().resolve()) if isinstance(v, Path) else v for k, v in given.items()}
     if not given:
         if not path.is_file():
-            what = f"--kit {kit} without local/{FILE}"
+            what = f"--kit {kit} without local/{CONFIG_FILE}"
             raise InputError(what, "it is written the first time", "give BUNDLE and --folder")
         return
     if not {"bundle", "folder"} <= given.keys():
@@ -170,7 +170,7 @@ def _write_own(options: Any, kit: Path) -> None:
         return
     write_atomic(path, text.encode())
     try:
-        OwnSite.read(path)
+        SiteConfig.read(path)
     except InputError:
         path.unlink()
         raise

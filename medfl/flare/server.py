@@ -21,7 +21,7 @@ from medfl.core.seeding import derive
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
 from medfl.flare import wire
-from medfl.flare.wire import Parcel
+from medfl.flare.wire import Payload
 from medfl.runtimes import profiling
 from medfl.runtimes.absent import Absent
 from medfl.runtimes.federation import Federation
@@ -30,7 +30,7 @@ from medfl.runtimes.local.workers import Later, Task, Workers
 from medfl.runtimes.monai_fl.view import moved_message
 from medfl.runtimes.step import StepResult, introduce, site_abroad, site_judge, site_masks, site_weights
 
-BESIDE, SAID, FAILED, DONE = "flare", "said.txt", "failed.json", "done"
+FLARE_FOLDER, LINES_FILE, ERROR_FILE, DONE_FILE = "flare", "said.txt", "failed.json", "done"
 """In a run folder: what goes with a job; in it what the server says, what ended the run, and that it is finished."""
 _SILENCE = 1.0
 """Seconds between two looks at whether sites are still there."""
@@ -43,17 +43,17 @@ _Visit = tuple[int, str, str | None, Message]
 
 
 class Answer(NamedTuple):
-    """What came back from a site: a parcel, or why none comes."""
+    """What came back from a site: a payload, or why none comes."""
 
     question: int
     site: str
-    parcel: Parcel
+    payload: Payload
 
 
 class Link(Protocol):
     """What the server can do with its sites."""
 
-    def ask(self, word: str, sites: Sequence[str], parcel: Parcel, answers: queue.SimpleQueue[Answer]) -> int:
+    def ask(self, word: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]) -> int:
         """Send one question to some sites at once; their answers come into the queue with the number returned."""
 
     def drop(self, question: int) -> None:
@@ -86,7 +86,7 @@ class _Question:
     word: str
     numbers: Mapping[str, float]
     message: Message | None
-    read: Callable[[Parcel], Any]
+    read: Callable[[Payload], Any]
     extra: Mapping[str, torch.Tensor]
     kept: int
 
@@ -116,7 +116,7 @@ class FlareWorkers(Workers):
 
     Attributes:
         deadline: seconds a round that the sites have, None for as long as they need.
-        told: site -> metrics that it told of its own items, if sites show no cases.
+        reported: site -> metrics of its own items that it reported, where sites send no cases.
         samples: site -> number of its training items, as it told.
     """
 
@@ -126,7 +126,7 @@ class FlareWorkers(Workers):
         self._link, self._shown = link, shown
         self.samples: dict[str, int] = {}
         self.deadline: float | None = None
-        self.told: dict[str, dict[str, float]] = {}
+        self.reported: dict[str, dict[str, float]] = {}
         self._begun = False
 
     def run(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
@@ -149,12 +149,14 @@ class FlareWorkers(Workers):
         """Return what a task asks of a site, None if it is the server's own."""
         if function is introduce:
             (name,) = arguments
-            return _Question(index, name, wire.INTRODUCE, wire.asked(0), None, self._introduction(name), {}, 0)
+            numbers, introduction = wire.question_numbers(0), self._introduction(name)
+            return _Question(index, name, wire.INTRODUCE, numbers, None, introduction, {}, 0)
         if function is visits.train:
             round_, name, kept, _, down, judge = arguments
             message = self._wire(round_, name, down)
             read = self._trained(name, down, judge, message.num_bytes)
-            return _Question(index, name, wire.TRAIN, wire.asked(round_, judge), message, read, {}, _round(kept))
+            numbers = wire.question_numbers(round_, judge)
+            return _Question(index, name, wire.TRAIN, numbers, message, read, {}, _round(kept))
         if function is visits.tried:
             round_, name, kept, down, judge = arguments
             return self._ask(index, wire.TRY, (round_, name, kept, down), self._cases(name, judge), judge)
@@ -170,7 +172,7 @@ class FlareWorkers(Workers):
         if function is site_abroad:
             return self._ask(index, wire.ABROAD, visit, self._abroad(name))
         if function is site_weights:
-            return self._ask(index, wire.WEIGHTS, visit, lambda parcel: parcel.under("own"))
+            return self._ask(index, wire.WEIGHTS, visit, lambda payload: payload.group("own"))
         assert function is site_masks, function
         wanted, folder = rest
         ids = self._federation.shard(name, "test").ids
@@ -181,11 +183,11 @@ class FlareWorkers(Workers):
         return question
 
     def _ask(
-        self, index: int, word: str, visit: _Visit, read: Callable[[Parcel], Any], sections: Sequence[str] = ()
+        self, index: int, word: str, visit: _Visit, read: Callable[[Payload], Any], sections: Sequence[str] = ()
     ) -> _Question:
         round_, name, kept, down = visit
         message = self._wire(round_, name, down)
-        return _Question(index, name, word, wire.asked(round_, sections), message, read, {}, _round(kept))
+        return _Question(index, name, word, wire.question_numbers(round_, sections), message, read, {}, _round(kept))
 
     def _wire(self, round_: int, name: str, down: Message) -> Message:
         """Return a broadcast as it crosses."""
@@ -201,25 +203,25 @@ class FlareWorkers(Workers):
         waiting: dict[tuple[int, str], _Question] = {}
         for group in _grouped(questions):
             first = group[0]
-            extra = {**first.extra, **wire.counting({question.site: question.kept for question in group})}
-            parcel = wire.said(first.message or Message(), first.numbers, extra)
-            number = self._link.ask(first.word, [question.site for question in group], parcel, answers)
+            extra = {**first.extra, **wire.state_rounds({question.site: question.kept for question in group})}
+            payload = wire.message_payload(first.message or Message(), first.numbers, extra)
+            number = self._link.ask(first.word, [question.site for question in group], payload, answers)
             waiting |= {(number, question.site): question for question in group}
         given = None if self.deadline is None else self.deadline + (0.0 if self._begun else _START)
         end, self._begun = None if given is None else time.monotonic() + given, True
         numbers = {number for number, _ in waiting}
         try:
             while waiting:
-                for key, parcel in self._next(answers, waiting, end):
+                for key, payload in self._next(answers, waiting, end):
                     question = waiting.pop(key)
-                    yield question.index, self._result(question, parcel)
+                    yield question.index, self._result(question, payload)
         finally:
             for number in numbers:
                 self._link.drop(number)
 
     def _next(
         self, answers: queue.SimpleQueue[Answer], waiting: Mapping[tuple[int, str], _Question], end: float | None
-    ) -> list[tuple[tuple[int, str], Parcel]]:
+    ) -> list[tuple[tuple[int, str], Payload]]:
         """Return what has come since, or who will not answer any more."""
         patience = _SILENCE if end is None else max(0.0, min(_SILENCE, end - time.monotonic()))
         try:
@@ -237,16 +239,16 @@ class FlareWorkers(Workers):
         key = (answer.question, answer.site)
         if key not in waiting:
             return []
-        return [(key, answer.parcel)]
+        return [(key, answer.payload)]
 
-    def _result(self, question: _Question, parcel: Parcel) -> Any:
+    def _result(self, question: _Question, payload: Payload) -> Any:
         """Return the task's result, or who is absent and why."""
         sender = f"site {question.site!r}"
         try:
-            if parcel.failed:
-                raise RunError(parcel.failed)
+            if payload.failed:
+                raise RunError(payload.failed)
             with profiling.during(profiling.MESSAGES):
-                return question.read(parcel)
+                return question.read(payload)
         except MedflError as error:
             why = str(error)
         except (KeyError, TypeError, ValueError) as error:  # what a site sends may have any form
@@ -255,58 +257,58 @@ class FlareWorkers(Workers):
 
     # Reading
 
-    def _introduction(self, name: str) -> Callable[[Parcel], Message]:
-        def read(parcel: Parcel) -> Message:
-            message = self._arrived(name, parcel)
+    def _introduction(self, name: str) -> Callable[[Payload], Message]:
+        def read(payload: Payload) -> Message:
+            message = self._arrived(name, payload)
             self._federation.check(name, message)
-            self.samples[name] = parcel.whole(wire.SAMPLES)
+            self.samples[name] = payload.whole_number(wire.SAMPLES)
             return message
 
         return read
 
     def _trained(
         self, name: str, down: Message, judge: Sequence[str], bytes_down: int
-    ) -> Callable[[Parcel], tuple[StepResult, bool]]:
+    ) -> Callable[[Payload], tuple[StepResult, bool]]:
         federation, sender = self._federation, f"site {name!r}"
 
-        def read(parcel: Parcel) -> tuple[StepResult, bool]:
-            arrived = self._arrived(name, parcel)
+        def read(payload: Payload) -> tuple[StepResult, bool]:
+            arrived = self._arrived(name, payload)
             reply = federation.messages.opened_reply(arrived, down, sender)
             federation.check(name, reply)
-            cases = self._cases(name, judge)(parcel)
-            steps, self.samples[name] = parcel.whole(wire.STEPS), parcel.whole(wire.SAMPLES)
-            loss = float(parcel.numbers.get(wire.LOSS, float("nan")))  # a site need not tell it
-            renewed = bool(parcel.whole(wire.RENEWED))
+            cases = self._cases(name, judge)(payload)
+            steps, self.samples[name] = payload.whole_number(wire.STEPS), payload.whole_number(wire.SAMPLES)
+            loss = float(payload.numbers.get(wire.LOSS, float("nan")))  # a site need not tell it
+            renewed = bool(payload.whole_number(wire.RENEWED))
             return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
         return read
 
-    def _cases(self, name: str, sections: Sequence[str]) -> Callable[[Parcel], dict[str, Cases]]:
-        def read(parcel: Parcel) -> dict[str, Cases]:
+    def _cases(self, name: str, sections: Sequence[str]) -> Callable[[Payload], dict[str, Cases]]:
+        def read(payload: Payload) -> dict[str, Cases]:
             if not self._shown:
-                self.told[name] = {**self.told.get(name, {}), **told_of(parcel, sections)}
+                self.reported[name] = {**self.reported.get(name, {}), **reported_metrics(payload, sections)}
                 return {section: Cases((), {}) for section in sections}
             ids = {section: self._federation.shard(name, section).ids for section in sections}
-            return wire.read_cases(parcel, ids, f"site {name!r}")
+            return wire.read_cases(payload, ids, f"site {name!r}")
 
         return read
 
-    def _abroad(self, name: str) -> Callable[[Parcel], Cases]:
+    def _abroad(self, name: str) -> Callable[[Payload], Cases]:
         ids = self._federation.pooled("test").ids
-        return lambda parcel: wire.read_cases(parcel, {"test": ids}, f"site {name!r}")["test"]
+        return lambda payload: wire.read_cases(payload, {"test": ids}, f"site {name!r}")["test"]
 
-    def _masks(self, name: str, ids: Sequence[str]) -> Callable[[Parcel], dict[str, Masks]]:
-        def read(parcel: Parcel) -> dict[str, Masks]:
+    def _masks(self, name: str, ids: Sequence[str]) -> Callable[[Payload], dict[str, Masks]]:
+        def read(payload: Payload) -> dict[str, Masks]:
             found: dict[int, dict[str, torch.Tensor]] = {}
-            for key, tensor in parcel.under("masks").items():
+            for key, tensor in payload.group("masks").items():
                 at, _, part = key.partition("/")
                 found.setdefault(int(at), {})[part] = tensor
             return {ids[i]: Masks(m["prediction"], m["reference"], int(m["classes"])) for i, m in found.items()}
 
         return read
 
-    def _arrived(self, name: str, parcel: Parcel) -> Message:
-        message = self._federation.arrived(name, parcel.under("message"))
+    def _arrived(self, name: str, payload: Payload) -> Message:
+        message = self._federation.arrived(name, payload.group("message"))
         return moved_message(message, self._federation.networks.device)
 
 
@@ -319,9 +321,9 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is other or (one.dtype == other.dtype and torch.equal(one, other))
 
 
-def told_of(parcel: Parcel, sections: Sequence[str]) -> dict[str, float]:
+def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, float]:
     """Return the metrics of these sections that a site told; others are not looked at."""
-    return {name: value for name, value in parcel.metrics.items() if name.partition("/")[0] in sections}
+    return {name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections}
 
 
 def _grouped(questions: Sequence[_Question]) -> list[list[_Question]]:

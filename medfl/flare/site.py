@@ -25,7 +25,7 @@ from medfl.core.untrusted import printable
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.flare import wire
-from medfl.flare.wire import Parcel
+from medfl.flare.wire import Payload
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import JUDGE, KEPT, LOSS, ROUND, MedflClientAlgo
 from medfl.runtimes.monai_fl.guard import in_words
@@ -48,15 +48,15 @@ class FlareSite:
         """Take the parts; the site is prepared with the first question."""
         self.algo, self.name, self._shows, self._ready = algo, name, shows, False
 
-    def answer(self, word: str, parcel: Parcel, stop: Callable[[], bool] | None = None) -> Parcel:
+    def answer(self, word: str, payload: Payload, stop: Callable[[], bool] | None = None) -> Payload:
         """Return the answer to a question, or that there is none; raises nothing.
 
         Args:
-            word: what is asked for, of `wire.WORDS`.
-            parcel: what the server says with it.
+            word: what is asked for, of `wire.TASKS`.
+            payload: what the server says with it.
             stop: tells whether to stop.
         """
-        answers: Mapping[str, Callable[[Parcel], Parcel]] = {
+        answers: Mapping[str, Callable[[Payload], Payload]] = {
             wire.INTRODUCE: self._introduce,
             wire.TRAIN: self._train,
             wire.TRY: self._try,
@@ -72,25 +72,26 @@ class FlareSite:
                     raise RunError(f"{asked}; it answers {', '.join(answers)}")
             with _stopped(self.algo, stop):
                 self._prepare()
-                return answers[word](parcel)
+                return answers[word](payload)
         except Exception as error:  # an answer, too: the process must not end, see above
             if self._shows is not None:
-                return wire.failure(f"site {self.name!r}: {word}: {in_words(error)}" if _odd(error) else error)
+                expected = isinstance(error, MedflError)
+                return wire.failure(error if expected else f"site {self.name!r}: {word}: {in_words(error)}")
             with suppress(MedflError):  # a log that cannot be written stops what leaves, and this says nothing
                 self.algo.failed(printable(word, 40), error)
-            return masked(self.name, error)
+            return hidden_failure(self.name, error)
 
     def _prepare(self) -> None:
         if not self._ready:
             self.algo.initialize({ExtraItems.CLIENT_NAME: self.name})
             self._ready = True
 
-    def _introduce(self, parcel: Parcel) -> Parcel:
+    def _introduce(self, payload: Payload) -> Payload:
         told = self.algo.get_weights()
-        return Parcel(_prefixed(told.weights or {}), {wire.SAMPLES: told.statistics[FlStatistics.DATA_COUNT]})
+        return Payload(_prefixed(told.weights or {}), {wire.SAMPLES: told.statistics[FlStatistics.DATA_COUNT]})
 
-    def _train(self, parcel: Parcel) -> Parcel:
-        data, sections = self._said(parcel), parcel.sections
+    def _train(self, payload: Payload) -> Payload:
+        data, sections = self._said(payload), payload.sections
         metrics = {} if self._shows else self._metrics(data, sections)
         self.algo.train(data, {JUDGE: sections if self._shows else ()})
         told, cases = self.algo.get_weights(), self.algo.cases
@@ -101,48 +102,48 @@ class FlareSite:
             wire.SAMPLES: told.statistics[FlStatistics.DATA_COUNT],
             wire.RENEWED: int(self.algo.renewed),
         }
-        answer = Parcel(_prefixed(told.weights or {}), numbers, metrics=metrics)
+        answer = Payload(_prefixed(told.weights or {}), numbers, metrics=metrics)
         return wire.with_cases(answer, cases) if self._shows else answer
 
-    def _try(self, parcel: Parcel) -> Parcel:
+    def _try(self, payload: Payload) -> Payload:
         """Train once more only to score what comes out."""
-        return self._scored(self.algo.visit(site_step, self._said(parcel), parcel.sections).cases)
+        return self._scored(self.algo.visit(site_step, self._said(payload), payload.sections).cases)
 
-    def _judge(self, parcel: Parcel) -> Parcel:
-        return self._scored(self.algo.visit(site_judge, self._said(parcel), parcel.sections))
+    def _judge(self, payload: Payload) -> Payload:
+        return self._scored(self.algo.visit(site_judge, self._said(payload), payload.sections))
 
-    def _abroad(self, parcel: Parcel) -> Parcel:
+    def _abroad(self, payload: Payload) -> Payload:
         self._in_simulation(wire.ABROAD)
-        return self._scored({"test": self.algo.visit(site_abroad, self._said(parcel))})
+        return self._scored({"test": self.algo.visit(site_abroad, self._said(payload))})
 
-    def _weights(self, parcel: Parcel) -> Parcel:
+    def _weights(self, payload: Payload) -> Payload:
         self._in_simulation(wire.WEIGHTS)
-        named = self.algo.visit(site_weights, self._said(parcel))
-        return Parcel(wire.copied({f"own/{name}": tensor for name, tensor in named.items()}))
+        named = self.algo.visit(site_weights, self._said(payload))
+        return Payload(wire.cpu_copies({f"own/{name}": tensor for name, tensor in named.items()}))
 
-    def _masks(self, parcel: Parcel) -> Parcel:
+    def _masks(self, payload: Payload) -> Payload:
         """Segment; the wanted cases are given by their positions among the site's test items."""
         folder = self._in_simulation(wire.MASKS)
-        wanted = [int(i) for i in parcel.under("positions").get("test", torch.empty(0)).tolist()]
-        target = str(folder.predictions_folder(self.name)) if parcel.numbers.get(wire.SAVE) else None
-        found = self.algo.visit(_masks_at, self._said(parcel), wanted, target)
+        wanted = [int(i) for i in payload.group("positions").get("test", torch.empty(0)).tolist()]
+        target = str(folder.predictions_folder(self.name)) if payload.numbers.get(wire.SAVE) else None
+        found = self.algo.visit(_masks_at, self._said(payload), wanted, target)
         named: dict[str, Tensor] = {}
         for at, (prediction, reference, classes) in found.items():
             named |= {f"masks/{at}/prediction": prediction, f"masks/{at}/reference": reference}
             named[f"masks/{at}/classes"] = torch.tensor(classes)
-        return Parcel(wire.copied(named))
+        return Payload(wire.cpu_copies(named))
 
-    def _said(self, parcel: Parcel) -> Any:
+    def _said(self, payload: Payload) -> Any:
         with errors_safe_to_send():
-            statistics = {ROUND: parcel.whole(wire.ROUND), KEPT: wire.counts(parcel, self.name)}
-        return ExchangeObject(weights=parcel.under("message"), weight_type=WeightType.WEIGHTS, statistics=statistics)
+            statistics = {ROUND: payload.whole_number(wire.ROUND), KEPT: wire.state_round(payload, self.name)}
+        return ExchangeObject(weights=payload.group("message"), weight_type=WeightType.WEIGHTS, statistics=statistics)
 
-    def _scored(self, cases: Mapping[str, Cases]) -> Parcel:
-        return wire.with_cases(Parcel(), cases) if self._shows else Parcel(metrics=_told(cases))
+    def _scored(self, cases: Mapping[str, Cases]) -> Payload:
+        return wire.with_cases(Payload(), cases) if self._shows else Payload(metrics=_metrics_of(cases))
 
     def _metrics(self, data: Any, sections: tuple[str, ...]) -> dict[str, float]:
         """Score what was received, before it is trained on."""
-        return _told(self.algo.visit(site_judge, data, sections)) if sections else {}
+        return _metrics_of(self.algo.visit(site_judge, data, sections)) if sections else {}
 
     def _in_simulation(self, what: str) -> RunFolder:
         with errors_safe_to_send():
@@ -153,7 +154,7 @@ class FlareSite:
         return self._shows
 
 
-def masked(name: str, error: BaseException) -> Parcel:
+def hidden_failure(name: str, error: BaseException) -> Payload:
     """Return what the server is told of an error at a site, and write all of it into the log of the site's process.
 
     Texts of errors have names of files, and of patients in them: the server gets a word and a random id instead, but
@@ -163,10 +164,6 @@ def masked(name: str, error: BaseException) -> Parcel:
         return wire.failure(error)
     _LOG.error("failure %s: %s", error_id(error), in_words(error), exc_info=error)
     return wire.failure(f"site {name!r} could not answer; its administrator finds failure {error_id(error)} in its log")
-
-
-def _odd(error: Exception) -> bool:
-    return not isinstance(error, MedflError)
 
 
 def _masks_at(
@@ -184,7 +181,7 @@ def _masks_at(
     return {i: masks[ids[i]] for i in at if ids[i] in masks}
 
 
-def _told(cases: Mapping[str, Cases]) -> dict[str, float]:
+def _metrics_of(cases: Mapping[str, Cases]) -> dict[str, float]:
     """Return the metrics and the number of cases of each section that has any: all that a site tells of its items."""
     told: dict[str, float] = {}
     for section, found in cases.items():

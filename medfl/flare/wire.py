@@ -2,7 +2,7 @@
 
 An `FLModel` has all tensors in `params`, which FLARE streams: a message (`Message.flat`) under `message/`, the outcomes
 of single cases under `cases/`. Its `meta` has numbers only, from a fixed list. What is asked for is FLARE's task name,
-one of `WORDS`. There are no paths, no texts but names, no configuration; a site that fails says why in one line.
+one of `TASKS`. There are no paths, no texts but names, no configuration; a site that fails says why in one line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases
 
-INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = WORDS = (
+INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = TASKS = (
     "introduce", "train", "try", "judge", "abroad", "weights", "masks",
 )  # fmt: skip
 """What a site may be asked for. The last three are for a simulation, where the sites show what stays with them else."""
@@ -38,7 +38,7 @@ _WHY = 400
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Payload:
     """What one end says to the other.
 
     Attributes:
@@ -53,11 +53,11 @@ class Parcel:
     failed: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def under(self, group: str) -> dict[str, Tensor]:
+    def group(self, group: str) -> dict[str, Tensor]:
         """Return the tensors of `group/...` without that beginning."""
         return {name[len(group) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{group}/")}
 
-    def whole(self, name: str) -> int:
+    def whole_number(self, name: str) -> int:
         """Return a number that is whole and not negative.
 
         Raises:
@@ -74,23 +74,23 @@ class Parcel:
         return tuple(section for section in SECTIONS if self.numbers.get(section))
 
 
-def said(message: Message, numbers: Mapping[str, float] | None = None, extra: Weights | None = None) -> Parcel:
-    """Return a parcel with a message; its tensors are copies on the CPU, since a network's own go on changing."""
-    named = {f"message/{name}": tensor for name, tensor in message.flat().items()} | dict(extra or {})
-    return Parcel(copied(named), dict(numbers or {}))
+def message_payload(message: Message, numbers: Mapping[str, float], extra: Weights) -> Payload:
+    """Return a payload with a message; its tensors are copies on the CPU, since a network's own go on changing."""
+    named = {f"message/{name}": tensor for name, tensor in message.flat().items()}
+    return Payload(cpu_copies({**named, **extra}), dict(numbers))
 
 
-def copied(named: Weights) -> dict[str, Tensor]:
+def cpu_copies(named: Weights) -> dict[str, Tensor]:
     """Return contiguous copies on the CPU."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
 
 
-def asked(round_: int, sections: Iterable[str] = (), **numbers: float) -> dict[str, float]:
+def question_numbers(round_: int, sections: Iterable[str] = (), **numbers: float) -> dict[str, float]:
     """Return the numbers of a question."""
     return {ROUND: round_, **dict.fromkeys(sections, 1), **numbers}
 
 
-def counting(kept: Mapping[str, int]) -> dict[str, Tensor]:
+def state_rounds(kept: Mapping[str, int]) -> dict[str, Tensor]:
     """Return what tells each site the round of the State that it goes on from (0: none), as `kept/<site>`.
 
     In a tensor for each, so that what is the same for several sites still crosses as one question.
@@ -98,37 +98,37 @@ def counting(kept: Mapping[str, int]) -> dict[str, Tensor]:
     return {f"kept/{site}": torch.tensor(round_, dtype=torch.int64) for site, round_ in kept.items()}
 
 
-def counts(parcel: Parcel, site: str) -> int:
+def state_round(payload: Payload, site: str) -> int:
     """Return the round of the State that a site goes on from.
 
     Raises:
         RunError: the server does not say it.
     """
-    told = parcel.tensors.get(f"kept/{site}")
+    told = payload.tensors.get(f"kept/{site}")
     if told is None or told.dtype != torch.int64 or told.ndim or told < 0:
         raise RunError(f"site {site!r}: the server does not say which of its States it is to go on from")
     return int(told)
 
 
-def failure(why: object) -> Parcel:
+def failure(why: object) -> Payload:
     """Return what a site says that could not do what it was asked for."""
-    return Parcel(failed=_line(str(why)) or "it does not say why")
+    return Payload(failed=_line(str(why)) or "it does not say why")
 
 
 # To and from FLModel
 
 
-def to_model(parcel: Parcel) -> Any:
-    """Return a parcel as an FLModel."""
+def to_model(payload: Payload) -> Any:
+    """Return a payload as an FLModel."""
     from nvflare.app_common.abstract.fl_model import FLModel
 
-    meta: dict[str, Any] = dict(parcel.numbers)
-    if parcel.failed:
-        meta[FAILED] = parcel.failed
-    return FLModel(params=dict(parcel.tensors), metrics=dict(parcel.metrics) or None, meta=meta)
+    meta: dict[str, Any] = dict(payload.numbers)
+    if payload.failed:
+        meta[FAILED] = payload.failed
+    return FLModel(params=dict(payload.tensors), metrics=dict(payload.metrics) or None, meta=meta)
 
 
-def from_model(model: Any, sender: str) -> Parcel:
+def from_model(model: Any, sender: str) -> Payload:
     """Return what arrived, after a look at its kinds; names, forms and values of a message are checked later.
 
     Args:
@@ -154,7 +154,7 @@ def from_model(model: Any, sender: str) -> Parcel:
         _require(plain, sender, f"the number {printable(name)!r} is {printable(value, 40)}")
     failed = meta.get(FAILED, "")
     _require(isinstance(failed, str), sender, "the reason of its failure is no text")
-    return Parcel(tensors, numbers, _line(failed), {str(name): float(v) for name, v in metrics.items()})
+    return Payload(tensors, numbers, _line(failed), {str(name): float(v) for name, v in metrics.items()})
 
 
 def _line(text: str) -> str:
@@ -171,27 +171,26 @@ def _require(holds: bool, sender: str, what: str) -> None:
 # Cases
 
 
-def with_cases(parcel: Parcel, cases: Mapping[str, Cases]) -> Parcel:
+def with_cases(payload: Payload, cases: Mapping[str, Cases]) -> Payload:
     """Add outcomes, section -> cases, under `cases/<section>/<value>`; their ids stay: both ends know them."""
     named = {f"cases/{section}/{name}": t for section, found in cases.items() for name, t in found.values.items()}
-    return replace(
-        parcel, tensors={**parcel.tensors, **copied(named)}, numbers={**parcel.numbers, **dict.fromkeys(cases, 1)}
-    )
+    numbers = {**payload.numbers, **dict.fromkeys(cases, 1)}
+    return replace(payload, tensors={**payload.tensors, **cpu_copies(named)}, numbers=numbers)
 
 
-def read_cases(parcel: Parcel, ids: Mapping[str, Sequence[str]], sender: str) -> dict[str, Cases]:
-    """Return the outcomes in a parcel, section -> cases.
+def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) -> dict[str, Cases]:
+    """Return the outcomes in a payload, section -> cases.
 
     Args:
-        parcel: made by `with_cases`.
+        payload: made by `with_cases`.
         ids: section that was asked for -> ids of its cases, in their order.
         sender: for the error text.
 
     Raises:
         RunError: there are other sections, or not one outcome for each case.
     """
-    values: dict[str, dict[str, Tensor]] = {section: {} for section in parcel.sections}
-    for key, tensor in parcel.under("cases").items():
+    values: dict[str, dict[str, Tensor]] = {section: {} for section in payload.sections}
+    for key, tensor in payload.group("cases").items():
         section, _, name = key.partition("/")
         _require(section in values, sender, f"outcomes of {printable(section)!r}, which it does not announce")
         values[section][name] = tensor
@@ -214,6 +213,6 @@ def wire_names(participants: Sequence[str]) -> dict[str, str]:
     return {name: f"participant-{index}" for index, name in enumerate(participants, 1)}
 
 
-def flare_name(name: str) -> bool:
+def is_flare_name(name: str) -> bool:
     """Tell whether a site may be called so in a FLARE federation."""
     return bool(_NAME.fullmatch(name)) and name.lower() not in _RESERVED

@@ -26,7 +26,7 @@ from medfl.data.prepared import Prepared
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.report import write_report
-from medfl.runs.plan import Plan, Request, check_kinds, plan
+from medfl.runs.plan import Plan, Request, check_kinds, make_plan
 from medfl.runs.resume import (
     BESIDE,
     discarding,
@@ -239,7 +239,7 @@ def site_algo(
         inspect(shipped_folders().get(bundle, Path(bundle)), given).require()
         rules = given.outbound
     whole = {**(requested or {}), "sites": 1, "partition": "iid"}
-    made = plan(Request(bundle, options=options or {}, config=config or {}, **whole), say)
+    made = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole), say)
     (items,) = made.run.partition.sites.values()
     run = replace(made.run, partition=replace(made.run.partition, sites={name: items}))
 
@@ -298,7 +298,7 @@ def _plan(
         return resumed_plan(Path(out), bundle, options, config, requested, say)
     if bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
-    return plan(Request(bundle, options=options, config=config, **requested), say)
+    return make_plan(Request(bundle, options=options, config=config, **requested), say)
 
 
 def _same_networks(made: Plan) -> str:

@@ -98,7 +98,7 @@ class Plan:
         }
 
 
-def plan(request: Request, say: Print = str) -> Plan:
+def make_plan(request: Request, say: Print = str) -> Plan:
     """Resolve a request into a run.
 
     Raises:

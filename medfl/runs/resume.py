@@ -18,7 +18,7 @@ from medfl.core.terminal import Print
 from medfl.datasets import own
 from medfl.report import partition_plot
 from medfl.runs import text_record
-from medfl.runs.plan import Plan, again, plan, repeat, versions
+from medfl.runs.plan import Plan, again, make_plan, repeat, versions
 from medfl.runtimes.federation import Federation
 
 BESIDE = ("local",)
@@ -65,7 +65,7 @@ def resumed_plan(
     rounds = requested.get("rounds", run.rounds)
     _refuse_fewer(rounds, (verified_manifest(folder) or {"round": 0})["round"], path)
     if bundle or options or config or set(requested) - {"rounds", "data"}:
-        asked = plan(again(run, bundle, options, config, **requested), say)
+        asked = make_plan(again(run, bundle, options, config, **requested), say)
         _refuse_other(replace(asked.run, versions=run.versions), run)
     _tell_versions(run, "began", say)
     if rounds > run.options.get("rounds", rounds):

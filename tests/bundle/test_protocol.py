@@ -7,7 +7,7 @@ import pytest
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.errors import InputError
-from medfl.runs.plan import Request, plan
+from medfl.runs.plan import Request, make_plan
 
 PROTOCOL = {
     "rounds": 200,
@@ -70,7 +70,7 @@ def test_the_authors_commands_for_kvasir_at_beta_01() -> None:
         "kvasir_v2", "fedbm", presets=["beta-0.1", "sgd"], data="phantom", config={"network": "small_cnn"}, rounds=1,
         seed=1,
     )  # fmt: skip
-    made = plan(request)
+    made = make_plan(request)
     assert (made.run.options["tau"], made.run.options["lambda_dis"], made.run.options["synthetic_batch"]) == (
         7.5,
         0.1,

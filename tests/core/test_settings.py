@@ -14,7 +14,7 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.settings import ADDED_LATER, SETTINGS, Setting
-from medfl.runs.plan import Request, plan
+from medfl.runs.plan import Request, make_plan
 from tests.support.toy import run_record
 
 OTHER: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_a_flag_that_a_verb_takes_is_not_lost(name: str, verb: str) -> None:
 def test_what_is_asked_for_is_in_the_run(name: str) -> None:
     small = {"data": "phantom", "sites": 2, "config": {"network": "two_conv", "image_size": 28}}
     asked = {**small, name: value_of(SETTINGS[name])}
-    run = plan(Request("mednist", "fedavg", **asked)).run
+    run = make_plan(Request("mednist", "fedavg", **asked)).run
     assert getattr(run, name) == value_of(SETTINGS[name])
     assert Run.from_dict(json.loads(json.dumps(run.to_dict()))) == run
 

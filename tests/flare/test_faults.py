@@ -17,7 +17,7 @@ pytest.importorskip("nvflare")
 from medfl import datasets
 from medfl.core.run_folder import RunFolder
 from medfl.flare import job as flare_job
-from medfl.flare.loopback import SERVER, Loopback
+from medfl.flare.local_federation import SERVER, LocalFederation
 from medfl.flare.parts import SIMULATED
 from medfl.runs import launch
 from tests.flare.test_parity import CONFIG, left
@@ -39,11 +39,11 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
     """One for all tests: each puts back what it broke."""
     root = str(Path(__file__).parents[2])
     environment = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    with Loopback(tmp_path_factory.mktemp("federation"), SITES, [*SIMULATED, STAND_IN], environment) as made:
+    with LocalFederation(tmp_path_factory.mktemp("federation"), SITES, [*SIMULATED, STAND_IN], environment) as made:
         made.start()
         made.ready(240)
         yield made
@@ -65,8 +65,8 @@ class Job:
         self.run = run
 
     def exported(self, does: Mapping[int, str] | None = None, site: str = "site-2", **settings: Any) -> Path:
-        made, _ = flare_job.on_one_machine(self.run, self.out, **settings)
-        job = flare_job.write(made, self.place / f"job{len(list(self.place.glob('job*')))}")
+        made, _ = flare_job.local_recipe(self.run, self.out, **settings)
+        job = flare_job.write_job(made, self.place / f"job{len(list(self.place.glob('job*')))}")
         if does:
             (path,) = job.rglob("config_fed_client.json")
             document = json.loads(path.read_text())
@@ -97,14 +97,16 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])
 def test_law1_a_provisioned_federation_gives_the_simulator_s_bits(
-    federation: Loopback, scans: Path, tmp_path: Path, method: str
+    federation: LocalFederation, scans: Path, tmp_path: Path, method: str
 ) -> None:
     job = Job(scans, tmp_path, method, 2)
     assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
     assert left(job.out) == left(job.twin)
 
 
-def test_what_a_site_sends_is_refused_and_the_others_go_on(federation: Loopback, scans: Path, tmp_path: Path) -> None:
+def test_what_a_site_sends_is_refused_and_the_others_go_on(
+    federation: LocalFederation, scans: Path, tmp_path: Path
+) -> None:
     does = {1: "nan", 2: "shape", 3: "extra", 4: "pickle"}
     job = Job(scans, tmp_path, "fedavg", 5)
     status = federation.wait(federation.submit(job.exported(does, min_replies=1)))
@@ -125,7 +127,7 @@ def test_what_a_site_sends_is_refused_and_the_others_go_on(federation: Loopback,
 
 @pytest.mark.parametrize("what", ["truncated", "claim"])
 def test_bytes_that_are_no_tensors_stop_nobody_else(
-    federation: Loopback, scans: Path, tmp_path: Path, what: str
+    federation: LocalFederation, scans: Path, tmp_path: Path, what: str
 ) -> None:
     """Cut off, or saying that two gigabytes follow; from then on site-2 sends nothing else."""
     job = Job(scans, tmp_path, "fedavg", 2)
@@ -136,7 +138,7 @@ def test_bytes_that_are_no_tensors_stop_nobody_else(
         assert "is a Unreadable; expected a dense tensor" in entry["left_out"]["site-2"]
 
 
-def test_a_site_that_never_answers_is_not_waited_for(federation: Loopback, scans: Path, tmp_path: Path) -> None:
+def test_a_site_that_never_answers_is_not_waited_for(federation: LocalFederation, scans: Path, tmp_path: Path) -> None:
     job = Job(scans, tmp_path, "fedavg", 3)
     federation.submit(job.exported({2: "silent"}, min_replies=1, deadline=10.0))
     until((job.out / "flare" / "done").is_file, 240)
@@ -146,7 +148,7 @@ def test_a_site_that_never_answers_is_not_waited_for(federation: Loopback, scans
 
 
 def test_a_full_disk_at_a_site_ends_a_strict_run_which_goes_on_later(
-    federation: Loopback, scans: Path, tmp_path: Path
+    federation: LocalFederation, scans: Path, tmp_path: Path
 ) -> None:
     job = Job(scans, tmp_path, "scaffold", 3)
     status = federation.wait(federation.submit(job.exported({2: "disk full"})))
@@ -160,7 +162,7 @@ def test_a_full_disk_at_a_site_ends_a_strict_run_which_goes_on_later(
 
 
 def test_a_site_killed_in_a_round_is_left_out_and_may_come_back(
-    federation: Loopback, scans: Path, tmp_path: Path
+    federation: LocalFederation, scans: Path, tmp_path: Path
 ) -> None:
     job = Job(scans, tmp_path, "fedavg", 3)
     federation.submit(job.exported({2: "slow"}, min_replies=1, deadline=15.0))
@@ -175,7 +177,7 @@ def test_a_site_killed_in_a_round_is_left_out_and_may_come_back(
 
 
 def test_law1_a_killed_job_process_of_a_site_ends_the_job_and_the_run_goes_on_later(
-    federation: Loopback, scans: Path, tmp_path: Path
+    federation: LocalFederation, scans: Path, tmp_path: Path
 ) -> None:
     job = Job(scans, tmp_path, "ditto", 3)
     number = federation.submit(job.exported({2: "slow"}))
@@ -188,7 +190,9 @@ def test_law1_a_killed_job_process_of_a_site_ends_the_job_and_the_run_goes_on_la
     assert left(job.out) == left(job.twin)
 
 
-def test_law1_a_killed_server_comes_back_and_the_run_goes_on(federation: Loopback, scans: Path, tmp_path: Path) -> None:
+def test_law1_a_killed_server_comes_back_and_the_run_goes_on(
+    federation: LocalFederation, scans: Path, tmp_path: Path
+) -> None:
     job = Job(scans, tmp_path, "ditto", 3)
     federation.submit(job.exported({2: "slow"}))
     until((job.out / "flare" / "site-2-2.json").is_file, 240)
@@ -201,9 +205,11 @@ def test_law1_a_killed_server_comes_back_and_the_run_goes_on(federation: Loopbac
     assert left(job.out) == left(job.twin)
 
 
-def test_certificates_of_another_federation_open_nothing(federation: Loopback, scans: Path, tmp_path: Path) -> None:
+def test_certificates_of_another_federation_open_nothing(
+    federation: LocalFederation, scans: Path, tmp_path: Path
+) -> None:
     """Its kit points at our server; ours goes on as if nobody were there."""
-    with Loopback(tmp_path / "other", ["site-1"], SIMULATED) as other:
+    with LocalFederation(tmp_path / "other", ["site-1"], SIMULATED) as other:
         paths = [made.kit("site-1") / "startup" / "fed_client.json" for made in (federation, other)]
         ours, theirs = (json.loads(path.read_text()) for path in paths)
         theirs["servers"] = ours["servers"]

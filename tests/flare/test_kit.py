@@ -19,9 +19,9 @@ from nvflare.security.security import FLAuthorizer
 from medfl.core.errors import InputError
 from medfl.flare import offer as flare_offer
 from medfl.flare.kit import secure
-from medfl.flare.own import OwnSite
 from medfl.flare.parts import ALLOWED
 from medfl.flare.sentry import Sentry
+from medfl.flare.site_config import SiteConfig
 
 ROLES = ("project_admin", "org_admin", "lead", "member")
 LEAD = {"submit_job": "any", "byoc": "any", "shell_commands": "o:site", "view": "any"}
@@ -122,11 +122,11 @@ def test_a_kit_that_takes_jobs_that_nobody_signed_is_refused(kit: Path) -> None:
 def test_the_site_s_file_names_further_classes_in_full(tmp_path: Path) -> None:
     path = tmp_path / "medfl.yaml"
     path.write_text("bundle: mednist\nfolder: states\nclasses: [own.module.Class]\n")
-    assert OwnSite.read(path).classes == ("own.module.Class",)
+    assert SiteConfig.read(path).classes == ("own.module.Class",)
     for wrong in ("'*'", "os.", "subprocess", "3"):
         path.write_text(f"bundle: mednist\nfolder: states\nclasses: [{wrong}]\n")
         with pytest.raises(InputError, match="classes"):
-            OwnSite.read(path)
+            SiteConfig.read(path)
 
 
 @pytest.fixture(scope="module")

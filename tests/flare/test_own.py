@@ -27,11 +27,11 @@ from medfl.data.prepared import Batch, Prepared
 from medfl.flare import offer as flare_offer
 from medfl.flare import wire
 from medfl.flare.files import read_run
-from medfl.flare.own import OwnSite, open_server, open_site, taken, unlimited
 from medfl.flare.parts import ALLOWED, SIMULATED
-from medfl.flare.remote import ToldFolder, told_mean
+from medfl.flare.remote import ReportedRunFolder, mean_reported
 from medfl.flare.server import FlareWorkers
 from medfl.flare.site import FlareSite
+from medfl.flare.site_config import SiteConfig, accepted_run, open_server, open_site, without_round_limit
 from medfl.runs import launch, text_record
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
@@ -58,9 +58,9 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def own(scans: dict[str, Path], name: str = "north", **changes: Any) -> OwnSite:
+def own(scans: dict[str, Path], name: str = "north", **changes: Any) -> SiteConfig:
     values = {"bundle": "mednist", "folder": "unused", "data": str(scans[name]), "permits": ("network", "image_size")}
-    return OwnSite(**{**values, **changes})
+    return SiteConfig(**{**values, **changes})
 
 
 # What is offered
@@ -115,7 +115,7 @@ def test_odd_names_of_sites_are_refused() -> None:
 
 def test_a_site_takes_the_run_on_its_own_device(scans: dict[str, Path]) -> None:
     run = offer("scaffold")
-    assert taken(run, "north", own(scans, device="cpu")) == replace(run, device="cpu")
+    assert accepted_run(run, "north", own(scans, device="cpu")) == replace(run, device="cpu")
 
 
 def changed(**values: Any) -> Callable[[Run], Run]:
@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[Callable[[Run], Run], str]] = {
 def test_a_run_that_asks_for_more_is_refused_by_the_site(scans: dict[str, Path], what: str) -> None:
     change, text = REFUSED[what]
     with pytest.raises(InputError, match="^site 'north' refuses the run: ") as caught:
-        taken(change(offer("scaffold")), "north", own(scans))
+        accepted_run(change(offer("scaffold")), "north", own(scans))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -154,14 +154,14 @@ def test_items_and_other_sites_are_refused(scans: dict[str, Path]) -> None:
     run = offer()
     items = replace(run, partition=replace(run.partition, sites={"north": {"train": ["a"]}}))
     with pytest.raises(InputError, match="site 'north' refuses the run: partition.sites.north.train is"):
-        taken(items, "north", own(scans))
+        accepted_run(items, "north", own(scans))
     with pytest.raises(InputError, match="site 'east' refuses the run: it is not one of its sites"):
-        taken(run, "east", own(scans))
+        accepted_run(run, "east", own(scans))
 
 
 def test_nothing_of_the_bundle_may_be_set_unless_the_site_permits_it(scans: dict[str, Path]) -> None:
     with pytest.raises(InputError, match="config network=small_cnn; the bundle as it is"):
-        taken(offer(), "north", own(scans, permits=()))
+        accepted_run(offer(), "north", own(scans, permits=()))
 
 
 def test_phantoms_are_not_taken_for_images_nor_images_for_phantoms(scans: dict[str, Path]) -> None:
@@ -176,10 +176,10 @@ def test_phantoms_are_not_taken_for_images_nor_images_for_phantoms(scans: dict[s
 def test_a_site_s_file_is_read_with_paths_from_its_folder(tmp_path: Path) -> None:
     path = tmp_path / "medfl.yaml"
     path.write_text("bundle: mednist\ndata: images\nfolder: /var/medfl\npermits: [network]\n")
-    found = OwnSite.read(path)
-    assert found == OwnSite("mednist", "/var/medfl", str(tmp_path / "images"), permits=("network",))
+    found = SiteConfig.read(path)
+    assert found == SiteConfig("mednist", "/var/medfl", str(tmp_path / "images"), permits=("network",))
     path.write_text("bundle: own/bundle\nfolder: states\n")
-    assert OwnSite.read(path).bundle == str(tmp_path / "own" / "bundle")
+    assert SiteConfig.read(path).bundle == str(tmp_path / "own" / "bundle")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_site_s_file_that_says_something_else_is_refused(tmp_path: Path, text:
     path = tmp_path / "medfl.yaml"
     path.write_text(text)
     with pytest.raises(InputError) as caught:
-        OwnSite.read(path)
+        SiteConfig.read(path)
     assert what in str(caught.value)
 
 
@@ -220,7 +220,7 @@ class Apart(Near):
         self.dropped: list[int] = []
         self.gone: dict[str, str] = {}
         self.ended = False
-        self._change = lambda site, word, parcel: parcel
+        self._change = lambda site, word, payload: payload
         self.sites = {
             name: FlareSite(
                 MedflClientAlgo(lambda name=name: open_site(run, name, own(scans, name)), name, folder=place / name),
@@ -230,10 +230,12 @@ class Apart(Near):
         }
 
 
-def executed(out: Path, run: Run, scans: dict[str, Path], server: OwnSite | None = None) -> tuple[ToldFolder, Apart]:
-    federation = open_server(run, server or OwnSite("mednist", str(out)))
+def executed(
+    out: Path, run: Run, scans: dict[str, Path], server: SiteConfig | None = None
+) -> tuple[ReportedRunFolder, Apart]:
+    federation = open_server(run, server or SiteConfig("mednist", str(out)))
     RunFolder.create(out)
-    folder, link = ToldFolder(out), Apart(run, scans, out.parent / f"{out.name}-states")
+    folder, link = ReportedRunFolder(out), Apart(run, scans, out.parent / f"{out.name}-states")
     folder.write_run(run, {})
 
     def workers(made: Federation, _: int) -> FlareWorkers:
@@ -295,7 +297,7 @@ def test_a_server_with_images_of_its_own_scores_the_global_model_on_them(
     scans: dict[str, Path], tmp_path: Path
 ) -> None:
     held = datasets.write_phantom("mednist", tmp_path / "held", per_class=10, size=16, seed=7)
-    folder, _ = executed(tmp_path / "run", offer(), scans, OwnSite("mednist", str(tmp_path), str(held)))
+    folder, _ = executed(tmp_path / "run", offer(), scans, SiteConfig("mednist", str(tmp_path), str(held)))
     summary = json.loads((folder.path / "summary.json").read_text())
     assert set(summary["last"]) > {"round", "balanced_accuracy"}
     assert summary["best"]["round"] in (1, 2)
@@ -369,11 +371,11 @@ def test_law1_a_federation_of_own_folders_gives_the_simulator_s_bits(
 def test_a_site_s_reply_is_that_of_a_site_of_a_host_of_monai_fl(scans: dict[str, Path], tmp_path: Path) -> None:
     """`launch.site_algo` gives the same site: seeds depend on the run's seed, the round and the name alone."""
     run = offer("scaffold")
-    federation = open_server(run, OwnSite("mednist", str(tmp_path)))
+    federation = open_server(run, SiteConfig("mednist", str(tmp_path)))
     with federation.scope():
         server = federation.method.init_server(federation.host(0), federation.networks.initial, {})
         message = federation.method.broadcast(federation.host(1), server, "north")
-        down = wire.said(message, wire.asked(1), wire.counting({"north": 0}))
+        down = wire.message_payload(message, wire.question_numbers(1), wire.state_rounds({"north": 0}))
     requested = {"method": "scaffold", "data": str(scans["north"]), "rounds": 2, "local_epochs": 1, "batch_size": 8}
     hosted = launch.site_algo("mednist", "north", config=CONFIG, requested=requested)
     sites = [MedflClientAlgo(lambda: open_site(run, "north", own(scans)), "north"), hosted]
@@ -384,7 +386,7 @@ def test_a_site_s_reply_is_that_of_a_site_of_a_host_of_monai_fl(scans: dict[str,
 
 def test_a_server_with_another_bundle_is_refused() -> None:
     with pytest.raises(InputError, match="bundle 'mednist' of the server"):
-        open_server(replace(offer(), bundle_sha256="0" * 64), OwnSite("mednist", "x"))
+        open_server(replace(offer(), bundle_sha256="0" * 64), SiteConfig("mednist", "x"))
 
 
 def test_means_of_what_was_told_are_weighted_by_cases() -> None:
@@ -392,13 +394,13 @@ def test_means_of_what_was_told_are_weighted_by_cases() -> None:
         "a": {"validate/cases": 1, "validate/dice": 0.0, "test/dice": 0.3, "test/cases": 3},
         "b": {"validate/cases": 3, "validate/dice": 1.0},
     }
-    assert told_mean(told) == {"validate/cases": 4, "validate/dice": 0.75, "test/dice": 0.3, "test/cases": 3}
+    assert mean_reported(told) == {"validate/cases": 4, "validate/dice": 0.75, "test/dice": 0.3, "test/cases": 3}
 
 
 def test_a_run_is_found_again_whatever_its_rounds() -> None:
     shorter, longer = offer(requested={"rounds": 2}), offer(requested={"rounds": 5})
-    assert unlimited(shorter).run_hash == unlimited(longer).run_hash
-    assert unlimited(shorter).run_hash != unlimited(offer("fedper")).run_hash
+    assert without_round_limit(shorter).run_hash == without_round_limit(longer).run_hash
+    assert without_round_limit(shorter).run_hash != without_round_limit(offer("fedper")).run_hash
 
 
 def test_what_takes_folders_from_a_job_is_on_no_site_s_list() -> None:

@@ -158,15 +158,15 @@ def test_the_recipe_runs_in_flare_s_own_environment(scans: Path, tmp_path: Path)
     from nvflare.recipe.sim_env import SimEnv
 
     from medfl.core.run_folder import RunFolder
-    from medfl.flare.files import allow
-    from medfl.flare.job import on_one_machine
+    from medfl.flare.files import allow_classes
+    from medfl.flare.job import local_recipe
     from medfl.flare.parts import SIMULATED
 
     run(scans, tmp_path / "simulator", "fedavg", "simulator", rounds=1)
     recorded, _ = RunFolder(tmp_path / "simulator").read_run()
     folder = RunFolder.create(tmp_path / "flare")
     folder.write_run(recorded, {})
-    recipe, clients = on_one_machine(recorded, folder.path)
-    allow(tmp_path / "work" / recipe.name / "local" / "resources.json", SIMULATED)
+    recipe, clients = local_recipe(recorded, folder.path)
+    allow_classes(tmp_path / "work" / recipe.name / "local" / "resources.json", SIMULATED)
     recipe.run(SimEnv(clients=clients, num_threads=2, workspace_root=str(tmp_path / "work")))
     assert left(tmp_path / "flare") == left(tmp_path / "simulator")

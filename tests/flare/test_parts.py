@@ -26,17 +26,17 @@ from medfl.core.errors import InputError, RunError
 from medfl.flare import offer as flare_offer
 from medfl.flare import tensors as flare_tensors
 from medfl.flare import wire
-from medfl.flare.files import allow, failed, raise_failed, read_run
+from medfl.flare.files import allow_classes, error_document, raise_error, read_run
 from medfl.flare.job import recipe
-from medfl.flare.own import unlimited
 from medfl.flare.parts import (
     MedflController,
     MedflExecutor,
     RemoteController,
     RemoteExecutor,
 )
-from medfl.flare.server import BESIDE, FAILED, SAID
-from medfl.flare.wire import Parcel, from_model, to_model
+from medfl.flare.server import ERROR_FILE, FLARE_FOLDER, LINES_FILE
+from medfl.flare.site_config import without_round_limit
+from medfl.flare.wire import Payload, from_model, to_model
 
 CONFIG = {"network": "small_cnn", "image_size": 16}
 
@@ -92,7 +92,7 @@ def test_a_server_refuses_a_run_that_it_has_unless_it_is_to_go_on(job: Path, tmp
     first = controller(RemoteController(), workspace)
     path = first._place()
     assert path.parent == tmp_path / "local" / "kept"
-    assert path.name == f"mednist-fedavg-{unlimited(run).run_hash[:16]}"
+    assert path.name == f"mednist-fedavg-{without_round_limit(run).run_hash[:16]}"
     (path / "run.json").write_text("{}")
     with pytest.raises(InputError, match="the server has this run in .*; export the job with --resume"):
         controller(RemoteController(), workspace)._place()
@@ -105,8 +105,8 @@ def test_what_ends_a_run_is_written_and_told_to_flare(job: Path, tmp_path: Path)
     assert made.panics == ["bundle 'pneumonia' of the server" + made.panics[0].partition("of the server")[2]]
     (path,) = (tmp_path / "local" / "kept").iterdir()
     with pytest.raises(InputError, match="bundle 'pneumonia' of the server"):
-        raise_failed(json.loads((path / BESIDE / FAILED).read_text()))
-    assert not (path / BESIDE / SAID).exists()
+        raise_error(json.loads((path / FLARE_FOLDER / ERROR_FILE).read_text()))
+    assert not (path / FLARE_FOLDER / LINES_FILE).exists()
 
 
 def test_a_server_without_a_file_of_its_own_says_so(job: Path, tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_a_server_without_a_file_of_its_own_says_so(job: Path, tmp_path: Path) -
 
 def test_an_error_is_the_same_after_it_was_written() -> None:
     for error, kind in ((InputError("a", "b", "c"), InputError), (RunError("d"), RunError), (OSError("e"), RunError)):
-        document = json.loads(json.dumps(failed(error)))
+        document = json.loads(json.dumps(error_document(error)))
         with pytest.raises(kind) as caught:
-            raise_failed(document)
+            raise_error(document)
         assert str(caught.value) == (f"OSError: {error}" if isinstance(error, OSError) else str(error))
 
 
@@ -128,11 +128,11 @@ def test_one_task_goes_to_all_and_its_answers_are_put_where_they_are_waited_for(
     made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
     made._called = {"St. A": "participant-1", "b": "participant-2"}
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    number = made.ask(wire.TRAIN, ["St. A", "b"], Parcel({"message/weights/a": torch.ones(2)}, {"round": 1}), answers)
+    number = made.ask(wire.TRAIN, ["St. A", "b"], Payload({"message/weights/a": torch.ones(2)}, {"round": 1}), answers)
     ((task, targets),) = made.sent
     assert (task.name, targets) == (wire.TRAIN, ["participant-1", "participant-2"])
-    assert from_model(FLModelUtils.from_shareable(task.data), "x").whole(wire.ROUND) == 1
-    good = FLModelUtils.to_shareable(to_model(Parcel({}, {"steps": 2})))
+    assert from_model(FLModelUtils.from_shareable(task.data), "x").whole_number(wire.ROUND) == 1
+    good = FLModelUtils.to_shareable(to_model(Payload({}, {"steps": 2})))
     for called, result, text in (
         ("participant-1", good, ""),
         ("participant-2", make_reply(ReturnCode.EXECUTION_EXCEPTION), "FLARE says EXECUTION_EXCEPTION"),
@@ -140,7 +140,7 @@ def test_one_task_goes_to_all_and_its_answers_are_put_where_they_are_waited_for(
         client_task = SimpleNamespace(client=SimpleNamespace(name=called), result=result)
         task.result_received_cb(client_task, None)
         answer = answers.get_nowait()
-        assert (answer.question, made._called[answer.site], answer.parcel.failed) == (number, called, text)
+        assert (answer.question, made._called[answer.site], answer.payload.failed) == (number, called, text)
         assert client_task.result is None
     made.drop(number)
     assert made.cancelled == []
@@ -149,7 +149,7 @@ def test_one_task_goes_to_all_and_its_answers_are_put_where_they_are_waited_for(
 def test_a_task_that_somebody_still_works_on_is_cancelled(job: Path, tmp_path: Path) -> None:
     made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
     made._called = {"a": "a"}
-    number = made.ask(wire.TRAIN, ["a"], Parcel({}, {"round": 1}), queue.SimpleQueue())
+    number = made.ask(wire.TRAIN, ["a"], Payload({}, {"round": 1}), queue.SimpleQueue())
     made.drop(number)
     assert made.cancelled == [made.sent[0][0]]
 
@@ -167,8 +167,8 @@ def test_sites_that_went_away_and_a_job_that_is_aborted_are_known(job: Path, tmp
 # A site
 
 
-def asked(part: Any, word: str, parcel: Parcel, workspace: Workspace, name: str = "north") -> Parcel:
-    question = FLModelUtils.to_shareable(to_model(parcel))
+def asked(part: Any, word: str, payload: Payload, workspace: Workspace, name: str = "north") -> Payload:
+    question = FLModelUtils.to_shareable(to_model(payload))
     return from_model(
         FLModelUtils.from_shareable(part.execute(word, question, context(workspace, name), Signal())), name
     )
@@ -177,19 +177,19 @@ def asked(part: Any, word: str, parcel: Parcel, workspace: Workspace, name: str 
 def test_a_site_with_images_of_its_own_answers_from_its_file(job: Path, tmp_path: Path) -> None:
     data = datasets.write_phantom("mednist", tmp_path / "data", per_class=10, size=16)
     place = local(tmp_path / "local", data=str(data), permits=["network", "image_size"], audit="audit.jsonl")
-    told = asked(RemoteExecutor(), wire.INTRODUCE, Parcel({}, {"round": 0}), Workspace(job, place))
-    assert (told.failed, told.whole(wire.SAMPLES)) == ("", 42)
+    told = asked(RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, place))
+    assert (told.failed, told.whole_number(wire.SAMPLES)) == ("", 42)
     assert (place / "audit.jsonl").is_file()
     strict = local(tmp_path / "strict", data=str(data))
-    refused = asked(RemoteExecutor(), wire.INTRODUCE, Parcel({}, {"round": 0}), Workspace(job, strict))
+    refused = asked(RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, strict))
     assert refused.failed.startswith("site 'north' refuses the run: config ")
-    other = asked(RemoteExecutor(), wire.INTRODUCE, Parcel({}, {"round": 0}), Workspace(job, place), "east")
+    other = asked(RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, place), "east")
     assert other.failed.startswith("site 'east' refuses the run: it is not one of its sites")
 
 
 def test_a_site_without_its_file_answers_instead_of_dying(job: Path, tmp_path: Path) -> None:
     for part in (RemoteExecutor(), MedflExecutor(str(tmp_path), str(tmp_path))):
-        told = asked(part, wire.TRAIN, Parcel({}, {"round": 1}), Workspace(tmp_path, tmp_path))
+        told = asked(part, wire.TRAIN, Payload({}, {"round": 1}), Workspace(tmp_path, tmp_path))
         assert told.failed
         assert "\n" not in told.failed
 
@@ -199,12 +199,12 @@ def test_a_site_without_its_file_answers_instead_of_dying(job: Path, tmp_path: P
 
 def test_a_list_of_classes_is_added_to_and_the_rest_kept(tmp_path: Path) -> None:
     path = tmp_path / "local" / "resources.json"
-    allow(path, ["a.B"])
+    allow_classes(path, ["a.B"])
     listed = json.loads(path.read_text())["class_allow_list"]
     assert listed[-1] == "a.B"
     assert len(listed) > 20
     path.write_text(json.dumps({"class_allow_list": ["x.Y", "z.Z"], "other": 1}))
-    allow(path, ["a.B", "x.Y"], never=["z.Z"])
+    allow_classes(path, ["a.B", "x.Y"], never=["z.Z"])
     assert json.loads(path.read_text()) == {"class_allow_list": ["x.Y", "a.B"], "other": 1}
 
 

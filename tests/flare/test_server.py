@@ -24,7 +24,7 @@ from medfl.core.storage import load_state, load_weights
 from medfl.flare import wire
 from medfl.flare.server import Answer, FlareWorkers
 from medfl.flare.site import FlareSite
-from medfl.flare.wire import Parcel, from_model, to_model
+from medfl.flare.wire import Payload, from_model, to_model
 from medfl.methods import load, names
 from medfl.runtimes.absent import Absent, Tolerance
 from medfl.runtimes.federation import Federation
@@ -53,21 +53,21 @@ class Near:
     """
 
     def __init__(
-        self, made: Federation, folder: RunFolder, change: Callable[[str, str, Parcel], Parcel | None] | None = None
+        self, made: Federation, folder: RunFolder, change: Callable[[str, str, Payload], Payload | None] | None = None
     ) -> None:
         self.asked: list[tuple[str, list[str]]] = []
         self.dropped: list[int] = []
         self.gone: dict[str, str] = {}
         self.ended = False
-        self._change = change or (lambda site, word, parcel: parcel)
+        self._change = change or (lambda site, word, payload: payload)
         self.sites = {
             name: FlareSite(MedflClientAlgo(made, name, folder=folder.path / "sites"), name, folder)
             for name in made.participants
         }
 
-    def ask(self, word: str, sites: Sequence[str], parcel: Parcel, answers: queue.SimpleQueue[Answer]) -> int:
+    def ask(self, word: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]) -> int:
         self.asked.append((word, list(sites)))
-        question = from_model(to_model(parcel), "the server")
+        question = from_model(to_model(payload), "the server")
         for site in sites:
             answer = from_model(to_model(self.sites[site].answer(word, question)), site)
             changed = self._change(site, word, answer)
@@ -103,7 +103,7 @@ def executed(
     }
 
 
-def near(out: Path, change: Callable[[str, str, Parcel], Parcel | None] | None = None, **seen: Any) -> Any:
+def near(out: Path, change: Callable[[str, str, Payload], Payload | None] | None = None, **seen: Any) -> Any:
     """Return what makes the workers; `seen` takes the link and the workers."""
 
     def workers(made: Federation, _: int) -> FlareWorkers:
@@ -158,10 +158,10 @@ def test_a_run_goes_on_after_its_server_was_lost_in_a_round(tmp_path: Path) -> N
     class Killed(BaseException):
         pass
 
-    def kill(site: str, word: str, parcel: Parcel) -> Parcel:
+    def kill(site: str, word: str, payload: Payload) -> Payload:
         if (site, word) == ("z", "train") and (out / "state" / "manifest.json").is_file():
             raise Killed
-        return parcel
+        return payload
 
     with pytest.raises(Killed):
         executed(out, federation("ditto", rounds=3), near(out, kill))
@@ -178,10 +178,10 @@ def test_a_run_that_ends_where_its_server_was_lost_tries_from_the_last_committed
     class Killed(BaseException):
         pass
 
-    def kill(site: str, word: str, parcel: Parcel) -> Parcel:
+    def kill(site: str, word: str, payload: Payload) -> Payload:
         if (site, word) == ("z", "train") and (out / "state" / "manifest.json").is_file():
             raise Killed
-        return parcel
+        return payload
 
     with pytest.raises(Killed):
         executed(out, federation("scaffold", rounds=2), near(out, kill))
@@ -191,25 +191,25 @@ def test_a_run_that_ends_where_its_server_was_lost_tries_from_the_last_committed
 # Sites that fail
 
 
-def training(change: Callable[[Parcel], Parcel | None]) -> Callable[[str, str, Parcel], Parcel | None]:
+def training(change: Callable[[Payload], Payload | None]) -> Callable[[str, str, Payload], Payload | None]:
     """Change what site y says of its training."""
-    return lambda site, word, parcel: change(parcel) if (site, word) == ("y", "train") else parcel
+    return lambda site, word, payload: change(payload) if (site, word) == ("y", "train") else payload
 
 
-def tensors(**changes: Any) -> Callable[[Parcel], Parcel]:
-    return lambda parcel: replace(
-        parcel, tensors={**parcel.tensors, **{f"message/{k.replace('__', '/')}": v for k, v in changes.items()}}
+def tensors(**changes: Any) -> Callable[[Payload], Payload]:
+    return lambda payload: replace(
+        payload, tensors={**payload.tensors, **{f"message/{k.replace('__', '/')}": v for k, v in changes.items()}}
     )
 
 
-def without(name: str) -> Callable[[Parcel], Parcel]:
-    return lambda parcel: replace(parcel, tensors={k: v for k, v in parcel.tensors.items() if k != name})
+def without(name: str) -> Callable[[Payload], Payload]:
+    return lambda payload: replace(payload, tensors={k: v for k, v in payload.tensors.items() if k != name})
 
 
-BAD: Mapping[str, tuple[Callable[[Parcel], Parcel], str]] = {
-    "fails": (lambda parcel: wire.failure("the disk is full"), "the disk is full"),
+BAD: Mapping[str, tuple[Callable[[Payload], Payload], str]] = {
+    "fails": (lambda payload: wire.failure("the disk is full"), "the disk is full"),
     "nan": (
-        lambda parcel: tensors(**{"weights__0.bias": torch.full((6,), float("nan"))})(parcel),
+        lambda payload: tensors(**{"weights__0.bias": torch.full((6,), float("nan"))})(payload),
         "'weights/0.bias' has NaN or infinite values",
     ),
     "shape": (tensors(**{"weights__0.bias": torch.ones(7)}), "'weights/0.bias' is (7,)"),
@@ -218,21 +218,21 @@ BAD: Mapping[str, tuple[Callable[[Parcel], Parcel], str]] = {
     "missing": (without("message/weights/0.bias"), "'weights/0.bias' is missing"),
     "no group": (tensors(bias=torch.ones(1)), "'bias' is not named group/name"),
     "too much": (tensors(up__everything=torch.zeros(1).expand(2**29)), "bytes"),
-    "steps": (lambda parcel: replace(parcel, numbers={**parcel.numbers, "steps": -1}), "the number 'steps' is -1"),
+    "steps": (lambda payload: replace(payload, numbers={**payload.numbers, "steps": -1}), "the number 'steps' is -1"),
     "no steps": (
-        lambda parcel: replace(parcel, numbers={k: v for k, v in parcel.numbers.items() if k != "steps"}),
+        lambda payload: replace(payload, numbers={k: v for k, v in payload.numbers.items() if k != "steps"}),
         "the number 'steps' is None",
     ),
     "cases": (
-        lambda parcel: replace(parcel, tensors={**parcel.tensors, "cases/validate/loss": torch.ones(99)}),
+        lambda payload: replace(payload, tensors={**payload.tensors, "cases/validate/loss": torch.ones(99)}),
         "has shape (99,) for 5 cases",
     ),
     "unasked": (
-        lambda parcel: replace(parcel, tensors={**parcel.tensors, "cases/test/loss": torch.ones(5)}),
+        lambda payload: replace(payload, tensors={**payload.tensors, "cases/test/loss": torch.ones(5)}),
         "outcomes of 'test', which it does not announce",
     ),
     "announced": (
-        lambda parcel: replace(parcel, numbers={**parcel.numbers, "test": 1}),
+        lambda payload: replace(payload, numbers={**payload.numbers, "test": 1}),
         "outcomes of 'test', which nobody asked for",
     ),
 }  # fmt: skip
@@ -254,7 +254,7 @@ def test_a_bad_answer_ends_a_strict_run_and_is_left_out_of_a_tolerant_one(tmp_pa
 
 
 def test_a_site_that_never_answers_misses_the_deadline(tmp_path: Path) -> None:
-    dumb = training(lambda parcel: None)
+    dumb = training(lambda payload: None)
     tolerance = Tolerance(min_replies=2, deadline=0.3)
     left = executed(tmp_path, federation(rounds=2), near(tmp_path, dumb), tolerance=tolerance)
     assert [entry["left_out"] for entry in left["rounds"]] == 2 * [{"y": "no answer within 0.3 s"}]
@@ -263,7 +263,7 @@ def test_a_site_that_never_answers_misses_the_deadline(tmp_path: Path) -> None:
 
 def test_a_site_that_has_vanished_is_not_waited_for(tmp_path: Path) -> None:
     made, links = federation(), []
-    workers = near(tmp_path, lambda site, word, parcel: None if site == "y" else parcel, links=links)(made, 1)
+    workers = near(tmp_path, lambda site, word, payload: None if site == "y" else payload, links=links)(made, 1)
     links[0].gone["y"] = "it has vanished"
     found = dict(workers.run([(introduce, (name,)) for name in "xyz"]))
     assert found[1] == Absent("y", "site 'y': it has vanished")
@@ -297,13 +297,13 @@ class Spoilt(Workers):
             yield index, answer
 
 
-def second(change: Callable[[Parcel], Parcel | None]) -> Callable[[str, str, Parcel], Parcel | None]:
+def second(change: Callable[[Payload], Payload | None]) -> Callable[[str, str, Payload], Payload | None]:
     """Change what site y says of its second training."""
     said = []
 
-    def changed(site: str, word: str, parcel: Parcel) -> Parcel | None:
+    def changed(site: str, word: str, payload: Payload) -> Payload | None:
         said.extend([word] if (site, word) == ("y", "train") else [])
-        return change(parcel) if (site, word) == ("y", "train") and len(said) == 2 else parcel
+        return change(payload) if (site, word) == ("y", "train") and len(said) == 2 else payload
 
     return changed
 
@@ -376,12 +376,12 @@ def site(folder: Path | None = None, shows: bool = False, **changes: Any) -> Fla
     return FlareSite(algo, "x", RunFolder(folder) if shows and folder else None)
 
 
-def down(made: Federation, round_: int = 1, sections: Sequence[str] = ()) -> Parcel:
+def down(made: Federation, round_: int = 1, sections: Sequence[str] = ()) -> Payload:
     """What the server of a run that has just begun says."""
     with made.scope():
         server = made.method.init_server(made.host(0), made.networks.initial, {})
         message = made.method.broadcast(made.host(round_), server, "x")
-        return wire.said(message, wire.asked(round_, sections), wire.counting({"x": 0}))
+        return wire.message_payload(message, wire.question_numbers(round_, sections), wire.state_rounds({"x": 0}))
 
 
 def test_a_site_with_its_own_data_tells_numbers_and_nothing_of_single_cases() -> None:
@@ -404,19 +404,19 @@ def test_what_only_a_simulation_shows_is_refused_elsewhere(word: str) -> None:
     assert not told.tensors
 
 
-def kept(round_: int | Tensor, **more: Tensor) -> Parcel:
+def kept(round_: int | Tensor, **more: Tensor) -> Payload:
     """What the server says in round 1 to site x, but for its message."""
-    return Parcel({"kept/x": torch.as_tensor(round_), **more}, {"round": 1})
+    return Payload({"kept/x": torch.as_tensor(round_), **more}, {"round": 1})
 
 
 @pytest.mark.parametrize(
-    ("word", "parcel", "text"),
+    ("word", "payload", "text"),
     [
-        ("shell", Parcel(), "site 'x' is asked for 'shell'; it answers introduce, train"),
-        ("../../x\n", Parcel(), "site 'x' is asked for '../../x\\n'"),
-        (wire.TRAIN, Parcel(), "the number 'round' is None"),
-        (wire.TRAIN, Parcel(numbers={"round": 1.5}), "the number 'round' is 1.5"),
-        (wire.TRAIN, Parcel(numbers={"round": 1}), "site 'x': the server does not say which of its States"),
+        ("shell", Payload(), "site 'x' is asked for 'shell'; it answers introduce, train"),
+        ("../../x\n", Payload(), "site 'x' is asked for '../../x\\n'"),
+        (wire.TRAIN, Payload(), "the number 'round' is None"),
+        (wire.TRAIN, Payload(numbers={"round": 1.5}), "the number 'round' is 1.5"),
+        (wire.TRAIN, Payload(numbers={"round": 1}), "site 'x': the server does not say which of its States"),
         (wire.TRAIN, kept(0), "site 'x' could not answer; its administrator finds failure"),
         (wire.TRAIN, kept(1), "its round is 1, after a State of round 1"),
         (wire.TRAIN, kept(-1), "does not say which of its States"),
@@ -426,8 +426,8 @@ def kept(round_: int | Tensor, **more: Tensor) -> Parcel:
         (wire.JUDGE, kept(0, **{"message/weights/0.bias": torch.ones(1)}), "missing 'weights/"),
     ],
 )
-def test_a_bad_question_is_answered_in_one_line(word: str, parcel: Parcel, text: str) -> None:
-    told = site().answer(word, parcel)
+def test_a_bad_question_is_answered_in_one_line(word: str, payload: Payload, text: str) -> None:
+    told = site().answer(word, payload)
     assert text in told.failed
     assert "\n" not in told.failed
 
@@ -441,9 +441,10 @@ def test_a_site_that_cannot_be_prepared_says_so_and_tries_again() -> None:
         return ready[0]
 
     here = FlareSite(MedflClientAlgo(made, "x"), "x")
-    assert here.answer(wire.INTRODUCE, Parcel()).failed.startswith("site 'x' could not answer; its administrator finds")
+    failed = here.answer(wire.INTRODUCE, Payload()).failed
+    assert failed.startswith("site 'x' could not answer; its administrator finds")
     ready.append(federation())
-    assert here.answer(wire.INTRODUCE, Parcel()).failed == ""
+    assert here.answer(wire.INTRODUCE, Payload()).failed == ""
 
 
 def test_a_site_stops_when_the_job_does() -> None:
@@ -470,7 +471,7 @@ def test_a_site_stops_when_the_job_does() -> None:
 
 
 def test_a_parcel_is_the_same_after_the_wire() -> None:
-    sent = Parcel({"message/weights/a": torch.arange(3)}, {"round": 2, "train": 1}, "", {"validate/dice": 0.5})
+    sent = Payload({"message/weights/a": torch.arange(3)}, {"round": 2, "train": 1}, "", {"validate/dice": 0.5})
     arrived = from_model(to_model(sent), "x")
     assert (bits(arrived.tensors), arrived.numbers, arrived.metrics) == (bits(sent.tensors), sent.numbers, sent.metrics)
     assert arrived.sections == ("train",)

@@ -15,7 +15,7 @@ from medfl.bundle.bundle import shipped_root
 from medfl.bundle.open import bundle_of
 from medfl.core.errors import InputError
 from medfl.runs import plan as planning
-from medfl.runs.plan import Request, again, plan, repeat
+from medfl.runs.plan import Request, again, make_plan, repeat
 
 CONFIG = {"network": "small_cnn"}
 
@@ -43,7 +43,7 @@ def other_bundle(tmp_path: Path) -> str:
 
 
 def test_what_is_not_asked_for_comes_from_the_protocol(skin: str) -> None:
-    run = plan(Request("ham10000", "fedprox", config=CONFIG, data=skin, partition="iid", sites=2)).run
+    run = make_plan(Request("ham10000", "fedprox", config=CONFIG, data=skin, partition="iid", sites=2)).run
     assert run.options == {"mu": 0.001}  # of the protocol; the method's own default is 0.01
     assert (run.cohort, run.rounds, run.local_epochs, run.batch_size, run.lr, run.lr_decay) == (
         0.5,
@@ -61,7 +61,7 @@ def test_what_is_asked_for_wins(skin: str) -> None:
         "ham10000", "fedprox", {"mu": "0.5"}, {**CONFIG, "split": "dermamnist", "image_size": "24"}, skin, 3, "iid",
         cohort=1.0, rounds=2, local_epochs=3, batch_size=4, lr=0.5, lr_decay=0.9,
     )  # fmt: skip
-    run = plan(request).run
+    run = make_plan(request).run
     assert run.options == {"mu": 0.5}
     assert (run.cohort, run.rounds, run.local_epochs, run.batch_size, run.lr) == (1.0, 2, 3, 4, 0.5)
     assert run.lr_decay == again(run).lr_decay == 0.9
@@ -71,7 +71,7 @@ def test_what_is_asked_for_wins(skin: str) -> None:
 
 
 def test_a_bundle_without_a_protocol_gets_plain_defaults(chest: str, other_bundle: str) -> None:
-    made = plan(Request(other_bundle, config={**CONFIG, "dataset_dir": chest}))
+    made = make_plan(Request(other_bundle, config={**CONFIG, "dataset_dir": chest}))
     run = made.run
     assert (run.method, run.partition.spec, len(run.partition.sites)) == ("fedavg", "iid", 4)
     assert (run.cohort, run.rounds, run.local_epochs, run.lr, run.lr_decay) == (1.0, 10, 1, None, 1.0)
@@ -81,22 +81,25 @@ def test_a_bundle_without_a_protocol_gets_plain_defaults(chest: str, other_bundl
 
 
 def test_data_of_a_bundle_that_is_not_ours(chest: str, other_bundle: str) -> None:
-    given = plan(Request(other_bundle, config=CONFIG, data=chest)).run
+    given = make_plan(Request(other_bundle, config=CONFIG, data=chest)).run
     assert given.data.folder == chest
     assert given.config == CONFIG
-    assert given.data.checksum == plan(Request(other_bundle, config={**CONFIG, "dataset_dir": chest})).run.data.checksum
+    assert (
+        given.data.checksum
+        == make_plan(Request(other_bundle, config={**CONFIG, "dataset_dir": chest})).run.data.checksum
+    )
     with pytest.raises(InputError, match="--data phantom; phantoms exist for the shipped bundles"):
-        plan(Request(other_bundle, data="phantom"))
+        make_plan(Request(other_bundle, data="phantom"))
 
 
 def test_a_bundle_without_test_data_says_so(chest: str, other_bundle: str) -> None:
     (Path(other_bundle) / "configs" / "evaluate.yaml").unlink()
-    notes = plan(Request(other_bundle, config=CONFIG, data=chest)).notes
+    notes = make_plan(Request(other_bundle, config=CONFIG, data=chest)).notes
     assert sum("names no test data" in note for note in notes) == 1
 
 
 def test_centres_and_files_bring_their_own_number_of_sites(skin: str, tmp_path: Path) -> None:
-    run = plan(Request("ham10000", config=CONFIG, data=skin, partition="centre")).run
+    run = make_plan(Request("ham10000", config=CONFIG, data=skin, partition="centre")).run
     assert sorted(run.partition.sites) == ["rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias"]
     table = tmp_path / "three.csv"
     with table.open("w", newline="") as file:
@@ -104,9 +107,9 @@ def test_centres_and_files_bring_their_own_number_of_sites(skin: str, tmp_path: 
         writer.writerow(("id", "site"))
         for index, item in enumerate(datasets.datalist("ham10000", skin, "train")):
             writer.writerow((item["id"], "abc"[index % 3]))
-    assert [*plan(Request("ham10000", config=CONFIG, data=skin, partition=f"file:{table}")).run.partition.sites] == [
-        *"abc"
-    ]
+    assert [
+        *make_plan(Request("ham10000", config=CONFIG, data=skin, partition=f"file:{table}")).run.partition.sites
+    ] == [*"abc"]
 
 
 def test_real_data_below_medfl_data_are_found(chest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +117,7 @@ def test_real_data_below_medfl_data_are_found(chest: str, tmp_path: Path, monkey
     (real / "PHANTOM.json").unlink()
     monkeypatch.setenv("MEDFL_DATA", str(tmp_path / "all"))
     said: list[str] = []
-    record = plan(Request("pneumonia", config=CONFIG, sites=2, partition="iid"), said.append).run.data
+    record = make_plan(Request("pneumonia", config=CONFIG, sites=2, partition="iid"), said.append).run.data
     assert (record.source, record.folder, said) == ("real", str(real), [])
 
 
@@ -133,7 +136,7 @@ def test_the_phantom_is_drawn_once_and_is_said(given: bool, tmp_path: Path, monk
     said: list[str] = []
     for _ in range(2):
         request = Request("pneumonia", config=CONFIG, data="phantom" if given else None, sites=2, partition="iid")
-        assert plan(request, said.append).run.data.source == "phantom"
+        assert make_plan(request, said.append).run.data.source == "phantom"
     assert drawn == ["pneumonia"]
     assert said == [] if given else all("NO REAL DATA for pneumonia" in line for line in said)
 
@@ -141,26 +144,26 @@ def test_the_phantom_is_drawn_once_and_is_said(given: bool, tmp_path: Path, monk
 @pytest.mark.parametrize("key", ["dataset_dir", "batch_size", "learning_rate", "max_epochs", "device"])
 def test_ids_that_a_run_sets_itself_are_refused(chest: str, key: str) -> None:
     with pytest.raises(InputError, match=f"--config {key}=1; a federated run sets this id by --"):
-        plan(Request("pneumonia", config={key: 1}, data=chest))
+        make_plan(Request("pneumonia", config={key: 1}, data=chest))
 
 
 def test_an_expression_in_config_stays_text(chest: str) -> None:
-    run = plan(Request("pneumonia", config={**CONFIG, "image_size": "$7 * 4"}, data=chest, sites=2)).run
+    run = make_plan(Request("pneumonia", config={**CONFIG, "image_size": "$7 * 4"}, data=chest, sites=2)).run
     assert run.config["image_size"] == "$7 * 4"
 
 
 def test_how_messages_are_made_smaller_is_looked_at_before_the_images_and_has_one_spelling() -> None:
     with pytest.raises(InputError, match="--messages topk:2; a fraction above 0 and at most 0.5"):
-        plan(Request("pneumonia", data="/nowhere", messages="topk:2"))
+        make_plan(Request("pneumonia", data="/nowhere", messages="topk:2"))
 
 
 @pytest.mark.parametrize(("given", "recorded"), [("topk:1e-2", "topk:0.01"), ("lossless", "lossless")])
 def test_how_messages_are_made_smaller_is_recorded(chest: str, given: str, recorded: str) -> None:
-    run = plan(Request("pneumonia", config=CONFIG, data=chest, sites=2, partition="iid", messages=given)).run
-    plain = plan(Request("pneumonia", config=CONFIG, data=chest, sites=2, partition="iid")).run
+    run = make_plan(Request("pneumonia", config=CONFIG, data=chest, sites=2, partition="iid", messages=given)).run
+    plain = make_plan(Request("pneumonia", config=CONFIG, data=chest, sites=2, partition="iid")).run
     assert run.messages == recorded
     assert (run.run_hash == plain.run_hash) == (recorded == "lossless")
-    assert plan(again(_reloaded(run))).run == run
+    assert make_plan(again(_reloaded(run))).run == run
     assert repeat(_reloaded(run)).run.run_hash == run.run_hash
 
 
@@ -172,7 +175,7 @@ def _reloaded(run: planning.Run) -> planning.Run:
 
 
 def test_a_run_read_back_is_planned_alike(skin: str) -> None:
-    made = plan(Request("ham10000", "scaffold", config=CONFIG, data=skin, partition="dirichlet:0.5", sites=3))
+    made = make_plan(Request("ham10000", "scaffold", config=CONFIG, data=skin, partition="dirichlet:0.5", sites=3))
     back = repeat(_reloaded(made.run))
     assert back.run.run_hash == made.run.run_hash
     assert back.partition == made.partition
@@ -181,21 +184,21 @@ def test_a_run_read_back_is_planned_alike(skin: str) -> None:
 
 
 def test_a_run_of_a_bundle_that_is_not_ours_is_planned_alike(chest: str, other_bundle: str) -> None:
-    made = plan(Request(other_bundle, config=CONFIG, data=chest, sites=2))
+    made = make_plan(Request(other_bundle, config=CONFIG, data=chest, sites=2))
     assert bundle_of(made.run) == other_bundle
     assert repeat(_reloaded(made.run)).run.run_hash == made.run.run_hash
 
 
 def test_a_bundle_that_is_not_ours_may_have_the_name_of_ours(chest: str, other_bundle: str) -> None:
     namesake = str(Path(other_bundle).rename(Path(other_bundle).parent / "mednist"))
-    made = plan(Request(namesake, config=CONFIG, data=chest, sites=2))
+    made = make_plan(Request(namesake, config=CONFIG, data=chest, sites=2))
     assert made.run.bundle == "mednist"
     assert bundle_of(made.run) == namesake
     assert repeat(_reloaded(made.run)).run.run_hash == made.run.run_hash
 
 
 def test_a_bundle_that_has_changed_is_refused(chest: str, other_bundle: str) -> None:
-    run = plan(Request(other_bundle, config=CONFIG, data=chest, sites=2)).run
+    run = make_plan(Request(other_bundle, config=CONFIG, data=chest, sites=2)).run
     train = Path(other_bundle) / "configs" / "train.yaml"
     train.write_text(train.read_text() + "extra: 1\n")
     with pytest.raises(InputError, match=r"bundle 'theirs' has changed since the run \(.*\); the recorded one is"):
@@ -203,7 +206,7 @@ def test_a_bundle_that_has_changed_is_refused(chest: str, other_bundle: str) -> 
 
 
 def test_other_data_are_refused(chest: str, tmp_path: Path) -> None:
-    run = plan(Request("pneumonia", config=CONFIG, data=chest, sites=2)).run
+    run = make_plan(Request("pneumonia", config=CONFIG, data=chest, sites=2)).run
     other = datasets.write_phantom("pneumonia", tmp_path / "other", per_class=20, size=28, seed=1)
     with pytest.raises(InputError, match="the run used phantom data with checksum"):
         repeat(run, str(other))
@@ -216,29 +219,31 @@ def test_again_keeps_what_is_not_asked_for(skin: str) -> None:
         "ham10000", "fedprox", {"mu": 0.3}, {**CONFIG, "split": "flamby"}, skin, 3, "dirichlet:0.7", rounds=7, lr=0.2,
         seed=5,
     )  # fmt: skip
-    run = _reloaded(plan(request).run)
-    assert plan(again(run)).run.run_hash == run.run_hash
-    assert plan(again(run, rounds=9)).run == dataclasses.replace(run, rounds=9)
-    assert plan(again(run, batch_size=4)).run.difference(run) == ["batch_size: 4 was 8"]
-    assert plan(again(run, options={"mu": 1.0})).run.difference(run) == ["options.mu: 1.0 was 0.3"]
-    assert plan(again(run, method="fedavg")).run.difference(run)[0] == 'method: "fedavg" was "fedprox"'
-    centres = plan(again(run, partition="centre")).run
+    run = _reloaded(make_plan(request).run)
+    assert make_plan(again(run)).run.run_hash == run.run_hash
+    assert make_plan(again(run, rounds=9)).run == dataclasses.replace(run, rounds=9)
+    assert make_plan(again(run, batch_size=4)).run.difference(run) == ["batch_size: 4 was 8"]
+    assert make_plan(again(run, options={"mu": 1.0})).run.difference(run) == ["options.mu: 1.0 was 0.3"]
+    assert make_plan(again(run, method="fedavg")).run.difference(run)[0] == 'method: "fedavg" was "fedprox"'
+    centres = make_plan(again(run, partition="centre")).run
     assert len(centres.partition.sites) == 4
 
 
 def test_a_run_is_resumed_with_the_presets_that_it_had_and_no_others(skin: str) -> None:
     asked = Request("ham10000", "fedavg", config=CONFIG, data=skin, sites=2, rounds=1, presets=["beta-0.1"])
-    run = plan(asked).run
+    run = make_plan(asked).run
     assert run.partition.spec == "dirichlet:0.1"
-    same = plan(again(run, presets=["beta-0.1"])).run
+    same = make_plan(again(run, presets=["beta-0.1"])).run
     assert not same.difference(run)
-    other = plan(again(run, presets=["sgd"])).run
+    other = make_plan(again(run, presets=["sgd"])).run
     assert any("optimizer" in line for line in other.difference(run))
 
 
 def test_a_method_with_a_schedule_over_the_rounds_follows_the_run(skin: str) -> None:
     asked = Request("ham10000", "fedproc", config=CONFIG, data=skin, sites=2, partition="iid", rounds=7)
-    run = plan(asked).run
+    run = make_plan(asked).run
     assert run.options["rounds"] == 7
-    assert plan(again(run, rounds=9)).run.options["rounds"] == 7, "its schedule is not stretched when rounds are added"
-    assert plan(dataclasses.replace(asked, options={"rounds": "50"})).run.options["rounds"] == 50
+    assert make_plan(again(run, rounds=9)).run.options["rounds"] == 7, (
+        "its schedule is not stretched when rounds are added"
+    )
+    assert make_plan(dataclasses.replace(asked, options={"rounds": "50"})).run.options["rounds"] == 50

@@ -16,7 +16,7 @@ from medfl.core.errors import InputError, RunError, error_id
 from medfl.flare import wire
 from medfl.flare.parts import RemoteExecutor
 from medfl.flare.site import FlareSite
-from medfl.flare.wire import Parcel, counting, said
+from medfl.flare.wire import Payload, message_payload, state_rounds
 from medfl.policy.audit import verified
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
@@ -28,10 +28,10 @@ WORDS = r"site 'x' could not answer; its administrator finds failure ([0-9a-f]{8
 NAME = "/data/clinic/Doe_John_1951.nii.gz"
 
 
-def question(made: Federation, round_: int = 1) -> Parcel:
+def question(made: Federation, round_: int = 1) -> Payload:
     host = made.host(round_)
     down = made.method.broadcast(host, made.method.init_server(host, made.networks.initial, {}), "x")
-    return said(down, wire.asked(round_), counting({"x": 0}))
+    return message_payload(down, wire.question_numbers(round_), state_rounds({"x": 0}))
 
 
 def site(made: Any, log: Path | None = None, **settings: Any) -> FlareSite:
@@ -62,7 +62,7 @@ def test_what_fails_before_the_site_is_ready_is_in_its_log_once(tmp_path: Path) 
     def broken() -> Federation:
         raise ValueError(f"no image {NAME}")
 
-    told = site(broken, tmp_path / "log").answer(wire.INTRODUCE, Parcel({}, {"round": 0}))
+    told = site(broken, tmp_path / "log").answer(wire.INTRODUCE, Payload({}, {"round": 0}))
     found = re.fullmatch(WORDS, told.failed)
     assert found is not None
     (entry,) = verified(tmp_path / "log").entries
@@ -79,17 +79,17 @@ def test_texts_about_the_server_s_own_message_are_told(tmp_path: Path) -> None:
         ({"message/other": torch.ones(1)}, "is not named group/name"),
         ({"kept/x": torch.tensor(-1)}, "does not say which of its States"),
     ):
-        told = site(made).answer(wire.TRAIN, Parcel({**good.tensors, **change}, good.numbers))
+        told = site(made).answer(wire.TRAIN, Payload({**good.tensors, **change}, good.numbers))
         assert text in told.failed
     assert "is asked for 'hack'" in site(made).answer("hack", good).failed
     assert "stays at a site but in a simulation" in site(made).answer(wire.WEIGHTS, good).failed
 
 
 def test_an_executor_tells_no_path_of_the_site_s_own_files(job: Path, tmp_path: Path) -> None:
-    told = asked(RemoteExecutor(), wire.TRAIN, Parcel({}, {"round": 1}), Workspace(job, tmp_path / "nowhere"))
+    told = asked(RemoteExecutor(), wire.TRAIN, Payload({}, {"round": 1}), Workspace(job, tmp_path / "nowhere"))
     assert re.fullmatch(WORDS.replace("'x'", "'north'"), told.failed)
     place = local(tmp_path / "local", policy="missing.yaml", audit="audit.jsonl")
-    told = asked(RemoteExecutor(), wire.TRAIN, Parcel({}, {"round": 1}), Workspace(job, place))
+    told = asked(RemoteExecutor(), wire.TRAIN, Payload({}, {"round": 1}), Workspace(job, place))
     assert str(tmp_path) not in told.failed
     (entry,) = verified(place / "audit.jsonl").entries
     assert entry["site"] == "north"
@@ -100,7 +100,7 @@ def test_an_executor_tells_no_path_of_the_site_s_own_files(job: Path, tmp_path: 
 def test_what_a_site_says_reaches_the_log_of_flare(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("medfl.flare.parts.taken", lambda *_: None)
+    monkeypatch.setattr("medfl.flare.parts.accepted_run", lambda *_: None)
     part = RemoteExecutor()
     place = local(tmp_path / "local", data=str(tmp_path))
     made = part._opened(None, "north", Workspace(job, place))

@@ -13,15 +13,15 @@ from medfl.core.run_folder import RunFolder
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.local.visits import train
 from medfl.runtimes.local.workers import Workers
-from tests.flare.test_server import Parcel, executed, federation, near, replace, second
+from tests.flare.test_server import Payload, executed, federation, near, replace, second
 
 
 def lacking(group: str, name: str) -> Any:
     """Site y's second reply lacks a group or a tensor."""
 
-    def change(parcel: Parcel) -> Parcel:
+    def change(payload: Payload) -> Payload:
         start = f"message/{group}/{name}"
-        return replace(parcel, tensors={k: v for k, v in parcel.tensors.items() if not k.startswith(start)})
+        return replace(payload, tensors={k: v for k, v in payload.tensors.items() if not k.startswith(start)})
 
     return change
 

@@ -32,7 +32,7 @@ from nvflare.job_config.defs import FilterType
 from tenseal import CKKSVector  # type: ignore[import-untyped]
 
 from medfl.core.run import Run
-from medfl.flare.job import ASK_EVERY
+from medfl.flare.job import REQUEST_INTERVAL
 
 BUILDER = {"path": "nvflare.lighter.impl.he.HEBuilder", "args": {}}
 """What makes the keys when the federation is provisioned, before the kits are signed; FLARE's defaults."""
@@ -132,7 +132,7 @@ def job(run: Run, carried: Path, clients: list[str], executor: Any, witnessed: P
         made.to_server(component, id=name)
     made.to_server(rounds)
     made.to_server(CrossSiteModelEval(model_locator_id="locator", submit_model_task_name="", task_check_period=0.1))
-    made.to_server({"server": {"task_request_interval": ASK_EVERY}})
+    made.to_server({"server": {"task_request_interval": REQUEST_INTERVAL}})
     made.to_clients(executor, tasks=["*"])
     both = [TRAIN, VALIDATE]
     for direction, kind in ((WENT, FilterType.TASK_DATA), (CAME, FilterType.TASK_RESULT)):

@@ -30,7 +30,7 @@ from medfl.core.errors import RunError
 from medfl.core.run import Run
 from medfl.core.storage import save_weights
 from medfl.flare.files import participants, read_run
-from medfl.flare.own import FILE, OwnSite, open_site, taken
+from medfl.flare.site_config import CONFIG_FILE, SiteConfig, accepted_run, open_site
 from medfl.flare.wire import wire_names
 from medfl.runs.plan import repeat
 from medfl.runtimes.federation import Federation
@@ -172,9 +172,9 @@ class RemoteEncryptedSite(_EncryptedSite):
     """A site with images of its own; all but the run's numbers and names is in `local/medfl.yaml` of its kit."""
 
     def _opened(self, run: Run, called: str, workspace: Any) -> tuple[MedflClientAlgo, Path]:
-        own = OwnSite.read(Path(workspace.get_site_config_dir()) / FILE)
+        own = SiteConfig.read(Path(workspace.get_site_config_dir()) / CONFIG_FILE)
         policy = own.checked_policy()
-        taken(run, called, own)
+        accepted_run(run, called, own)
         algo = MedflClientAlgo(
             lambda: open_site(run, called, own), called, folder=own.folder, host="averaging",
             outbound=policy.outbound, audit=own.audit or None,

@@ -31,7 +31,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_weights
 from medfl.flare.files import participants
 from medfl.flare.job import require_flare
-from medfl.flare.loopback import SERVER, Loopback
+from medfl.flare.local_federation import SERVER, LocalFederation
 from medfl.flare.wire import wire_names
 from medfl.runs.launch import federate
 
@@ -81,7 +81,7 @@ def executed(
     allowed = [*NEEDED, f"{EncryptedSite.__module__}.{EncryptedSite.__name__}"]
     path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": str(run.threads)}
-    with Loopback(out / FEDERATION, clients, allowed, environment, [BUILDER]) as federation:
+    with LocalFederation(out / FEDERATION, clients, allowed, environment, [BUILDER]) as federation:
         for name in clients:
             (federation.kit(name) / "local" / "privacy.json").write_text(json.dumps(RULES, indent=1))
         federation.start()

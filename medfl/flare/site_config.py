@@ -40,21 +40,21 @@ from medfl.core.run import Run
 from medfl.core.settings import SETTINGS
 from medfl.core.untrusted import Refused, decode_text, printable, read_plain
 from medfl.data.prepared import Item
-from medfl.flare.remote import names_only
-from medfl.flare.wire import flare_name
+from medfl.flare.remote import federation_of_names
+from medfl.flare.wire import is_flare_name
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs import text_record
 from medfl.runtimes.federation import Federation
 
-FILE = "medfl.yaml"
+CONFIG_FILE = "medfl.yaml"
 _BYTES = 100_000
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ ,:=.+-]{0,200}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class OwnSite:
+class SiteConfig:
     """What a site, or the server, has said about itself.
 
     Attributes:
@@ -82,7 +82,7 @@ class OwnSite:
     track: str = ""
 
     @classmethod
-    def read(cls, path: Path) -> OwnSite:
+    def read(cls, path: Path) -> SiteConfig:
         """Read a site's file.
 
         Raises:
@@ -161,13 +161,13 @@ _SCHEMA = {
 }
 
 
-def taken(run: Run, name: str, own: OwnSite) -> Run:
+def accepted_run(run: Run, name: str, config: SiteConfig) -> Run:
     """Return what a site takes of an offered run: numbers and names, for its own bundle.
 
     Args:
         run: as it came with the job.
         name: the site.
-        own: what the site has said about itself.
+        config: what the site has said about itself.
 
     Raises:
         InputError: the run asks for something else; names the site.
@@ -186,50 +186,52 @@ def taken(run: Run, name: str, own: OwnSite) -> Run:
             f"{printable(where, 60)} is {printable(error.instance, 60)}", "numbers and names as medfl writes them"
         )
     names = list(run.partition.sites)
-    if name not in names or not all(flare_name(site) for site in names):
+    if name not in names or not all(is_flare_name(site) for site in names):
         raise refuse("it is not one of its sites, or they have odd names", "a run with this site")
-    bundle = Bundle(own.bundle)
+    bundle = Bundle(config.bundle)
     if (run.bundle, run.bundle_sha256) != (bundle.name, bundle.sha256):
         offered = f"it is for bundle {printable(run.bundle)!r} ({run.bundle_sha256[:12]})"
         raise refuse(offered, f"{bundle.name!r} ({bundle.sha256[:12]})")
     for option, value in run.options.items():
         if isinstance(value, str) and value and (not _PLAIN.fullmatch(value) or ".." in value):
             raise refuse(f"option {printable(option)}={printable(value)}", "numbers and plain names")
-    _check_config(run, resolved(own.bundle, bundle.protocol, ())["config"], own, refuse)
-    if run.threads > own.threads:
-        raise refuse(f"it asks for {run.threads} threads", f"at most {own.threads}")
-    return replace(run, device=own.device)
+    _check_config(run, resolved(config.bundle, bundle.protocol, ())["config"], config, refuse)
+    if run.threads > config.threads:
+        raise refuse(f"it asks for {run.threads} threads", f"at most {config.threads}")
+    return replace(run, device=config.device)
 
 
-def _check_config(run: Run, protocol: Mapping[str, Any], own: OwnSite, refuse: Any) -> None:
+def _check_config(run: Run, protocol: Mapping[str, Any], config: SiteConfig, refuse: Any) -> None:
     """Refuse overrides but those of the bundle's own protocol and plain values of permitted ids."""
     for key, value in run.config.items():
         if key in protocol and protocol[key] == value:
             continue
         whole = value if isinstance(value, list) else [value]
         plain = all(isinstance(v, bool | int | float) or (isinstance(v, str) and _PLAIN.fullmatch(v)) for v in whole)
-        if key not in own.permits or not plain:
-            permitted = f"plain values of {', '.join(own.permits)}" if own.permits else "the bundle as it is (permits)"
+        if key not in config.permits or not plain:
+            permitted = (
+                f"plain values of {', '.join(config.permits)}" if config.permits else "the bundle as it is (permits)"
+            )
             raise refuse(f"config {printable(key)}={printable(value, 60)}", permitted)
 
 
-def open_site(offered: Run, name: str, own: OwnSite, carried: Path | None = None) -> Federation:
+def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None = None) -> Federation:
     """Return the federation as a site sees it: all images of its folder are its own, the others are names.
 
     Args:
         offered: as it came with the job.
         name: the site.
-        own: what the site has said about itself.
+        config: what the site has said about itself.
         carried: folder of the job's configuration, which may have the run's text embeddings.
 
     Raises:
         InputError: the bundle or the run is refused, or images or text embeddings are not those that the run says.
     """
-    own.checked_policy()
-    run = taken(offered, name, own)
+    config.checked_policy()
+    run = accepted_run(offered, name, config)
     method = methods.load(run.method, run.options)
-    preferred = resolved(own.bundle, Bundle(own.bundle).protocol, ())["split"]
-    opened = with_data(own.bundle, own.data or None, run.config, run.device, seed=run.seed, preferred=preferred)
+    preferred = resolved(config.bundle, Bundle(config.bundle).protocol, ())["split"]
+    opened = with_data(config.bundle, config.data or None, run.config, run.device, seed=run.seed, preferred=preferred)
     record = opened.record()
     if record.source != run.data.source:
         raise InputError(
@@ -244,19 +246,19 @@ def open_site(offered: Run, name: str, own: OwnSite, carried: Path | None = None
     return federation
 
 
-def open_server(offered: Run, own: OwnSite, carried: Path | None = None) -> Federation:
+def open_server(offered: Run, config: SiteConfig, carried: Path | None = None) -> Federation:
     """Return the federation as a server without the sites' images sees it, with images of its own if there are any.
 
     Args:
         offered: as it came with the job.
-        own: what the server has said about itself.
+        config: what the server has said about itself.
         carried: as for `open_site`.
 
     Raises:
         InputError: the server has another bundle, or the method needs what sites cannot be asked for.
     """
-    own.checked_policy()
-    bundle: Bundle = _Unseen(own.bundle, offered.config, offered.device)
+    config.checked_policy()
+    bundle: Bundle = _BundleWithoutImages(config.bundle, offered.config, offered.device)
     method = methods.load(offered.method, offered.options)
     if bundle.sha256 != offered.bundle_sha256:
         raise InputError(
@@ -264,13 +266,13 @@ def open_server(offered: Run, own: OwnSite, carried: Path | None = None) -> Fede
             f"the run is for {offered.bundle_sha256[:12]}",
             "bring both to the same version",
         )
-    if own.data:
-        bundle = with_data(own.bundle, own.data, offered.config, offered.device).bundle
+    if config.data:
+        bundle = with_data(config.bundle, config.data, offered.config, offered.device).bundle
     text_record.restore(bundle, offered, method, carried)
-    return names_only(bundle, method, offered, bool(own.data))
+    return federation_of_names(bundle, method, offered, bool(config.data))
 
 
-class _Unseen(Bundle):
+class _BundleWithoutImages(Bundle):
     """A bundle whose images are elsewhere; of one that is not shipped, its images have to tell the task."""
 
     def items(self, section: str) -> list[Item]:
@@ -278,6 +280,6 @@ class _Unseen(Bundle):
         return []
 
 
-def unlimited(run: Run) -> Run:
+def without_round_limit(run: Run) -> Run:
     """Return a run whatever its number of rounds: it may go on for more than were asked for."""
     return replace(run, rounds=0)

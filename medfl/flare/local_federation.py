@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from medfl.core.errors import RunError
-from medfl.flare.files import allow
+from medfl.flare.files import allow_classes
 
 SERVER, ADMIN, _ORG = "server", "admin@medfl.org", "medfl"
 _BUILDERS: list[Mapping[str, Any]] = [
@@ -31,7 +31,7 @@ _BUILDERS: list[Mapping[str, Any]] = [
 ]
 
 
-class Loopback:
+class LocalFederation:
     """A federation in a folder; as a context it ends all its processes.
 
     Args:
@@ -58,7 +58,7 @@ class Loopback:
         self._environment = {**os.environ, **(environment or {})}
         self._provision([*_BUILDERS[:-1], *builders, _BUILDERS[-1]])
         for name in (SERVER, *self.sites):
-            allow(self.kit(name) / "local" / "resources.json", allowed)
+            allow_classes(self.kit(name) / "local" / "resources.json", allowed)
         self._own_storage()
 
     def kit(self, name: str) -> Path:
@@ -127,7 +127,7 @@ class Loopback:
         for name in list(self._processes):
             self.kill(name)
 
-    def __enter__(self) -> Loopback:
+    def __enter__(self) -> LocalFederation:
         """Return self."""
         return self
 
