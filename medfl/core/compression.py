@@ -13,7 +13,7 @@ topk:F (Stich et al., 2018; Seide et al., 2014), replies only, over all numbers 
 
 What goes as it is: integers; numbers; tensors so small that their names take as much room; of the network all but
 matrices and kernels, for biases and what normalises are few, and a rounded variance is a divisor (a small one becomes
-0); and groups other than those of `_TOLERANT`: of those nothing says that noise does them no harm.
+0); and groups of which the method does not say that noise does them no harm.
 
 On the wire the group `weights@int8@float32` has what was float32 before; the number of bytes is that of this message.
 """
@@ -32,8 +32,6 @@ from medfl.core.message import Message, Weights, is_finite
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 KINDS = ("lossless", *_HALVES, "int8", "topk")
-_TOLERANT = ("weights", "control", "header", "prototypes", "scores")
-"""Groups that are averaged, or compared as a whole: noise of mean 0 in each number does them no harm."""
 _LEAST = 64  # numbers: an entry of the header of a message takes 60 to 100 bytes
 _LEVELS = 127
 _EXACT = {"float32": torch.float32, "float64": torch.float64}
@@ -48,11 +46,13 @@ class Compression:
         kind: one of `KINDS`.
         fraction: of `topk`, the share of the numbers that leaves.
         exact: tensors of the network that always go as they are.
+        groups: groups of messages that are made smaller, as noise of mean 0 in each number does them no harm.
     """
 
     kind: str = "lossless"
     fraction: float = 0.0
     exact: frozenset[str] = frozenset()
+    groups: frozenset[str] = frozenset({"weights"})
 
     @classmethod
     def parse(cls, text: str) -> Compression:
@@ -91,7 +91,7 @@ class Compression:
 
     def takes(self, group: str, name: str, dtype: torch.dtype, size: int) -> bool:
         """Tell whether a tensor of so many numbers is made smaller."""
-        groups = ("weights",) if self.kind == "topk" else _TOLERANT
+        groups = ("weights",) if self.kind == "topk" else self.groups
         fits = group in groups and dtype in _EXACT.values() and size >= _LEAST
         return not self.lossless and fits and name not in self.exact
 
@@ -196,7 +196,7 @@ class Compression:
     def _opened(self, wire: Message, base: Weights, sender: str) -> Message:
         groups = {group: dict(named) for group, named in wire.tensors.items() if "@" not in group}
         known = {group for group in wire.tensors if "@" not in group}
-        for group in _TOLERANT:
+        for group in sorted(self.groups):
             for dtype in _EXACT.values():
                 label = _label(group, self.kind, dtype)
                 if label not in wire:

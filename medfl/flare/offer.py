@@ -62,7 +62,7 @@ def offer(
     if run.public is not None or method.pools_data:
         what = "public data" if run.public is not None else "everybody's images in one place"
         raise InputError(f"method {run.method!r}, which needs {what}", "one that does without", "see medfl methods")
-    method.site_networks(sites)
+    methods.site_networks(method, sites)
     source = PHANTOM if rehearsal else "real"
     return replace(
         run,

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import math
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.methods._parts.extras import (
+    Bodies,
+    MakesImages,
+    PublicData,
+    SiteModels,
+    SiteNetworks,
+    TextEmbeddings,
+    WholeCohort,
+)
 from medfl.methods._parts.prototype_sharing import Sharing, WithPrototypes
-from medfl.methods.base import Method, option
+from medfl.methods.base import Group, Method, option
 
 __all__ = [
-    "Method", "has_option", "load", "method_class", "names", "option", "options_of", "prototype_options", "values_of",
+    "Bodies", "Group", "MakesImages", "Method", "PublicData", "SiteModels", "SiteNetworks", "TextEmbeddings", "WholeCohort",
+    "extra", "has_fedavg_server", "has_option", "has_site_models", "load", "method_class", "names", "option", "options_of",
+    "prototype_options", "site_networks", "values_of",
 ]  # fmt: skip
 
 
+Extra = TypeVar("Extra")
 _DECORATE = "write @dataclass(frozen=True) above the class"
 
 
@@ -63,6 +76,7 @@ def method_class(name: str) -> type[Method]:
     found = getattr(module, "METHOD", None)
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise InputError(f"module {path!r}", "a method module has METHOD = <subclass of medfl.Method>", "add that line")
+    _refuse_old_hooks(name, found)
     loose = [key for key, value in vars(found).items() if isinstance(value, dataclasses.Field)]
     if loose and "__dataclass_fields__" not in vars(found):
         raise InputError(
@@ -111,6 +125,34 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     return method
 
 
+def extra(method: Method, kind: type[Extra]) -> Extra | None:
+    """Return a method as one with what only some have, such as `SiteNetworks`; None where it has it not."""
+    inner = method.inner if isinstance(method, WithPrototypes) else method
+    return inner if isinstance(inner, kind) else None
+
+
+def site_networks(method: Method, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the ids of the bundle's configuration that each participant's network is built with, mostly none.
+
+    Raises:
+        InputError: what the method's options say does not fit these participants.
+    """
+    by_site = extra(method, SiteNetworks)
+    return by_site.site_networks(names) if by_site is not None else {name: {} for name in names}
+
+
+def has_site_models(method: Method) -> bool:
+    """Tell whether `predictor` gives a model of the site's own, by which it is scored at the end of a run."""
+    beside = extra(method, SiteModels)
+    return method.judged == "personal" or (beside is not None and beside.has_site_models())
+
+
+def has_fedavg_server(method: Method | type[Method]) -> bool:
+    """Tell whether a host that averages weights by sample counts does all that this method's server half does."""
+    cls = method if isinstance(method, type) else type(method)
+    return not cls.pools_data and cls.broadcast is Method.broadcast and cls.aggregate is Method.aggregate
+
+
 def values_of(method: Method) -> dict[str, Any]:
     """Return a method's options with their values, flat, as `load` takes them."""
     if isinstance(method, WithPrototypes):
@@ -136,11 +178,26 @@ def prototype_options(cls: type[Method]) -> list[dict[str, Any]]:
     return [{**entry, "minimum": least} for entry, least in zip(_described(Sharing), minima, strict=True)]
 
 
+def _refuse_old_hooks(name: str, cls: type[Method]) -> None:
+    """Raise an InputError if a method defines a hook that no runtime would ask for."""
+    kinds = (SiteNetworks, SiteModels, PublicData, TextEmbeddings, MakesImages)
+    owners = {hook: kind for kind in kinds for hook in vars(kind) if not hook.startswith("_")}
+    unasked = [hook for hook, kind in owners.items() if hasattr(cls, hook) and not issubclass(cls, kind)]
+    if unasked or hasattr(cls, "sends"):
+        todo = f"derive from medfl.methods.{owners[unasked[0]].__name__} too" if unasked else "return them in groups()"
+        hook = unasked[0] if unasked else "sends"
+        raise InputError(
+            f"method {name!r} with {hook!r}, which is no part of Method", "its hooks are as docs/extend.md says", todo
+        )
+
+
 def _described(cls: Any) -> list[dict[str, Any]]:
+    """Describe the options: a method's own first, then those that it shares with others."""
+    order = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
     return [
         {"name": f.name, "type": _type_name(f), "default": f.default, "help": f.metadata.get("help", ""),
          "choices": f.metadata.get("choices")}
-        for f in dataclasses.fields(cls)
+        for f in sorted(dataclasses.fields(cls), key=lambda field: order.index(field.name))
     ]  # fmt: skip
 
 

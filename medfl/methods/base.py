@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-import torch
-import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
@@ -47,49 +45,23 @@ def class_head(network: nn.Module, task: Task) -> nn.Linear:
     return layer
 
 
-def deal(spec: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Deal the networks that a method's option `bodies` names to the sites, in blocks as equal as can be.
-
-    Args:
-        spec: `ID=VALUE,VALUE,...`: values of an id of the bundle's configuration; `VALUE,VALUE,...` is of the id
-            `network`. As many values as sites give each site its own; "" gives all the bundle's network.
-        names: the sites, in the partition's order.
-
-    Returns:
-        site -> ids of the configuration that its network is built with.
-
-    Raises:
-        InputError: this is no such list, or one with more values than there are sites.
-    """
-    if not spec:
-        return {name: {} for name in names}
-    key, _, text = spec.partition("=") if "=" in spec else ("network", "", spec)
-    try:
-        values = yaml.safe_load(f"[{text}]")
-    except yaml.YAMLError:
-        values = []
-    if not values or None in values or not key.strip():
-        raise InputError(
-            f"bodies={spec}", "bodies is VALUE,VALUE,... or ID=VALUE,VALUE,...", "for example bodies=resnet20,resnet110"
-        )
-    if len(values) > len(names):
-        raise InputError(
-            f"bodies={spec} for {len(names)} sites", "there are at most as many networks as sites", "leave some out"
-        )
-    return {name: {key.strip(): values[i * len(values) // len(names)]} for i, name in enumerate(names)}
-
-
 @dataclass(frozen=True)
-class Synthetic:
-    """Images that a method's server has made.
+class Group:
+    """A group of tensors in a method's messages.
 
     Attributes:
-        images: (N, C, H, W) in 0 to 1, to be looked at.
-        inputs: the same images as a network takes them, normalised as real ones.
+        name: its name in `Message`.
+        up: replies have it.
+        down: broadcasts have it.
+        like_weights: its tensors have names, shapes and types of the network's; any other is refused.
+        smaller: noise does it no harm, so `--messages float16|bfloat16|int8` make it smaller too.
     """
 
-    images: Tensor
-    inputs: Tensor
+    name: str
+    up: bool = True
+    down: bool = True
+    like_weights: bool = False
+    smaller: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,11 +88,6 @@ class Method:
     pools_data: ClassVar[bool] = False
     shown: ClassVar[Mapping[str, Any]] = {}
 
-    @classmethod
-    def plain_host(cls) -> bool:
-        """Tell whether a host that averages weights by sample counts does all that this method's server half does."""
-        return not cls.pools_data and cls.broadcast is Method.broadcast and cls.aggregate is Method.aggregate
-
     # The network
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
@@ -130,55 +97,14 @@ class Method:
     def check(self, site: Site) -> None:
         """Raise InputError for data that the method cannot train on; called before anything is written or trained."""
 
-    def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
-        """Return the ids of the bundle's configuration that each site's network is built with (default: `bodies`).
-
-        Args:
-            names: the participants, in the partition's order.
-
-        Raises:
-            InputError: what the method's options say does not fit these sites.
-        """
-        return deal(getattr(self, "bodies", ""), names)
-
-    def keeps_network(self, config: Mapping[str, Any]) -> bool:
-        """Tell whether a site with a network of this configuration keeps it whole, and sends one of the server's kind.
-
-        Args:
-            config: what `site_networks` says of the site.
-        """
-        return False
-
-    def has_site_models(self) -> bool:
-        """Tell whether `predictor` gives a model of the site's own, by which it is scored at the end of a run.
-
-        Where a method says no, a site is scored by the global model after one more local training.
-        """
-        return self.judged == "personal"
-
-    @property
-    def uses_public(self) -> bool:
-        """Whether its options have it learn from public data, where it has the option `public`."""
-        return True
-
-    @property
-    def uses_teachers(self) -> bool:
-        """Whether they have it learn from the teachers' answers, where it has the option `teachers`."""
-        return True
-
-    @property
-    def language_model(self) -> str:
-        """The `plm` whose text embeddings it takes of its task, "" for none."""
-        return ""
-
     # What leaves and what stays
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the state-dict names that never leave a site (default: none)."""
         return frozenset()
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the tensor groups that replies have beside the network's weights (default: none)."""
+    def groups(self) -> tuple[Group, ...]:
+        """Declare the groups of tensors that its messages have beside the network's weights (default: none)."""
         return ()
 
     # Server half
@@ -211,13 +137,6 @@ class Method:
         if self.personal_names(network):
             return None
         return host.model(server["weights"])
-
-    def synthetic(self, host: Host, server: State, labels: Tensor, draws: torch.Generator) -> Synthetic | None:
-        """Return an image for each label (N,), None where the server makes none (default); only for pictures.
-
-        All that is random comes from `draws`, so that the same labels and draws compare over the rounds.
-        """
-        return None
 
     # Site half
 

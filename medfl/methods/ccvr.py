@@ -26,7 +26,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import Gaussians, gaussians, pool
-from medfl.methods.base import Method, class_head, option
+from medfl.methods.base import Group, Method, class_head, option
 from medfl.methods.fedgh import fit_head
 from medfl.networks.heads import head, head_name
 from medfl.training.site import Host, Site
@@ -47,9 +47,9 @@ class CCVR(Method):
     )
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the moments of each class's features."""
-        return ("statistics",)
+    def groups(self) -> tuple[Group, ...]:
+        """Declare the moments of each class's features go up."""
+        return (Group("statistics", down=False),)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class."""

@@ -36,8 +36,9 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.data.public import Public
-from medfl.methods._parts.public import PublicOptions, shared
-from medfl.methods.base import Method, option, same_option
+from medfl.methods._parts.extras import Bodies, PublicData
+from medfl.methods._parts.public import SCORES, shared
+from medfl.methods.base import Group, Method, option, same_option
 from medfl.methods.fedmd import (
     FedMD,
     agreed,
@@ -50,7 +51,6 @@ from medfl.methods.fedmd import (
     scoring,
     statistics,
 )
-from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence
 from medfl.networks.heads import frozen
 from medfl.training.loop import Objective, fit
@@ -61,7 +61,7 @@ _LEAST = 1e-5
 
 
 @dataclass(frozen=True)
-class FCCL(Method):
+class FCCL(PublicData, Bodies, Method):
     """Sites correlate their logits of public items class by class, and hold on to what they knew."""
 
     alignment: int = same_option(FedMD, "alignment")
@@ -75,12 +75,6 @@ class FCCL(Method):
     initial_epochs: int = same_option(FedMD, "initial_epochs")
     map_size: int = same_option(FedMD, "map_size")
     public_bn: str = same_option(FedMD, "public_bn")
-    public: str = same_option(PublicOptions, "public")
-    public_section: str = same_option(PublicOptions, "public_section")
-    public_items: int = same_option(PublicOptions, "public_items")
-    public_size: int = same_option(PublicOptions, "public_size")
-    lift: str = same_option(PublicOptions, "lift")
-    bodies: str = bodies_option()
 
     paper: ClassVar[str] = "Learn from Others and Be Yourself in Heterogeneous Federated Learning (Huang, Ye, Du, 2022)"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
@@ -92,9 +86,9 @@ class FCCL(Method):
             if getattr(self, name) == 1:
                 raise InputError(f"{name}=1", "logits are standardised over 2 public items or more", "take at least 2")
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the answers to public items."""
-        return ("scores",)
+    def groups(self) -> tuple[Group, ...]:
+        """Declare logits of public items, and the positions of those that are asked for."""
+        return SCORES
 
     def check(self, site: Site) -> None:
         """Ask for two public items."""

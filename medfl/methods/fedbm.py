@@ -27,11 +27,12 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive, stream
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.extras import MakesImages, Synthetic, TextEmbeddings
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods._parts.synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
 from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings_of, text_objective
 from medfl.methods._parts.text_options import TextOptions, opened, shared
-from medfl.methods.base import Method, Synthetic, option
+from medfl.methods.base import Method, option
 from medfl.networks.generator import (
     NORMALISATIONS,
     Augmentation,
@@ -51,7 +52,7 @@ _AT_ONCE = 16  # images of a picture that are made together
 
 
 @dataclass(frozen=True)
-class FedBM(Method):
+class FedBM(TextEmbeddings, MakesImages, Method):
     """A classifier built from class names, and a generator that adds images of all classes at every site."""
 
     classifier: str = shared("classifier")

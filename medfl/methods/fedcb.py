@@ -23,6 +23,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.extras import TextEmbeddings
 from medfl.methods._parts.text_classifier import COVARIANCES, text_objective
 from medfl.methods._parts.text_options import TextOptions, opened, shared
 from medfl.methods.base import Method, option
@@ -30,7 +31,7 @@ from medfl.training.site import Host, Site
 
 
 @dataclass(frozen=True)
-class FedCB(Method):
+class FedCB(TextEmbeddings, Method):
     """A frozen classifier built from class names; only features are trained and averaged."""
 
     classifier: str = shared("classifier")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import mean_with_drift, uniform_shares, weighted_mean
-from medfl.methods.base import Method, option
+from medfl.methods.base import Group, Method, option
 from medfl.training.loop import GradientHook, clip, effective_steps, fit, in_turn, learning_rate, pull, push
 from medfl.training.site import Host, Site, snapshot, zeros_of
 
@@ -47,9 +47,9 @@ class FedDC(Method):
     )
     takes_prototypes: ClassVar[bool] = True
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the control variates."""
-        return ("control",)
+    def groups(self) -> tuple[Group, ...]:
+        """Declare control variates, both ways."""
+        return (Group("control", like_weights=True, smaller=True),)
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights, mean drift 0 and c = 0."""

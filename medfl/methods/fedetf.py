@@ -23,6 +23,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.extras import SiteModels
 from medfl.methods._parts.prototypes import class_counts
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import head_name, replace_head
@@ -57,7 +58,7 @@ class SimplexHead(nn.Linear):
 
 
 @dataclass(frozen=True)
-class FedETF(Method):
+class FedETF(SiteModels, Method):
     """FedAvg around a classifier that is fixed as neural collapse would make it."""
 
     gamma: float = option(1.0, "strength of the balanced softmax (paper: 1)", minimum=0.0)

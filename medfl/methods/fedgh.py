@@ -31,10 +31,10 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
+from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.prototypes import collect
-from medfl.methods.base import Method, class_head, option
+from medfl.methods.base import Group, Method, class_head, option
 from medfl.methods.fedproto import check_lengths, feature_length, owned, received
-from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, head_name, head_names
 from medfl.training.accelerate.capture import Steps
 from medfl.training.accelerate.cuda_graphs import by_tensors
@@ -42,21 +42,20 @@ from medfl.training.site import Host, Site, evaluating, snapshot
 
 
 @dataclass(frozen=True)
-class FedGH(Method):
+class FedGH(Bodies, Method):
     """Bodies stay; a header for all of them is trained at the server, on the sites' class means."""
 
     server_lr: float = option(0.01, "eta, rate of the server's SGD (public code: that of the sites)", minimum=0.0)
     server_epochs: int = option(1, "passes over the class means of a round", minimum=0)
     server_batch_size: int = option(1, "class means a step of the server, 0: all of them", minimum=0)
-    bodies: str = bodies_option()
 
     paper: ClassVar[str] = "FedGH: Heterogeneous Federated Learning with Generalized Global Header (Yi et al., 2023)"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
     judged: ClassVar[str] = "personal"
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the class means of features."""
-        return ("prototypes",)
+    def groups(self) -> tuple[Group, ...]:
+        """Declare class means go up, the header comes back."""
+        return (Group("prototypes", down=False, smaller=True), Group("header", up=False, smaller=True))
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class for each item or pixel."""

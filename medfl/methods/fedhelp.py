@@ -42,11 +42,12 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard
 from medfl.data.public import cycle
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.methods._parts.public import PublicOptions, shared, untracked
+from medfl.methods._parts.extras import PublicData, SiteNetworks, deal
+from medfl.methods._parts.public import shared, untracked
 from medfl.methods._parts.side_stream import Aside
 from medfl.methods._parts.teacher_weights import RULES, Contribution, distributions, divergence_from, head_like
 from medfl.methods._parts.weight_map import Border, beta, class_balance
-from medfl.methods.base import Method, class_head, deal, option, same_option
+from medfl.methods.base import Method, class_head, option
 from medfl.methods.fedgh import check_pixel_head, pixel_classes
 from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence, optimizing_each, proxies
@@ -59,16 +60,11 @@ SizedLoss = Callable[[Tensor, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class FedHelp(Method):
+class FedHelp(PublicData, SiteNetworks, Method):
     """Large sites lend small ones their knowledge through proxies; small sites learn from foundation models besides."""
 
     large: str = option("", "names of the sites with a large network, comma-separated")
     large_network: str = option("resnet110", "their network: a value of the bundle's id `network`, or ID=VALUE")
-    public: str = same_option(PublicOptions, "public")
-    public_section: str = same_option(PublicOptions, "public_section")
-    public_items: int = same_option(PublicOptions, "public_items")
-    public_size: int = same_option(PublicOptions, "public_size")
-    lift: str = same_option(PublicOptions, "lift")
     teachers: str = option(
         "",
         "who answers about the public data: clip-vit-l14, clip-rn50x16, biomedclip, medsam, run:DIR, ...",

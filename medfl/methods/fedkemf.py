@@ -35,11 +35,11 @@ from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.data.public import Public
 from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
-from medfl.methods._parts.public import PublicOptions, shared
+from medfl.methods._parts.extras import Bodies, PublicData
+from medfl.methods._parts.public import shared
 from medfl.methods._parts.side_stream import Aside
-from medfl.methods.base import Method, option, same_option
+from medfl.methods.base import Method, option
 from medfl.methods.fedmd import on_public, statistics
-from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import frozen
 from medfl.training.loop import fit
@@ -47,7 +47,7 @@ from medfl.training.site import Host, LocalSettings, Site, snapshot
 
 
 @dataclass(frozen=True)
-class FedKEMF(Method):
+class FedKEMF(PublicData, Bodies, Method):
     """Local models of any kind learn with knowledge networks of one kind, which the server fuses on public data."""
 
     lam: float = option(1.0, "lambda, weight of the other model's opinion at a site", minimum=0.0)
@@ -60,12 +60,6 @@ class FedKEMF(Method):
         "running statistics of k's BatchNorm: of public batches, or the mean of the sites' (no_track)",
         choices=("track", "no_track"),
     )
-    public: str = same_option(PublicOptions, "public")
-    public_section: str = same_option(PublicOptions, "public_section")
-    public_items: int = same_option(PublicOptions, "public_items")
-    public_size: int = same_option(PublicOptions, "public_size")
-    lift: str = same_option(PublicOptions, "lift")
-    bodies: str = bodies_option()
 
     paper: ClassVar[str] = (
         "Resource-aware Federated Learning using Knowledge Extraction and Multi-model Fusion "

@@ -37,9 +37,9 @@ from medfl.core.storage import State
 from medfl.data.prepared import Batch, Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
-from medfl.methods._parts.public import PublicOptions, shared, untracked
-from medfl.methods.base import Method, option, same_option
-from medfl.methods.local import bodies_option
+from medfl.methods._parts.extras import Bodies, PublicData
+from medfl.methods._parts.public import SCORES, shared, untracked
+from medfl.methods.base import Group, Method, option
 from medfl.training.loop import fit, for_epochs
 from medfl.training.site import Host, Site, evaluating, snapshot
 
@@ -47,7 +47,7 @@ _BATCH = 256  # of the public code
 
 
 @dataclass(frozen=True)
-class FedMD(Method):
+class FedMD(PublicData, Bodies, Method):
     """Sites fit the mean of everybody's scores of public items, then their own data."""
 
     alignment: int = option(
@@ -74,20 +74,14 @@ class FedMD(Method):
         "BatchNorm on public batches: running statistics follow (public code), or stay those of private data",
         choices=("track", "no_track"),
     )
-    public: str = same_option(PublicOptions, "public")
-    public_section: str = same_option(PublicOptions, "public_section")
-    public_items: int = same_option(PublicOptions, "public_items")
-    public_size: int = same_option(PublicOptions, "public_size")
-    lift: str = same_option(PublicOptions, "lift")
-    bodies: str = bodies_option()
 
     paper: ClassVar[str] = "FedMD: Heterogenous Federated Learning via Model Distillation (Li, Wang, 2019)"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
     judged: ClassVar[str] = "personal"
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the answers to public items."""
-        return ("scores",)
+    def groups(self) -> tuple[Group, ...]:
+        """Declare scores of public items, and the positions of those that are asked for."""
+        return SCORES
 
     def check(self, site: Site) -> None:
         """Ask for public data."""

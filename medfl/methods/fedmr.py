@@ -27,7 +27,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
 from medfl.methods._parts.prototype_sharing import Sharing
-from medfl.methods.base import Method, option, same_option
+from medfl.methods.base import Group, Method, option, same_option
 from medfl.training.loop import FitReport, fit
 from medfl.training.site import Host, Site, snapshot
 
@@ -72,7 +72,7 @@ class FedMR(Method):
         """Return the bundle's network, whose head has one output a class."""
         return self._sharing.check(network, task)
 
-    def sends(self) -> tuple[str, ...]:
+    def groups(self) -> tuple[Group, ...]:
         """Name the class means of features and the classes' counts."""
         return self._sharing.groups
 

@@ -26,7 +26,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
 from medfl.methods._parts.prototypes import collect, merge
-from medfl.methods.base import Method, class_head, option
+from medfl.methods.base import Group, Method, class_head, option
 from medfl.networks.heads import head, head_name, replace_head
 from medfl.training.site import Host, Site, snapshot
 
@@ -63,9 +63,9 @@ class FedNH(Method):
         if self.rho > 1:
             raise InputError(f"rho={self.rho:g} for method 'fednh'", "a share, 0 to 1", "take for example rho=0.9")
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the class means of features."""
-        return ("prototypes",)
+    def groups(self) -> tuple[Group, ...]:
+        """Declare class means go up; the head's prototypes come back among the weights."""
+        return (Group("prototypes", down=False, smaller=True),)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Put a cosine head in the head's place."""

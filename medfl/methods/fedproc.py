@@ -27,7 +27,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_indices, collect, merge
-from medfl.methods.base import Method, class_head, option
+from medfl.methods.base import Group, Method, class_head, option
 from medfl.networks.heads import features_and_output, head
 from medfl.training.loop import FitReport, fit
 from medfl.training.site import Host, Site, snapshot
@@ -54,9 +54,9 @@ class FedProc(Method):
         if self.alpha > 1:
             raise InputError(f"alpha={self.alpha:g}", "the losses weigh alpha and 1 - alpha, so 0 to 1", "take 0.5")
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the class means of features."""
-        return ("prototypes",)
+    def groups(self) -> tuple[Group, ...]:
+        """Declare class prototypes, both ways."""
+        return (Group("prototypes", smaller=True),)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class."""

@@ -23,16 +23,25 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.prototypes import MISSING, OTHERS, OWN, class_counts, class_indices, collect, distance
-from medfl.methods.base import Method, class_head, option
-from medfl.methods.local import bodies_option
+from medfl.methods._parts.extras import Bodies
+from medfl.methods._parts.prototypes import (
+    MISSING,
+    OTHERS,
+    OWN,
+    class_counts,
+    class_indices,
+    collect,
+    distance,
+    prototype_groups,
+)
+from medfl.methods.base import Group, Method, class_head, option
 from medfl.networks.heads import feature_size, features_and_output, head, head_name
 from medfl.training.loop import FitReport, fit
 from medfl.training.site import Host, Site, snapshot
 
 
 @dataclass(frozen=True)
-class FedProto(Method):
+class FedProto(Bodies, Method):
     """Sites share class means of features instead of weights."""
 
     lam: float = option(1.0, "lambda, pull towards the prototypes (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0)
@@ -46,15 +55,14 @@ class FedProto(Method):
         "a site is judged by the nearest prototype, or by its classifier (the public code reports both)",
         choices=("prototypes", "classifier"),
     )
-    bodies: str = bodies_option()
 
     paper: ClassVar[str] = "FedProto: Federated Prototype Learning across Heterogeneous Clients (Tan et al., 2022)"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     judged: ClassVar[str] = "personal"
 
-    def sends(self) -> tuple[str, ...]:
+    def groups(self) -> tuple[Group, ...]:
         """Name the class means of features, and the classes' counts where these weigh."""
-        return ("prototypes", "counts") if self.weights == "samples" else ("prototypes",)
+        return prototype_groups(counts=self.weights == "samples")
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class."""

@@ -29,7 +29,8 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
-from medfl.methods.base import Method, option
+from medfl.methods._parts.extras import SiteModels
+from medfl.methods.base import Group, Method, option
 from medfl.training.loop import fit, one_sample_safe
 from medfl.training.site import Host, Site, snapshot
 
@@ -37,7 +38,7 @@ _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.S
 
 
 @dataclass(frozen=True)
-class FedSM(Method):
+class FedSM(SiteModels, Method):
     """A global model, personal ones that are softly pulled together, and a selector that routes each image."""
 
     lam: float = option(0.7, "lambda, what a site keeps of its own model in SoftPull, at most 1", minimum=0.0)
@@ -55,13 +56,9 @@ class FedSM(Method):
         if self.lam > 1:
             raise InputError(f"lam={self.lam:g}", "SoftPull keeps a part from 0 to 1", "take at most 1")
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the site's own model, and the selector with its moments."""
-        return ("mean", "personal", "selector", "square")
-
-    def has_site_models(self) -> bool:
-        """Say that a site has a model of its own beside the global one."""
-        return True
+    def groups(self) -> tuple[Group, ...]:
+        """Declare the site's own model, and the selector with its moments."""
+        return (Group("personal", like_weights=True), Group("selector"), Group("mean"), Group("square"))
 
     # Server half
 

@@ -40,9 +40,9 @@ from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods.base import Method, class_head, option
-from medfl.methods.local import bodies_option
 from medfl.methods.proxyfl import divergence, proxies
 from medfl.training.loop import FitReport, Objective, fit, for_epochs, summed
 from medfl.training.site import Site, evaluating, snapshot
@@ -52,7 +52,7 @@ Sets = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class FedType(Method):
+class FedType(Bodies, Method):
     """Large private models teach proxies of one kind, and learn from the proxies' uncertainty sets."""
 
     lam_f: float = option(1.0, "lambda_F, what a proxy learns from its large model (paper: 1)", minimum=0.0)
@@ -63,7 +63,6 @@ class FedType(Method):
     k_reg: int = option(5, "ranks of a set that cost nothing (public code)", minimum=0)
     lam_proxy: float = option(0.5, "lambda_0, cost of each further rank in the proxy's sets (public code)", minimum=0.0)
     lam_large: float = option(1.0, "the same in the large model's sets (public code)", minimum=0.0)
-    bodies: str = bodies_option()
 
     paper: ClassVar[str] = (
         "Bridging Model Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning "

@@ -10,29 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from medfl.core.message import Message
 from medfl.core.storage import State
+from medfl.methods._parts.extras import Bodies, WholeCohort
 from medfl.methods.base import Method, option
 from medfl.training.site import Host, Site, snapshot
 
 
-def bodies_option() -> Any:
-    """Declare the option `bodies` of the methods whose sites need not have the same network."""
-    return option(
-        "", "networks dealt to the sites in equal blocks: resnet20,resnet110, or ID=VALUE,... of the configuration"
-    )
-
-
 @dataclass(frozen=True)
-class Local(Method):
+class Local(WholeCohort, Bodies, Method):
     """Per-site training without any exchange: the lower reference."""
 
     everyone: bool = option(False, "train all sites in every round, whatever the cohort")
-    bodies: str = bodies_option()
 
     paper: ClassVar[str] = "reference: no federation"
     judged: ClassVar[str] = "personal"

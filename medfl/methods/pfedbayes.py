@@ -41,7 +41,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.methods.base import Method, option
+from medfl.methods.base import Group, Method, option
 from medfl.methods.pfedme import repeating, towards, trained_names
 from medfl.training.loop import fit
 from medfl.training.site import Host, Site, snapshot, split_names
@@ -71,9 +71,9 @@ class PFedBayes(Method):
     paper: ClassVar[str] = "Personalized Federated Learning via Variational Bayesian Inference (Zhang et al., 2022)"
     judged: ClassVar[str] = "personal"
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the deviations."""
-        return ("rho",)
+    def groups(self) -> tuple[Group, ...]:
+        """Declare the deviations, both ways."""
+        return (Group("rho", like_weights=True),)
 
     def check(self, site: Site) -> None:
         """Refuse draws where there are no probabilities.

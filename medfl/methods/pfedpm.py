@@ -38,8 +38,9 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.prototypes import class_counts, class_indices, collect
-from medfl.methods.base import Method, class_head, option
+from medfl.methods._parts.extras import Bodies
+from medfl.methods._parts.prototypes import class_counts, class_indices, collect, prototype_groups
+from medfl.methods.base import Group, Method, class_head, option
 from medfl.methods.fedproto import (
     among,
     apart,
@@ -52,7 +53,6 @@ from medfl.methods.fedproto import (
     received,
     table,
 )
-from medfl.methods.local import bodies_option
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.training.loop import fit
 from medfl.training.site import Host, Site, evaluating, snapshot
@@ -120,7 +120,7 @@ class Judged(nn.Module):
 
 
 @dataclass(frozen=True)
-class PFedPM(Method):
+class PFedPM(Bodies, Method):
     """Sites share class means of features and train near a mixture of their own and the common ones."""
 
     a: float = option(0.4, "share of own features in the mixed ones, 0 to 1 (best on FEMNIST: 0.3 to 0.6)", minimum=0.0)
@@ -155,7 +155,6 @@ class PFedPM(Method):
     mask_to_local: bool = option(False, "a site predicts only classes that it has")
     same_init: bool = option(True, "all sites with one architecture start from the same weights")
     feature_size: int = option(0, "d, by a linear layer with ReLU before the head; 0: as the network has it", minimum=0)
-    bodies: str = bodies_option()
 
     paper: ClassVar[str] = "Personalized federated learning based on feature fusion (Xing et al., 2024)"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
@@ -166,9 +165,9 @@ class PFedPM(Method):
         if self.a > 1:
             raise InputError(f"a={self.a:g} for method 'pfedpm'", "a is 0 to 1", "see medfl methods pfedpm")
 
-    def sends(self) -> tuple[str, ...]:
+    def groups(self) -> tuple[Group, ...]:
         """Name the class means of features, and the classes' counts where these weigh."""
-        return ("prototypes", "counts") if self.agg != "uniform" else ("prototypes",)
+        return prototype_groups(counts=self.agg != "uniform")
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class, with features of the length asked for."""

@@ -28,19 +28,18 @@ from torch.nn.functional import kl_div, log_softmax
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
+from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.side_stream import Aside
 from medfl.methods.base import Method, option
-from medfl.methods.local import bodies_option
 from medfl.training.loop import fit
 from medfl.training.site import Host, Networks, Site, snapshot
 
 
 @dataclass(frozen=True)
-class ProxyFL(Method):
+class ProxyFL(Bodies, Method):
     """Private models of any kind learn with proxies of one kind, which travel from site to site."""
 
     alpha: float = option(0.5, "share of the other model's opinion in both losses, 0 to 1 (paper: 0.5)", minimum=0.0)
-    bodies: str = bodies_option()
 
     paper: ClassVar[str] = "Decentralized federated learning through proxy model sharing (Kalra et al., 2023)"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")

@@ -21,7 +21,7 @@ from torch import nn
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.methods.base import Method, option
+from medfl.methods.base import Group, Method, option
 from medfl.training.loop import fit, learning_rate
 from medfl.training.site import Host, Site, snapshot, zeros_of
 
@@ -42,9 +42,9 @@ class Scaffold(Method):
 
     paper: ClassVar[str] = "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al., 2020)"
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the control variates."""
-        return ("control",)
+    def groups(self) -> tuple[Group, ...]:
+        """Declare control variates, both ways."""
+        return (Group("control", like_weights=True, smaller=True),)
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights and c = 0."""

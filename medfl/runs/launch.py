@@ -303,10 +303,12 @@ def _plan(
 
 def _same_networks(made: Plan) -> str:
     """Return the option `bodies` with which Local trains the same network at each site."""
-    given = getattr(made.method, "bodies", "")
-    configs = made.method.site_networks(list(made.run.partition.sites)).values()
-    if given or not any(configs):
-        return str(given)
+    bodies = methods.extra(made.method, methods.Bodies)
+    if bodies is not None:
+        return bodies.bodies
+    configs = methods.site_networks(made.method, list(made.run.partition.sites)).values()
+    if not any(configs):
+        return ""
     return ",".join(str(config.get("network") or made.bundle.get("network")) for config in configs)
 
 

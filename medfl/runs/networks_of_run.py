@@ -165,7 +165,7 @@ class RunResult:
                 f"the sites of this run are {', '.join(self.sites)}",
                 "choose one, or all of them: all",
             )
-        if not self.method.has_site_models():
+        if not methods.has_site_models(self.method):
             raise InputError(
                 f"--site {site} with method {self.run.method!r}", "it has one model, the same for all", "leave it out"
             )
@@ -207,7 +207,7 @@ class RunResult:
             return None
 
     def _site_model(self, states: _States, name: str) -> Model:
-        config = self.method.site_networks(states.federation.participants).get(name, {})
+        config = methods.site_networks(self.method, states.federation.participants).get(name, {})
         network = states.site_network(name).eval()
         if self.which == "best":
             self._load_best(network, name, states.federation)

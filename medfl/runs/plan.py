@@ -131,7 +131,7 @@ def make_plan(request: Request, say: Print = str) -> Plan:
         seed=request.seed,
     )
     participants = list(partition.to_ids(sections))
-    for own in {repr(own): own for own in method.site_networks(participants).values() if own}.values():
+    for own in {repr(own): own for own in methods.site_networks(method, participants).values() if own}.values():
         checked(request.bundle, {**config, **own}, device)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM, Opened, with_data
 from medfl.core.errors import InputError
@@ -119,7 +120,7 @@ def plan_public(
     """Return the public data that a method's options ask for, or None where it uses none.
 
     Args:
-        method: has the field `public` if it uses some.
+        method: derives from `PublicData` if it uses some.
         options: its options.
         bundle: the sites' bundle.
         device: where teachers run.
@@ -129,7 +130,8 @@ def plan_public(
     Raises:
         InputError: none are named, or they do not fit the sites' task or dimensions, or a teacher does not fit them.
     """
-    if "public" not in options or not method.uses_public:
+    learner = methods.extra(method, methods.PublicData)
+    if learner is None or not learner.uses_public:
         return None
     if not options["public"]:
         raise InputError(
@@ -161,7 +163,7 @@ def plan_public(
     opened = with_data(name, folder or data, config, device, say=say, preferred=preferred)
     items = opened.bundle.items(section)
     indices = chosen_items(items, number or min(int(said.get("items") or 0), len(items)))
-    asked = split_names(str(options.get("teachers", ""))) if method.uses_teachers else ()
+    asked = split_names(str(options.get("teachers", ""))) if learner.uses_teachers else ()
     teachers = tuple(open_teacher(one, opened.bundle, torch.device(device)) for one in asked)
     ids = json.dumps([items[i]["id"] for i in indices])
     record = PublicRecord(

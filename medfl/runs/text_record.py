@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord
@@ -37,13 +38,19 @@ def fingerprint(embeddings: Tensor) -> str:
     return hashlib.sha256(shape + b"\0" + values.numpy().astype("<f4").tobytes()).hexdigest()
 
 
+def language_model(method: Method) -> str:
+    """Return the language model whose embeddings a method learns from, "" for none."""
+    reader = methods.extra(method, methods.TextEmbeddings)
+    return reader.language_model if reader is not None else ""
+
+
 def record(bundle: Bundle, method: Method) -> TextRecord | None:
     """Say which embeddings a method takes of a bundle, None where it takes none.
 
     Raises:
         InputError: they are not here, or do not fit the bundle.
     """
-    plm = method.language_model
+    plm = language_model(method)
     if not plm or bundle.task not in method.tasks:
         return None
     found = bundle.embeddings(plm)
@@ -58,7 +65,7 @@ def keep(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
     """
     path = folder / FILE
     if run.text is not None and not path.is_file():
-        values = bundle.embeddings(method.language_model).contiguous()
+        values = bundle.embeddings(language_model(method)).contiguous()
         write_atomic(path, safetensors.torch.save({"embeddings": values}))
 
 
@@ -66,7 +73,7 @@ def carry(bundle: Bundle, run: Run, method: Method, folder: Path) -> list[Path]:
     """Write a run's embeddings as a job carries them; return the files written."""
     if run.text is None:
         return []
-    values = bundle.embeddings(method.language_model).cpu().float().numpy().astype("<f4")
+    values = bundle.embeddings(language_model(method)).cpu().float().numpy().astype("<f4")
     text = {"shape": list(values.shape), "float32": base64.b64encode(values.tobytes()).decode()}
     (folder / CARRIED).write_text(json.dumps(text))
     return [folder / CARRIED]
@@ -91,9 +98,9 @@ def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> No
     path = next((folder / name for name in (FILE, CARRIED) if (folder / name).is_file()), None) if folder else None
     if path is not None:
         found, where = _read(path), str(path)
-        bundle.give_embeddings(method.language_model, found, run.text.plm)
+        bundle.give_embeddings(language_model(method), found, run.text.plm)
     else:
-        found, where = bundle.embeddings(method.language_model), f"plm={run.options.get('plm', '')}"
+        found, where = bundle.embeddings(language_model(method)), f"plm={run.options.get('plm', '')}"
     if fingerprint(found) != run.text.sha256:
         raise InputError(
             f"the text embeddings of {where} (checksum {fingerprint(found)[:12]})",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
@@ -34,8 +35,6 @@ from medfl.training.accelerate.precision import channels_last, tf32
 from medfl.training.site import Host, LocalSettings, Networks, Site
 
 _MOST_ITEMS = 2.0**53
-LIKE_PARAMETERS = ("control", "personal", "rho")
-"""Groups of any message whose tensors have the names and forms of the network's."""
 POOLED = "central"
 """Name of the one participant of a method that pools the data."""
 
@@ -103,7 +102,7 @@ class Federation:
         self.participants = [POOLED] if method.pools_data else self.names
         self.aggregation = self._aggregation()
         self.networks = self._pool(bundle)
-        self._bodies = self._dealt(method.site_networks(self.participants))
+        self._bodies = self._dealt()
         self.public = public
         self.messages = self._messages()
         self.sections = dict(prepared) if prepared else prepared_sections(bundle, jobs=jobs, progress=progress)
@@ -118,11 +117,11 @@ class Federation:
 
         return Networks(network, self.run.seed, torch.device(self.run.device))
 
-    def _dealt(self, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, _Body]:
+    def _dealt(self) -> dict[str, _Body]:
         """Return each participant's body; sites with the same network share one."""
         made: dict[str, _Body] = {}
         dealt = {}
-        for name, config in configs.items():
+        for name, config in methods.site_networks(self.method, self.participants).items():
             key = repr(config)
             if key not in made:
                 made[key] = self._body(config)
@@ -145,7 +144,9 @@ class Federation:
                 personal |= self.method.personal_names(pool.lease(pool.initial))
         common = self.networks.initial
         leaves = {f"weights/{n}": (t.shape, t.dtype) for n, t in common.items() if n not in personal}
-        kept = [n for n in networks.initial if self.method.keeps_network(config) or f"weights/{n}" not in leaves]
+        by_site = methods.extra(self.method, methods.SiteNetworks)
+        whole = by_site is not None and by_site.keeps_network(config)
+        kept = [n for n in networks.initial if whole or f"weights/{n}" not in leaves]
         own = networks.initial.keys() - common.keys()
         return _Body(bundle, networks, leaves, frozenset(personal | own), len(kept))
 
@@ -159,7 +160,13 @@ class Federation:
                 network = pool.lease(pool.initial)
                 large = {n for n, p in network.named_parameters(remove_duplicate=False) if p.ndim > 1}
                 exact |= network.state_dict().keys() - large
-        return replace(messages, exact=frozenset(exact))
+        noisy = {"weights", *(group.name for group in self.method.groups() if group.smaller)}
+        return replace(messages, exact=frozenset(exact), groups=frozenset(noisy))
+
+    @cached_property
+    def like_weights(self) -> frozenset[str]:
+        """Groups of any message whose tensors have names and forms of the network's, beside the weights."""
+        return frozenset(group.name for group in self.method.groups() if group.like_weights)
 
     def _aggregation(self) -> Aggregation:
         """Return how replies are made into one; all but the mean stand in for the mean of methods that keep FedAvg's.
@@ -168,7 +175,7 @@ class Federation:
             InputError: the method has a server half of its own, or a cohort is too small.
         """
         asked, size = Aggregation.parse(self.run.aggregation), len(self.cohort(1))
-        if not asked.is_mean and not self.method.plain_host():
+        if not asked.is_mean and not methods.has_fedavg_server(self.method):
             raise InputError(
                 f"--aggregation {asked} with method {self.run.method!r}",
                 "it is for methods that keep FedAvg's server half (medfl methods); this one has its own",
@@ -291,7 +298,7 @@ class Federation:
         """Say what leaves a site and what of the network stays, and how much of it in smaller messages."""
         dealt = self._bodies.values()
         leave, stay = _span([len(body.leaves) for body in dealt]), _span([body.stays for body in dealt])
-        besides = self.method.sends()
+        besides = sorted(group.name for group in self.method.groups() if group.up)
         said = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
         said += f"; besides them leave: {', '.join(besides)}" if besides else ""
         if not self.aggregation.is_mean:
@@ -328,7 +335,7 @@ class Federation:
                         f"site {name!r}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}; "
                         f"expected {tuple(form[0])} {form[1]}"
                     )
-            elif group in LIKE_PARAMETERS:
+            elif group in self.like_weights:
                 self._check_like(name, key, tensor)
             if not is_finite(tensor):
                 raise RunError(f"site {name!r}: {key!r} has NaN or infinite values; the last good round is kept")
@@ -349,7 +356,7 @@ class Federation:
         Raises:
             RunError: names the site and what is missing.
         """
-        plain = self.method.plain_host()
+        plain = methods.has_fedavg_server(self.method)
         if plain or "weights" in reply:
             wanted = {key.removeprefix("weights/") for key in self._bodies[name].leaves}
             missing = wanted - reply.tensors.get("weights", {}).keys()
@@ -384,7 +391,8 @@ class Federation:
     def cohort(self, round_: int) -> list[str]:
         """Draw the participants of a round: a fixed fraction, at least one, without replacement."""
         count = max(1, math.floor(self.run.cohort * len(self.participants) + 1e-9))  # 0.29 * 100 is 28.999…
-        if count == len(self.participants) or getattr(self.method, "everyone", False):
+        whole = methods.extra(self.method, methods.WholeCohort)
+        if count == len(self.participants) or (whole is not None and whole.everyone):
             return list(self.participants)
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
         chosen: Sequence[int] = sorted(torch.randperm(len(self.participants), generator=generator)[:count].tolist())

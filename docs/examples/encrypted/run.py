@@ -64,7 +64,7 @@ def executed(
     from encrypted_site import MEAN, RULES, SITES, EncryptedSite
 
     RunFolder.require_unused(out)
-    if not methods.method_class(requested["method"]).plain_host():
+    if not methods.has_fedavg_server(methods.method_class(requested["method"])):
         raise InputError(
             f"method {requested['method']!r} encrypted", "methods that keep FedAvg's server half", "see medfl methods"
         )

@@ -9,9 +9,9 @@ Messages are those of FedProto: one (d,) tensor a class, under the class's index
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.manifold import inter_class_loss, shaped
-from medfl.methods._parts.prototypes import class_counts, collect
-from medfl.methods.base import Method, Synthetic, class_head, option
+from medfl.methods._parts.prototypes import class_counts, collect, prototype_groups
+from medfl.methods.base import Group, Method, class_head, option
 from medfl.methods.fedproto import averaged, check_lengths, distances, num_classes, owned, received, table
 from medfl.networks.heads import feature_size, head
 from medfl.training.loop import FitReport
@@ -68,9 +68,11 @@ class Sharing:
         return self.prototypes and self.mu2 > 0
 
     @property
-    def groups(self) -> tuple[str, ...]:
-        """What a sharing site's reply has beside that of its method."""
-        return ("prototypes", "counts") if self.active and not self.one_hot else ()
+    def groups(self) -> tuple[Group, ...]:
+        """What messages have beside those of the method."""
+        if not self.active:
+            return ()
+        return (Group("prototypes", up=False, smaller=True),) if self.one_hot else prototype_groups(counts=True)
 
     def check(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the network if its head is linear, with one output a class.
@@ -184,25 +186,13 @@ class WithPrototypes(Method):
         """Check as the inner method does."""
         self.inner.check(site)
 
-    def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
-        """Deal networks as the inner method does."""
-        return self.inner.site_networks(names)
-
-    def keeps_network(self, config: Mapping[str, Any]) -> bool:
-        """Keep networks as the inner method does."""
-        return self.inner.keeps_network(config)
-
-    def has_site_models(self) -> bool:
-        """Have what the inner method has."""
-        return self.inner.has_site_models()
-
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the inner method's."""
         return self.inner.personal_names(network)
 
-    def sends(self) -> tuple[str, ...]:
-        """Name the inner method's groups, and those of the prototypes."""
-        return self.inner.sends() + self.sharing.groups
+    def groups(self) -> tuple[Group, ...]:
+        """Declare the inner method's groups, and those of the prototypes."""
+        return self.inner.groups() + self.sharing.groups
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start as the inner method, without prototypes."""
@@ -224,10 +214,6 @@ class WithPrototypes(Method):
     def global_predictor(self, host: Host, server: State) -> nn.Module | None:
         """Return the inner method's."""
         return self.inner.global_predictor(host, server)
-
-    def synthetic(self, host: Host, server: State, labels: Tensor, draws: torch.Generator) -> Synthetic | None:
-        """Return the inner method's."""
-        return self.inner.synthetic(host, server, labels, draws)
 
     def introduce(self, site: Site) -> Message:
         """Introduce as the inner method does."""

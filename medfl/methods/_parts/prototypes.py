@@ -13,11 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from medfl.data.prepared import Shard
+from medfl.methods.base import Group
 from medfl.networks.heads import features_and_output
 from medfl.training.site import evaluating
 
 OWN, OTHERS, MISSING = DISTANCES = ("own class", "other classes of the site", "classes missing at the site")
 """What distances between a site's class means and prototypes are of; names of observed numbers."""
+
+
+def prototype_groups(*, counts: bool) -> tuple[Group, ...]:
+    """Return the groups of methods whose class prototypes travel both ways; the sizes of the classes go up, or not."""
+    both = Group("prototypes", smaller=True)
+    return (both, Group("counts", down=False)) if counts else (both,)
 
 
 def class_indices(targets: Tensor) -> Tensor:

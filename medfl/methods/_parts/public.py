@@ -1,44 +1,20 @@
-"""Options of the methods that use public data; each is declared once here and taken by `same_option`."""
+"""What methods that learn from public data share; their options are those of `extras.PublicData`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.core.errors import InputError
 from medfl.data.public import Public
-from medfl.methods.base import option
+from medfl.methods.base import Group
 from medfl.training.site import Host, Site
 
-
-@dataclass(frozen=True)
-class PublicOptions:
-    """What a user may say of the public data."""
-
-    public: str = option("", "the public data: BUNDLE or BUNDLE:DIR; default: what the bundle's protocol names")
-    public_section: str = option(
-        "",
-        "the public bundle's section that is taken; default: what its protocol says, else test",
-        choices=("", "train", "validate", "test"),
-    )
-    public_items: int = option(
-        0,
-        "so many public items, classes balanced (a fixed draw); 0: what its protocol says, else all",
-        minimum=0,
-    )
-    public_size: int = option(
-        0, "side of the public images; 0: their bundle's own, in segmentation the sites' size", minimum=0
-    )
-    lift: str = option(
-        "pseudo3d",
-        "public images where the sites have volumes: repeat each along a third axis and average the output over it, "
-        "or refuse",
-        choices=("pseudo3d", "refuse"),
-    )
+SCORES = (Group("scores", smaller=True), Group("positions", up=False))
+"""What travels where sites answer to public items and the server says to which."""
 
 
 def shared(owner: Site | Host) -> Public:

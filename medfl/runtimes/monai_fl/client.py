@@ -3,7 +3,7 @@
 What crosses is an `ExchangeObject`. With medfl's own server its `weights` are a flat message (`Message.flat`: names
 `group/name`, numbers as `scalars/name`), made smaller as the run says, and its `statistics` have the round. With a
 plain averaging host, which knows of nothing but weights, `weights` is part of a state dict under its own names. That is
-right for the methods that keep FedAvg's server half (`Method.plain_host`), and no other is taken.
+right for the methods that keep FedAvg's server half (`medfl.methods.has_fedavg_server`), and no other is taken.
 
 What MONAI's own `MonaiAlgo` leaves open is settled so:
     What leaves: the tensors that the method agreed to and none that is personal, as copies on the CPU. The number of
@@ -35,6 +35,7 @@ from monai.fl.utils.constants import ExtraItems, FlPhase, FlStatistics, WeightTy
 from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
+from medfl import methods
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
@@ -386,7 +387,7 @@ def _added(reply: Message, unsent: Weights) -> Message:
 def _refuse_plain(federation: Federation) -> None:
     """Raise an InputError if averaging weights is not all that the run's server does."""
     run = federation.run
-    if not federation.method.plain_host():
+    if not methods.has_fedavg_server(federation.method):
         raise InputError(
             f"method {run.method!r} with a plain averaging host",
             "such a host does for methods that keep FedAvg's server half (medfl methods)",

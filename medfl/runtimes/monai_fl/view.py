@@ -15,7 +15,7 @@ from medfl.core.compression import Compression
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights, is_finite
 from medfl.data.prepared import Batch, Shard
-from medfl.runtimes.federation import LIKE_PARAMETERS, Federation
+from medfl.runtimes.federation import Federation
 
 _MOST_NUMBERS, _MOST_GROUPS = 1024, 256  # of a message; methods send less than a tenth of it
 Form = tuple[torch.Size, torch.dtype]
@@ -90,7 +90,7 @@ class AtSite(Federation):
         for group, part in message.tensors.items():
             if group == "weights":
                 self._check_weights(part)
-            elif group in LIKE_PARAMETERS:
+            elif group in self.like_weights:
                 self._check_forms(group, part, self._forms)
             for name, tensor in part.items():
                 self._check_finite(f"{group}/{name}", tensor)

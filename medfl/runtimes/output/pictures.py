@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medfl import methods
 from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import derive, stream
 from medfl.core.storage import State
 from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
+from medfl.methods._parts.extras import Synthetic
 from medfl.methods._parts.prototypes import DISTANCES, features
-from medfl.methods.base import Synthetic
 from medfl.networks.heads import entering_head, head
 from medfl.report import pictures
 from medfl.report.pictures import Floats, Labels, Picture
@@ -111,9 +112,11 @@ class Pictures:
             self._keep(picture, round_)
 
     def _synthetic(self, round_: int, server: State, labels: Tensor, purpose: str) -> Synthetic | None:
-        federation = self.federation
+        federation, maker = self.federation, methods.extra(self.federation.method, methods.MakesImages)
+        if maker is None:
+            return None
         with stream(federation.run.seed, "pictures", purpose) as draws, federation.networks.scope():
-            return federation.method.synthetic(federation.host(round_), server, labels, draws)
+            return maker.synthetic(federation.host(round_), server, labels, draws)
 
     def _read(self, network: nn.Module, shard: Shard) -> tuple[Floats, Labels]:
         """Return the features (N, d) of a shard's items and their classes (N,)."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from medfl import methods
 from medfl.core.message import Weights
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State, file_sha256, weights_sha256
@@ -210,7 +211,7 @@ class Scoring:
     def _final_personal(self, last: int, server: State) -> Judged:
         """Score the personal models of all sites on test items.
 
-        For globally judged methods the personal model is the site's own where there is one (`has_site_models`), else
+        For globally judged methods the personal model is the site's own where there is one (`SiteModels`), else
         the final global one after one more local training, of which nothing is sent. Sites outside the last cohort have
         one too then, unless evaluations are off (`eval_every` 0): of 10,000 sites it would take as long as 100 rounds
         with 100 of them.
@@ -221,7 +222,7 @@ class Scoring:
             return {}
         among = self.names if self.run.eval_every else self.federation.cohort(last)
         names = [name for name in among if len(self.federation.shard(name, "test"))]
-        if self.method.has_site_models():
+        if methods.has_site_models(self.method):
             return self._personal(last, server, ("test",), names)
         found = _in_order(names, self.asking.tried(last + 1, server, names, ("test",)))
         return {name: cases for name, cases in found.items() if cases}

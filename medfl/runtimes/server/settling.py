@@ -18,7 +18,7 @@ its arguments, and what is tried leaves nothing behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,11 +29,8 @@ from medfl.core.storage import State
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.runtimes.absent import Absent, Tolerance, present
-from medfl.runtimes.federation import LIKE_PARAMETERS, Federation
+from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
-
-_ARRIVED = frozenset({"weights", *LIKE_PARAMETERS})
-"""Groups whose forms were checked on arrival."""
 
 Form = tuple[tuple[int, ...], str]
 
@@ -89,7 +86,7 @@ def settle(
 
     with federation.networks.scope():
         told = [federation.method.broadcast(federation.host(round_), server, name) for name in cohort[:1]]
-    refuse(odd(replies, told[0].tensors if told else {}))
+    refuse(odd(replies, told[0].tensors if told else {}, {"weights"} | federation.like_weights))
     method, before = federation.run.method, marks(server)
     while True:
         names = [name for name in replies if name not in refused]
@@ -217,15 +214,18 @@ def _told(error: Exception) -> str:
 # Forms
 
 
-def odd(replies: Mapping[str, Message], told: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+def odd(
+    replies: Mapping[str, Message], told: Mapping[str, Mapping[str, Tensor]], known: Collection[str] = ("weights",)
+) -> dict[str, str]:
     """Return which replies have a tensor of another form than most, and what is odd about it.
 
     Args:
         replies: site -> reply.
         told: what the server says, group -> name -> tensor; it decides where the replies do not.
+        known: groups whose forms were checked on arrival.
     """
-    forms = {name: _forms(message.tensors) for name, message in replies.items()}
-    expected, found = _forms(told), dict[str, str]()
+    forms = {name: _forms(message.tensors, known) for name, message in replies.items()}
+    expected, found = _forms(told, known), dict[str, str]()
     for key in sorted({key for form in forms.values() for key in form}):
         owners = {name: form[key] for name, form in forms.items() if key in form}
         (most, count), *others = Counter(f for form in owners.values() for f in form.values()).most_common()
@@ -239,11 +239,11 @@ def odd(replies: Mapping[str, Message], told: Mapping[str, Mapping[str, Tensor]]
     return found
 
 
-def _forms(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Form]]:
+def _forms(tensors: Mapping[str, Mapping[str, Tensor]], known: Collection[str]) -> dict[str, dict[str, Form]]:
     """Return key -> flat name -> form; tensors that are named by class have one key in common."""
     found: dict[str, dict[str, Form]] = {}
     for group, members in tensors.items():
-        for name, tensor in members.items() if group not in _ARRIVED else ():
+        for name, tensor in members.items() if group not in known else ():
             form = tuple(tensor.shape), str(tensor.dtype)
             found.setdefault(f"{group}/{'#' if _is_class(name) else name}", {})[f"{group}/{name}"] = form
     return found
