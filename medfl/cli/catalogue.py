@@ -59,7 +59,7 @@ def _method(name: str) -> Document:
         "tasks": list(cls.tasks),
         "judged": cls.judged,
         "travels": travels(cls),
-        "plain_host": methods.has_fedavg_server(cls),
+        "plain_host": registry.has_fedavg_server(cls),
         "options": [{**option, "minimum": limits[option["name"]]} for option in registry.options_of(cls)],
         "prototype_options": registry.prototype_options(cls),
     }

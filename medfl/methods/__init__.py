@@ -28,9 +28,9 @@ from medfl.methods._parts.prototype_sharing import Sharing, WithPrototypes
 from medfl.methods.base import Group, Method, option
 
 __all__ = [
-    "Bodies", "Group", "MakesImages", "Method", "PublicData", "SiteModels", "SiteNetworks", "TextEmbeddings", "WholeCohort",
-    "extra", "has_fedavg_server", "has_option", "has_site_models", "load", "method_class", "names", "option", "options_of",
-    "prototype_options", "site_networks", "values_of",
+    "Bodies", "Group", "MakesImages", "Method", "PublicData", "SiteModels", "SiteNetworks", "TextEmbeddings",
+    "WholeCohort", "extra", "has_fedavg_server", "has_option", "has_site_models", "load", "method_class", "names",
+    "option", "options_of", "prototype_options", "site_networks", "values_of",
 ]  # fmt: skip
 
 
@@ -184,10 +184,11 @@ def _refuse_old_hooks(name: str, cls: type[Method]) -> None:
     owners = {hook: kind for kind in kinds for hook in vars(kind) if not hook.startswith("_")}
     unasked = [hook for hook, kind in owners.items() if hasattr(cls, hook) and not issubclass(cls, kind)]
     if unasked or hasattr(cls, "sends"):
-        todo = f"derive from medfl.methods.{owners[unasked[0]].__name__} too" if unasked else "return them in groups()"
         hook = unasked[0] if unasked else "sends"
         raise InputError(
-            f"method {name!r} with {hook!r}, which is no part of Method", "its hooks are as docs/extend.md says", todo
+            f"method {name!r} with {hook!r}, which no runtime asks a Method for",
+            "hooks are those of Method and of the classes that docs/extend.md lists",
+            f"derive from medfl.methods.{owners[hook].__name__} too" if unasked else "declare the groups with groups()",
         )
 
 

@@ -32,7 +32,7 @@ from medfl.methods._parts.prototypes import class_indices
 from medfl.methods._parts.synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
 from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings_of, text_objective
 from medfl.methods._parts.text_options import TextOptions, opened, shared
-from medfl.methods.base import Method, option
+from medfl.methods.base import Group, Method, option
 from medfl.networks.generator import (
     NORMALISATIONS,
     Augmentation,
@@ -104,6 +104,10 @@ class FedBM(TextEmbeddings, MakesImages, Method):
     def language_model(self) -> str:
         """That of the option `plm`, where the head is built from text or z is drawn from it."""
         return self.plm if self._text.built or self.generator else ""
+
+    def groups(self) -> tuple[Group, ...]:
+        """Declare the text embeddings, which each site gets once, and the generator."""
+        return (Group("text", up=False), Group("generator", up=False))
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Replace the head by projection and Gaussians; any head holds the embeddings that z is drawn from."""

@@ -26,7 +26,7 @@ from medfl.core.task import Task
 from medfl.methods._parts.extras import TextEmbeddings
 from medfl.methods._parts.text_classifier import COVARIANCES, text_objective
 from medfl.methods._parts.text_options import TextOptions, opened, shared
-from medfl.methods.base import Method, option
+from medfl.methods.base import Group, Method, option
 from medfl.training.site import Host, Site
 
 
@@ -70,6 +70,10 @@ class FedCB(TextEmbeddings, Method):
     def language_model(self) -> str:
         """That of the option `plm`, where the head is built from text."""
         return self.plm if self._text.built else ""
+
+    def groups(self) -> tuple[Group, ...]:
+        """Declare the text embeddings, which each site gets once."""
+        return (Group("text", up=False),)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Replace the head by projection and Gaussians, or freeze it."""

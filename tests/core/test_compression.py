@@ -18,7 +18,7 @@ every_form = pytest.mark.parametrize("form", SMALLER)
 
 def of(form: str) -> Compression:
     made = Compression.parse(form)
-    return Compression(made.kind, made.fraction, EXACT)
+    return Compression(made.kind, made.fraction, EXACT, frozenset({"weights", "control", "prototypes", "scores"}))
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -189,7 +189,7 @@ def test_a_site_refuses_what_an_average_is_not_enough_for(example: SimpleNamespa
     site, told = example.site.RemoteEncryptedSite(), context(offer("scaffold"), "north", tmp_path / "kit", data)
     assert site.execute(*asked("train", None), told, Signal()).get_return_code() == ReturnCode.EXECUTION_EXCEPTION
     assert site.execute(*asked("submit_model", None), told, Signal()).get_return_code() == ReturnCode.TASK_UNKNOWN
-    assert not methods.method_class("scaffold").plain_host()
+    assert not methods.has_fedavg_server(methods.method_class("scaffold"))
     with pytest.raises(InputError, match="method 'scaffold' encrypted"):
         example.run.executed(tmp_path / "out", "mednist", {}, {"method": "scaffold"}, str)
 

@@ -212,16 +212,24 @@ def test_personal_tensors_are_in_no_message(name: str, classes: Toy) -> None:
 
 
 @every_method
-def test_it_says_what_its_replies_have(name: str, classes: Toy) -> None:
-    """Also with prototypes shared beside the weights, and other options."""
+def test_it_declares_the_groups_of_its_messages(name: str, classes: Toy) -> None:
+    """Also with prototypes shared beside the weights, and other options; forms are the network's where so said."""
+    forms = {key: (tensor.shape, tensor.dtype) for key, tensor in classes.initial.items()}
     other = {"fedproto": {"weights": "samples"}, "pfedpm": {"agg": "uniform"}, "fedmr": {"mu2": 0}}
     options = [{}, other.get(name, {})]
     if methods.method_class(name).takes_prototypes:
         options.append({"prototypes": True})
     for given in options:
         method = load(name, given)
-        for reply in simulate(method, classes, 1).replies.values():
-            assert sorted(reply.tensors.keys() - {"weights"}) == sorted(method.sends())
+        declared = {group.name: group for group in method.groups()}
+        outcome = simulate(method, classes, 2)
+        for reply in outcome.replies.values():
+            assert reply.tensors.keys() - {"weights"} == {group.name for group in declared.values() if group.up}
+        for down in outcome.down.values():
+            assert down.tensors.keys() - {"weights"} <= {group.name for group in declared.values() if group.down}
+        for message in [*outcome.down.values(), *outcome.replies.values()]:
+            for group in (group for group in declared if declared[group].like_weights and group in message):
+                assert all((t.shape, t.dtype) == forms[key] for key, t in message[group].items())
 
 
 @every_method

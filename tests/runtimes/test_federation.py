@@ -17,7 +17,7 @@ from medfl.core.run import PartitionRecord
 from medfl.core.storage import load_weights
 from medfl.data.prepared import Stacked
 from medfl.methods import load
-from medfl.methods.base import deal
+from medfl.methods._parts.extras import deal
 from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import global_cases, introduce, site_judge, site_step, site_weights

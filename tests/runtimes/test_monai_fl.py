@@ -27,7 +27,7 @@ from medfl.core.run import PartitionRecord
 from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import stream
 from medfl.core.storage import load_state, load_weights
-from medfl.methods import load, names
+from medfl.methods import has_fedavg_server, load, names
 from medfl.runs import launch
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
@@ -234,7 +234,7 @@ def averaging(sites: Mapping[str, MedflClientAlgo], rounds: int, start: Mapping[
     return weights
 
 
-@pytest.mark.parametrize("method", [name for name in names() if load(name).plain_host()])
+@pytest.mark.parametrize("method", [name for name in names() if has_fedavg_server(load(name))])
 def test_a_plain_averaging_host_gives_the_simulator_s_weights(tmp_path: Path, method: str) -> None:
     """As the host averages in float64 and the simulator in float32, up to rounding."""
     made = federation(method, rounds=3)
@@ -253,7 +253,7 @@ def test_the_methods_for_a_plain_averaging_host_are_those_of_the_method_table() 
     table = (Path(__file__).parents[2] / "docs" / "methods.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split(" | ")] for line in table if line.startswith("| [`")]
     said = {row[0].split("`")[1]: row[4] for row in rows if row[0].split("`")[1] in names()}
-    assert said == {name: "yes" if load(name).plain_host() else "no" for name in names()}
+    assert said == {name: "yes" if has_fedavg_server(load(name)) else "no" for name in names()}
     assert (said["fedavg"], said["fedprox"], said["scaffold"], said["central"]) == ("yes", "yes", "no", "no")
 
 
