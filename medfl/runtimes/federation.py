@@ -315,7 +315,7 @@ class Federation:
         return self.messages.takes(group, name, form[1], form[0].numel())
 
     def check(self, name: str, said: Message) -> None:
-        """Enforce the policy on what a site says: no personal tensor, the server's forms, finite values, not too much.
+        """Enforce the policy on what a site says: declared groups, no personal tensor, the server's forms, finite values.
 
         A tensor is personal by its name in the network, whichever group it is in.
 
@@ -324,11 +324,14 @@ class Federation:
         """
         flat, body = said.flat(), self._bodies[name]
         self.message_limits.checked(flat, f"site {name!r}")
+        undeclared = said.tensors.keys() - {"weights", *(group.name for group in self.method.groups() if group.up)}
         for key, tensor in flat.items():
             group, _, own = key.partition("/")
             form = body.leaves.get(key)
             if own in body.personal or (group == "weights" and form is None):
                 raise RunError(f"site {name!r}: tensor {key!r} must not leave it")
+            if group in undeclared:
+                raise RunError(f"site {name!r}: {key!r} is in a group that the method's groups() does not declare")
             if form is not None:
                 if form != (tensor.shape, tensor.dtype):
                     raise RunError(

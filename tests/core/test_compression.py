@@ -18,7 +18,9 @@ every_form = pytest.mark.parametrize("form", SMALLER)
 
 def of(form: str) -> Compression:
     made = Compression.parse(form)
-    return Compression(made.kind, made.fraction, EXACT, frozenset({"weights", "control", "prototypes", "scores"}))
+    return Compression(
+        made.kind, made.fraction, EXACT, frozenset({"weights", "control", "header", "prototypes", "scores"})
+    )
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -327,14 +327,20 @@ def test_replies_are_held_to_the_policy() -> None:
         hidden = torch.zeros(() if group == "scalars" else 6)
         with pytest.raises(RunError, match=f"site 'x': tensor '{group}/1.bias' must not leave it"):
             made.check("x", Message.from_flat({f"{group}/1.bias": hidden}))
+    with pytest.raises(RunError, match="'control/0.bias' is in a group that the method's .* does not declare"):
+        made.check("x", Message({"control": {"0.bias": torch.zeros(6)}}))
+    with pytest.raises(RunError, match="'scalars/samples' has NaN"):
+        made.check("x", Message({}, {"samples": float("nan")}))
+
+
+def test_groups_of_the_networks_form_are_held_to_it() -> None:
+    made = federation("scaffold")
     with pytest.raises(RunError, match="'control/c' is no tensor of the network"):
         made.check("x", Message({"control": {"c": torch.zeros(6)}}))
     with pytest.raises(RunError, match=r"'control/0.bias' is \(7,\) torch.float32; expected \(6,\)"):
         made.check("x", Message({"control": {"0.bias": torch.zeros(7)}}))
     with pytest.raises(RunError, match="'control/0.bias' has NaN"):
         made.check("x", Message({"control": {"0.bias": torch.full((6,), torch.inf)}}))
-    with pytest.raises(RunError, match="'scalars/samples' has NaN"):
-        made.check("x", Message({}, {"samples": float("nan")}))
 
 
 def test_a_method_that_sends_what_is_personal_is_stopped() -> None:
