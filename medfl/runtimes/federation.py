@@ -315,7 +315,7 @@ class Federation:
         return self.messages.takes(group, name, form[1], form[0].numel())
 
     def check(self, name: str, said: Message) -> None:
-        """Enforce the policy on what a site says: declared groups, no personal tensor, the server's forms, finite values.
+        """Enforce the policy on what a site says: declared groups, no personal tensor, known forms, finite values.
 
         A tensor is personal by its name in the network, whichever group it is in.
 
