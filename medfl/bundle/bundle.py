@@ -39,7 +39,7 @@ from medfl.bundle.sections import SECTIONS, Section, Sections
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.core.storage import cache_folder
-from medfl.data.disk_cache import Spot, budget, sample_key
+from medfl.data.disk_cache import DiskCache, budget, sample_key
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
@@ -245,10 +245,10 @@ class Bundle:
             label=f"preparing {section} images",
             jobs=jobs,
             progress=progress,
-            spot=self._spot(section),
+            cache=self._disk_cache(section),
         )
 
-    def _spot(self, section: str) -> Spot | None:
+    def _disk_cache(self, section: str) -> DiskCache | None:
         """Return where prepared samples go that are too large for memory; None where entries have no names."""
         source = self._sections[section].source
         if not (source.is_list and source.fixed):
@@ -257,7 +257,7 @@ class Bundle:
         versions = {name: version(name) for name in ("medfl", "monai", "torch")}
         transforms = "train" if section == "train" else "evaluate"
         parts = [self.sha256, overrides, transforms, versions]
-        return Spot(cache_folder("prepared"), lambda index: sample_key(parts, source.entries[index]), budget())
+        return DiskCache(cache_folder("prepared"), lambda index: sample_key(parts, source.entries[index]), budget())
 
     # Task and evaluation
 

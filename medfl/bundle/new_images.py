@@ -20,8 +20,9 @@ from torch import nn
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
-from medfl.data.prepare import Source, prepare
+from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard
+from medfl.data.source import Source
 from medfl.datasets.readers.tables import IMAGE_SUFFIXES
 from medfl.datasets.readers.volumes import SUFFIXES as VOLUME_SUFFIXES
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from medfl.bundle.configuration import Configuration
 from medfl.core.errors import InputError
-from medfl.data.prepare import Source, records, take_apart
 from medfl.data.prepared import Item
+from medfl.data.source import Source, records, take_apart
 
 SECTIONS = ("train", "validate", "test")
 _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")

@@ -56,8 +56,8 @@ class Coded:
         """Bytes of codes and table."""
         return self.codes.nbytes + self.values.nbytes
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Coded:
-        """Return it after `move`, which only takes numbers of (B, C, ...) to other places, within their channel."""
+    def rearranged(self, move: Callable[[Tensor], Tensor]) -> Coded:
+        """Return the batch after `move`, which only takes numbers of (B, C, ...) to other places in their channel."""
         return Coded(move(self.codes), self.values)
 
     def to(self, device: torch.device) -> Coded:

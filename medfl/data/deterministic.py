@@ -1,4 +1,4 @@
-"""The random transforms of a data set with nothing left to chance: for what is measured on training items."""
+"""The random transforms of a data set without their draws: for what is measured on training items."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from monai.transforms import (
 )
 
 
-def stilled(transforms: Sequence[Any], *, whole: bool) -> list[Any]:
+def without_draws(transforms: Sequence[Any], *, whole: bool) -> list[Any]:
     """Return transforms that draw nothing: what has a probability never happens, a random crop is the middle one.
 
-    Others that draw (somebody's own functions, choices between transforms) stay, so their draws are those of the
-    item's position.
+    Others that draw (somebody's own functions, choices between transforms) stay; their draws are those of the item's
+    position.
 
     Args:
         transforms: MONAI's or anybody's; their probabilities are changed in place.
         whole: leave random crops out instead.
     """
-    made: list[Any] = []
+    kept: list[Any] = []
     for transform in transforms:
         crop = _middle(transform) if isinstance(transform, RandomizableTrait) else None
         if crop is not None:
-            made += [] if whole else [crop]
+            kept += [] if whole else [crop]
             continue
         if isinstance(transform, RandomizableTransform):
             transform.prob = 0.0  # it keeps what it does in any case: types, and sizes that are asked for
-        made.append(transform)
-    return made
+        kept.append(transform)
+    return kept
 
 
 def _middle(transform: Any) -> Any:

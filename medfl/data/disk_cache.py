@@ -47,13 +47,13 @@ def budget() -> int:
     Raises:
         InputError: the variable is no number above 0.
     """
-    given = os.environ.get("MEDFL_MEMORY")
-    if not given:
+    gib = os.environ.get("MEDFL_MEMORY")
+    if not gib:
         return int(free_memory() * _SHARE)
     with suppress(ValueError):
-        if 0 < float(given) < 1e9:
-            return int(float(given) * 2**30)
-    raise InputError(f"MEDFL_MEMORY={given}", "GiB for prepared images, a number above 0", "set it to 8, or unset it")
+        if 0 < float(gib) < 1e9:
+            return int(float(gib) * 2**30)
+    raise InputError(f"MEDFL_MEMORY={gib}", "GiB for prepared images, a number above 0", "set it to 8, or unset it")
 
 
 def size_of(sample: Any) -> int:
@@ -66,7 +66,7 @@ def size_of(sample: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Spot:
+class DiskCache:
     """Where samples too large for memory go.
 
     Attributes:
@@ -91,11 +91,11 @@ class Spot:
         (first,) = make([0])
         if size_of(first) * count <= self.budget:
             return [first, *make(range(1, count))]
-        stored = OnDisk([self.folder / f"{self.key(index)}.pt" for index in range(count)])
-        missing = [index for index in range(count) if not stored.paths[index].is_file()]
+        paths = [self.folder / f"{self.key(index)}.pt" for index in range(count)]
+        missing = [index for index in range(count) if not paths[index].is_file()]
         for index, sample in zip(missing, make(missing), strict=True):
-            _write(stored.paths[index], sample)
-        return stored
+            _write(paths[index], sample)
+        return OnDisk(paths)
 
 
 class OnDisk(Sequence[Any]):
@@ -133,7 +133,7 @@ def sample_key(parts: Sequence[Any], entry: Any) -> str:
 def _readers() -> str:
     """Return a hash of the code of `medfl.datasets`, whose transforms a bundle's configuration only names."""
     digest = hashlib.sha256()
-    for path in sorted(Path(datasets.__path__[0]).glob("*.py")):
+    for path in sorted(Path(datasets.__path__[0]).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

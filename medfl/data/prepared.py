@@ -2,18 +2,16 @@
 
 A site's data is a `Shard`, a view of some indices; nothing is copied per site, and deterministic transforms run once
 per data set. Random transforms act on whole batches where `medfl.data.batch_transforms` has them (`Augmented`), else on
-one item after the other (`Sampled`). Which of the two depends on the bundle and its items alone.
+one item after the other (`medfl.data.sampled`). Which of the two depends on the bundle and its items alone.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from medfl.core.errors import InputError
-from medfl.core.seeding import derive, stream
+from medfl.core.seeding import derive
 from medfl.data.byte_codes import Coded, Column, plain, shape_of, stacked
 
 Item = Mapping[str, Any]
@@ -34,8 +32,8 @@ Rows = Column | Sequence[Tensor | Coded]
 
 _AHEAD = 32  # batches gathered in one indexing call
 _GATHERED = 1 << 22  # numbers in one indexing call, where that is more than a batch
-_THREADS = 2  # that work ahead of need
-_READY = 4  # batches worked on ahead
+
+P = TypeVar("P", bound="Prepared")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,17 +101,23 @@ class Prepared(ABC):
     def to(self, device: torch.device, budget: int) -> Prepared:
         """Return the same items held on a device, from which batches then come.
 
-        It is this very object where the items are no stacked tensors or take more than `budget` bytes.
+        Return this very object where the items are no stacked tensors or take more than `budget` bytes.
         """
         return self
 
-    def still(self, whole: bool = False) -> Prepared:
+    def deterministic(self, whole: bool = False) -> Prepared:
         """Return the same items without random transforms; this very object where it knows of none.
 
         Args:
-            whole: leave random crops out too, where else their middle is taken; items may then differ in size.
+            whole: leave random crops out instead of taking the middle; items may then differ in size.
         """
         return self
+
+    def _with(self: P, **attributes: Any) -> P:
+        """Return the same items with some attributes changed."""
+        changed = copy.copy(self)
+        vars(changed).update(attributes)
+        return changed
 
     def ids(self, indices: Sequence[int]) -> list[str]:
         """Return the item ids, the position where the data list gives none."""
@@ -142,9 +146,7 @@ class Stacked(Prepared):
         """Return the same items with both tensors on a device, this very object where they do not fit."""
         if self.nbytes > budget:
             return self
-        made = Stacked(self.items, self.inputs.to(device), self.targets.to(device))
-        made.geometry = self.geometry
-        return made
+        return self._with(inputs=self.inputs.to(device), targets=self.targets.to(device))
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield batches; `generator` is not used, there is nothing random."""
@@ -166,8 +168,8 @@ class Recipe(Protocol):
     def width(self) -> int:
         """Numbers that they need for an item."""
 
-    def still(self, whole: bool) -> Recipe:
-        """Return what is left of them where nothing is drawn, as `Prepared.still`."""
+    def deterministic(self, whole: bool) -> Recipe:
+        """Return what is left of them where nothing is drawn, as `Prepared.deterministic`."""
 
     def __call__(self, inputs: Rows, targets: Any, draws: Tensor) -> Batch:
         """Return the batch transformed; it may write into what it is given.
@@ -184,39 +186,33 @@ class Augmented(Prepared):
 
     Args:
         items: data list entries.
-        kept: two stacked tensors, or samples with an image and a label each, in memory or mapped from files.
+        cached: two stacked tensors, or samples with an image and a label each, in memory or mapped from files.
         recipe: the random transforms.
     """
 
-    def __init__(self, items: Sequence[Item], kept: Stacked | Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+    def __init__(self, items: Sequence[Item], cached: Stacked | Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
         """Keep the parts."""
         super().__init__(items)
-        self.kept, self.recipe = kept, recipe
+        self.cached, self.recipe = cached, recipe
 
     @property
     def nbytes(self) -> int:
         """Bytes of inputs and targets where they are stacked."""
-        return self.kept.nbytes if isinstance(self.kept, Stacked) else 0
+        return self.cached.nbytes if isinstance(self.cached, Stacked) else 0
 
     @property
     def device(self) -> torch.device:
         """Where inputs and targets are."""
-        return self.kept.device if isinstance(self.kept, Stacked) else super().device
+        return self.cached.device if isinstance(self.cached, Stacked) else super().device
 
     def to(self, device: torch.device, budget: int) -> Prepared:
         """Return the same items with both tensors on a device, where they are then transformed too."""
-        held = self.kept.to(device, budget) if isinstance(self.kept, Stacked) else self.kept
-        if held is self.kept:
-            return self
-        made = Augmented(self.items, held, self.recipe)  # type: ignore[arg-type]
-        made.geometry = self.geometry
-        return made
+        moved = self.cached.to(device, budget) if isinstance(self.cached, Stacked) else self.cached
+        return self if moved is self.cached else self._with(cached=moved)
 
-    def still(self, whole: bool = False) -> Prepared:
+    def deterministic(self, whole: bool = False) -> Prepared:
         """Return the same items without random transforms, held where these are."""
-        made = Augmented(self.items, self.kept, self.recipe.still(whole))
-        made.geometry, made.pinned = self.geometry, self.pinned
-        return made
+        return self._with(recipe=self.recipe.deterministic(whole))
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield batches, random transforms drawn on the CPU from the generator, or without one by each position."""
@@ -229,10 +225,10 @@ class Augmented(Prepared):
             yield self.recipe(*self._rows(chunk), drawn)
 
     def _rows(self, chunk: Tensor) -> tuple[Rows, Any]:
-        if isinstance(self.kept, Stacked):
-            return self.kept.rows(chunk)
-        samples = [self.kept[index] for index in chunk.tolist()]
-        images, labels = ([_untracked(sample[key]) for sample in samples] for key in ("image", "label"))
+        if isinstance(self.cached, Stacked):
+            return self.cached.rows(chunk)
+        samples = [self.cached[index] for index in chunk.tolist()]
+        images, labels = ([_as_plain(sample[key]) for sample in samples] for key in ("image", "label"))
         masks = all(isinstance(label, Coded) or getattr(label, "ndim", 0) > 1 for label in labels)
         return images, labels if masks else default_collate(labels)
 
@@ -242,110 +238,9 @@ def _draws(index: int, width: int) -> Tensor:
     return torch.rand(width, generator=generator, dtype=torch.float64)
 
 
-def _untracked(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     """Return MONAI's MetaTensor as the tensor that it is."""
     return value.as_subclass(Tensor) if isinstance(value, Tensor) else value
-
-
-Sampler = tuple[Callable[[int], Any], Callable[[int], None] | None]
-"""index -> the sample after all transforms; what sets the state of the random ones, None if there are none."""
-
-
-class Sampled(Prepared):
-    """Items of any shape, with random transforms and the bundle's own way of making a batch.
-
-    Args:
-        items: data list entries.
-        sample: index -> the sample after all transforms.
-        reseed: sets the state of the random transforms; None if there are none.
-        collate: samples -> batch.
-        unpack: batch -> (inputs, targets).
-        twin: makes another `sample` and `reseed` which a thread may use beside these and which draw from nothing but
-            their own state; None keeps the work in this thread. The numbers are the same.
-        calm: whole -> what takes the place of `sample` and `reseed` in `still`; None where it is the same.
-    """
-
-    def __init__(
-        self,
-        items: Sequence[Item],
-        sample: Callable[[int], Any],
-        reseed: Callable[[int], None] | None,
-        collate: Callable[[list[Any]], Any],
-        unpack: Callable[[Any], Batch],
-        twin: Callable[[], Sampler] | None = None,
-        calm: Callable[[bool], Sampler] | None = None,
-    ) -> None:
-        """Keep the parts."""
-        super().__init__(items)
-        self.sample, self.reseed, self.collate, self.unpack, self.twin = sample, reseed, collate, unpack, twin
-        self._calm = calm
-        self._twins: list[Sampler] = []
-
-    def still(self, whole: bool = False) -> Prepared:
-        """Return the same items without random transforms."""
-        if self._calm is None:
-            return self
-        calm = partial(self._calm, whole)
-        made = Sampled(self.items, *calm(), self.collate, self.unpack, calm if self.twin else None)
-        made.geometry, made.pinned = self.geometry, self.pinned
-        return made
-
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
-        """Yield batches; each item's random transforms are seeded from the generator, or without one by its position.
-
-        The samples of the next batches are made in threads where that is safe.
-        """
-        seeds = indices
-        if self.reseed is not None and generator is not None:
-            seeds = torch.randint(2**31 - 1, (len(indices),), generator=generator)
-        work = [
-            list(zip(chunk.tolist(), some.tolist(), strict=True))
-            for chunk, some in zip(torch.split(indices, size), torch.split(seeds, size), strict=True)
-        ]
-        made = self._ahead(work) if self.twin is not None and len(work) > 1 else map(self._here, work)
-        for samples in made:
-            yield self.unpack(self.collate(samples))
-
-    def _here(self, work: list[tuple[int, int]]) -> list[Any]:
-        """Make one batch's samples in this thread."""
-        if self.reseed is None:
-            return [self.sample(index) for index, _ in work]
-        samples = []
-        for index, seed in work:
-            with stream(seed, "sample"):  # for transforms that draw from the global generators
-                self.reseed(seed)
-                samples.append(self.sample(index))
-        return samples
-
-    def _ahead(self, work: list[list[tuple[int, int]]]) -> Iterator[list[Any]]:
-        """Make the batches' samples in threads, a few batches ahead; what is not asked for any more is not begun."""
-        pool = ThreadPoolExecutor(_THREADS, "medfl-samples")
-        pending: deque[Future[list[Any]]] = deque()
-        try:
-            for batch in work:
-                pending.append(pool.submit(self._there, batch))
-                if len(pending) > _READY:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)  # a fork must find no thread at work
-
-    def _there(self, work: list[tuple[int, int]]) -> list[Any]:
-        """Make one batch's samples in another thread, with transforms that no other thread uses."""
-        assert self.twin is not None
-        try:
-            twin = self._twins.pop()
-        except IndexError:
-            twin = self.twin()
-        sample, reseed = twin
-        samples = []
-        for index, seed in work:
-            if reseed is not None:
-                reseed(seed)
-            samples.append(sample(index))
-        self._twins.append(twin)
-        return samples
 
 
 @dataclass(frozen=True)
@@ -376,9 +271,9 @@ class Shard:
         labels = [self.prepared.items[i].get("label") for i in self.indices.tolist()]
         return [int(x) for x in labels if isinstance(x, int)] if all(isinstance(x, int) for x in labels) else []
 
-    def still(self, whole: bool = False) -> Shard:
-        """Return the same items without random transforms, for what is measured on them; see `Prepared.still`."""
-        return replace(self, prepared=self.prepared.still(whole))
+    def deterministic(self, whole: bool = False) -> Shard:
+        """Return the same items without random transforms, to measure on them; see `Prepared.deterministic`."""
+        return replace(self, prepared=self.prepared.deterministic(whole))
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
         """Yield batches: shuffled and freshly transformed with a generator, in order and always the same without."""
@@ -388,10 +283,10 @@ class Shard:
         if generator is not None:
             order = order[torch.randperm(len(order), generator=generator)]
         batches = self.prepared.batches(order, size, generator)
-        return map(_pinned, batches) if self.prepared.pinned else batches
+        return map(_pin, batches) if self.prepared.pinned else batches
 
 
-def _pinned(batch: Batch) -> Batch:
+def _pin(batch: Batch) -> Batch:
     x, y = (value.pin_memory() if isinstance(value, Tensor) else value for value in batch)
     return x, y
 

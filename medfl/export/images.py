@@ -16,8 +16,9 @@ from torch.utils.data import Subset
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM, bundle_of, with_data
 from medfl.core.terminal import Print
-from medfl.data.prepare import Source, prepare
+from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard
+from medfl.data.source import Source
 from medfl.evaluation.metrics import Cases
 from medfl.runs.networks_of_run import CPU, Model, RunResult
 

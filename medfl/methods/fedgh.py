@@ -191,7 +191,7 @@ def class_means(network: nn.Module, shard: Shard, batch_size: int, device: torch
     sums = torch.zeros(classes, feature_size(network), dtype=torch.float64, device=device)
     counts = torch.zeros(classes, dtype=torch.int64, device=device)
     with evaluating(network), torch.no_grad():
-        for x, y in shard.still().batches(batch_size):
+        for x, y in shard.deterministic().batches(batch_size):
             maps, _ = features_and_output(network, x.to(device))
             for values, label in zip(maps.flatten(2), pixel_classes(y).to(device), strict=True):  # (d, P), (P,)
                 members = one_hot(label, classes)

@@ -206,7 +206,7 @@ class FedHelp(PublicData, SiteNetworks, Method):
         network = site.model(site.initial_weights)
         state: State = {"weights": snapshot(network)}
         if site.task.kind == "segmentation" and self.mask_loss == "weighted":
-            state["balance"] = _balance(site.train.still(whole=True), len(_weight(head(network))))
+            state["balance"] = _balance(site.train.deterministic(whole=True), len(_weight(head(network))))
         if site.name in self.large_sites or not self.lambda_j:
             return state
         public = shared(site)

@@ -28,7 +28,8 @@ from medfl.core.storage import cache_folder
 from medfl.core.untrusted import printable
 from medfl.data import on_device
 from medfl.data.disk_cache import budget, free_memory
-from medfl.data.prepare import Source, prepare
+from medfl.data.prepare import prepare
+from medfl.data.source import Source
 from medfl.datasets.base import read_table
 from medfl.partner.case_findings import Findings
 from medfl.partner.connection import Kit, reach

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import MedflError
-from medfl.data.prepare import Samples
+from medfl.data.samples import Samples
 from medfl.datasets.readers.reading import UNREADABLE, archive, orientation, split_uri
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")

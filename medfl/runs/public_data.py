@@ -65,7 +65,7 @@ class PublicPlan:
         prepared = bundle.prepared(self.section, jobs=jobs, progress=progress)
         if self.teachers and bundle.task == "segmentation":
             self._refuse_crops(prepared)
-        prepared = prepared.still()
+        prepared = prepared.deterministic()
         shard, task = Shard.of(prepared, self.indices), Task(bundle.task, bundle.classes or bundle.structures)
         public = Public(bundle.name, shard, task, (), self.depth, self.channels)
         asked = Questions(
@@ -77,7 +77,7 @@ class PublicPlan:
     def _refuse_crops(self, prepared: Prepared) -> None:
         """Raise an InputError if sites would take a part of what a teacher segments."""
         sizes = [
-            tuple(next(prepared.still(whole).batches(torch.tensor([0]), 1, None))[0].shape[2:])
+            tuple(next(prepared.deterministic(whole).batches(torch.tensor([0]), 1, None))[0].shape[2:])
             for whole in (False, True)
         ]
         if sizes[0] != sizes[1]:

@@ -206,7 +206,7 @@ class Site:
     @property
     def still(self) -> Shard:
         """The training items without random transforms, for what is measured on them rather than learned."""
-        return self.train.still()
+        return self.train.deterministic()
 
     @property
     def num_samples(self) -> int:

@@ -235,7 +235,7 @@ def test_public_items_stand_still_as_teachers_see_them(foreign: Path) -> None:
     found = plan_public(load("fedmd"), options, Bundle("mnist"), "cpu", say=str)
     x, _ = found.prepare().at(torch.arange(6))
     moving = found.opened.bundle.prepared("train")
-    assert torch.equal(x, next(moving.still().batches(torch.arange(6), 6, None))[0])
+    assert torch.equal(x, next(moving.deterministic().batches(torch.arange(6), 6, None))[0])
     assert not torch.equal(x, next(moving.batches(torch.arange(6), 6, None))[0])
 
 

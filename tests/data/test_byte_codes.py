@@ -108,7 +108,7 @@ def test_moving_codes_moves_numbers() -> None:
     images = torch.stack([normalised(pixels(3, 9, 9, seed=seed)) for seed in range(3)])
     column = stacked([encode(image) for image in images])
     assert isinstance(column, Coded)
-    turned = column.moved(lambda x: torch.rot90(x.flip(3), 1, (2, 3)))
+    turned = column.rearranged(lambda x: torch.rot90(x.flip(3), 1, (2, 3)))
     assert same_bits(turned.decode(), torch.rot90(images.flip(3), 1, (2, 3)).contiguous())
 
 

@@ -24,9 +24,11 @@ from monai.transforms import (
 from medfl.core.errors import InputError, RunError
 from medfl.data import disk_cache
 from medfl.data.byte_codes import Coded
-from medfl.data.disk_cache import OnDisk, Spot, budget, sample_key, size_of
-from medfl.data.prepare import Source, prepare
-from medfl.data.prepared import Augmented, Prepared, Sampled
+from medfl.data.disk_cache import DiskCache, OnDisk, budget, sample_key, size_of
+from medfl.data.prepare import prepare
+from medfl.data.prepared import Augmented, Prepared
+from medfl.data.sampled import Sampled
+from medfl.data.source import Source
 
 GIB = 2**30
 
@@ -56,12 +58,14 @@ FLIP = RandFlipd(["image", "label"], 0.5, 0)
 NOT_BATCHED = RandHistogramShiftd("image", prob=0.5)
 
 
-def prepared(entries: list[dict[str, Any]], spot: Spot | None, *random: Any) -> Prepared:
-    return prepare(entries, Source(entries, (loading(*random),)), spot=spot)
+def prepared(entries: list[dict[str, Any]], cache_in: DiskCache | None, *random: Any) -> Prepared:
+    return prepare(entries, Source(entries, (loading(*random),)), cache=cache_in)
 
 
-def spot(folder: Path, entries: list[dict[str, Any]], most: int = 0, parts: tuple[str, ...] = ("scaled",)) -> Spot:
-    return Spot(folder, lambda index: sample_key(parts, entries[index]), most)
+def cache_in(
+    folder: Path, entries: list[dict[str, Any]], most: int = 0, parts: tuple[str, ...] = ("scaled",)
+) -> DiskCache:
+    return DiskCache(folder, lambda index: sample_key(parts, entries[index]), most)
 
 
 def drawn(data: Prepared, seed: int | None = 3) -> list[torch.Tensor]:
@@ -71,16 +75,16 @@ def drawn(data: Prepared, seed: int | None = 3) -> list[torch.Tensor]:
 
 def test_patches_from_the_disk_are_those_from_memory(entries: list[dict[str, Any]], tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    memory, disk = (prepared(entries, place, CROP, FLIP) for place in (None, spot(folder, entries)))
+    memory, disk = (prepared(entries, place, CROP, FLIP) for place in (None, cache_in(folder, entries)))
     assert isinstance(disk, Augmented)
-    assert isinstance(disk.kept, OnDisk)
+    assert isinstance(disk.cached, OnDisk)
     assert len(list(folder.iterdir())) == 4
     for seed in (3, 4):
         assert all(torch.equal(a, b) for a, b in zip(drawn(memory, seed), drawn(disk, seed), strict=True))
 
 
 def test_whole_volumes_keep_their_geometry(entries: list[dict[str, Any]], tmp_path: Path) -> None:
-    memory, disk = (prepared(entries, place) for place in (None, spot(tmp_path / "cache", entries)))
+    memory, disk = (prepared(entries, place) for place in (None, cache_in(tmp_path / "cache", entries)))
     assert all(torch.equal(a, b) for a, b in zip(drawn(memory, None), drawn(disk, None), strict=True))
     assert [geometry.spacing for geometry in disk.geometry] == [(1.0, 2.0, 1.5)] * 4
     assert [geometry.original_shape for geometry in disk.geometry] == [(12 + i, 10, 11) for i in range(4)]
@@ -95,8 +99,8 @@ def test_volumes_of_bytes_keep_their_geometry(tmp_path: Path) -> None:
         nib.save(nib.Nifti1Image(voxels, np.diag([1.0, 2.0, 1.5, 1.0])), tmp_path / f"v{index}.nii.gz")
         entries.append({"id": str(index), "image": str(tmp_path / f"v{index}.nii.gz"), "label": index})
     load = Compose([LoadImaged("image", ensure_channel_first=True), ScaleIntensityd("image")])
-    for place in (None, spot(tmp_path / "cache", entries)):
-        data = prepare(entries, Source(entries, (load,)), spot=place)
+    for place in (None, cache_in(tmp_path / "cache", entries)):
+        data = prepare(entries, Source(entries, (load,)), cache=place)
         assert [geometry.spacing for geometry in data.geometry] == [(1.0, 2.0, 1.5)] * 2
         assert [geometry.original_shape for geometry in data.geometry] == [(12, 10, 9)] * 2
         x = torch.cat([x for x, _ in data.batches(torch.arange(2), 1, None)])
@@ -116,20 +120,20 @@ def test_a_sample_is_prepared_once_and_again_when_its_file_or_the_transforms_cha
 
     monkeypatch.setattr(LoadImaged, "__call__", counting)
     folder = tmp_path / "cache"
-    prepared(entries, spot(folder, entries), CROP)
+    prepared(entries, cache_in(folder, entries), CROP)
     assert set(loaded) == {f"case-{i}" for i in range(4)}
 
-    def again(place: Spot) -> list[str]:
+    def again(place: DiskCache) -> list[str]:
         loaded.clear()
         prepared(entries, place, CROP)
         return loaded[1:]  # the first sample is always made: its size decides
 
-    assert again(spot(folder, entries)) == []
+    assert again(cache_in(folder, entries)) == []
     image = nib.load(entries[2]["image"])
     changed = image.get_fdata() + 1
     nib.save(nib.Nifti1Image(changed.astype(np.float32), image.affine), entries[2]["image"])
-    assert again(spot(folder, entries)) == ["case-2"]
-    assert again(spot(folder, entries, parts=("other transform",))) == [f"case-{i}" for i in range(4)]
+    assert again(cache_in(folder, entries)) == ["case-2"]
+    assert again(cache_in(folder, entries, parts=("other transform",))) == [f"case-{i}" for i in range(4)]
 
 
 LONG = np.arange(5000.0).reshape(50, 100)  # NumPy and torch write it with an ellipsis
@@ -174,20 +178,20 @@ def test_what_fits_stays_in_memory(entries: list[dict[str, Any]], tmp_path: Path
     """The first sample: 12 * 10 * 11 float32 voxels, a byte for each of the mask, and its table of two float32."""
     folder = tmp_path / "cache"
     data = prepared(entries, None, CROP)
-    first = size_of(data.kept[0])
+    first = size_of(data.cached[0])
     assert first == 12 * 10 * 11 * 5 + 8
-    assert isinstance(prepared(entries, spot(folder, entries, 4 * first), CROP).kept, list)
+    assert isinstance(prepared(entries, cache_in(folder, entries, 4 * first), CROP).cached, list)
     assert not folder.exists()
-    assert isinstance(prepared(entries, spot(folder, entries, 4 * first - 1), CROP).kept, OnDisk)
+    assert isinstance(prepared(entries, cache_in(folder, entries, 4 * first - 1), CROP).cached, OnDisk)
 
 
 def test_samples_made_in_threads_from_the_disk_are_those_from_memory(
     entries: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     contrast = RandAdjustContrastd("image", prob=1.0)  # not among those that act on batches
-    memory, disk = (prepared(entries, place, CROP, contrast) for place in (None, spot(tmp_path / "cache", entries)))
+    memory, disk = (prepared(entries, place, CROP, contrast) for place in (None, cache_in(tmp_path / "cache", entries)))
     assert isinstance(disk, Sampled)
-    assert isinstance(disk.sample.kept, OnDisk)
+    assert isinstance(disk.sample.cached, OnDisk)
     assert all(torch.equal(a, b) for a, b in zip(drawn(memory), drawn(disk), strict=True))
     assert not torch.equal(drawn(disk, 3)[0], drawn(disk, 4)[0])
 
@@ -197,8 +201,8 @@ def test_eight_bit_images_are_written_as_bytes(tmp_path: Path) -> None:
     pixels = torch.randint(256, (5, 3, 32, 32), generator=torch.Generator().manual_seed(0)).float() / 255
     items = [{"id": str(i), "image": image, "label": i % 2} for i, image in enumerate(pixels)]
     source = Source(items, (Compose([RandFlipd("image", 0.5, 0), NOT_BATCHED]),))
-    memory, disk = (prepare(items, source, spot=place) for place in (None, spot(tmp_path, items)))
-    kept = disk.sample.kept[2]["image"]
+    memory, disk = (prepare(items, source, cache=place) for place in (None, cache_in(tmp_path, items)))
+    kept = disk.sample.cached[2]["image"]
     assert isinstance(kept, Coded)
     assert kept.codes.nbytes == 3 * 32 * 32
     assert torch.equal(kept.decode()[0], pixels[2])
@@ -206,14 +210,14 @@ def test_eight_bit_images_are_written_as_bytes(tmp_path: Path) -> None:
 
 
 def test_a_mapped_sample_can_be_changed_without_changing_its_file(tmp_path: Path) -> None:
-    place = Spot(tmp_path, lambda index: f"s{index}", 0)
+    place = DiskCache(tmp_path, lambda index: f"s{index}", 0)
     kept = place.keep(1, lambda indices: iter([{"image": MetaTensor(torch.ones(2, 3))} for _ in indices]))
     kept[0]["image"].zero_()
     assert kept[0]["image"].sum() == 6
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    place = Spot(tmp_path, lambda index: f"s{index}", 0)
+    place = DiskCache(tmp_path, lambda index: f"s{index}", 0)
     kept = place.keep(1, lambda indices: iter([{"image": torch.ones(2)} for _ in indices]))
     (tmp_path / "s0.pt").write_bytes(b"nothing")
     with pytest.raises(RunError, match=r"s0\.pt cannot be read .* remove the file"):

@@ -27,7 +27,8 @@ from medfl.data import on_device
 from medfl.data.batch_transforms import recipe
 from medfl.data.byte_codes import Coded, encode, stacked
 from medfl.data.on_device import hold
-from medfl.data.prepared import Augmented, Prepared, Sampled, Shard, Stacked
+from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
+from medfl.data.sampled import Sampled
 from medfl.runs import launch, plan
 from tests.support import pretended_device as pretended
 

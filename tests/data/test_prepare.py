@@ -39,10 +39,14 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from medfl.core.errors import InputError
 from medfl.data import prepare as preparing
+from medfl.data import samples
 from medfl.data.byte_codes import Coded
-from medfl.data.deterministic import stilled
-from medfl.data.prepare import Samples, Source, prepare, records, take_apart
-from medfl.data.prepared import Augmented, Prepared, Sampled, Shard, Stacked
+from medfl.data.deterministic import without_draws
+from medfl.data.prepare import prepare
+from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
+from medfl.data.sampled import Sampled
+from medfl.data.samples import Samples
+from medfl.data.source import Source, records, take_apart
 
 ENTRIES = [{"image": torch.full((1, 4, 4), float(i)), "label": i % 2} for i in range(6)]
 DOUBLE = Lambdad("image", lambda image: image * 2)
@@ -249,12 +253,12 @@ def test_one_image_of_many_values_keeps_all_as_numbers() -> None:
 def test_random_transforms_of_kept_bytes_are_those_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     random = [RandFlipd("image", 0.5, 1), RandSpatialCropd("image", (24, 24), random_size=False), SCALE]
     prepared = made(Dataset(PIXELS, Compose([*NORMALISE, *random])))
-    monkeypatch.setattr(preparing, "encode", lambda tensor: None)
+    monkeypatch.setattr(samples, "encode", lambda tensor: None)
     numbers = made(Dataset(PIXELS, Compose([*NORMALISE, *random])))
     for data, kind in ((prepared, Coded), (numbers, torch.Tensor)):
         assert isinstance(data, Augmented)
-        assert isinstance(data.kept, Stacked)
-        assert isinstance(data.kept.inputs, kind)
+        assert isinstance(data.cached, Stacked)
+        assert isinstance(data.cached.inputs, kind)
     order = torch.arange(6)
     for seed in (1, 2, None):
         generators = [None if seed is None else torch.Generator().manual_seed(seed) for _ in range(2)]
@@ -318,10 +322,10 @@ CONTRAST = RandAdjustContrastd("image", prob=0.5)
 def test_only_transforms_with_a_state_of_their_own_run_in_threads(transforms: list[Any], in_threads: bool) -> None:
     prepared = made(Dataset(PIXELS, Compose([*NORMALISE, *transforms])))
     assert isinstance(prepared, Sampled)
-    assert (prepared.twin is not None) == in_threads
+    assert (prepared.clone is not None) == in_threads
     drawn = [images(prepared, torch.Generator().manual_seed(seed), size=1) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-    prepared.twin = None
+    prepared.clone = None
     assert images(prepared, torch.Generator().manual_seed(1), size=1) == drawn[0]
     assert images(prepared) == images(prepared, size=1)
 
@@ -382,7 +386,7 @@ def test_worker_processes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(preparing, "_PARALLEL_FROM", 100)
     one, two = (made(dataset, jobs=jobs, collate=list_data_collate) for jobs in (1, 2))
     assert images(one) == images(two)
-    with pytest.raises(InputError, match=r"item '4' cannot be prepared: OSError: .*; every item.*; remove or repair"):
+    with pytest.raises(InputError, match=r"item '4' cannot be prepared: OSError: .*; every item.*; remove the item"):
         made(Dataset(entries, Compose([Lambdad("image", boom)])), jobs=2)
 
 
@@ -405,21 +409,21 @@ def test_items_that_stand_still_are_those_of_evaluation(random: list[Any]) -> No
     moving, fixed = made(Dataset(NAMED, Compose([DOUBLE, *random]))), made(Dataset(NAMED, Compose([DOUBLE])))
     assert isinstance(moving, Augmented if len(random) == 3 else Sampled)
     order = torch.tensor([3, 0, 4])
-    still = [next(p.batches(order, 3, None))[0] for p in (moving.still(), fixed)]
+    still = [next(p.batches(order, 3, None))[0] for p in (moving.deterministic(), fixed)]
     torch.testing.assert_close(*still, rtol=0, atol=0)
     assert not torch.equal(next(moving.batches(order, 3, None))[0], still[0])
-    drawn = next(moving.still().batches(order, 3, torch.Generator()))[0]
+    drawn = next(moving.deterministic().batches(order, 3, torch.Generator()))[0]
     assert torch.equal(drawn, still[0])
-    whole = next(moving.still(whole=True).batches(order, 3, None))[0]
+    whole = next(moving.deterministic(whole=True).batches(order, 3, None))[0]
     assert torch.equal(whole[..., 2:-2, 2:-2], still[1])
     assert whole.shape[2:] == (10, 10)
 
 
 def test_items_without_random_transforms_are_their_own_still_view() -> None:
     for prepared in (made(Dataset(NAMED, Compose([DOUBLE]))), made(Own())):
-        assert prepared.still() is prepared
+        assert prepared.deterministic() is prepared
     own = made(Dataset(NAMED, Compose([lambda sample: sample])))
-    assert images(own.still()) == images(own)
+    assert images(own.deterministic()) == images(own)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +437,7 @@ def test_items_without_random_transforms_are_their_own_still_view() -> None:
 )
 def test_the_middle_of_a_random_crop(crop: Any, size: tuple[int, ...]) -> None:
     sample = {"image": torch.arange(36.0).reshape(1, 6, 6), "mask": torch.ones(1, 6, 6)}
-    (middle,) = stilled([crop], whole=False)
+    (middle,) = without_draws([crop], whole=False)
     assert middle(sample)["image"].shape[1:] == size
     assert torch.equal(middle(sample)["image"], middle(sample)["image"])
-    assert stilled([crop], whole=True) == []
+    assert without_draws([crop], whole=True) == []

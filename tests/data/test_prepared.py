@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from medfl.core.errors import InputError
-from medfl.data import prepared as module
+from medfl.data import sampled as threads
 from medfl.data.byte_codes import Coded, encode, plain
-from medfl.data.prepared import Augmented, Prepared, Sampled, Shard, Stacked, stack
+from medfl.data.prepared import Augmented, Prepared, Shard, Stacked, stack
+from medfl.data.sampled import Sampled
 
 ITEMS = [{"id": name, "label": index % 2} for index, name in enumerate("abcdefg")]
 
@@ -156,10 +157,10 @@ def test_threads_are_few_steps_ahead_and_gone_when_nobody_asks_any_more() -> Non
     before = threading.active_count()
     batches = Shard.of(threaded(True, log), range(99)).batches(1, _seeded(0))
     next(batches)
-    assert threading.active_count() <= before + module._THREADS
+    assert threading.active_count() <= before + threads._THREADS
     batches.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
-    assert 1 <= len(log) <= 1 + module._READY
+    assert 1 <= len(log) <= 1 + threads._AHEAD
 
 
 def test_a_failure_in_a_thread_comes_at_its_place() -> None:
@@ -229,7 +230,7 @@ def test_what_fits_a_budget_is_held_on_the_device(make: Any) -> None:
     held = prepared.to(device, prepared.nbytes)
     assert type(held) is type(prepared)
     assert held.items is prepared.items
-    inside = held.kept if isinstance(held, Augmented) else held
+    inside = held.cached if isinstance(held, Augmented) else held
     assert isinstance(inside, Stacked)
     assert plain(inside.inputs).device == inside.targets.device == device
 

@@ -15,7 +15,8 @@ from PIL import Image
 
 from medfl.core.errors import InputError
 from medfl.core.shared_memory import pack, unpack
-from medfl.data.prepare import prepare, take_apart
+from medfl.data.prepare import prepare
+from medfl.data.source import take_apart
 from medfl.datasets.own import above
 from medfl.datasets.readers.pairs import ReadPaird, WriteMaskd, mask_index, paired, read_pair
 from medfl.datasets.readers.reading import JOINED, content_key

@@ -18,7 +18,8 @@ from monai.data import Dataset, MetaTensor
 from monai.transforms import Compose, LoadImage
 
 from medfl.core.errors import InputError
-from medfl.data.prepare import prepare, take_apart
+from medfl.data.prepare import prepare
+from medfl.data.source import take_apart
 from medfl.datasets import CheckPatchd, ReadVolumed
 from medfl.datasets.readers.dicom import own_locale
 from medfl.datasets.readers.reading import content_key

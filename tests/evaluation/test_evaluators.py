@@ -16,7 +16,8 @@ from torch import nn
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
-from medfl.data.prepared import Geometry, Sampled, Shard, Stacked
+from medfl.data.prepared import Geometry, Shard, Stacked
+from medfl.data.sampled import Sampled
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import scores
 from medfl.evaluation.metrics import summarise

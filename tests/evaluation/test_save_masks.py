@@ -23,8 +23,10 @@ from monai.transforms import (
 from PIL import Image
 
 from medfl.core.errors import RunError
-from medfl.data.prepare import Samples, Source, prepare
+from medfl.data.prepare import prepare
 from medfl.data.prepared import Geometry
+from medfl.data.samples import Samples
+from medfl.data.source import Source
 from medfl.datasets.readers.pairs import ReadPaird
 from medfl.evaluation.save_masks import save, to_original
 

@@ -129,7 +129,7 @@ class Shaking:
     def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> Any:
         return inputs + 100 * draws.sum(1).to(inputs).view(-1, *[1] * (inputs.ndim - 1)), targets
 
-    def still(self, whole: bool) -> Shaking:
+    def deterministic(self, whole: bool) -> Shaking:
         return Shaking(0)
 
 

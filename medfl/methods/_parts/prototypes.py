@@ -47,7 +47,7 @@ def features(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield features (B, d) and class indices (B,) in the shard's order; the network's mode is put back at the end.
 
-    Random transforms are left out (`Shard.still`).
+    Random transforms are left out (`Shard.deterministic`).
 
     Args:
         network: on `device`.
@@ -57,7 +57,7 @@ def features(
         normalised: divide each feature by its Euclidean norm.
     """
     with evaluating(network), torch.no_grad():
-        for x, y in shard.still().batches(batch_size):
+        for x, y in shard.deterministic().batches(batch_size):
             value, _ = features_and_output(network, x.to(device))
             yield nn.functional.normalize(value, dim=1) if normalised else value, class_indices(y).to(device)
 

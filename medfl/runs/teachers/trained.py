@@ -29,8 +29,9 @@ from medfl.core.run import Run
 from medfl.core.run_folder import read_run
 from medfl.core.storage import load_weights, weights_sha256
 from medfl.core.task import Task
-from medfl.data.prepare import Samples, Source
 from medfl.data.prepared import Shard, Stacked
+from medfl.data.samples import Samples
+from medfl.data.source import Source
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.runs import text_record
 from medfl.runs.teachers.questions import Questions, public_classes

@@ -1,0 +1,303 @@
+"""Steps that transform a whole batch at once, on the device where the batch is: what MONAI's random transforms do.
+
+Each step takes uniform numbers from outside, a row an item, and turns them into what MONAI draws: whether, which, how
+much. The distribution is MONAI's; the numbers are not, as MONAI draws them from a NumPy generator. What a step does
+with given parameters is what MONAI does, bit for bit on the CPU but for the last bits of an interpolation.
+
+`Affine`'s parameters are independent of whether it is applied. MONAI's own are too, except for the first draw after
+`set_random_state`, which gives the transform and its parts the same seed: the first parameter is then a function of
+the number that decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from monai.networks.layers import AffineTransform
+from monai.transforms import AffineGrid
+from monai.transforms.utils import create_grid, create_rotate, create_translate
+from torch import Tensor
+from torch.nn.functional import grid_sample
+
+from medfl.data.byte_codes import Coded, Column, stacked
+
+Shape = tuple[int, ...]
+"""(H, W[, D])."""
+
+
+class Step(Protocol):
+    """One transform of a batch."""
+
+    only_moves: ClassVar[bool]
+    """Whether it only takes numbers to other places, which it may then do with their codes."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Which of image and label it changes."""
+
+    @property
+    def width(self) -> int:
+        """How many uniform numbers it needs for an item."""
+
+    def __call__(self, key: str, rows: Any, draws: Tensor) -> Any:
+        """Return the rows of a key transformed by draws (B, width), float64 in [0, 1)."""
+
+
+def _chosen(draws: Tensor, prob: float) -> Tensor:
+    """Return the positions of the items that a step is applied to: an item's first number decides."""
+    return torch.where(draws[:, 0] < prob)[0]
+
+
+def _between(draws: Tensor, low: float, high: float) -> Tensor:
+    return low + (high - low) * draws
+
+
+def _changed(rows: Column, chosen: Tensor, change: Callable[[Tensor], Tensor]) -> Column:
+    """Return rows (B, C, ...) with those at the chosen positions changed."""
+    if not len(chosen):
+        return rows
+
+    def apply(values: Tensor) -> Tensor:
+        positions = chosen.to(values.device)
+        return values.index_copy_(0, positions, change(values.index_select(0, positions)))
+
+    return rows.rearranged(apply) if isinstance(rows, Coded) else apply(rows)
+
+
+@dataclass(frozen=True)
+class Flip:
+    """RandFlipd: with `prob`, mirror along `dims` of (B, C, ...)."""
+
+    keys: tuple[str, ...]
+    prob: float
+    dims: tuple[int, ...]
+    only_moves: ClassVar[bool] = True
+    width: ClassVar[int] = 1
+
+    def __call__(self, key: str, rows: Column, draws: Tensor) -> Column:
+        """Flip the chosen items."""
+        return _changed(rows, _chosen(draws, self.prob), lambda part: part.flip(self.dims))
+
+
+@dataclass(frozen=True)
+class Rotate90:
+    """RandRotate90d: with `prob`, turn 1..max_k times by 90 degrees, each as likely, in the plane of `dims`."""
+
+    keys: tuple[str, ...]
+    prob: float
+    max_k: int
+    dims: tuple[int, int]
+    only_moves: ClassVar[bool] = True
+    width: ClassVar[int] = 2
+
+    def __call__(self, key: str, rows: Column, draws: Tensor) -> Column:
+        """Turn the chosen items."""
+        chosen = _chosen(draws, self.prob)
+        times = (draws[chosen, 1] * self.max_k).long() + 1
+        for k in range(1, self.max_k + 1):
+            rows = _changed(rows, chosen[times == k], lambda part, k=k: torch.rot90(part, k, self.dims))  # type: ignore[misc]
+        return rows
+
+
+@dataclass(frozen=True)
+class Crop:
+    """RandSpatialCropd: a patch of `size`, each place as likely, from items that may differ in size.
+
+    With `middle` it is CenterSpatialCropd, which needs no numbers.
+    """
+
+    keys: tuple[str, ...]
+    size: Shape
+    middle: bool = False
+    only_moves: ClassVar[bool] = True
+
+    @property
+    def width(self) -> int:
+        """One number for each axis."""
+        return 0 if self.middle else len(self.size)
+
+    def __call__(self, key: str, rows: Any, draws: Tensor) -> Column:
+        """Cut the patches out."""
+        if isinstance(rows, Coded):
+            return rows.rearranged(lambda codes: self._cut(codes, draws))
+        if isinstance(rows, Tensor):
+            return self._cut(rows, draws)
+        return stacked([self._cut_item(row, drawn[None]) for row, drawn in zip(rows, draws, strict=True)], share=False)
+
+    def _cut_item(self, row: Tensor | Coded, draws: Tensor) -> Tensor | Coded:
+        if isinstance(row, Coded):
+            return row.rearranged(lambda codes: self._cut(codes, draws))
+        return self._cut(row[None], draws)[0]
+
+    def _cut(self, values: Tensor, draws: Tensor) -> Tensor:
+        sides = list(zip(values.shape[2:], self.size, strict=True))
+        if self.middle:
+            corners = [[n // 2 - s // 2 for n, s in sides]] * len(values)
+        else:
+            corners = (draws * torch.tensor([n - s + 1 for n, s in sides])).long().tolist()
+        patches = []
+        for row, corner in zip(values, corners, strict=True):
+            patches.append(row[(slice(None), *(slice(c, c + s) for c, s in zip(corner, self.size, strict=True)))])
+        return torch.stack(patches)
+
+
+@dataclass(frozen=True)
+class Intensity:
+    """RandScaleIntensityd, RandShiftIntensityd: with `prob`, multiply by 1 + f or add f, f uniform in [low, high).
+
+    Attributes:
+        draws: how many f an item has: 1 for all channels, or one for each.
+        shift: add instead of multiply.
+    """
+
+    keys: tuple[str, ...]
+    prob: float
+    low: float
+    high: float
+    draws: int
+    shift: bool
+    only_moves: ClassVar[bool] = False
+
+    @property
+    def width(self) -> int:
+        """One number to decide, and one for each f."""
+        return 1 + self.draws
+
+    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
+        """Change the chosen items."""
+        chosen = _chosen(draws, self.prob)
+        f = _between(draws[chosen, 1:], self.low, self.high)
+        if self.shift:
+            return _changed(rows, chosen, lambda part: part + _for_channels(f, part))
+        return _changed(rows, chosen, lambda part: part * _for_channels(1 + f, part))
+
+
+def _for_channels(numbers: Tensor, rows: Tensor) -> Tensor:
+    """Return numbers (B, 1 or C) in the type of rows (B, C, ...), shaped (B, 1 or C, 1, ...) to be broadcast."""
+    return numbers.to(rows).view(*numbers.shape, *[1] * (rows.ndim - 2))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """RandGaussianNoised: with `prob`, add normal noise, its deviation `std` or uniform in [0, std).
+
+    An item's noise comes from a CPU generator that its second number seeds, the same on any device.
+    """
+
+    keys: tuple[str, ...]
+    prob: float
+    mean: float
+    std: float
+    sampled: bool
+    only_moves: ClassVar[bool] = False
+    width: ClassVar[int] = 3
+
+    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
+        """Add noise to the chosen items."""
+        chosen = _chosen(draws, self.prob)
+        deviations = _between(draws[chosen, 2], 0.0, self.std) if self.sampled else torch.full((len(chosen),), self.std)
+
+        def add(part: Tensor) -> Tensor:
+            fields = []
+            for number in draws[chosen, 1].tolist():
+                generator = torch.Generator().manual_seed(int(number * 2**53))
+                fields.append(torch.randn(part.shape[1:], generator=generator))
+            noise = self.mean + torch.stack(fields) * _for_channels(deviations[:, None], fields[0][None])
+            return part + noise.to(part)
+
+        return _changed(rows, chosen, add)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """RandAffined: with `prob`, resample at coordinates that rotation, shear, translation and scale have moved.
+
+    As in MONAI the coordinates are float32, the interpolation float64, the result float32, applied or not.
+
+    Attributes:
+        ranges: (low, high) of each parameter, by the names of `AffineGrid`'s arguments.
+        modes: key -> mode and padding mode of `grid_sample`.
+    """
+
+    keys: tuple[str, ...]
+    prob: float
+    ranges: Mapping[str, Sequence[tuple[float, float]]]
+    modes: Mapping[str, tuple[str, str]]
+    only_moves: ClassVar[bool] = False
+
+    @property
+    def width(self) -> int:
+        """One number to decide, and one for each parameter."""
+        return 1 + sum(map(len, self.ranges.values()))
+
+    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
+        """Resample the chosen items."""
+        chosen, (mode, padding) = _chosen(draws, self.prob), self.modes[key]
+        shape = tuple(rows.shape[2:])
+
+        def resample(part: Tensor) -> Tensor:
+            matrices = torch.stack([self.matrix(row, shape) for row in draws[chosen, 1:]]).to(part.device)
+            grid = torch.as_tensor(create_grid(shape, device=part.device, backend="torch"), dtype=torch.float32)
+            coordinates = (matrices @ grid.flatten(1))[:, : len(shape)].double()
+            scale = torch.tensor([2.0 / max(2, side) for side in shape], dtype=torch.float64, device=part.device)
+            places = (coordinates * scale[:, None]).flip(1).transpose(1, 2).reshape(len(part), *shape, len(shape))
+            return grid_sample(part.double(), places, mode, padding, align_corners=False).float()
+
+        return _changed(rows.float(), chosen, resample)
+
+    def matrix(self, draws: Tensor, shape: Shape) -> Tensor:
+        """Return the homogeneous matrix (d + 1, d + 1) of one item's parameters."""
+        parameters: dict[str, Any] = {}
+        numbers = iter(draws.tolist())
+        for name, ranges in self.ranges.items():
+            added = 1.0 if name == "scale_params" else 0.0
+            parameters[name] = [low + (high - low) * next(numbers) + added for low, high in ranges]
+        _, matrix = AffineGrid(**parameters, lazy=True)(shape)
+        return torch.as_tensor(matrix, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Rotate:
+    """RandRotated: with `prob`, rotate by an angle an axis, keeping the size; the result is float32, applied or not.
+
+    Attributes:
+        ranges: (low, high) in radians: one for images, three for volumes.
+        modes: key -> mode, padding mode and whether corners are aligned.
+    """
+
+    keys: tuple[str, ...]
+    prob: float
+    ranges: Sequence[tuple[float, float]]
+    modes: Mapping[str, tuple[str, str, bool]]
+    only_moves: ClassVar[bool] = False
+
+    @property
+    def width(self) -> int:
+        """One number to decide, and one for each angle."""
+        return 1 + len(self.ranges)
+
+    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
+        """Rotate the chosen items."""
+        chosen, (mode, padding, corners) = _chosen(draws, self.prob), self.modes[key]
+        shape = tuple(rows.shape[2:])
+
+        def rotate(part: Tensor) -> Tensor:
+            matrices = np.stack([self.matrix(row, shape) for row in draws[chosen, 1:]])
+            resample = AffineTransform(
+                normalized=False, mode=mode, padding_mode=padding, align_corners=corners, reverse_indexing=True
+            )
+            rotated: Tensor = resample(part, torch.from_numpy(matrices).to(part), spatial_size=shape)
+            return rotated
+
+        return _changed(rows.float(), chosen, rotate)
+
+    def matrix(self, draws: Tensor, shape: Shape) -> Any:
+        """Return the homogeneous matrix (d + 1, d + 1) of one item's angles about the image's middle."""
+        angles = [low + (high - low) * u for (low, high), u in zip(self.ranges, draws.tolist(), strict=True)]
+        middle = [(side - 1) / 2 for side in shape]
+        to_middle, from_middle = (create_translate(len(shape), [sign * m for m in middle]) for sign in (1, -1))
+        return to_middle @ create_rotate(len(shape), angles) @ from_middle

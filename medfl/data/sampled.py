@@ -1,0 +1,119 @@
+"""Items one by one: random transforms of each, and the bundle's own way of making a batch of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medfl.core.seeding import stream
+from medfl.data.prepared import Batch, Item, Prepared
+
+_THREADS = 2  # that make samples before they are needed
+_AHEAD = 4  # batches that they may be ahead
+
+Sampler = tuple[Callable[[int], Any], Callable[[int], None] | None]
+"""index -> the sample after all transforms; what sets the state of the random ones, None if there are none."""
+
+
+class Sampled(Prepared):
+    """Items of any shape, with random transforms and the bundle's own way of making a batch.
+
+    Args:
+        items: data list entries.
+        sample: index -> the sample after all transforms.
+        reseed: sets the state of the random transforms; None if there are none.
+        collate: samples -> batch.
+        unpack: batch -> (inputs, targets).
+        clone: makes another `sample` and `reseed`, of the same numbers, for a thread beside this one; they draw from
+            nothing but their own state. None keeps the work in this thread.
+        without_draws: whole -> `sample` and `reseed` of `deterministic`; None where they are these.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        sample: Callable[[int], Any],
+        reseed: Callable[[int], None] | None,
+        collate: Callable[[list[Any]], Any],
+        unpack: Callable[[Any], Batch],
+        clone: Callable[[], Sampler] | None = None,
+        without_draws: Callable[[bool], Sampler] | None = None,
+    ) -> None:
+        """Keep the parts."""
+        super().__init__(items)
+        self.sample, self.reseed, self.collate, self.unpack, self.clone = sample, reseed, collate, unpack, clone
+        self._without_draws = without_draws
+        self._clones: list[Sampler] = []
+
+    def deterministic(self, whole: bool = False) -> Prepared:
+        """Return the same items without random transforms."""
+        if self._without_draws is None:
+            return self
+        clone = partial(self._without_draws, whole)
+        sample, reseed = clone()
+        return self._with(
+            sample=sample, reseed=reseed, clone=clone if self.clone else None, _without_draws=None, _clones=[]
+        )
+
+    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+        """Yield batches; each item's random transforms are seeded from the generator, or without one by its position.
+
+        The samples of the next batches are made in threads where that is safe.
+        """
+        seeds = indices
+        if self.reseed is not None and generator is not None:
+            seeds = torch.randint(2**31 - 1, (len(indices),), generator=generator)
+        work = [
+            list(zip(chunk.tolist(), some.tolist(), strict=True))
+            for chunk, some in zip(torch.split(indices, size), torch.split(seeds, size), strict=True)
+        ]
+        made = self._in_threads(work) if self.clone is not None and len(work) > 1 else map(self._make, work)
+        for samples in made:
+            yield self.unpack(self.collate(samples))
+
+    def _make(self, work: list[tuple[int, int]]) -> list[Any]:
+        """Make one batch's samples in this thread."""
+        if self.reseed is None:
+            return [self.sample(index) for index, _ in work]
+        samples = []
+        for index, seed in work:
+            with stream(seed, "sample"):  # for transforms that draw from the global generators
+                self.reseed(seed)
+                samples.append(self.sample(index))
+        return samples
+
+    def _in_threads(self, work: list[list[tuple[int, int]]]) -> Iterator[list[Any]]:
+        """Make the batches' samples in threads, a few batches ahead; start no more once the caller stops asking."""
+        pool = ThreadPoolExecutor(_THREADS, "medfl-samples")
+        pending: deque[Future[list[Any]]] = deque()
+        try:
+            for batch in work:
+                pending.append(pool.submit(self._make_in_thread, batch))
+                if len(pending) > _AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # a fork must find no thread at work
+
+    def _make_in_thread(self, work: list[tuple[int, int]]) -> list[Any]:
+        """Make one batch's samples with transforms that no other thread uses."""
+        assert self.clone is not None
+        try:
+            clone = self._clones.pop()
+        except IndexError:
+            clone = self.clone()
+        sample, reseed = clone
+        samples = []
+        for index, seed in work:
+            if reseed is not None:
+                reseed(seed)
+            samples.append(sample(index))
+        self._clones.append(clone)
+        return samples

@@ -1,0 +1,235 @@
+"""Each item's sample: the deterministic transforms run once and kept, the random ones for each use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from monai.data import MetaTensor
+from monai.transforms import Compose, Randomizable, RandomizableTrait, Transform
+from torch import Tensor
+
+from medfl.core.errors import InputError, MedflError
+from medfl.core.seeding import derive, stream
+from medfl.data.batch_transforms import BatchRecipe, recipe
+from medfl.data.byte_codes import Coded, decoded, encode, shape_of
+from medfl.data.deterministic import without_draws
+from medfl.data.prepared import Item, check_channels
+from medfl.data.sampled import Sampler
+from medfl.data.source import Source
+
+_OWN_STATE = ("spatial", "intensity", "croppad", "smooth_field", "utility")  # MONAI's; others may draw globally
+
+
+@dataclass(frozen=True, eq=False)
+class Tracked(Coded):
+    """A MetaTensor as bytes; `tracked` is an empty one that holds what MONAI keeps track of."""
+
+    tracked: MetaTensor
+
+    def restored(self) -> MetaTensor:
+        """Return the MetaTensor, its records a copy."""
+        tracked = deepcopy(self.tracked)
+        return MetaTensor(decoded(self), meta=tracked.meta, applied_operations=tracked.applied_operations)
+
+
+def _encoded(image: Tensor) -> Coded | None:
+    coded = encode(as_plain(image))
+    if coded is None or not isinstance(image, MetaTensor):
+        return coded
+    if image.pending_operations:
+        return None
+    tracked = MetaTensor(torch.empty(0), meta=image.meta, applied_operations=image.applied_operations)
+    return Tracked(coded.codes, coded.values, tracked)
+
+
+class Samples:
+    """Index -> the sample after all transforms; a failure names the item.
+
+    Attributes:
+        random: whether anything after the deterministic transforms is left to do for each sample.
+        cached: the samples after the deterministic transforms, None where entries are read anew each time.
+    """
+
+    def __init__(self, items: Sequence[Item], source: Source) -> None:
+        """Find the first random transform."""
+        chain = source.transforms
+        compose = chain[0] if len(chain) == 1 and type(chain[0]) is Compose else Compose(chain)
+        self._items, self._entries, self._compose = items, source.entries, compose.flatten()  # type: ignore[no-untyped-call]
+        steps = self._compose.transforms
+        random = (i for i, t in enumerate(steps) if isinstance(t, RandomizableTrait) or not isinstance(t, Transform))
+        self._first = next(random, len(steps)) if source.fixed else 0
+        self.random = not source.fixed or self._first < len(steps)
+        self.cached: Sequence[Any] | None = None
+        self._parts: list[Any] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self._items)
+
+    def fixed(self, index: int) -> Any:
+        """Return one sample after the deterministic transforms."""
+        with self._naming(index):
+            entry = self._entries[index]
+            return self._compose(dict(entry) if isinstance(entry, Mapping) else entry, end=self._first)
+
+    def compact(self, index: int) -> Any:
+        """Return the sample of `fixed`, its image and mask as a byte a number where that is lossless."""
+        sample = self.fixed(index)
+        if not isinstance(sample, Mapping):
+            return sample
+        coded = {key: _encoded(sample[key]) for key in ("image", "label") if isinstance(sample.get(key), Tensor)}
+        return {**sample, **{key: value for key, value in coded.items() if value is not None}}
+
+    def __call__(self, index: int) -> Any:
+        """Return one sample after all transforms."""
+        sample = self.fixed(index) if self.cached is None else _decoded(self.cached[index])
+        if not self.random:
+            return sample
+        with self._naming(index):  # a copy, as CacheDataset makes: transforms may write in place
+            return self._compose(sample if self.cached is None else deepcopy(sample), start=self._first)
+
+    def reseed(self, seed: int) -> None:
+        """Set the state of all random transforms, also of those that a data set applies by itself.
+
+        Parts of a transform get seeds of their own: MONAI gives them the transform's, and then what is first drawn in
+        them depends on whether it is applied at all.
+        """
+        if self._parts is None:
+            transforms = [*self._compose.transforms[self._first :], *_inner_transforms(self._entries)]
+            self._parts = [part for transform in transforms for part in _random_parts(transform, set())]
+        for number, part in enumerate(self._parts):
+            part.set_random_state(seed=derive(seed, number) % 2**32)
+
+    def clone(self) -> Sampler:
+        """Return what makes the same samples in another thread, and what seeds its random transforms."""
+        clone = copy(self)
+        clone._compose, clone._parts = deepcopy(self._compose), None
+        return clone, clone.reseed if self.random else None
+
+    def without_draws(self, whole: bool) -> Sampler:
+        """Return what makes the same samples without random transforms, and what seeds those that have to stay."""
+        clone = copy(self)
+        clone._compose, clone._parts = deepcopy(self._compose), None
+        steps = clone._compose.transforms
+        clone._compose.transforms = (*steps[: self._first], *without_draws(steps[self._first :], whole=whole))
+        return clone, clone.reseed
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether what is left to do for each sample draws from nothing but its transforms' own state."""
+        return self.cached is not None and all(map(_has_own_state, self._compose.transforms[self._first :]))
+
+    def recipe(self) -> BatchRecipe | None:
+        """Return what is left to do for each sample as steps for batches, None where it has no such form.
+
+        It depends on the transforms and on the cached samples of all items, not on where these are cached.
+        """
+        images, masks = set(), set()
+        for sample in self.cached or []:
+            if not is_pair(sample):
+                return None
+            image, label = as_plain(sample["image"]), as_plain(sample["label"])
+            shape = shape_of(image)
+            images.add((shape[0], image.values.dtype if isinstance(image, Coded) else image.dtype, tuple(shape[1:])))
+            is_mask = isinstance(label, Coded) or (isinstance(label, Tensor) and label.ndim > 1)
+            masks.add(is_mask)
+            if len(shape) < 3 or (is_mask and shape_of(label)[1:] != shape[1:]):
+                return None
+        if len(masks) != 1 or len({image[:2] for image in images}) != 1:
+            return None
+        channels, dtype, _ = next(iter(images))
+        return recipe(
+            self._compose, self._first, frozenset(shape for *_, shape in images), channels, dtype, masks == {True}
+        )
+
+    def check_channels(self) -> None:
+        """Compare the images' channels now where the deterministic transforms already put them first."""
+        cached = self.cached if isinstance(self.cached, list) else []  # else another pass over the disk
+        images = [sample["image"] for sample in cached if _has_image(sample)]
+        if not images or len(images) < len(self):
+            return
+        with stream(0, "channels"):
+            self.reseed(0)
+            last = self(0)
+        last = last[0] if isinstance(last, list) else last
+        shape = shape_of(images[0])
+        if _has_image(last) and (last["image"].ndim, len(last["image"])) == (len(shape), shape[0]):
+            check_channels(self._items, images)
+
+    @contextmanager
+    def _naming(self, index: int) -> Iterator[None]:
+        """Name the item in the error of a transform."""
+        try:
+            yield
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None and not isinstance(cause, MedflError):
+                cause = cause.__cause__
+            if isinstance(cause, MedflError):
+                raise cause from None
+            raise InputError(
+                f"item {self._items[index].get('id', index)!r} cannot be prepared: "
+                f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}",
+                "every item can be read and transformed",
+                "remove the item from the data, or repair its files",
+            ) from error
+
+
+def _has_image(sample: Any) -> bool:
+    return isinstance(sample, Mapping) and isinstance(sample.get("image"), Tensor | Coded)
+
+
+def is_pair(sample: Any) -> bool:
+    """Tell whether a sample has an image and a label."""
+    return _has_image(sample) and sample.get("label") is not None
+
+
+def _decoded(sample: Any) -> Any:
+    """Return a sample as the transforms gave it."""
+    if not isinstance(sample, Mapping) or not any(isinstance(value, Coded) for value in sample.values()):
+        return sample
+    restored = dict(sample)
+    for key, value in sample.items():
+        if isinstance(value, Coded):
+            restored[key] = value.restored() if isinstance(value, Tracked) else decoded(value)
+    return restored
+
+
+def _random_parts(transform: Any, seen: set[int]) -> list[Any]:
+    """Return what has a random state in a transform: itself first, then the transforms inside it."""
+    if id(transform) in seen or not hasattr(transform, "set_random_state"):
+        return []
+    seen.add(id(transform))
+    inside = vars(transform).values() if isinstance(transform, Randomizable) else ()
+    many = [value if isinstance(value, list | tuple) else [value] for value in inside]
+    parts = [part for values in many for value in values for part in _random_parts(value, seen)]
+    return [transform, *parts]
+
+
+def _has_own_state(transform: Any) -> bool:
+    """Tell whether a transform is one of MONAI's that use neither a global generator nor somebody's own function."""
+    module = type(transform).__module__.split(".")
+    known = module[:2] == ["monai", "transforms"] and len(module) > 2 and module[2] in _OWN_STATE
+    foreign = any(other in type(transform).__name__ for other in ("Lambda", "TorchVision", "TorchIO", "CuCIM"))
+    return known and not foreign
+
+
+def _inner_transforms(dataset: Any) -> list[Any]:
+    """Return the random transforms inside a data set that only its own class can read."""
+    if not isinstance(dataset, torch.utils.data.Dataset):
+        return []
+    inner = [getattr(dataset, name) for name in ("dataset", "data") if hasattr(dataset, name)]
+    parts = [*inner, *getattr(dataset, "datasets", [])]
+    found = [transform for part in parts for transform in _inner_transforms(part)]
+    own = [dataset, getattr(dataset, "transform", None)]
+    return [*found, *(part for part in own if hasattr(part, "set_random_state"))]
+
+
+def as_plain(value: Any) -> Any:
+    """Take the tensor out of MONAI's MetaTensor, whose bookkeeping costs more than small networks."""
+    return value.as_tensor() if isinstance(value, MetaTensor) else value

@@ -1,0 +1,125 @@
+"""A data set taken apart: its data list, its transforms, and what the list says of each item."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from monai.data import CacheDataset, Dataset, NPZDictItemDataset
+from monai.transforms import Compose
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from medfl.data.prepared import Item
+
+_CENTRE = ("centre", "center", "site", "hospital", "institution")
+_GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "lesion_id")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set taken apart.
+
+    Attributes:
+        entries: what goes into the transforms, one per item: a list, or a data set that only its own class can read.
+        transforms: what is applied to an entry, in this order.
+        fixed: reading an entry twice gives the same.
+    """
+
+    entries: Any
+    transforms: tuple[Any, ...] = ()
+    fixed: bool = True
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the entries are known without reading them."""
+        return isinstance(self.entries, list)
+
+
+def take_apart(dataset: Any) -> Source:
+    """Find the data list and the transforms of a data set, through subsets and concatenations.
+
+    Raises:
+        TypeError: it cannot be indexed (a stream).
+    """
+    if isinstance(dataset, Subset):
+        inner = take_apart(dataset.dataset)
+        entries = (
+            [inner.entries[i] for i in dataset.indices] if inner.is_list else Subset(inner.entries, dataset.indices)
+        )
+        return Source(entries, inner.transforms, inner.fixed)
+    if isinstance(dataset, ConcatDataset):
+        parts = [take_apart(part) for part in dataset.datasets]
+        if all(part.is_list and part.transforms == parts[0].transforms for part in parts):
+            return Source([entry for part in parts for entry in part.entries], parts[0].transforms)
+    if isinstance(dataset, Dataset) and type(dataset)._transform in (Dataset._transform, CacheDataset._transform):
+        inner = take_apart(dataset.data)
+        return Source(inner.entries, inner.transforms + _transforms(dataset), inner.fixed)
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise TypeError(f"a {type(dataset).__name__} has no length or no positions")
+    if not isinstance(dataset, torch.utils.data.Dataset):
+        return Source(list(dataset))
+    stored = isinstance(dataset, NPZDictItemDataset | TensorDataset) and not _transforms(dataset)
+    return Source(dataset, (), fixed=stored)
+
+
+def _transforms(dataset: Any) -> tuple[Any, ...]:
+    """Return what a data set applies to each entry."""
+    transform = getattr(dataset, "transform", None)
+    empty = transform is None or (isinstance(transform, Compose) and not transform.transforms)
+    return () if empty else (transform,)
+
+
+def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]:
+    """Return one record per item: a unique id and, where the data list has them, label, centre, group and size.
+
+    Without an id of its own an item is named by its image's path below the first of `folders` that holds it, or by its
+    section and position.
+    """
+    items: list[Item] = []
+    taken: set[str] = set()
+    for index in range(len(source.entries)):
+        entry = source.entries[index] if source.is_list else None
+        entry = entry if isinstance(entry, Mapping) else {}
+        ident = str(entry["id"]) if "id" in entry else _path(entry, folders) or f"{section}-{index}"
+        ident = f"{ident}#{index}" if ident in taken else ident
+        taken.add(ident)
+        record: dict[str, Any] = {"id": ident}
+        label = _class_index(entry.get("label"))
+        if label is not None:
+            record["label"] = label
+        for field, names in (("centre", _CENTRE), ("group", _GROUP)):
+            value = next((entry[name] for name in names if entry.get(name) is not None), None)
+            if value is not None:
+                record[field] = str(value)
+        if isinstance(entry.get("size"), int):
+            record["size"] = entry["size"]
+        items.append(record)
+    return items
+
+
+def _path(entry: Mapping[str, Any], folders: Sequence[Path]) -> str:
+    """Return the path of an entry's image, or else of its first file, below one of the folders ("" without files)."""
+    for value in (entry.get("image"), *entry.values()):
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(first, str | Path):
+            path = Path(os.path.abspath(first))
+            below = next((path.relative_to(folder) for folder in folders if path.is_relative_to(folder)), path)
+            return below.as_posix()
+    return ""
+
+
+def _class_index(label: Any) -> int | None:
+    """Return a label that is a whole number in any of the forms that data lists have, else None."""
+    if isinstance(label, np.ndarray | np.generic | Tensor) and math.prod(label.shape) == 1:
+        label = label.item()
+    if isinstance(label, str) and re.fullmatch(r"-?\d+", label):
+        return int(label)
+    return int(label) if isinstance(label, int | float) and float(label).is_integer() else None
