@@ -25,7 +25,7 @@ from medfl import networks
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.datasets import own
-from medfl.datasets.readers import pairs, surveying, tables, volumes
+from medfl.datasets.readers import own_folder, pairs, tables, volumes
 from medfl.datasets.readers.reading import Pixels, read_pixels
 from medfl.datasets.readers.splitting import Record
 
@@ -147,7 +147,7 @@ def refuse(root: Path) -> None:
 def _labelled(place: Path, progress: bool) -> Seen:
     classes = own.class_folders(place)
     if classes:
-        surveying.refuse_other_folders(place, classes)
+        own_folder.refuse_other_folders(place, classes)
     if len(classes) < _LEAST:
         raise InputError(
             f"{place} has {len(classes)} folders with pictures",
@@ -159,14 +159,14 @@ def _labelled(place: Path, progress: bool) -> Seen:
         raise InputError(
             f"class folder {reserved!r}", "a name without # @ $ % and ::, which mean something in a bundle", "rename it"
         )
-    surveying.refuse_masks_among(place, classes)
+    own_folder.refuse_masks_among(place, classes)
     files = [(name, uri) for name in classes for _, uri in tables.image_files(place / name)]
     seen = _each(files, lambda file: _Picture.of(read_pixels(file[1])), progress)
     counts = tuple(sum(name == other for other, _ in files) for name in classes)
     for section in ("train", "validate", "test"):
         own.labelled(place, classes, section)
     drawn = _cohort(uri for _, uri in files)
-    left = surveying.left_out(place, (uri for _, uri in files), tables.IMAGE_SUFFIXES, "in no class folder")
+    left = own_folder.left_out(place, (uri for _, uri in files), tables.IMAGE_SUFFIXES, "in no class folder")
     notes = (*left, *_depths(seen))
     return Seen("labelled", str(place), tuple(classes), counts, *_pixels(seen), phantom=drawn, notes=notes)
 
@@ -193,8 +193,8 @@ def _segmented(place: Path, other: Path, progress: bool) -> Seen:
     counts = tuple(sum(k in values for values in present) for k in range(classes))
     endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
     notes = (
-        *surveying.left_out(place, (record.image for record in records), endings, "without a mask"),
-        *surveying.left_out(other, (record.mask for record in records), endings, "of no image"),
+        *own_folder.left_out(place, (record.image for record in records), endings, "without a mask"),
+        *own_folder.left_out(other, (record.mask for record in records), endings, "of no image"),
         *([f"no mask has the values {absent}"] if (absent := ", ".join(map(str, _absent(counts)))) else []),
     )
     drawn = _cohort(path for record in records for path in (record.image, record.mask))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,24 +27,6 @@ from medfl.data.byte_codes import Coded, Column, stacked
 
 Shape = tuple[int, ...]
 """(H, W[, D])."""
-
-
-class Step(Protocol):
-    """One transform of a batch."""
-
-    only_moves: ClassVar[bool]
-    """Whether it only takes numbers to other places, which it may then do with their codes."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Which of image and label it changes."""
-
-    @property
-    def width(self) -> int:
-        """How many uniform numbers it needs for an item."""
-
-    def __call__(self, key: str, rows: Any, draws: Tensor) -> Any:
-        """Return the rows of a key transformed by draws (B, width), float64 in [0, 1)."""
 
 
 def _chosen(draws: Tensor, prob: float) -> Tensor:
@@ -301,3 +283,11 @@ class Rotate:
         middle = [(side - 1) / 2 for side in shape]
         to_middle, from_middle = (create_translate(len(shape), [sign * m for m in middle]) for sign in (1, -1))
         return to_middle @ create_rotate(len(shape), angles) @ from_middle
+
+
+Step = Flip | Rotate90 | Crop | Intensity | Noise | Affine | Rotate
+"""One transform of a batch.
+
+`keys` are what it changes of image and label, `width` is how many uniform numbers it needs for an item, `only_moves`
+whether it only takes numbers to other places, which it may then do with their codes.
+"""

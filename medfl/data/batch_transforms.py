@@ -56,7 +56,13 @@ class BatchRecipe:
         return BatchRecipe(crops, self.masks)
 
     def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> tuple[Any, Any]:
-        """Return inputs and targets transformed; it may write into what it is given."""
+        """Return inputs and targets transformed; it may write into what it is given.
+
+        Args:
+            inputs: images (B, C, H, W[, D]).
+            targets: class indices (B,), or masks as the images.
+            draws: (B, width) float64, uniform in [0, 1).
+        """
         rows: dict[str, Any] = {"image": inputs, "label": targets}
         drawn = torch.split(draws, [step.width for step in self.steps], dim=1)
         for step, numbers in zip(self.steps, drawn, strict=True):

@@ -70,10 +70,7 @@ def prepare(
 
 
 def _prepared(
-    items: Sequence[Item],
-    samples: Samples,
-    collate: Callable[[list[Any]], Any],
-    prepare_batch: Callable[..., Any],
+    items: Sequence[Item], samples: Samples, collate: Callable[[list[Any]], Any], prepare_batch: Callable[..., Any]
 ) -> Prepared:
     """Return the samples in the fastest form that they have: stacked, transformed in batches, or one by one."""
     cached: Sequence[Any] = [] if samples.cached is None else samples.cached

@@ -11,7 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from torch.utils.data import default_collate
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
 from medfl.data.byte_codes import Coded, Column, plain, shape_of, stacked
+
+if TYPE_CHECKING:
+    from medfl.data.batch_transforms import BatchRecipe
 
 Item = Mapping[str, Any]
 Batch = tuple[Any, Any]
@@ -161,36 +164,18 @@ class Stacked(Prepared):
         return inputs, targets
 
 
-class Recipe(Protocol):
-    """Random transforms of a batch."""
-
-    @property
-    def width(self) -> int:
-        """Numbers that they need for an item."""
-
-    def deterministic(self, whole: bool) -> Recipe:
-        """Return what is left of them where nothing is drawn, as `Prepared.deterministic`."""
-
-    def __call__(self, inputs: Rows, targets: Any, draws: Tensor) -> Batch:
-        """Return the batch transformed; it may write into what it is given.
-
-        Args:
-            inputs: images (B, C, H, W[, D]).
-            targets: class indices (B,), or masks as the images.
-            draws: (B, width) float64, uniform in [0, 1): an item's result depends on its own row alone.
-        """
-
-
 class Augmented(Prepared):
     """Items whose random transforms act on whole batches.
 
     Args:
         items: data list entries.
         cached: two stacked tensors, or samples with an image and a label each, in memory or mapped from files.
-        recipe: the random transforms.
+        recipe: the random transforms; an item's result depends on its own row of draws alone.
     """
 
-    def __init__(self, items: Sequence[Item], cached: Stacked | Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+    def __init__(
+        self, items: Sequence[Item], cached: Stacked | Sequence[Mapping[str, Any]], recipe: BatchRecipe
+    ) -> None:
         """Keep the parts."""
         super().__init__(items)
         self.cached, self.recipe = cached, recipe

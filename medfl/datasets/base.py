@@ -18,7 +18,7 @@ from typing import NotRequired, TypedDict
 import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
-from medfl.datasets.readers.reading import content_key, whole
+from medfl.datasets.readers.reading import container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Rule, WholeCentres
 from medfl.datasets.readers.tables import Layout, Table, several
 
@@ -133,7 +133,7 @@ def get(name: str) -> DataSet:
         raise InputError(
             f"data set {name!r} is not known",
             f"data sets: {', '.join(names())}",
-            did_you_mean(name, names(), "choose one"),
+            did_you_mean(name, names(), "give one of these names"),
         )
     return _registry()[name]
 
@@ -149,20 +149,20 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
     if folder is None:
         if not os.environ.get("MEDFL_DATA"):
             raise InputError(
-                f"no folder is given for {name} and MEDFL_DATA is not set", known, "name the folder or set MEDFL_DATA"
+                f"no folder is given for {name} and MEDFL_DATA is not set", known, "give --data, or set MEDFL_DATA"
             )
         root = Path(os.environ["MEDFL_DATA"])
     else:
         root = Path(folder)
     if not root.is_dir():
-        raise InputError(f"{root} is not a folder", known, f"name the folder that holds {name}")
+        raise InputError(f"{root} is not a folder", known, f"give the folder that holds {name} with --data")
     places = [root, *(root / known_name for known_name in dataset.folders)]
     for place in places:
         if dataset.layout(place) is not None:
             return place
     looked = ", ".join(place.name for place in places[1:])
     raise InputError(
-        f"{root} holds no {name} data, nor does a folder {looked} in it", known, "name the folder that holds it"
+        f"{root} holds no {name} data, nor does a folder {looked} in it", known, "give its folder with --data"
     )
 
 
@@ -202,7 +202,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
     raise InputError(
         f"split {split!r} is not offered by {name} in {place}",
         f"splits there: {', '.join(forms)}",
-        "choose one of them, as in --config split=NAME",
+        "give one of them with --config split=NAME",
     )
 
 
@@ -211,17 +211,17 @@ def notes(name: str, folder: str | Path) -> tuple[str, ...]:
     place, layout = _layout(name, folder)
     phantom = (f"{place} is a phantom: drawn images, not real ones",) if is_phantom(place) else ()
     try:
-        found = tuple(read_table(name, place).notes)
-    except InputError:  # told where the data are asked for
-        found = ()
-    return phantom + found + layout.notes + get(name).notes
+        of_table = tuple(read_table(name, place).notes)
+    except InputError:  # raised where the data are asked for
+        of_table = ()
+    return phantom + of_table + layout.notes + get(name).notes
 
 
 MARKER = "PHANTOM.json"
 
 
 def is_phantom(folder: str | Path) -> bool:
-    """Say whether `folder` is (or lies directly in) a phantom cohort, by its marker file."""
+    """Tell whether `folder` is (or lies directly in) a phantom cohort, by its marker file."""
     return any((place / MARKER).is_file() for place in (Path(folder), Path(folder).absolute().parent))
 
 
@@ -239,7 +239,9 @@ def datalist(name: str, folder: str | Path, section: str, split: str | None = No
         InputError: unknown layout, section or split; missing images, bad labels or double ids in its tables.
     """
     if section not in SECTIONS:
-        raise InputError(f"section {section!r} is not known", f"sections: {', '.join(SECTIONS)}", "choose one of them")
+        raise InputError(
+            f"section {section!r} is not known", f"sections: {', '.join(SECTIONS)}", "give one of these sections"
+        )
     return [item.copy() for item in sections(name, folder, split)[section]]
 
 
@@ -249,13 +251,13 @@ def sections(name: str, folder: str | Path, split: str | None = None) -> Mapping
 
 
 def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int, int], ...]]:
-    """Return where the data lie and what tells an old from a changed folder."""
+    """Return where the data lie, and names, times and sizes that change with the folder's content."""
     place, layout = _layout(name, folder)
     with os.scandir(place) as entries:
-        found = [
+        files = [
             (entry.name, (stat := entry.stat(follow_symlinks=False)).st_mtime_ns, stat.st_size) for entry in entries
         ]
-    return place.absolute(), (*sorted(found), (layout.text, 0, 0))
+    return place.absolute(), (*sorted(files), (layout.text, 0, 0))
 
 
 @functools.lru_cache(maxsize=8)
@@ -279,15 +281,14 @@ def _sections(
             f"the classes are {', '.join(dataset.classes)}; each image lies in the folder once",
             f"see `medfl data check {name} --data {place}`",
         )
-    found: dict[str, list[Item]] = {section: [] for section in (*SECTIONS, LEFT_OUT)}
+    items: dict[str, list[Item]] = {section: [] for section in (*SECTIONS, LEFT_OUT)}
     for record, section in zip(table.records, choose(name, place, split)[1](table.records), strict=True):
         label = record.mask or record.label
         item = Item(image=record.image, label=label, id=record.id, centre=record.centre, group=record.group)
         if record.size is not None:
             item["size"] = record.size
-        found[section].append(item)
-    del found[LEFT_OUT]
-    return MappingProxyType({section: tuple(items) for section, items in found.items()})
+        items[section].append(item)
+    return MappingProxyType({section: tuple(items[section]) for section in SECTIONS})
 
 
 def checksum(name: str, folder: str | Path, split: str | None = None) -> str:
@@ -295,11 +296,10 @@ def checksum(name: str, folder: str | Path, split: str | None = None) -> str:
 
     Nothing is decoded. It is the same for zipped and plain files and does not depend on where the folder lies.
     """
-    found = sections(name, folder, split)
-    rows = [(section, item) for section in SECTIONS for item in found[section]]
+    rows = [(section, item) for section, items in sections(name, folder, split).items() for item in items]
     # All rows of an array share one checksum: that of the array.
     files = [file for _, item in rows for file in (item["image"], item["label"]) if isinstance(file, str)]
-    keys = {file: whole(file) for file in files}
+    keys = {file: container_uri(file) for file in files}
     uris = sorted(set(keys.values()))
     with ThreadPoolExecutor(4) as pool:
         content = dict(zip(uris, pool.map(content_key, uris), strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import numpy as np
 
 from medfl.datasets.base import DataSet
 from medfl.datasets.phantoms import scenes_volumes
-from medfl.datasets.phantoms.phantom import Generator
-from medfl.datasets.readers.splitting import Record, by_group, carved
+from medfl.datasets.phantoms.phantom import Generator, write_csv
+from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, read_csv
 from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_index
 
@@ -67,8 +66,7 @@ def draw(folder: Path, rng: Generator, cases: int, side: int) -> int:
             scenes_volumes.save(folder / f"oasis_{number}_t1ss.nii.gz", np.rint(image * 1700).astype(np.int16), 2.0)
             scenes_volumes.save(folder / f"oasis_{number}_tissue.nii.gz", labels, 2.0)
             rows.append((number, f"OAS9_{subject:04d}", age))
-    with (folder / SUBJECTS).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("id", "subject", "age"), *rows])
+    write_csv(folder / SUBJECTS, [("id", "subject", "age"), *rows])
     return cases
 
 
@@ -88,7 +86,7 @@ DATASET = DataSet(
             _read,
         ),
     ),
-    rules={"subject": by_group((0.7, 0.1, 0.2), "brain_tissue"), "age": carved("age", 0.2)},
+    rules={"subject": by_group((0.7, 0.1, 0.2), "brain_tissue"), "age": validation_from_train("age", 0.2)},
     licence="CC BY-NC 3.0",
     source="https://github.com/muschellij2/malf.templates",
     citation="Marcus et al.: Open Access Series of Imaging Studies. Journal of Cognitive Neuroscience 19, 1498 (2007); "

@@ -8,7 +8,7 @@ from pathlib import Path
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.phantom import draw_stacked
 from medfl.datasets.phantoms.scenes_natural import things
-from medfl.datasets.readers.splitting import carved
+from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.stacks import ARCHIVES, CIFAR10, write_cifar
 from medfl.datasets.readers.tables import Layout, first, stacked
 
@@ -50,7 +50,7 @@ DATASET = DataSet(
     channels=3,
     folders=("cifar10", "CIFAR10", "cifar-10"),
     readers=(batches_layout(CIFAR10, len(CLASSES)),),
-    rules={"official": carved("official")},
+    rules={"official": validation_from_train("official")},
     licence=LICENCE,
     source=SOURCE,
     citation=CITATION,

@@ -6,7 +6,7 @@ from medfl.datasets.base import DataSet, Download
 from medfl.datasets.cifar10 import CITATION, LICENCE, SOURCE, batches_layout, batches_writer
 from medfl.datasets.phantoms.phantom import draw_stacked
 from medfl.datasets.phantoms.scenes_natural import things
-from medfl.datasets.readers.splitting import carved
+from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.stacks import ARCHIVES, CIFAR100
 
 # The fine labels, which are in alphabetical order.
@@ -32,7 +32,7 @@ DATASET = DataSet(
     channels=3,
     folders=("cifar100", "CIFAR100", "cifar-100"),
     readers=(batches_layout(CIFAR100, len(CLASSES)),),
-    rules={"official": carved("official")},
+    rules={"official": validation_from_train("official")},
     licence=LICENCE,
     source=SOURCE,
     citation=CITATION,

@@ -6,7 +6,7 @@ from medfl.datasets.base import DataSet
 from medfl.datasets.mnist import idx_downloads, idx_layout, idx_writer
 from medfl.datasets.phantoms.phantom import draw_stacked
 from medfl.datasets.phantoms.scenes_natural import garment
-from medfl.datasets.readers.splitting import carved
+from medfl.datasets.readers.splitting import validation_from_train
 
 DATASET = DataSet(
     name="fmnist",
@@ -20,7 +20,7 @@ DATASET = DataSet(
     channels=1,
     folders=("fmnist", "FashionMNIST", "fashion-mnist"),
     readers=(idx_layout("FashionMNIST", 10),),
-    rules={"official": carved("official")},
+    rules={"official": validation_from_train("official")},
     licence="MIT",
     source="https://github.com/zalandoresearch/fashion-mnist",
     citation="Xiao, Rasul, Vollgraf: Fashion-MNIST: a novel image dataset for benchmarking machine learning "

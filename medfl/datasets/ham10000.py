@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.phantom import SHARES, Generator, cut, mixed_cases, render, save
+from medfl.datasets.phantoms.phantom import SHARES, Generator, cut, mixed_cases, render, save, write_csv
 from medfl.datasets.phantoms.scenes_colour import skin
-from medfl.datasets.readers.splitting import Record, by_group, carved, given
+from medfl.datasets.readers.splitting import Record, by_group, published, validation_from_train
 from medfl.datasets.readers.tables import SECTION_NAMES, Layout, Table, first, image_index, label_of, medmnist, read_csv
 
 CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
@@ -83,12 +82,10 @@ def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
         save(folder / f"images_{centre}" / f"{key}.jpg", render(scene, case, size))
         rows.append((f"HAM_9{case.group:06d}", key, CLASSES[case.label], centre, fold, part))
     rows.sort(key=lambda row: row[1])
-    with (folder / "labels.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(
-            [("lesion_id", "image_id", "dx", "centre", "flamby_fold"), *(row[:5] for row in rows)]
-        )
-    with (folder / SPLIT_TABLE).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("image_id", "split"), *((row[1], row[5]) for row in rows)])
+    write_csv(
+        folder / "labels.csv", [("lesion_id", "image_id", "dx", "centre", "flamby_fold"), *(row[:5] for row in rows)]
+    )
+    write_csv(folder / SPLIT_TABLE, [("image_id", "split"), *((row[1], row[5]) for row in rows)])
     return len(rows)
 
 
@@ -135,8 +132,8 @@ DATASET = DataSet(
     ),
     rules={
         "lesion": by_group((0.7, 0.1, 0.2), "ham10000"),
-        "flamby": carved("flamby"),
-        "dermamnist": given("dermamnist"),
+        "flamby": validation_from_train("flamby"),
+        "dermamnist": published("dermamnist"),
     },
     licence="CC BY-NC 4.0 as MedMNIST and FLamby state it for these images; terms of use on the Harvard Dataverse page",
     source="https://doi.org/10.7910/DVN/DBW86T (Harvard Dataverse)",

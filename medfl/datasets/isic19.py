@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.ham10000 import centre_roots
-from medfl.datasets.phantoms.phantom import Generator, cut, mixed_cases, render, save
+from medfl.datasets.phantoms.phantom import Generator, cut, mixed_cases, render, save, write_csv
 from medfl.datasets.phantoms.scenes_colour import skin
-from medfl.datasets.readers.splitting import Record, by_group, carved
+from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, image_index, label_of, read_csv
 
 # FLamby's targets 0 to 7 and centres 0 to 5.
@@ -88,10 +87,8 @@ def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
         split.append((key, case.label, case.centre, fold, f"{fold}_{case.centre}"))
         if CENTRES[case.centre] not in ("BCN", "MSK"):
             lesions.append((f"HAM_9{case.group:06d}", key))
-    with (folder / TABLES[0]).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("image", "target", "center", "fold", "fold2"), *sorted(split)])
-    with (folder / METADATA[0]).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("lesion_id", "image_id"), *sorted(lesions)])
+    write_csv(folder / TABLES[0], [("image", "target", "center", "fold", "fold2"), *sorted(split)])
+    write_csv(folder / METADATA[0], [("lesion_id", "image_id"), *sorted(lesions)])
     return len(cases)
 
 
@@ -138,7 +135,7 @@ DATASET = DataSet(
             ),
         ),
     ),
-    rules={"flamby": carved("flamby"), "lesion": by_group((0.7, 0.1, 0.2), "isic19")},
+    rules={"flamby": validation_from_train("flamby"), "lesion": by_group((0.7, 0.1, 0.2), "isic19")},
     licence="CC BY-NC 4.0",
     source="https://challenge.isic-archive.com/data/#2019; split by FLamby (MIT), https://github.com/owkin/FLamby",
     citation="Ogier du Terrail et al.: FLamby. NeurIPS 2022; Tschandl et al., Scientific Data 5, 180161 (2018); "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,9 @@ import numpy as np
 
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms import scenes_volumes
-from medfl.datasets.phantoms.phantom import Generator
+from medfl.datasets.phantoms.phantom import Generator, write_csv
 from medfl.datasets.readers.pairs import paired
-from medfl.datasets.readers.splitting import Record, by_group, carved
+from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, read_csv
 from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_files, volume_index
 
@@ -106,7 +105,7 @@ def _read_pairs(folder: Path) -> Table:
     return paired(*_pairs(folder), lambda _: "unknown")
 
 
-def few(records: Sequence[Record]) -> list[str]:
+def split_few(records: Sequence[Record]) -> list[str]:
     """Cut 70/10/20 in the order of a hash, but with at least one case to test and, from three on, one to validate."""
     order = sorted(range(len(records)), key=lambda i: hashlib.sha256(f"ixi_brain/{records[i].id}".encode()).digest())
     test, validate = max(1, round(0.2 * len(order))), max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
@@ -133,8 +132,7 @@ def draw(folder: Path, rng: Generator, cases: int, side: int) -> int:
             scenes_volumes.save(root / "T1" / f"{subject}_image.nii.gz", np.rint(image * 400).astype(np.int16), 4.0)
             scenes_volumes.save(root / "label" / f"{subject}_label.nii.gz", labels, 4.0)
             rows.append((number, index, "test" if place in tests else "train"))
-    with (folder / TABLES[0]).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("Patient ID", "Manufacturer", "Split"), *rows])
+    write_csv(folder / TABLES[0], [("Patient ID", "Manufacturer", "Split"), *rows])
     return len(rows)
 
 
@@ -166,7 +164,11 @@ DATASET = DataSet(
             notes=("these pairs name no hospital: divide them with --partition iid; centre makes one site of them",),
         ),
     ),
-    rules={"flamby": carved("flamby"), "subject": by_group((0.7, 0.1, 0.2), "ixi_brain"), "few": few},
+    rules={
+        "flamby": validation_from_train("flamby"),
+        "subject": by_group((0.7, 0.1, 0.2), "ixi_brain"),
+        "few": split_few,
+    },
     licence="CC BY-SA 3.0",
     source="https://brain-development.org/ixi-dataset; small volumes and masks by TorchIO, "
     "https://doi.org/10.17632/7kd5wj7v7p.3; split by FLamby (MIT), https://github.com/owkin/FLamby",

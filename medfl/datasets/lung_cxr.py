@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import re
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.phantom import Generator, save
+from medfl.datasets.phantoms.phantom import Generator, save, write_csv
 from medfl.datasets.phantoms.scenes_masks import lungs, photograph, shots
 from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair
 from medfl.datasets.readers.reading import JOINED, archive
@@ -92,8 +91,7 @@ def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
         save(folder / "images" / name, picture)
         save(folder / "masks" / name, mask)
         rows.append((name, tuple(SITES)[shot.centre], shot.group, picture.shape[1], picture.shape[0]))
-    with (folder / "labels.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("file", "site", "patient", "width", "height"), *rows])
+    write_csv(folder / "labels.csv", [("file", "site", "patient", "width", "height"), *rows])
     return len(rows)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from medfl.datasets.base import DataSet
 from medfl.datasets.phantoms.phantom import draw_medmnist
 from medfl.datasets.phantoms.scenes_grey import modality
-from medfl.datasets.readers.splitting import by_group, given
+from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 
 CLASSES = ("AbdomenCT", "BreastMRI", "CXR", "ChestCT", "Hand", "HeadCT")
@@ -30,7 +30,7 @@ DATASET = DataSet(
             CLASSES,
         ),
     ),
-    rules={"file": given("file"), "seeded": by_group((0.7, 0.1, 0.2), "mednist")},
+    rules={"file": published("file"), "seeded": by_group((0.7, 0.1, 0.2), "mednist")},
     licence="CC BY-SA 4.0 as MONAI states it for MedNIST",
     source="https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/MedNIST.tar.gz",
     citation="MedNIST, assembled by B. J. Erickson (Mayo Clinic) from TCIA, the RSNA Bone Age Challenge "

@@ -9,7 +9,7 @@ from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.phantom import Labels, draw_stacked
 from medfl.datasets.phantoms.scenes_natural import DIGITS, digit
 from medfl.datasets.readers import stacks
-from medfl.datasets.readers.splitting import carved
+from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.tables import Layout, first, stacked
 
 STEMS = {"train": "train", "test": "t10k"}
@@ -58,7 +58,7 @@ DATASET = DataSet(
     channels=1,
     folders=("mnist", "MNIST"),
     readers=(idx_layout("MNIST", 10),),
-    rules={"official": carved("official")},
+    rules={"official": validation_from_train("official")},
     licence="CC BY-SA 3.0 as Keras states it; copyright Yann LeCun and Corinna Cortes",
     source="https://yann.lecun.com/exdb/mnist",
     citation="LeCun, Bottou, Bengio, Haffner: Gradient-based learning applied to document recognition. Proceedings of "

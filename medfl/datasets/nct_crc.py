@@ -10,7 +10,7 @@ from PIL import Image
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.phantom import Case, Generator, render
 from medfl.datasets.phantoms.scenes_tissue import tissue
-from medfl.datasets.readers.splitting import LEFT_OUT, Record, by_group, carved
+from medfl.datasets.readers.splitting import LEFT_OUT, Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, class_folders
 
 CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
@@ -59,7 +59,7 @@ def _in(record: Record, part: str) -> Record:
 def seeded(records: Sequence[Record]) -> list[str]:
     """Cut NCT-CRC-HE-100K 70/10/20 within each class in the order of a hash; CRC-VAL-HE-7K is left out."""
     sections = [LEFT_OUT] * len(records)
-    own = [index for index, record in enumerate(records) if record.given["official"] == "train"]
+    own = [index for index, record in enumerate(records) if record.sections["official"] == "train"]
     for index, section in zip(own, _CUT([records[index] for index in own]), strict=True):
         sections[index] = section
     return sections
@@ -100,7 +100,7 @@ DATASET = DataSet(
     channels=3,
     folders=("nct_crc", "nct-crc", "NCT-CRC-HE", "crc", "kather"),
     readers=tuple(_layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)),
-    rules={"seeded": seeded, "official": carved("official")},
+    rules={"seeded": seeded, "official": validation_from_train("official")},
     licence="CC BY 4.0",
     source=_RECORD,
     citation="Kather, Halama, Marx: 100,000 histological images of human colorectal cancer and healthy tissue (v0.1). "

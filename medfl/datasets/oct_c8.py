@@ -5,7 +5,7 @@ from __future__ import annotations
 from medfl.datasets.base import DataSet
 from medfl.datasets.phantoms.phantom import draw_folders
 from medfl.datasets.phantoms.scenes_grey import oct_scan
-from medfl.datasets.readers.splitting import given
+from medfl.datasets.readers.splitting import published
 from medfl.datasets.readers.tables import class_folders
 
 CLASSES = ("AMD", "CNV", "CSR", "DME", "DR", "DRUSEN", "MH", "NORMAL")
@@ -40,7 +40,7 @@ DATASET = DataSet(
             sections=True,
         ),
     ),
-    rules={"official": given("official")},
+    rules={"official": published("official")},
     licence="stated on its Kaggle page; collected from open sources with terms of their own",
     source="https://www.kaggle.com/datasets/obulisainaren/retinal-oct-c8",
     citation="Subramanian et al.: Classification of retinal OCT images using deep learning. ICCCI 2022",

@@ -19,7 +19,7 @@ from medfl.core.errors import InputError
 from medfl.datasets.base import MARKER, Item
 from medfl.datasets.readers import matching, pairs, tables
 from medfl.datasets.readers.reading import split_uri
-from medfl.datasets.readers.splitting import SECTIONS, Record, by_group, given
+from medfl.datasets.readers.splitting import SECTIONS, Record, by_group, published
 from medfl.datasets.readers.volumes import SUFFIXES, volume_paths
 
 TABLE = "cases.csv"
@@ -38,10 +38,10 @@ def labelled(folder: str | Path, classes: Sequence[str], section: str) -> list[I
     unknown = [name for name in found if name not in classes]
     if unknown or not found:
         foreign = tables.several([repr(name) for name in unknown], "folders")
-        given_ = f"folder {foreign} in {root} is of no class" if unknown else f"{root} has no folder with images"
+        problem = f"folder {foreign} in {root} is of no class" if unknown else f"{root} has no folder with images"
         known = any(name in classes for name in found)
-        advice = "rename or remove it" if known else "give the folder that holds these folders with --data"
-        raise InputError(given_, f"a folder for each class: {', '.join(classes)}", advice)
+        advice = "rename it, or move it away" if known else "give the folder that holds these folders with --data"
+        raise InputError(problem, f"a folder for each class: {', '.join(classes)}", advice)
     records = [
         Record(uri, classes.index(name), f"{name}/{path}", "unknown", f"{name}/{path}")
         for name in found
@@ -91,10 +91,10 @@ def cohort_of(places: Iterable[str | Path]) -> Path | None:
 
     What is not there is passed over; a link counts for what it leads to.
     """
-    given_ = {Path(split_uri(str(place))[0]) for place in places}
-    there = {whole for path in given_ if os.path.exists(path) for whole in (path.absolute(), path.resolve())}
-    above = {folder for path in there for folder in (path, *path.parents)}
-    return next((folder for folder in sorted(above) if (folder / MARKER).is_file()), None)
+    files = {Path(split_uri(str(place))[0]) for place in places}
+    existing = {whole for path in files if os.path.exists(path) for whole in (path.absolute(), path.resolve())}
+    folders = {folder for path in existing for folder in (path, *path.parents)}
+    return next((folder for folder in sorted(folders) if (folder / MARKER).is_file()), None)
 
 
 def pairs_of(images: Path, masks: Path) -> list[Record]:
@@ -110,17 +110,19 @@ def _table(images: Path, masks: Path) -> tables.Table:
     """Return the records of `pairs_of` with what there is to say of them."""
     for place in (images, masks):
         if not place.is_dir():
-            raise InputError(f"{place} is no folder", "a folder of images and one of their masks", "check the path")
+            raise InputError(
+                f"{place} is no folder", "a folder of images and one of their masks", "give the paths of both folders"
+            )
     index = volume_paths if is_volumes(images) else pairs.picture_paths
-    shown, drawn = index(images), index(masks)
-    table = pairs.paired(*matching.match(shown, drawn), lambda _: "unknown")
+    image_paths, mask_paths = index(images), index(masks)
+    table = pairs.paired(*matching.match(image_paths, mask_paths), lambda _: "unknown")
     if table.problems or not table.records:
-        told = tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
-        advice = "rename them, or remove the odd ones"
-        said = [[bool(matching.ENDING.search(name)) for name, _ in found] for found in (shown, drawn)]
-        if shown and all(said[0]) and not any(said[1]):
+        problem = tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
+        advice = "name each mask as its image, and move other files away"
+        endings = [[bool(matching.ENDING.search(name)) for name, _ in paths] for paths in (image_paths, mask_paths)]
+        if image_paths and all(endings[0]) and not any(endings[1]):
             advice = f"the masks seem to be in {images}: swap the two folders"
-        raise InputError(told, "an image and its mask have the same name", advice)
+        raise InputError(problem, "an image and its mask have the same name", advice)
     return table
 
 
@@ -147,17 +149,17 @@ def _item(record: Record, label: int | str) -> Item:
 
 
 def _divided(root: Path, records: Sequence[Record], section: str) -> list[Record]:
-    known, rows = _described(root, records)
+    described, rows = _described(root, records)
     if any("section" in row for row in rows.values()):
-        rule = given(_SPLIT)
+        rule = published(_SPLIT)
     else:
         rule = by_group(_SHARES, "own", at_centres=False)
-    chosen = [record for record, own in zip(known, rule(known), strict=True) if own == section]
+    chosen = [record for record, own in zip(described, rule(described), strict=True) if own == section]
     if not chosen:
         raise InputError(
-            f"{len(known)} images in {root}, none of them in section {section!r}",
+            f"{len(described)} images in {root}, none of them in section {section!r}",
             f"sections are {', '.join(SECTIONS)}: about 10 images of a class, or column 'section' of {TABLE}",
-            "add images",
+            "add images, or name their sections in that table",
         )
     return sorted(chosen, key=lambda record: record.id)
 
@@ -171,9 +173,9 @@ def _described(root: Path, records: Sequence[Record]) -> tuple[list[Record], Map
     for row in tables.read_csv(path, ("file",)):
         if rows.setdefault(_key(row["file"]), row) != row:
             raise InputError(
-                f"{path} has two rows for {row['file']}", "a row for each image", "give paths, or remove one"
+                f"{path} has two rows for {row['file']}", "a row for each image", "give paths, or remove one row"
             )
-    found, used, missing = {}, dict[str, str](), []
+    row_of, used, missing = {}, dict[str, str](), []
     for record in records:
         name = next((name for name in _names(root, record) if name in rows), None)
         if name is None:
@@ -191,21 +193,21 @@ def _described(root: Path, records: Sequence[Record]) -> tuple[list[Record], Map
             raise InputError(
                 f"{path}: section {section!r} of {record.id}", f"one of {', '.join(SECTIONS)}", "write one of these"
             )
-        found[record.id] = row
+        row_of[record.id] = row
     if missing:
         raise InputError(
-            f"{path} has no row for image {tables.several(missing, 'images')}", "a row for each image", "add it"
+            f"{path} has no row for image {tables.several(missing, 'images')}", "a row for each image", "add one for it"
         )
     described = [
         replace(
             record,
-            centre=found[record.id].get("centre") or record.centre,
-            group=found[record.id].get("patient") or record.group,
-            given={_SPLIT: found[record.id]["section"]} if "section" in found[record.id] else {},
+            centre=row_of[record.id].get("centre") or record.centre,
+            group=row_of[record.id].get("patient") or record.group,
+            sections={_SPLIT: row_of[record.id]["section"]} if "section" in row_of[record.id] else {},
         )
         for record in records
     ]
-    return described, found
+    return described, row_of
 
 
 def _names(root: Path, record: Record) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.phantom import draw_medmnist
 from medfl.datasets.phantoms.scenes_colour import blood
-from medfl.datasets.readers.splitting import by_group, given
+from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 
 CLASSES = ("basophil", "eosinophil", "erythroblast", "ig", "lymphocyte", "monocyte", "neutrophil", "platelet")
@@ -38,7 +38,7 @@ DATASET = DataSet(
             centre="barcelona",
         ),
     ),
-    rules={"official": given("official"), "seeded": by_group((0.7, 0.1, 0.2), "pbc")},
+    rules={"official": published("official"), "seeded": by_group((0.7, 0.1, 0.2), "pbc")},
     licence="CC BY 4.0",
     source="https://doi.org/10.5281/zenodo.10519652 (MedMNIST); https://doi.org/10.17632/snkd93bnjr.1 (images)",
     citation="Acevedo et al.: A dataset of microscopic peripheral blood cell images. Data in Brief 30, 105474 (2020); "

@@ -7,7 +7,7 @@ import re
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.phantom import draw_medmnist
 from medfl.datasets.phantoms.scenes_grey import chest
-from medfl.datasets.readers.splitting import by_group, given
+from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 
 FOLDERS = ("NORMAL", "PNEUMONIA")
@@ -50,7 +50,7 @@ DATASET = DataSet(
         ),
     ),
     rules={
-        "official": given("official"),
+        "official": published("official"),
         "patient": by_group((0.7, 0.1, 0.2), "pneumonia"),
         "fedhelp": by_group((4712 / 5856, 524 / 5856, 620 / 5856), "pneumonia"),
     },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,10 +9,10 @@ from pathlib import Path
 from medfl.datasets import ham10000
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.ham10000 import CENTRES, METADATA, centre_roots, part_roots
-from medfl.datasets.phantoms.phantom import Generator, save
+from medfl.datasets.phantoms.phantom import Generator, save, write_csv
 from medfl.datasets.phantoms.scenes_masks import photograph, shots, some_lesion
 from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair
-from medfl.datasets.readers.splitting import Record, by_group, carved, spared
+from medfl.datasets.readers.splitting import Record, by_group, validation_from_test, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, image_index, read_csv
 
 CLASSES = ("background", "lesion")
@@ -91,8 +90,7 @@ def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
         save(folder / f"images_{centre}" / f"{key}.jpg", picture)
         save(folder / f"masks_{centre}" / f"{key}.png", mask)
         rows.append((f"HAM_9{shot.group:06d}", key, centre))
-    with (folder / "labels.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("lesion_id", "image_id", "centre"), *rows])
+    write_csv(folder / "labels.csv", [("lesion_id", "image_id", "centre"), *rows])
     return len(rows)
 
 
@@ -154,8 +152,8 @@ DATASET = DataSet(
     ),
     rules={
         "lesion": by_group((0.7, 0.1, 0.2), "skin_lesion"),
-        "official": carved("official"),
-        "whole": spared("official"),
+        "official": validation_from_train("official"),
+        "whole": validation_from_test("official"),
         "image": by_group((0.7, 0.1, 0.2), "skin_lesion"),
     },
     licence="CC BY-NC 4.0 as MedMNIST and FLamby state it for HAM10000, terms of use on the Harvard Dataverse page; "

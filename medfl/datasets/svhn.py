@@ -8,7 +8,7 @@ from medfl.datasets.base import DataSet
 from medfl.datasets.phantoms.phantom import Labels, draw_stacked
 from medfl.datasets.phantoms.scenes_natural import DIGITS, house_number
 from medfl.datasets.readers import stacks
-from medfl.datasets.readers.splitting import carved
+from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.tables import stacked
 
 FILES = {"train": "train_32x32.mat", "test": "test_32x32.mat"}
@@ -33,7 +33,7 @@ DATASET = DataSet(
     channels=3,
     folders=("svhn", "SVHN"),
     readers=(stacked("train_32x32.mat and test_32x32.mat (format 2: cropped digits)", _find, 10, "official"),),
-    rules={"official": carved("official")},
+    rules={"official": validation_from_train("official")},
     licence="for non-commercial use only, as its page says",
     source="https://ufldl.stanford.edu/housenumbers",
     citation="Netzer, Wang, Coates, Bissacco, Wu, Ng: Reading digits in natural images with unsupervised feature "

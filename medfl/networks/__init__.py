@@ -47,11 +47,7 @@ def _efficientnet_b0(in_channels: int, num_classes: int, spatial_dims: int) -> n
     MONAI pads for 224x224 images, which fails below 32 and cuts borders of others: this pads kernel // 2 all round.
     """
     network: nn.Module = EfficientNetBN(
-        "efficientnet-b0",
-        pretrained=False,
-        spatial_dims=spatial_dims,
-        in_channels=in_channels,
-        num_classes=num_classes,
+        "efficientnet-b0", pretrained=False, spatial_dims=spatial_dims, in_channels=in_channels, num_classes=num_classes
     )
     network.set_swish(memory_efficient=False)  # type: ignore[operator]
     for module in list(network.modules()):

@@ -42,13 +42,7 @@ class WideResNet(nn.Module):
     """
 
     def __init__(
-        self,
-        depth: int,
-        width: int,
-        in_channels: int,
-        num_classes: int,
-        spatial_dims: int = 2,
-        dropout: float = 0.3,
+        self, depth: int, width: int, in_channels: int, num_classes: int, spatial_dims: int = 2, dropout: float = 0.3
     ) -> None:
         """Build the network; Xavier initialisation of the convolutions, with the gain of a ReLU."""
         super().__init__()

@@ -96,7 +96,7 @@ def test_a_wrong_table_is_refused(folder: Path, table: str, told: str) -> None:
 def test_an_unknown_class_and_an_empty_folder_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"folder 'b' in .*; a folder for each class: a, c"):
         labelled(folder, ("a", "c"), "train")
-    with pytest.raises(InputError, match=r"folder 'b' in .* is of no class; .*; rename or remove it"):
+    with pytest.raises(InputError, match=r"folder 'b' in .* is of no class; .*; rename it, or move it away"):
         labelled(folder, ("a", "c"), "train")
     for number in range(7):
         picture(folder / f"z{number}" / "1.png")

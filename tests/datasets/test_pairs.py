@@ -111,7 +111,7 @@ WRONG = {
     "mixed": (*bad_mask(MASK * np.uint8(255) + disc(30, 8, 3)), r"m\.png of image .*i\.png has the values 255;"),
     "colours": (*bad_mask(COLOURS), r"m\.png of image .*i\.png has 3 channels that differ"),
     "alpha": (*bad_mask(np.dstack([MASK * np.uint8(255)] * 4)), r"m\.png of image .*i\.png has 4 channels"),
-    "zero": (np.zeros_like(PICTURE), MASK, r"i\.png has the value 0 in all its pixels; a picture"),
+    "zero": (np.zeros_like(PICTURE), MASK, r"i\.png has the value 0 in all its pixels; an image shows something"),
     "constant": (np.full((HEIGHT, WIDTH, 3), (9, 8, 7), np.uint8), MASK, r"i\.png has the value 9, 8, 7 in all"),
 }
 
@@ -162,7 +162,7 @@ def test_pairs_by_name(tmp_path: Path, image: str) -> None:
     assert [(r.id, r.centre, r.group, r.mask) for r in table.records] == [
         (key, key.upper(), key, masks[key]) for key in "abc"
     ]
-    assert {r.given["official"] for r in table.records} == {"test"}
+    assert {r.sections["official"] for r in table.records} == {"test"}
     assert table.notes == ["1 of 4 images have no mask and are left out, first e"]
     assert table.problems == [f"mask {masks['d']} has no image"]
 

@@ -112,7 +112,7 @@ def test_damaged_exif_turns_nothing(tmp_path, picture):
 def test_several_pages_are_refused(tmp_path, picture):
     pages = [Image.fromarray(picture), Image.fromarray(255 - picture), Image.fromarray(picture[::2, ::2])]
     pages[0].save(tmp_path / "m.tif", save_all=True, append_images=pages[1:])
-    with pytest.raises(InputError, match=r"m\.tif has 3 pages; one picture a file; save each") as caught:
+    with pytest.raises(InputError, match=r"m\.tif has 3 pages; one picture in each file; save each") as caught:
         read_pixels(str(tmp_path / "m.tif"))
     assert "\n" not in str(caught.value)
     pages[2].encoderinfo = {"tiffinfo": {254: 1}}  # a smaller copy is no page

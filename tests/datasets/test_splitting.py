@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.datasets.readers.splitting import LEFT_OUT, Record, WholeCentres, by_group, carved, given
+from medfl.datasets.readers.splitting import LEFT_OUT, Record, WholeCentres, by_group, published, validation_from_train
 
 
 def _records(n: int = 1000) -> list[Record]:
@@ -41,8 +41,8 @@ def test_order_of_records_does_not_matter():
 def test_carved_keeps_the_test_section_and_groups():
     """Groups are pairs, every fifth image is test: a group may be in train and test, never in train and validate."""
     records = _records()
-    sections = carved("old")(records)
-    assert [s == "test" for s in sections] == [r.given["old"] == "test" for r in records]
+    sections = validation_from_train("old")(records)
+    assert [s == "test" for s in sections] == [r.sections["old"] == "test" for r in records]
     for part in ("train", "validate"):
         other = {r.group for r, s in zip(records, sections, strict=True) if s == part}
         assert not other & {r.group for r, s in zip(records, sections, strict=True) if s not in (part, "test")}
@@ -51,7 +51,7 @@ def test_carved_keeps_the_test_section_and_groups():
 
 def test_given_names_the_image_without_a_section():
     with pytest.raises(InputError, match="no section for i0"):
-        given("new")(_records(3))
+        published("new")(_records(3))
 
 
 def test_whole_centres() -> None:

@@ -17,7 +17,7 @@ import scipy.io
 import medfl.datasets as datasets
 from medfl.core.errors import InputError
 from medfl.datasets.readers import stacks
-from medfl.datasets.readers.reading import split_uri, whole
+from medfl.datasets.readers.reading import container_uri, split_uri
 
 STACKED = ("mnist", "fmnist", "svhn", "cifar10", "cifar100")
 PIXELS = np.random.default_rng(0).integers(0, 256, (10, 4, 4, 3), dtype=np.uint8)
@@ -251,9 +251,9 @@ def test_uris_of_rows() -> None:
         ("/a/cifar-100-python.tar.gz", "test_images#3"),
     ):
         assert split_uri(f"{path}!{part}") == (path, part)
-        assert whole(f"{path}!{part}") == f"{path}!{part[:-1]}0"
+        assert container_uri(f"{path}!{part}") == f"{path}!{part[:-1]}0"
     for uri in ("/a/b.zip!c#1.jpg", "/a/b.json!10:20", "/a/b!c#1.jpg", "/a/b.jpg"):
-        assert whole(uri) == uri
+        assert container_uri(uri) == uri
     assert split_uri("/a/b!c#1.jpg") == ("/a/b!c#1.jpg", "")
     with pytest.raises(ValueError, match="KeyError"):
         stacks.load("/nowhere/cifar-10-batches-py", "extra_images")

@@ -290,9 +290,9 @@ def test_problems_of_an_ixi_folder(tmp_path: Path, name: str) -> None:
 )
 def test_few_pairs_are_cut_so_that_each_section_gets_one(count: int, expected: tuple[int, int, int]) -> None:
     records = [Record("", 0, f"case{i}", "unknown", f"case{i}") for i in range(count)]
-    sections = Counter(ixi_brain.few(records))
+    sections = Counter(ixi_brain.split_few(records))
     assert tuple(sections[section] for section in SECTIONS) == expected
-    assert ixi_brain.few(records[::-1]) == ixi_brain.few(records)[::-1]
+    assert ixi_brain.split_few(records[::-1]) == ixi_brain.split_few(records)[::-1]
 
 
 def test_whole_heads_name_no_hospital(tmp_path: Path) -> None:

@@ -183,10 +183,7 @@ def apportion(weights: Sequence[int], total: int, *, least: int = 0) -> list[int
 
 
 def deal(
-    groups: Sequence[Group],
-    wanted: Sequence[int],
-    stream: Callable[[int], np.random.Generator],
-    placed: dict[str, int],
+    groups: Sequence[Group], wanted: Sequence[int], stream: Callable[[int], np.random.Generator], placed: dict[str, int]
 ) -> None:
     """Enter the owner of every group in `placed`: a position in `wanted`, or its length for nobody.
 

@@ -186,9 +186,7 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
         pass  # a field is no number, or a centre is there twice: told below, like a number out of range
     advice = "give BETA as a number above 0, C, N, K and TRAIN as whole numbers from 1, STD and TEST from 0"
     raise InputError(
-        f"partition {spec!r}",
-        f"allowed: {FORMS}",
-        advice if kind in _KINDS else did_you_mean(kind, _KINDS, advice),
+        f"partition {spec!r}", f"allowed: {FORMS}", advice if kind in _KINDS else did_you_mean(kind, _KINDS, advice)
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,12 @@ def write_phantom(
     count, side = dataset.per_class if per_class is None else per_class, dataset.size if size is None else size
     if count < MINIMUM_PER_CLASS:
         raise InputError(
-            f"{count} images per class", f"from {MINIMUM_PER_CLASS}, so that each section gets some", "ask for more"
+            f"{count} images per class",
+            f"from {MINIMUM_PER_CLASS}, so that each section gets some",
+            "raise --per-class",
         )
     if side < MINIMUM_SIZE:
-        raise InputError(f"image size {side}", f"from {MINIMUM_SIZE} pixels", "ask for larger images")
+        raise InputError(f"image size {side}", f"from {MINIMUM_SIZE} pixels", "raise --size")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(
             f"{target} exists and is not an empty folder", "a new or empty folder", "give a new one, or remove this"
@@ -131,6 +134,12 @@ def cut(rng: Generator, labels: Sequence[int], shares: Mapping[str, float]) -> l
         for part, chosen in zip(shares, np.split(places, np.rint(edges * len(places)).astype(int)), strict=True):
             sections[chosen] = part
     return [str(section) for section in sections]
+
+
+def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:
+    """Write a table, its first row the header."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
 
 
 def save(path: Path, pixels: NDArray[np.uint8]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +54,10 @@ class CheckReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values."""
-        return {
-            "name": self.name,
-            "folder": str(self.folder),
-            "layout": self.layout,
-            "split": self.split,
-            "source": "phantom" if self.phantom else "real",
-            "images": self.images,
-            "classes": list(self.classes),
-            "counts": {
-                section: {centre: list(row) for centre, row in rows.items()} for section, rows in self.counts.items()
-            },
-            "ok": self.ok,
-            "problems": list(self.problems),
-            "warnings": list(self.warnings),
-            "notes": list(self.notes),
-        }
+        source = "phantom" if self.phantom else "real"
+        values = {**asdict(self), "folder": str(self.folder), "source": source, "images": self.images, "ok": self.ok}
+        del values["phantom"]
+        return values
 
 
 def check(

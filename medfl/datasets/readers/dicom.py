@@ -47,9 +47,9 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     except RuntimeError as error:
         reason = str(error).strip().rpartition("\n")[2]
         raise InputError(
-            f"DICOM series {folder} cannot be read ({reason})", "all its files are complete", "restore them"
+            f"DICOM series {folder} cannot be read ({reason})", "all its files are complete", "copy the series again"
         ) from error
-    if image.GetDimension() != 3:  # each frame has a place of its own, or is another time: the affine cannot say it
+    if image.GetDimension() != 3:  # frames may lie anywhere or be points in time, which no affine can say
         raise InputError(
             f"DICOM file {files[0]} has {image.GetSize()[2]} frames", "a file for each slice", "convert it to NIfTI"
         )
@@ -80,7 +80,7 @@ def _check_places(folder: str, reader: Any, slices: int, normal: NDArray[Any], p
         raise InputError(
             f"DICOM series {folder}: its {slices} slices lie {steps.min():.4g} to {steps.max():.4g} mm apart",
             "slices lie at equal distances",
-            "restore missing slices, or resample the series",
+            "add the missing slices, or resample the series",
         )
     moved = places - places[0]
     above = moved @ normal
@@ -108,7 +108,7 @@ def count_voxels(folder: str) -> int:
 
 
 def _sitk() -> Any:
-    """Return SimpleITK, which is slow to import and not needed for NIfTI."""
+    """Import SimpleITK, which is slow and not needed for NIfTI."""
     module = importlib.import_module("SimpleITK")
     module.ProcessObject.SetGlobalWarningDisplay(False)  # what it warns of is refused here
     return module
@@ -127,14 +127,14 @@ def _files(folder: str) -> tuple[str, ...]:
         raise InputError(
             f"DICOM file {os.path.join(folder, damaged[0])} cannot be read, nor can {len(damaged) - 1} more there",
             "all files of a series are complete images",
-            "restore or remove them",
+            "copy them again, or remove them",
         )
     if series:
-        found = " and ".join(f"{uid} ({_description(files[0])}{len(files)} files)" for uid, files in series.items())
-        given = f"folder {folder} holds {len(series)} DICOM series: {found}"
+        names = " and ".join(f"{uid} ({_description(files[0])}{len(files)} files)" for uid, files in series.items())
+        problem = f"folder {folder} holds {len(series)} DICOM series: {names}"
     else:
-        given = f"folder {folder} holds no DICOM series in its {len(os.listdir(folder))} files"
-    raise InputError(given, "a folder holds the files of one series", "keep one series in each folder")
+        problem = f"folder {folder} holds no DICOM series in its {len(os.listdir(folder))} files"
+    raise InputError(problem, "a folder holds the files of one series", "keep one series in each folder")
 
 
 def is_dicom(file: str) -> bool:

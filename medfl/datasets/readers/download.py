@@ -98,11 +98,11 @@ def _unpack(path: Path) -> None:
 
 def digest(path: Path, algorithm: str) -> str:
     """Return the hexadecimal digest of a file; `algorithm` as in `hashlib`."""
-    found = hashlib.new(algorithm)
+    value = hashlib.new(algorithm)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+            value.update(chunk)
+    return value.hexdigest()
 
 
 class _Broken(Exception):
@@ -149,7 +149,7 @@ class _Transfer:
                 time.sleep(self.pause * attempt)
             except OSError as error:
                 raise RunError(
-                    f"{self.part} cannot be written ({error.strerror}); free some space or choose another folder"
+                    f"{self.part} cannot be written ({error.strerror}); free some space, or give another --out"
                 ) from error
         self.verify()
         self.part.replace(self.target)
@@ -162,27 +162,28 @@ class _Transfer:
 
     def accept_existing(self) -> None:
         """Keep a file that is there if it is the published one (or nothing is published to compare it with)."""
-        wrong = self.wrong(self.target)
+        wrong = self.difference(self.target)
         if wrong:
             raise InputError(
                 f"{self.target} is already there, {wrong}", "the published file", "move it away and fetch again"
             )
         self.show(f"{self.target} is already there")
 
-    def wrong(self, path: Path) -> str:
-        """Say in words how a file differs from what is published, '' if it does not."""
+    def difference(self, path: Path) -> str:
+        """Return in words how a file differs from the published one, "" if it does not."""
         size = path.stat().st_size
         if self.item.bytes is not None and size != self.item.bytes:
             return f"with {size} bytes instead of {self.item.bytes}"
         if self.item.digest is not None:
             algorithm, _, expected = self.item.digest.partition(":")
-            found = digest(path, algorithm)
-            if found != expected.lower():
-                return f"with {algorithm} {found} instead of {expected}"
+            actual = digest(path, algorithm)
+            if actual != expected.lower():
+                return f"with {algorithm} {actual} instead of {expected}"
         return ""
 
     def verify(self) -> None:
-        wrong = self.wrong(self.part)
+        """Put a part file aside that is not the published file, and raise a RunError."""
+        wrong = self.difference(self.part)
         if wrong:
             bad = self.part.replace(self.folder / f"{self.item.file}.part.bad")
             self.tag.unlink(missing_ok=True)
@@ -280,5 +281,5 @@ class _Transfer:
         if needed + _SPARE > free:
             raise RunError(
                 f"{self.item.file} needs {needed / 1e6:.0f} MB more and {self.folder} has {free / 1e6:.0f} MB free; "
-                "free some space or choose another folder"
+                "free some space, or give another folder with --out"
             )

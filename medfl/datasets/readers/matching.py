@@ -26,15 +26,15 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
     Raises:
         InputError: a mask that fits several images, or several masks that fit one; names the files.
     """
-    shown = defaultdict[str, list[str]](list)
-    named, beside = (defaultdict[str, set[str]](set) for _ in range(2))
+    uris_at = defaultdict[str, list[str]](list)
+    by_name, by_folder = (defaultdict[str, set[str]](set) for _ in range(2))
     for path, uri in images:
         folder, _, name = path.rpartition("/")
-        shown[path].append(uri)
-        named[name].add(path)
-        beside[folder].add(path)
+        uris_at[path].append(uri)
+        by_name[name].add(path)
+        by_folder[folder].add(path)
 
-    by_path = {path: home for path, _ in masks if (home := next((p for p in _forms(path) if p in shown), None))}
+    by_path = {path: image for path, _ in masks if (image := next((p for p in _forms(path) if p in uris_at), None))}
     in_folders = any("/" in path for path in by_path.values())
 
     def fitting(path: str) -> list[str]:
@@ -42,30 +42,29 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
             return [by_path[path]]
         folder, _, name = path.rpartition("/")
         for form in _forms(name):
-            if fits := sorted(p for p in named.get(form, ()) if not (in_folders and folder and "/" in p)):
+            if fits := sorted(p for p in by_name.get(form, ()) if not (in_folders and folder and "/" in p)):
                 return fits
-        return sorted(beside.get(folder, ())) if folder and _ONLY.fullmatch(name) else []
+        return sorted(by_folder.get(folder, ())) if folder and _ONLY.fullmatch(name) else []
 
-    found: dict[str, str] = {}
+    matched: dict[str, str] = {}
     for path, uri in masks:
         fits = fitting(path)
-        uris = [one for fit in fits for one in shown[fit]]
+        uris = [image for fit in fits for image in uris_at[fit]]
         if len(uris) > 1:
             more = f" and {len(uris) - 2} more" if len(uris) > 2 else ""
             raise InputError(
                 f"mask {uri} fits the images {uris[0]} and {uris[1]}{more}",
                 "a mask has the path of its image below their folders, or a name that one image has",
-                "rename or move the files",
+                "give the mask its image's name, or move it beside that image",
             )
-        name = _name(fits[0], named) if fits else path
-        if name in found:
+        name = _name(fits[0], by_name) if fits else path
+        if name in matched:
             of = f" of image {uris[0]}" if uris else ""
             raise InputError(
-                f"masks {found[name]} and {uri} are both the mask{of}", "one an image", "remove one of them"
+                f"masks {matched[name]} and {uri} are both the mask{of}", "one for each image", "remove one of them"
             )
-        found[name] = uri
-    single = {_name(path, named): uris[0] for path, uris in shown.items()}
-    return single, found
+        matched[name] = uri
+    return {_name(path, by_name): uris[0] for path, uris in uris_at.items()}, matched
 
 
 def _forms(path: str) -> tuple[str, str]:
@@ -73,6 +72,6 @@ def _forms(path: str) -> tuple[str, str]:
     return ENDING.sub("", path), path
 
 
-def _name(path: str, named: Mapping[str, set[str]]) -> str:
+def _name(path: str, by_name: Mapping[str, set[str]]) -> str:
     name = path.rpartition("/")[2]
-    return name if len(named[name]) == 1 else path
+    return name if len(by_name[name]) == 1 else path

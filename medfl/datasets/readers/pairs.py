@@ -29,7 +29,7 @@ from medfl.datasets.readers.tables import Table, first, image_files, image_index
 
 Mask = NDArray[np.uint8]
 Shape = tuple[int, int]
-_TOLD = 5  # wrong values that an error names
+_SHOWN = 5  # wrong values that an error names
 
 
 def mask_index(roots: Iterable[Path]) -> dict[str, str]:
@@ -42,7 +42,9 @@ def mask_index(roots: Iterable[Path]) -> dict[str, str]:
     for stem, uri in image_index(roots).items():
         name = matching.ENDING.sub("", stem)
         if name in index:
-            raise InputError(f"masks {index[name]} and {uri} are both of image {name}", "one an image", "remove one")
+            raise InputError(
+                f"masks {index[name]} and {uri} are both of image {name}", "one for each image", "remove one of them"
+            )
         index[name] = uri
     return index
 
@@ -52,9 +54,9 @@ def picture_paths(root: Path) -> list[tuple[str, str]]:
 
     The folder that an archive has around all of it, by its own name, is no part of the paths.
     """
-    found = image_files(root)
-    around = f"{root.stem}/" if root.is_file() and all(name.startswith(f"{root.stem}/") for name, _ in found) else ""
-    return [(name.removeprefix(around).rpartition(".")[0], uri) for name, uri in found]
+    files = image_files(root)
+    around = f"{root.stem}/" if root.is_file() and all(name.startswith(f"{root.stem}/") for name, _ in files) else ""
+    return [(name.removeprefix(around).rpartition(".")[0], uri) for name, uri in files]
 
 
 def matched(images: Path, masks: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
@@ -68,32 +70,34 @@ def matched(images: Path, masks: Path) -> tuple[Mapping[str, str], Mapping[str, 
 
 def pair_folders(folder: Path) -> list[Path]:
     """Return images/ and masks/ (or their zips) of a folder that has both, else nothing."""
-    found = [first(folder, name, f"{name}.zip") for name in ("images", "masks")]
-    return [path for path in found if path] if all(found) else []
+    paths = [path for name in ("images", "masks") if (path := first(folder, name, f"{name}.zip"))]
+    return paths if len(paths) == 2 else []
 
 
 def paired(
     images: Mapping[str, str],
     masks: Mapping[str, str],
     centre: Callable[[str], str],
-    given: Mapping[str, str] | None = None,
+    sections: Mapping[str, str] | None = None,
 ) -> Table:
     """Return the records of the images that have a mask, each its own group.
 
-    Images without a mask are left out and told in a note; a mask without its image is a problem.
+    Images without a mask are left out, which a note says; a mask without its image is a problem.
 
     Args:
         images: name -> URI.
         masks: name of the image -> URI.
         centre: name -> where the image was taken.
-        given: split name -> section of all of them.
+        sections: split name -> section of all of them.
     """
-    table, sections = Table(), given or {}
+    table = Table()
     for key in sorted(images.keys() & masks.keys()):
-        table.records.append(Record(images[key], 0, key, centre(key), key, sections, mask=masks[key]))
+        table.records.append(Record(images[key], 0, key, centre(key), key, sections or {}, mask=masks[key]))
     table.problems += [f"mask {masks[key]} has no image" for key in sorted(masks.keys() - images.keys())]
-    if bare := sorted(images.keys() - masks.keys()):
-        table.notes.append(f"{len(bare)} of {len(images)} images have no mask and are left out, first {bare[0]}")
+    if maskless := sorted(images.keys() - masks.keys()):
+        table.notes.append(
+            f"{len(maskless)} of {len(images)} images have no mask and are left out, first {maskless[0]}"
+        )
     return table
 
 
@@ -130,7 +134,7 @@ def read_pair(
 def _resized(mask: Mask, size: Shape, classes: int) -> Mask:
     """Resize each class as the image is, antialiased bilinear, and give a pixel the largest, the lower one of equals.
 
-    The nearest pixel's would move masks by half a pixel of the file where it is reduced by an even factor.
+    Nearest-neighbour resizing by an even factor would move masks by half a pixel of the file.
     """
     shares = [
         np.asarray(Image.fromarray((mask == index).astype(np.float32)).resize(size[::-1], Image.Resampling.BILINEAR))
@@ -145,11 +149,17 @@ def _read_image(uri: str, channels: int | None, size: Shape | None, convert: boo
     pixels = read_pixels(uri, None, channels, convert)
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
         raise InputError(
-            f"image {uri} has values that are no numbers (NaN or infinite)", "pixels are finite", "restore the file"
+            f"image {uri} has values that are no numbers (NaN or infinite)",
+            "pixels are finite",
+            "copy the file again, or remove the case",
         )
     if (pixels == pixels[0, 0]).all():
         value = ", ".join(f"{number:g}" for number in pixels[0, 0].tolist())
-        raise InputError(f"image {uri} has the value {value} in all its pixels", "a picture", "restore or remove it")
+        raise InputError(
+            f"image {uri} has the value {value} in all its pixels",
+            "an image shows something",
+            "copy the file again, or remove the case",
+        )
     shape = (pixels.shape[0], pixels.shape[1])
     return (pixels if size in (None, shape) else resize(pixels, size or shape)), shape
 
@@ -162,7 +172,7 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
             f"mask {uri} has {pixels.shape[0]} x {pixels.shape[1]} pixels (height x width), "
             f"its image {image} {shape[0]} x {shape[1]}",
             "an image and its mask have the same shape",
-            "restore the file that was changed",
+            "copy the file again that was changed",
         )
     plane = pixels[..., 0]
     if pixels.shape[-1] not in (1, 3) or any((pixels[..., c] != plane).any() for c in range(1, pixels.shape[-1])):
@@ -176,11 +186,11 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
         return (plane > 0).astype(np.uint8)
     wrong = [value for value in values.tolist() if value not in range(classes)]
     if wrong:
-        more = f" and {len(wrong) - _TOLD} more" if len(wrong) > _TOLD else ""
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise InputError(
-            f"mask {uri} of image {image} has the values {', '.join(f'{v:g}' for v in wrong[:_TOLD])}{more}",
+            f"mask {uri} of image {image} has the values {', '.join(f'{v:g}' for v in wrong[:_SHOWN])}{more}",
             "0 and 1, or 0 and 255" if classes == 2 else f"whole numbers from 0 to {classes - 1}",
-            "restore the file, or save class indices",
+            "copy the file again, or save class indices",
         )
     return plane.astype(np.uint8)
 
@@ -222,9 +232,11 @@ class ReadPaird(ReadPixelsd):
         """Check the arguments; files are opened when called, so the transform can be sent to workers."""
         super().__init__(keys, channels, convert, size)
         if not 2 <= classes <= 255:
-            raise InputError(f"classes={classes}", "2 to 255, the background among them", "count the mask's values")
+            raise InputError(
+                f"classes={classes}", "2 to 255, the background among them", "give the number of values that masks have"
+            )
         if len(self.keys) != 2:
-            raise InputError(f"keys {', '.join(map(str, self.keys))}", "two: image and mask", "name both")
+            raise InputError(f"keys {', '.join(map(str, self.keys))}", "two: image and mask", "give both keys")
         self.classes = classes
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
@@ -233,12 +245,7 @@ class ReadPaird(ReadPixelsd):
         uri = str(item[image])
         if mask in item:
             pixels, indices, shape = read_pair(
-                uri,
-                str(item[mask]),
-                channels=self.channels,
-                classes=self.classes,
-                size=self.size,
-                convert=self.convert,
+                uri, str(item[mask]), channels=self.channels, classes=self.classes, size=self.size, convert=self.convert
             )
             item[mask] = torch.from_numpy(indices[None])
         else:
@@ -307,10 +314,12 @@ class WriteMaskd(MapTransform):
         if self._written.setdefault(place, file) != file:
             raise InputError(
                 f"predictions of {self._written[place]} and {file} would both be written to {place}",
-                "one image of a name",
-                "predict them into two folders",
+                "one image of each name",
+                "write their predictions into two folders with output_dir",
             )
         if place.resolve() == Path(path).resolve():
-            raise InputError(f"the prediction of {file} would replace it", "a folder of its own", "set output_dir")
+            raise InputError(
+                f"the prediction of {file} would replace it", "a folder of its own", "give output_dir another folder"
+            )
         place.parent.mkdir(parents=True, exist_ok=True)
         return place

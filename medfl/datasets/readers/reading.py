@@ -30,7 +30,7 @@ from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError
-from medfl.datasets.readers import deep, stacks
+from medfl.datasets.readers import png16, stacks
 
 Pixels = NDArray[Any]
 T = TypeVar("T")
@@ -74,22 +74,22 @@ class _Handles:
 
     def __init__(self, limit: int, share: bool) -> None:
         self.limit, self.share, self.pid, self.lock = limit, share, os.getpid(), threading.Lock()
-        self.kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self.open: OrderedDict[Hashable, Any] = OrderedDict()
 
     def get(self, path: str, part: str, open_: Callable[[], T]) -> T:
         stat = os.stat(path)
         key = (path, part, stat.st_mtime_ns, stat.st_size)
         if self.pid != os.getpid():
             self.pid, self.lock = os.getpid(), threading.Lock()
-            self.kept = self.kept if self.share else OrderedDict()
+            self.open = self.open if self.share else OrderedDict()
         with self.lock:
-            if key not in self.kept:
-                self.kept[key] = open_()
-                if len(self.kept) > self.limit:
-                    self.kept.popitem(last=False)
-            self.kept.move_to_end(key)
-            found: T = self.kept[key]
-            return found
+            if key not in self.open:
+                self.open[key] = open_()
+                if len(self.open) > self.limit:
+                    self.open.popitem(last=False)
+            self.open.move_to_end(key)
+            handle: T = self.open[key]
+            return handle
 
 
 _ARCHIVES = _Handles(limit=64, share=False)
@@ -106,7 +106,7 @@ def archive(path: str | Path) -> zipfile.ZipFile:
         return _ARCHIVES.get(str(path), "", lambda: zipfile.ZipFile(path))
     except (OSError, zipfile.BadZipFile) as error:
         raise InputError(
-            f"{path} cannot be opened ({error})", "a complete .zip or .npz file", "fetch or copy it again"
+            f"{path} cannot be opened ({error})", "a complete .zip or .npz file", "download or copy it again"
         ) from error
 
 
@@ -128,10 +128,12 @@ def array(path: str | Path, name: str) -> Pixels:
         return _ARRAYS.get(str(path), name, load)
     except KeyError as error:
         names = ", ".join(Path(member).stem for member in archive(path).namelist())
-        raise InputError(f"{path} has no array {name!r}", f"it has {names}", "take the file as published") from error
+        raise InputError(
+            f"{path} has no array {name!r}", f"it has {names}", "download the file again from its source"
+        ) from error
     except UNREADABLE as error:
         raise InputError(
-            f"array {name!r} of {path} cannot be read ({error})", READABLE, "fetch the file again"
+            f"array {name!r} of {path} cannot be read ({error})", READABLE, "download the file again"
         ) from error
 
 
@@ -153,8 +155,8 @@ def split_uri(uri: str) -> tuple[str, str]:
     return (match[1], match[3]) if match else (uri, "")
 
 
-def whole(uri: str) -> str:
-    """Return the URI with the content of which an image's changes: of an array's rows that of the first."""
+def container_uri(uri: str) -> str:
+    """Return the URI whose content changes when an image's does: of an array's rows that of the first."""
     match = _INSIDE.fullmatch(uri)
     return f"{match[1]}!{match[3].rpartition('#')[0]}#0" if match and match["stack"] else uri
 
@@ -162,13 +164,13 @@ def whole(uri: str) -> str:
 def content_key(uri: str) -> str:
     """Return "<bytes>:<CRC-32>" of the image file at `uri`, without decoding it; for a row that of the whole array.
 
-    Of a list in a JSON file it is that of the list's text, of a folder (a DICOM series) or joined files those of each.
+    For a list in a JSON file return that of the list's text, for a folder (a DICOM series) or joined files each file's.
 
     Raises:
         InputError: the file is not there.
     """
     if JOINED in uri:
-        return ",".join(content_key(one) for one in uri.split(JOINED))
+        return ",".join(content_key(file) for file in uri.split(JOINED))
     path, part = split_uri(uri)
     try:
         if path.endswith(".json") and part:
@@ -189,7 +191,9 @@ def content_key(uri: str) -> str:
                 crc, size = zlib.crc32(block, crc), size + len(block)
         return f"{size}:{crc:08x}"
     except (OSError, KeyError) as error:
-        raise InputError(f"image {uri} cannot be read ({error})", READABLE, "restore the file") from error
+        raise InputError(
+            f"image {uri} cannot be read ({error})", READABLE, "check the path, or copy the file again"
+        ) from error
 
 
 def read_pixels(
@@ -214,23 +218,27 @@ def read_pixels(
             content = archive(path).read(part) if part else b""
             with Image.open(io.BytesIO(content) if part else path) as image:
                 pages = _pages(image)
-                if image.format == "PNG" and deep.is_deep(content if part else deep.head_of(path)):
+                if image.format == "PNG" and png16.is_png16(content if part else png16.head_of(path)):
                     image.load()  # which refuses a file that is damaged
-                    pixels = deep.read(content or path, orientation(image))
+                    pixels = _upright(png16.read(content or path), orientation(image))
                 else:
                     pixels = _decode(image, size, channels if convert else None) if pages == 1 else np.empty(0)
             if pages > 1:
-                raise InputError(f"image {uri} has {pages} pages", "one picture a file", "save each page as a file")
+                raise InputError(
+                    f"image {uri} has {pages} pages", "one picture in each file", "save each page as a file of its own"
+                )
     except UNREADABLE as error:
         reason = str(error) or type(error).__name__
         raise InputError(
-            f"image {uri} cannot be read ({reason})", READABLE, "restore the file, or check the folder"
+            f"image {uri} cannot be read ({reason})", READABLE, "copy the file again, or remove it from the data"
         ) from error
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if channels and pixels.shape[-1] != channels:
         if not convert or {channels, pixels.shape[-1]} - {1, 2, 3, 4}:
             raise InputError(
-                f"image {uri} has {pixels.shape[-1]} channels", f"the data set has {channels}", "convert or remove it"
+                f"image {uri} has {pixels.shape[-1]} channels",
+                f"the data set has {channels}",
+                "convert the file, or remove it from the data",
             )
         pixels = _convert(pixels, channels)
     return pixels if size is None or pixels.shape[:2] == size else resize(pixels, size)
@@ -259,22 +267,32 @@ def orientation(image: Image.Image) -> int:
     if image.format == "TIFF" or "exif" not in image.info:  # Pillow turns a TIFF itself
         return 1
     try:
-        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+        turn = image.getexif().get(ExifTags.Base.Orientation, 1)
     except (TypeError, *UNREADABLE):  # damaged EXIF says nothing of the pixels
         return 1
-    return found if found in _TURNS else 1
+    return turn if turn in _TURNS else 1
+
+
+def _upright(pixels: Pixels, turn: int) -> Pixels:
+    """Turn pixels (H, W, C) by an EXIF orientation, channel by channel, as Pillow has no colours of 16 bits."""
+    if turn == 1:
+        return pixels
+    channels = [
+        np.array(Image.fromarray(channel).transpose(_TURNS[turn])) for channel in np.moveaxis(pixels, -1, 0).copy()
+    ]
+    return np.stack(channels, axis=-1)
 
 
 def _pages(image: Image.Image) -> int:
     """Return the number of pictures in a file; in a TIFF without smaller copies and masks. Other formats have one."""
     if not isinstance(image, TiffImageFile) or image.n_frames < 2:
         return 1
-    found = 0
+    pages = 0
     for page in range(image.n_frames):
         image.seek(page)
-        found += not image.tag_v2.get(_SUBFILE_TYPE, 0) & _NO_PAGE
+        pages += not image.tag_v2.get(_SUBFILE_TYPE, 0) & _NO_PAGE
     image.seek(0)
-    return max(1, found)
+    return max(1, pages)
 
 
 def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | None) -> Pixels:
@@ -358,7 +376,7 @@ class ReadPixelsd(MapTransform):
         super().__init__(keys)
         if convert and channels not in (1, 3):
             raise InputError(
-                f"convert=True with channels={channels}", "channels 1 or 3", "say to what the images are converted"
+                f"convert=True with channels={channels}", "channels 1 or 3", "give channels=1 or channels=3"
             )
         sides = (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
         if sides is not None and min(sides) < 1:

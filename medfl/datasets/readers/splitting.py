@@ -18,7 +18,7 @@ LEFT_OUT = ""
 
 @dataclass(frozen=True)
 class Record:
-    """One image of a data set; `given` holds the section that the source's own tables name, by split name.
+    """One image of a data set; `sections` holds the section that the source's own tables name, by split name.
 
     Of a segmentation case `mask` is where its reference mask lies, `label` is 0, and `size` its number of pixels or
     voxels where that is known without reading the image.
@@ -29,7 +29,7 @@ class Record:
     id: str
     centre: str
     group: str
-    given: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, str] = field(default_factory=dict)
     mask: str = ""
     size: int | None = None
 
@@ -61,45 +61,41 @@ def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> 
     return rule
 
 
-def given(split: str) -> Rule:
-    """Return the rule that takes the sections as the source gives them."""
+def published(split: str) -> Rule:
+    """Return the rule that takes the sections as the source published them."""
 
     def rule(records: Sequence[Record]) -> list[str]:
-        unknown = next((record for record in records if split not in record.given), None)
+        unknown = next((record for record in records if split not in record.sections), None)
         if unknown is not None:
             raise InputError(
                 f"split {split!r}: the folder's tables give no section for {unknown.id}",
                 f"split {split!r} needs a table that names every image",
-                "add the table, or choose another split",
+                "add the table to the folder, or give another split with --config split=NAME",
             )
-        return [record.given[split] for record in records]
+        return [record.sections[split] for record in records]
 
     return rule
 
 
-def carved(split: str, share: float = 0.1) -> Rule:
-    """Return the rule that takes the source's train and test and carves `share` of train for validation, by group."""
-
-    def rule(records: Sequence[Record]) -> list[str]:
-        sections = given(split)(records)
-        train = [index for index, section in enumerate(sections) if section == "train"]
-        cut = by_group((1 - share, share), f"{split}-validate")([records[index] for index in train])
-        for index, section in zip(train, cut, strict=True):
-            sections[index] = section
-        return sections
-
-    return rule
+def validation_from_train(split: str, share: float = 0.1) -> Rule:
+    """Return the rule that takes the source's train and test and cuts `share` of train for validation, by group."""
+    return _cut(split, "train", (1 - share, share), f"{split}-validate", ("train", "validate"))
 
 
-def spared(split: str) -> Rule:
+def validation_from_test(split: str) -> Rule:
     """Return the rule that leaves the source's train whole and validates on half of its test, by group."""
+    return _cut(split, "test", (0.5, 0.5), f"{split}-spared", ("validate", "test"))
+
+
+def _cut(split: str, part: str, shares: tuple[float, float], salt: str, names: tuple[str, str]) -> Rule:
+    """Return the rule that takes the published sections, but cuts one of them into two, by group."""
 
     def rule(records: Sequence[Record]) -> list[str]:
-        sections = given(split)(records)
-        test = [index for index, section in enumerate(sections) if section == "test"]
-        cut = by_group((0.5, 0.5), f"{split}-spared")([records[index] for index in test])
-        for index, half in zip(test, cut, strict=True):
-            sections[index] = "validate" if half == "train" else "test"
+        sections = published(split)(records)
+        indices = [index for index, section in enumerate(sections) if section == part]
+        cut = by_group(shares, salt)([records[index] for index in indices])
+        for index, section in zip(indices, cut, strict=True):
+            sections[index] = names[SECTIONS.index(section)]
         return sections
 
     return rule
@@ -135,7 +131,7 @@ class WholeCentres:
             raise InputError(
                 f"{len(small)} of {len(sizes)} writers or centres have fewer than {self.below} images",
                 f"this split draws {sum(self.numbers)} of them",
-                "give the full data, or choose another split",
+                "give the folder of the full data, or another split with --config split=NAME",
             )
         small.sort(key=lambda centre: hashlib.sha256(f"{self.salt}/{self.trial}/{centre}".encode()).digest())
         places = [section for section, number in zip(SECTIONS, self.numbers, strict=True) for _ in range(number)]

@@ -44,7 +44,7 @@ class Layout:
 
 
 def several(entries: Sequence[str], what: str, most: int = 5) -> str:
-    """Return up to `most` entries in one line, and how many more of them (`what`) there are."""
+    """Join up to `most` entries in one line, and say how many more of them (`what`) there are."""
     more = f" and {len(entries) - most} more {what}" if len(entries) > most else ""
     return " | ".join(entries[:most]) + more
 
@@ -63,18 +63,18 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
             names, rows = list(reader.fieldnames or []), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(
-            f"table {path} cannot be read ({error})", "a UTF-8 text table with a header", "restore the file"
+            f"table {path} cannot be read ({error})", "a UTF-8 text table with a header", "save it as such a file"
         ) from error
     missing = [column for column in columns if column not in names]
     if missing:
         raise InputError(
             f"{path} has no column {missing[0]!r}",
             f"it needs {', '.join(columns)} and has {', '.join(names) or 'none'}",
-            "take the table as published",
+            "download the table again, or name the columns so",
         )
     for number, row in enumerate(rows, start=2):
         if any(row[column] is None for column in columns):
-            raise InputError(f"{path} line {number} is cut off", f"{len(names)} values a line", "restore the file")
+            raise InputError(f"{path} line {number} is cut off", f"{len(names)} values a line", "complete the line")
     return rows
 
 
@@ -164,8 +164,7 @@ def class_folders(
 
 
 def _matches(root: Path, pattern: re.Pattern[str]) -> dict[re.Match[str], str]:
-    found = [(pattern.search(name), uri) for name, uri in image_files(root)]
-    return {match: uri for match, uri in found if match}
+    return {match: uri for name, uri in image_files(root) if (match := pattern.search(name))}
 
 
 def medmnist(
@@ -191,8 +190,8 @@ def medmnist(
         return [path for _, path in sorted(sized, reverse=True)]
 
     def find(folder: Path) -> dict[str, tuple[str, str]]:
-        found = files(folder)[:1]
-        return {part: (f"{path}!{part}_images", f"{path}!{part}_labels") for path in found for part in SECTION_NAMES}
+        largest = files(folder)[:1]
+        return {part: (f"{path}!{part}_images", f"{path}!{part}_labels") for path in largest for part in SECTION_NAMES}
 
     return stacked(text, find, classes, split, more_splits=more_splits, centre=centre, notes=notes)
 
@@ -222,14 +221,12 @@ def stacked(
 
     def read(folder: Path) -> Table:
         table = Table()
-        for part, (images, known) in find(folder).items():
-            path, name = split_uri(known)
+        for part, (images, label_uri) in find(folder).items():
+            path, name = split_uri(label_uri)
             labels, rows = array(path, name).reshape(-1), array_shape(*split_uri(images))[0]
             if len(labels) != rows:
                 raise InputError(
-                    f"{path}: {rows} {part} images but {len(labels)} labels",
-                    "one label an image",
-                    "fetch the file again",
+                    f"{path}: {rows} {part} images but {len(labels)} labels", "one label an image", "download it again"
                 )
             for row, label in enumerate(labels.tolist()):
                 if not (isinstance(label, int) and 0 <= label < classes):

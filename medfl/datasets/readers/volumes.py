@@ -72,7 +72,7 @@ def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTens
 
 
 def count_voxels(uri: str) -> int | None:
-    """Return the number of voxels as the header has it, without reading them; None if it cannot be read."""
+    """Return the number of voxels that the header states, without reading them; None if it cannot be read."""
     try:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
@@ -86,8 +86,8 @@ def volume_files(root: Path) -> list[tuple[str, str]]:
     if root.is_file():
         names = [(name, f"{root}!{name}") for name in archive(root).namelist()]
     else:
-        found = (os.path.join(base, name) for base, _, files in os.walk(root) for name in files)
-        names = [(os.path.relpath(path, root).replace(os.sep, "/"), path) for path in found]
+        paths = (os.path.join(base, name) for base, _, files in os.walk(root) for name in files)
+        names = [(os.path.relpath(path, root).replace(os.sep, "/"), path) for path in paths]
     return sorted(
         (name, uri)
         for name, uri in names
@@ -153,8 +153,8 @@ def _read(uri: str) -> _Raw:
 
 def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
     if not uri.endswith(SUFFIXES):
-        known = "no such file or folder" if not os.path.exists(split_uri(uri)[0]) else "not a NIfTI file by its name"
-        raise InputError(f"volume {uri} cannot be read ({known})", _READABLE, "check the path, or convert it")
+        reason = "no such file or folder" if not os.path.exists(split_uri(uri)[0]) else "not a NIfTI file by its name"
+        raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "check the path, or convert it")
     try:
         with nib.imageglobals.LoggingOutputSuppressor():  # what it logs of a header is in its errors
             image = _open(uri)
@@ -163,9 +163,11 @@ def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
         affine = np.asarray(image.affine, dtype=np.float64)
     except (*_NIFTI_ERRORS, *UNREADABLE) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "restore the file") from error
+        raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "copy the file again") from error
     if voxels.dtype.kind not in "biuf":
-        raise InputError(f"volume {uri} holds {voxels.dtype} values", "one real number a voxel", "convert it")
+        raise InputError(
+            f"volume {uri} holds {voxels.dtype} values", "one real number a voxel", "convert the file to such numbers"
+        )
     return voxels, affine
 
 
@@ -209,13 +211,13 @@ def _image(uri: str, raw: _Raw) -> MetaTensor:
         raise InputError(
             f"volume {uri} has NaN or infinite values at {wrong} of {voxels.size} voxels",
             "every voxel has a finite value",
-            "repair or remove it",
+            "replace these values, or remove the volume from the data",
         )
     if voxels.min() == voxels.max():
         raise InputError(
             f"volume {uri} has the value {voxels.min() + 0.0:g} at every voxel",
             "an image shows something",
-            "remove the case",
+            "remove the case from the data",
         )
     return _tensor(uri, voxels, raw.affine)
 
@@ -225,10 +227,10 @@ def _classes(mask: str, values: Array, classes: int) -> Array:
         labels: Array = values.astype(np.uint8)
     wrong = (labels != values) | (labels >= classes)
     if wrong.any():
-        found = np.unique(values[wrong])
-        more = ", ..." if len(found) > 5 else ""
+        others = np.unique(values[wrong])
+        more = ", ..." if len(others) > 5 else ""
         raise InputError(
-            f"mask {mask} has the value{'s' * (len(found) > 1)} {', '.join(f'{v:g}' for v in found[:5])}{more} "
+            f"mask {mask} has the value{'s' * (len(others) > 1)} {', '.join(f'{v:g}' for v in others[:5])}{more} "
             f"at {int(wrong.sum())} voxels",
             f"its labels are the whole numbers 0 to {classes - 1}",
             "relabel the mask, or remove the case",
@@ -293,7 +295,7 @@ class ReadVolumed(MapTransform):
 
 
 class CheckPatchd(MapTransform):
-    """Refuse a volume (C, D1, D2, D3) that is smaller than the patch along an axis; without a patch size let all pass.
+    """Refuse a volume (C, D1, D2, D3) that is smaller than the patch along an axis; accept all without a patch size.
 
     Args:
         keys: the volumes.

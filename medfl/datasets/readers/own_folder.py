@@ -1,4 +1,4 @@
-"""What a folder of one's own holds besides the images that are used, and folders that are by their names no classes."""
+"""Checks of a user's own folder: what it holds besides the images used, and folders whose names are no classes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def refuse_other_folders(place: Path, names: Sequence[str]) -> None:
         place: the folder that holds them.
         names: of the folders.
     """
-    plain = {name.lower(): name for name in names}
-    sections = [plain[name] for name in plain if name in _SECTIONS]
-    if {"train", "training"} & plain.keys() or len(sections) == len(plain):
+    lower = {name.lower(): name for name in names}
+    sections = [lower[name] for name in lower if name in _SECTIONS]
+    if {"train", "training"} & lower.keys() or len(sections) == len(lower):
         raise InputError(
             f"folders {', '.join(sections)} in {place} are named as sections, not classes",
             "a folder for each class, with its images of all sections",
             "put each class's into one folder and say their sections in column 'section' of cases.csv",
         )
-    images, masks = ([plain[name] for name in plain if name in known] for known in (_IMAGES, _MASKS))
-    if images and masks and 2 * len(images + masks) > len(plain):
+    images, masks = ([lower[name] for name in lower if name in known] for known in (_IMAGES, _MASKS))
+    if images and masks and 2 * len(images + masks) > len(lower):
         raise InputError(
             f"folders {images[0]} and {masks[0]} in {place} are named as images and their masks, not classes",
             "a folder for each class, or images with masks",
@@ -44,9 +44,9 @@ def refuse_other_folders(place: Path, names: Sequence[str]) -> None:
 def refuse_masks_among(place: Path, names: Sequence[str]) -> None:
     """Raise an InputError if a class folder holds a picture and its mask: the mask would count as a picture."""
     for name in names:
-        found = {path.rpartition(".")[0]: path for path, _ in tables.image_files(place / name)}
-        for stem, path in found.items():
-            if stem.lower().endswith("_mask") and (picture := found.get(matching.ENDING.sub("", stem))):
+        pictures = {path.rpartition(".")[0]: path for path, _ in tables.image_files(place / name)}
+        for stem, path in pictures.items():
+            if stem.lower().endswith("_mask") and (picture := pictures.get(matching.ENDING.sub("", stem))):
                 raise InputError(
                     f"class folder {place / name} holds {picture} and its mask {path}",
                     "pictures only, or images and their masks in two folders",
@@ -55,7 +55,7 @@ def refuse_masks_among(place: Path, names: Sequence[str]) -> None:
 
 
 def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: str) -> tuple[str, ...]:
-    """Return a line for the images of a folder that are not used, and one for its other files, "" of neither.
+    """Return a line about images of a folder that are not used, and one about its other files, where it has any.
 
     Args:
         place: the folder; its hidden files and its cases.csv do not count.
@@ -72,9 +72,9 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
                 image = name.lower().endswith(tuple(endings))
                 (images if image else others).append(path.relative_to(place).as_posix())
     lines = [
-        f"{len(found)} {kind}: left out, first {found[0]}"
-        for found, kind in ((images, f"images {what}"), (others, f"files that do not end in {', '.join(endings)}"))
-        if found
+        f"{len(files)} {kind}: left out, first {files[0]}"
+        for files, kind in ((images, f"images {what}"), (others, f"files that do not end in {', '.join(endings)}"))
+        if files
     ]
     return tuple(lines)
 
