@@ -125,17 +125,17 @@ def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
     coded = [part for part in parts if isinstance(part, Coded)]
     if len(coded) < len(parts) or len({part.values.dtype for part in coded}) > 1:
         return torch.stack([decoded(part) for part in parts])
-    kind = coded[0].values.dtype
-    tables = [part.values[0].view(_BITS[kind.itemsize]).numpy(force=True) for part in coded]
+    dtype = coded[0].values.dtype
+    tables = [part.values[0].view(_BITS[dtype.itemsize]).numpy(force=True) for part in coded]
     common = _common(tables) if share else None
     codes = torch.empty(len(coded), *shape_of(coded[0]), dtype=torch.uint8)
     for row, table, part in zip(codes, tables, coded, strict=True):
         row.copy_(part.codes[0])
         if common is not None:
             _recode(row, table, common)
-    values = torch.from_numpy(_padded(tables) if common is None else _padded(common)).view(kind)
-    made = Coded(codes, values)
-    return made if made.nbytes < codes.numel() * kind.itemsize else made.decode()
+    values = torch.from_numpy(_padded(tables) if common is None else _padded(common)).view(dtype)
+    column = Coded(codes, values)
+    return column if column.nbytes < codes.numel() * dtype.itemsize else column.decode()
 
 
 def _common(tables: Sequence[NDArray[np.signedinteger]]) -> list[NDArray[np.signedinteger]] | None:
@@ -146,9 +146,9 @@ def _common(tables: Sequence[NDArray[np.signedinteger]]) -> list[NDArray[np.sign
 
 def _recode(codes: Tensor, table: NDArray[np.signedinteger], common: Sequence[NDArray[np.signedinteger]]) -> None:
     """Turn positions in a table into positions in the common one, in place."""
-    for row, own, values in zip(codes.numpy(), table, common, strict=True):
-        places = np.searchsorted(values, own).astype(np.uint8)
-        if not np.array_equal(places, np.arange(len(own))):
+    for row, old, values in zip(codes.numpy(), table, common, strict=True):
+        places = np.searchsorted(values, old).astype(np.uint8)
+        if not np.array_equal(places, np.arange(len(old))):
             row[...] = places[row]
 
 

@@ -17,8 +17,8 @@ _GB = 1e9
 
 def free_memory(device: torch.device) -> int:
     """Return how many bytes a CUDA device can still give this process, those included that torch keeps for it."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + kept
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def within(allowance: int, memory: int) -> Free:
@@ -59,34 +59,34 @@ def hold(
         return dict(sections), ""
     memory = free(device)
     left = memory // 2
-    made: dict[int, Prepared] = {}
-    told: dict[str, list[str]] = {"held": [], "large": [], "single": []}
+    moved: dict[int, Prepared] = {}
+    sets: dict[str, list[str]] = {"held": [], "large": [], "single": []}
     for name, prepared in sections.items():
-        here = made.get(id(prepared))
-        if here is None:
-            here = prepared.to(device, left) if prepared.nbytes else prepared
-            left -= 0 if here is prepared else prepared.nbytes
-            made[id(prepared)] = _pinned(prepared) if here is prepared and device.type == "cuda" else here
-        fate = "single" if not prepared.nbytes else "large" if made[id(prepared)].device.type == "cpu" else "held"
-        told[fate].append(f"{name} ({_size(prepared.nbytes)})" if prepared.nbytes else name)
-    return {name: made[id(prepared)] for name, prepared in sections.items()}, _line(told, device, memory)
+        data = moved.get(id(prepared))
+        if data is None:
+            data = prepared.to(device, left) if prepared.nbytes else prepared
+            left -= 0 if data is prepared else prepared.nbytes
+            moved[id(prepared)] = _pinned(prepared) if data is prepared and device.type == "cuda" else data
+        fate = "single" if not prepared.nbytes else "large" if moved[id(prepared)].device.type == "cpu" else "held"
+        sets[fate].append(f"{name} ({_size(prepared.nbytes)})" if prepared.nbytes else name)
+    return {name: moved[id(prepared)] for name, prepared in sections.items()}, _line(sets, device, memory)
 
 
 def _pinned(prepared: Prepared) -> Prepared:
     """Return the same items, whose batches come in pinned memory."""
-    made = copy.copy(prepared)
-    made.pinned = True
-    return made
+    pinned = copy.copy(prepared)
+    pinned.pinned = True
+    return pinned
 
 
-def _line(told: Mapping[str, list[str]], device: torch.device, memory: int) -> str:
-    parts = [f"data held on {device}: {', '.join(told['held']) or 'none'}"]
-    if told["large"]:
+def _line(sets: Mapping[str, list[str]], device: torch.device, memory: int) -> str:
+    parts = [f"data held on {device}: {', '.join(sets['held']) or 'none'}"]
+    if sets["large"]:
         parts.append(
-            f"copied batch by batch, as they do not fit in half of its free {_size(memory)}: {', '.join(told['large'])}"
+            f"copied batch by batch, as they do not fit in half of its free {_size(memory)}: {', '.join(sets['large'])}"
         )
-    if told["single"]:
-        parts.append(f"made item by item on the CPU: {', '.join(told['single'])}")
+    if sets["single"]:
+        parts.append(f"made item by item on the CPU: {', '.join(sets['single'])}")
     return "; ".join(parts)
 
 

@@ -73,8 +73,8 @@ class Sampled(Prepared):
             list(zip(chunk.tolist(), some.tolist(), strict=True))
             for chunk, some in zip(torch.split(indices, size), torch.split(seeds, size), strict=True)
         ]
-        made = self._in_threads(work) if self.clone is not None and len(work) > 1 else map(self._make, work)
-        for samples in made:
+        batches = self._in_threads(work) if self.clone is not None and len(work) > 1 else map(self._make, work)
+        for samples in batches:
             yield self.unpack(self.collate(samples))
 
     def _make(self, work: list[tuple[int, int]]) -> list[Any]:

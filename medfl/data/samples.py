@@ -225,9 +225,9 @@ def _inner_transforms(dataset: Any) -> list[Any]:
         return []
     inner = [getattr(dataset, name) for name in ("dataset", "data") if hasattr(dataset, name)]
     parts = [*inner, *getattr(dataset, "datasets", [])]
-    found = [transform for part in parts for transform in _inner_transforms(part)]
+    deeper = [transform for part in parts for transform in _inner_transforms(part)]
     own = [dataset, getattr(dataset, "transform", None)]
-    return [*found, *(part for part in own if hasattr(part, "set_random_state"))]
+    return [*deeper, *(part for part in own if hasattr(part, "set_random_state"))]
 
 
 def as_plain(value: Any) -> Any:

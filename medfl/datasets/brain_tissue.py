@@ -22,11 +22,11 @@ _NAME = re.compile(r"oasis_(\d+)_(t1ss|tissue)")
 
 def _files(folder: Path) -> dict[str, dict[str, str]]:
     """Return the URIs of image (t1ss) and mask (tissue) by the scan's number."""
-    found: dict[str, dict[str, str]] = {}
+    files: dict[str, dict[str, str]] = {}
     for stem, uri in volume_index(folder).items():
         if match := _NAME.fullmatch(stem):
-            found.setdefault(match[1], {})[match[2]] = uri
-    return found
+            files.setdefault(match[1], {})[match[2]] = uri
+    return files
 
 
 def _read(folder: Path) -> Table:
@@ -43,11 +43,11 @@ def _read(folder: Path) -> Table:
         elif not row["age"].replace(".", "", 1).isdecimal():
             table.problems.append(f"{path}: scan {key} has age {row['age']!r}, an age is a number of years")
         else:
-            given = {"age": "test" if float(row["age"]) >= OLD else "train"}
+            sections = {"age": "test" if float(row["age"]) >= OLD else "train"}
             image, mask = files["t1ss"], files["tissue"]
             size = count_voxels(image)
             table.records.append(
-                Record(image, 0, f"oasis_{key}", "unknown", row["subject"], given, mask=mask, size=size)
+                Record(image, 0, f"oasis_{key}", "unknown", row["subject"], sections, mask=mask, size=size)
             )
     return table
 

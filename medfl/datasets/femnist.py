@@ -38,8 +38,8 @@ def _files(folder: Path) -> list[Path]:
 
 def _numbered(folder: Path) -> list[Path]:
     """Return the files `all_data_<number>….json`, 2 before 10."""
-    found = [path for path in folder.glob("all_data_*.json") if _SPLIT.fullmatch(path.name)]
-    return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+    files = [path for path in folder.glob("all_data_*.json") if _SPLIT.fullmatch(path.name)]
+    return sorted(files, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
 def skim(text: bytes) -> Any:

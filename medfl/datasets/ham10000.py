@@ -32,8 +32,8 @@ def centre_roots(folder: Path, kind: str = "images") -> list[Path]:
 
 def part_roots(folder: Path) -> list[Path]:
     """Return the image folders and archives `HAM10000_images*[.zip]` of a folder as published, folders first."""
-    found = [path for path in sorted(folder.glob("HAM10000_images*")) if path.is_dir() or path.suffix == ".zip"]
-    return sorted(found, key=lambda path: path.is_file())
+    roots = [path for path in sorted(folder.glob("HAM10000_images*")) if path.is_dir() or path.suffix == ".zip"]
+    return sorted(roots, key=lambda path: path.is_file())
 
 
 def _sections(folder: Path) -> Mapping[str, str]:

@@ -62,16 +62,16 @@ def _found(folder: Path) -> bool:
 
 
 def _read_sets(folder: Path) -> Table:
-    found: dict[str, dict[str, str]] = {"CXR_png": {}, "leftMask": {}, "rightMask": {}, "mask": {}}
+    uris: dict[str, dict[str, str]] = {"CXR_png": {}, "leftMask": {}, "rightMask": {}, "mask": {}}
     for root in _roots(folder):
         for name, uri in image_files(root):
             if match := _FILE.search(f"{root.name}/{name}"):
                 # A tree that a published archive holds twice counts once.
-                found["mask" if match[1] == "masks" else match[1]].setdefault(match[2], uri)
-    left, right, masks = found["leftMask"], found["rightMask"], found["mask"]
+                uris["mask" if match[1] == "masks" else match[1]].setdefault(match[2], uri)
+    left, right, masks = uris["leftMask"], uris["rightMask"], uris["mask"]
     for key in left.keys() & right.keys():
         masks.setdefault(key, JOINED.join((left[key], right[key])))
-    table = paired(found["CXR_png"], masks, _centre)
+    table = paired(uris["CXR_png"], masks, _centre)
     table.problems += [f"{(left | right)[key]} has no mask of the other lung" for key in sorted(left.keys() ^ right)]
     return table
 

@@ -22,11 +22,11 @@ def idx_layout(root: str, classes: int) -> Layout:
     def find(folder: Path) -> dict[str, tuple[str, str]]:
         for place in (folder / root / "raw", folder / "raw", folder):
             names = [(f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte") for stem in STEMS.values()]
-            found = [[first(place, name, f"{name}.gz") for name in pair] for pair in names]
-            if all(path for pair in found for path in pair):
+            pairs = [[first(place, name, f"{name}.gz") for name in pair] for pair in names]
+            if all(path for pair in pairs for path in pair):
                 return {
                     part: (f"{images}!idx", f"{labels}!idx")
-                    for part, (images, labels) in zip(STEMS, found, strict=True)
+                    for part, (images, labels) in zip(STEMS, pairs, strict=True)
                 }
         return {}
 

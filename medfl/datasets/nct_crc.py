@@ -59,8 +59,8 @@ def _in(record: Record, part: str) -> Record:
 def seeded(records: Sequence[Record]) -> list[str]:
     """Cut NCT-CRC-HE-100K 70/10/20 within each class in the order of a hash; CRC-VAL-HE-7K is left out."""
     sections = [LEFT_OUT] * len(records)
-    own = [index for index, record in enumerate(records) if record.sections["official"] == "train"]
-    for index, section in zip(own, _CUT([records[index] for index in own]), strict=True):
+    indices = [index for index, record in enumerate(records) if record.sections["official"] == "train"]
+    for index, section in zip(indices, _CUT([records[index] for index in indices]), strict=True):
         sections[index] = section
     return sections
 

@@ -34,17 +34,17 @@ def labelled(folder: str | Path, classes: Sequence[str], section: str) -> list[I
         InputError: no images, a folder that is no class, or a wrong table.
     """
     root = _root(folder)
-    found = class_folders(root)
-    unknown = [name for name in found if name not in classes]
-    if unknown or not found:
+    folders = class_folders(root)
+    unknown = [name for name in folders if name not in classes]
+    if unknown or not folders:
         foreign = tables.several([repr(name) for name in unknown], "folders")
         problem = f"folder {foreign} in {root} is of no class" if unknown else f"{root} has no folder with images"
-        known = any(name in classes for name in found)
-        advice = "rename it, or move it away" if known else "give the folder that holds these folders with --data"
+        any_known = any(name in classes for name in folders)
+        advice = "rename it, or move it away" if any_known else "give the folder that holds these folders with --data"
         raise InputError(problem, f"a folder for each class: {', '.join(classes)}", advice)
     records = [
         Record(uri, classes.index(name), f"{name}/{path}", "unknown", f"{name}/{path}")
-        for name in found
+        for name in folders
         for path, uri in tables.image_files(root / name)
     ]
     return [_item(record, record.label) for record in _divided(root, records, section)]
@@ -213,10 +213,10 @@ def _described(root: Path, records: Sequence[Record]) -> tuple[list[Record], Map
 def _names(root: Path, record: Record) -> list[str]:
     """Return what a row may call an image, the most exact first."""
     path = PurePosixPath(os.path.relpath(record.image, root).replace(os.sep, "/"))
-    inside = PurePosixPath(*path.parts[1:])  # below the folder of all images
-    known = [record.id, str(path), str(path.with_suffix("")), str(inside), str(inside.with_suffix(""))]
+    below = PurePosixPath(*path.parts[1:])  # below the folder of all images
+    names = [record.id, str(path), str(path.with_suffix("")), str(below), str(below.with_suffix(""))]
     bare = PurePosixPath(record.id)
-    return [*map(_key, known), bare.name, bare.stem, path.name]
+    return [*map(_key, names), bare.name, bare.stem, path.name]
 
 
 def _key(text: str) -> str:

@@ -51,14 +51,14 @@ def _read_published(folder: Path) -> Table:
 
 def _isic(folder: Path) -> Mapping[str, tuple[Path, Path]]:
     """Return the image and mask folders or archives of each section that a folder has."""
-    found = {}
+    sections = {}
     for section, part in _PARTS.items():
         images, masks = (
             first(folder, f"{ISIC}_{part}_{kind}", f"{ISIC}_{part}_{kind}.zip") for kind in ("Data", "GroundTruth")
         )
         if images and masks:
-            found[section] = images, masks
-    return found
+            sections[section] = images, masks
+    return sections
 
 
 def _read_isic(folder: Path) -> Table:

@@ -205,17 +205,17 @@ def statistics_gap(network: nn.Module) -> Iterator[list[Tensor]]:
     ||m - running mean||_2 + ||v - running variance||_2, with mean and biased variance of the layer's input over
     (N, H, W); L_dis is the sum. The list is filled by forward passes inside the block.
     """
-    found: list[Tensor] = []
+    gaps: list[Tensor] = []
 
     def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(layer, nn.BatchNorm2d)
         variance, mean = torch.var_mean(inputs[0], (0, 2, 3), correction=0)
         if layer.running_mean is not None and layer.running_var is not None:
-            found.append((mean - layer.running_mean).norm() + (variance - layer.running_var).norm())
+            gaps.append((mean - layer.running_mean).norm() + (variance - layer.running_var).norm())
 
     handles = [m.register_forward_pre_hook(before) for m in network.modules() if isinstance(m, nn.BatchNorm2d)]
     try:
-        yield found
+        yield gaps
     finally:
         for handle in handles:
             handle.remove()

@@ -66,10 +66,10 @@ def features_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
 @contextmanager
 def entering_head(network: nn.Module) -> Iterator[list[Tensor]]:
     """Collect what enters the head in the forward passes inside the block, one tensor a pass."""
-    seen: list[Tensor] = []
-    handle = head(network).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    inputs_of_head: list[Tensor] = []
+    handle = head(network).register_forward_pre_hook(lambda _, inputs: inputs_of_head.append(inputs[0]))
     try:
-        yield seen
+        yield inputs_of_head
     finally:
         handle.remove()
 

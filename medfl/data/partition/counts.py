@@ -76,11 +76,11 @@ def by_counts(rule: Rule, data: _Data) -> tuple[_Homes, list[str]]:
     """
     sites = [f"site-{i + 1}" for i in range(len(rule.values))]
     homes, notes = _placed(data, sites, rule.values, lambda section, label: rule.stream(0, section, label))
-    left = [f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]]
-    return homes, notes + ([f"images that belong to no site: {listed(left)}"] if left else [])
+    left_out = [f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]]
+    return homes, notes + ([f"images that belong to no site: {listed(left_out)}"] if left_out else [])
 
 
-def cut(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[_Homes, list[str]]:
+def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[_Homes, list[str]]:
     """Return the homes by centre with only so many images of the limited centres, and notes for the user.
 
     Which images are kept depends on the centre and the count alone, not on the seed of a run, as other centres do not.
@@ -90,23 +90,23 @@ def cut(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[_Homes, li
     """
     result, notes = {name: list(section) for name, section in homes.items()}, []
     for limit in limits:
-        own = {name: [i for i, home in enumerate(section) if home == limit.centre] for name, section in homes.items()}
-        if not own["train"]:
-            there = sorted({home for home in homes["train"] if home})
+        positions = {name: [i for i, home in enumerate(all_) if home == limit.centre] for name, all_ in homes.items()}
+        if not positions["train"]:
+            centres = sorted({home for home in homes["train"] if home})
             raise InputError(
                 f"{str(limit)!r} in partition 'centre', but no training image is of centre {limit.centre!r}",
-                f"the centres are {listed(there, len(there))}",
+                f"the centres are {listed(centres, len(centres))}",
                 "name one of these",
             )
         stream = _fixed(limit)
-        images = {name: [data[name][i] for i in places] for name, places in own.items()}
-        kept, said = _placed(images, [limit.centre], [limit.count], stream)
-        notes += said
-        for name, places in own.items():
+        images = {name: [data[name][i] for i in places] for name, places in positions.items()}
+        kept, more_notes = _placed(images, [limit.centre], [limit.count], stream)
+        notes += more_notes
+        for name, places in positions.items():
             for i, home in zip(places, kept[name], strict=True):
                 result[name][i] = home
-        left = [f"{kept[name].count(None)} of {len(kept[name])} {name}" for name in SECTIONS if None in kept[name]]
-        notes += [f"images of {limit.centre} that are left out: {listed(left)}"] if left else []
+        left_out = [f"{kept[name].count(None)} of {len(kept[name])} {name}" for name in SECTIONS if None in kept[name]]
+        notes += [f"images of {limit.centre} that are left out: {listed(left_out)}"] if left_out else []
     return result, notes
 
 
@@ -116,12 +116,12 @@ def _fixed(limit: Limit) -> _Stream:
 
 def _placed(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream) -> tuple[_Homes, list[str]]:
     """Divide every section by the counts; a group that is placed in one section keeps its site in the next."""
-    there = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
+    available = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
     fitted, notes = {}, []
-    for kind, number in there.items():
-        fitted[kind], said = _fitted([getattr(count, kind) for count in counts], number, sites, kind)
-        notes += said
-    validated = round(sum(fitted["train"]) * len(data["validate"]) / there["train"])
+    for kind, number in available.items():
+        fitted[kind], more_notes = _fitted([getattr(count, kind) for count in counts], number, sites, kind)
+        notes += more_notes
+    validated = round(sum(fitted["train"]) * len(data["validate"]) / available["train"])
     validate = [
         min(n, all_ - 1) for n, all_ in zip(apportion(fitted["train"], validated), fitted["train"], strict=True)
     ]
@@ -141,27 +141,27 @@ def _placed(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: 
     return homes, notes + _missed(homes, sites, fitted)
 
 
-def _fitted(asked: Sequence[int], there: int, sites: Sequence[str], kind: str) -> tuple[list[int], list[str]]:
+def _fitted(asked: Sequence[int], available: int, sites: Sequence[str], kind: str) -> tuple[list[int], list[str]]:
     """Return counts that the images suffice for, and what was done to make them so."""
-    short = sum(asked) - there
+    short = sum(asked) - available
     if short <= 0:
         return list(asked), []
     if 10 * short <= asked[0] or len(asked) == 1:
-        found, done = [asked[0] - short, *asked[1:]], f"{sites[0]} has {asked[0] - short} instead of {asked[0]}"
+        counts, change = [asked[0] - short, *asked[1:]], f"{sites[0]} has {asked[0] - short} instead of {asked[0]}"
     else:
-        found = apportion(asked, there, least=kind == "train")
-        done = f"all sites have {there / sum(asked):.3g} of what was asked"
-    return found, [f"{sum(asked)} {_KINDS[kind]} images were asked for and there are {there}: {done}"]
+        counts = apportion(asked, available, least=kind == "train")
+        change = f"all sites have {available / sum(asked):.3g} of what was asked"
+    return counts, [f"{sum(asked)} {_KINDS[kind]} images were asked for and there are {available}: {change}"]
 
 
 def _missed(homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]) -> list[str]:
     """Note the sites whose counts were not reached, as groups are not divided."""
-    held = {name: Counter(section) for name, section in homes.items()}
+    sizes = {name: Counter(section) for name, section in homes.items()}
     lines = []
     for site, train, test in zip(sites, fitted["train"], fitted["test"], strict=True):
-        found = Count(held["train"][site] + held["validate"][site], held["test"][site])
-        if found != Count(train, test):
-            lines.append(f"{site} has {found} instead of {Count(train, test)}")
+        actual = Count(sizes["train"][site] + sizes["validate"][site], sizes["test"][site])
+        if actual != Count(train, test):
+            lines.append(f"{site} has {actual} instead of {Count(train, test)}")
     return [f"patients or lesions stay together, so {listed(lines, len(lines))}"] if lines else []
 
 
@@ -196,13 +196,13 @@ def deal(
         if group.key in placed:
             shares[placed[group.key]] -= len(group.members)
     free = [group for group in groups if group.key not in placed]
-    size, done, given = images_in(free), 0, [0] * len(shares)
+    size, done, dealt = images_in(free), 0, [0] * len(shares)
     shares = apportion([max(0, share) for share in shares], size)
     for label in sorted({group.label for group in free}):
-        mine = [group for group in free if group.label == label]
-        order = stream(label).permutation(len(mine))
-        for group in sorted((mine[i] for i in order), key=lambda group: -len(group.members)):
+        same_class = [group for group in free if group.label == label]
+        order = stream(label).permutation(len(same_class))
+        for group in sorted((same_class[i] for i in order), key=lambda group: -len(group.members)):
             done += len(group.members)
-            owner = max(range(len(shares)), key=lambda i: shares[i] * done - given[i] * size)
-            given[owner] += len(group.members)
+            owner = max(range(len(shares)), key=lambda i: shares[i] * done - dealt[i] * size)
+            dealt[owner] += len(group.members)
             placed[group.key] = owner

@@ -183,13 +183,13 @@ def _classes_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[i
             f"take C of at least {math.ceil(num_classes / rule.sites)} or {math.ceil(num_classes / size)} sites",
         )
     rng, chosen, dealt = rule.stream(attempt, "owners"), [set[int]() for _ in range(rule.sites)], 0
-    for own in chosen:
+    for classes in chosen:
         for _ in range(size):
             if dealt < num_classes:
-                own.add(dealt)
+                classes.add(dealt)
                 dealt += 1
             else:
-                own.add(int(rng.choice([c for c in range(num_classes) if c not in own])))
+                classes.add(int(rng.choice([c for c in range(num_classes) if c not in classes])))
     return chosen, ()
 
 
@@ -285,8 +285,8 @@ def _lacking(rule: Rule, shares: Mapping[int, Share], train: Sequence[Item], hom
     if unused := [rule.names[c] for c in range(len(rule.names)) if c not in shares]:
         notes.append(f"drawn by no site: {listed(unused)}")
     for c, share in shares.items():
-        if bare := [f"site-{i + 1}" for i in share.owners if (i, c) not in held]:
-            notes.append(f"too few images of {rule.names[c]!r} for {listed(bare)}")
+        if sites := [f"site-{i + 1}" for i in share.owners if (i, c) not in held]:
+            notes.append(f"too few images of {rule.names[c]!r} for {listed(sites)}")
     return notes
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.data.partition import table as text
-from medfl.data.partition.counts import by_counts, cut, read_count, read_limits
+from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
 from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
 
 Sections = Mapping[str, Sequence[Item]]
@@ -130,7 +130,7 @@ def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequenc
             homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
             order = sorted({home for section in homes.values() for home in section if home}, key=_place(spec))
         if kind == "centre":
-            homes, said = cut(values, data, homes)
+            homes, said = limit_centres(values, data, homes)
             notes += said
         if sites is not None and sites != len(order):
             raise InputError(
@@ -223,9 +223,9 @@ def _check_labels(
     items = [item for section in data.values() for item in section]
     labelled = [item for item in items if item.get("label") is not None]
     if required and len(labelled) < len(items):
-        bare = [item["id"] for item in items if item.get("label") is None]
+        gaps = [item["id"] for item in items if item.get("label") is None]
         raise InputError(
-            f"partition {spec!r}, but {len(bare)} of {len(items)} images have no class label, first {bare[0]!r}",
+            f"partition {spec!r}, but {len(gaps)} of {len(items)} images have no class label, first {gaps[0]!r}",
             "this rule divides by class",
             "use iid, centre or file:PATH.csv, or label the images",
         )
@@ -255,12 +255,12 @@ def _check_labels(
 def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
     groups = len({group_of(item) for item in train})
     if sites is None or sites < 1:
-        given = "without a number of sites" if sites is None else f"over {sites} sites"
-        raise InputError(f"partition {spec!r} {given}", "at least 1 site", "give the number of sites with --sites")
+        number = "without a number of sites" if sites is None else f"over {sites} sites"
+        raise InputError(f"partition {spec!r} {number}", "at least 1 site", "give the number of sites with --sites")
     if sites > groups:
-        kept = "" if groups == len(train) else f" in {groups} groups (patients or lesions) that stay together"
+        in_groups = "" if groups == len(train) else f" in {groups} groups (patients or lesions) that stay together"
         raise InputError(
-            f"{sites} sites for {len(train)} training images{kept}",
+            f"{sites} sites for {len(train)} training images{in_groups}",
             f"at most {groups} sites",
             "lower --sites or give more data",
         )
@@ -269,10 +269,10 @@ def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
 
 def _check_sizes(data: Mapping[str, Sequence[Item]]) -> None:
     items = [item for section in data.values() for item in section]
-    bare = [item["id"] for item in items if item.get("size") is None]
-    if bare:
+    gaps = [item["id"] for item in items if item.get("size") is None]
+    if gaps:
         raise InputError(
-            f"partition 'size', but the sizes of {len(bare)} of {len(items)} images are not known, first {bare[0]!r}",
+            f"partition 'size', but the sizes of {len(gaps)} of {len(items)} images are not known, first {gaps[0]!r}",
             "this rule divides by the number of pixels or voxels that the data list gives",
             "use iid, centre or file:PATH.csv",
         )
@@ -293,11 +293,11 @@ def _check_trained(spec: str, order: Sequence[str], train: Sequence[str | None])
 
 def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str | None]], list[str]]:
     items = [item for section in data.values() for item in section]
-    bare = [item for item in items if not item.get("centre")]
-    if bare or not items:
-        first = f", first {bare[0]['id']!r}" if bare else ""
+    unnamed = [item for item in items if not item.get("centre")]
+    if unnamed or not items:
+        first = f", first {unnamed[0]['id']!r}" if unnamed else ""
         raise InputError(
-            f"partition 'centre', but {len(bare)} of {len(items)} images name no centre{first}",
+            f"partition 'centre', but {len(unnamed)} of {len(items)} images name no centre{first}",
             "every image must carry the centre it was taken at",
             "use iid, dirichlet:BETA, classes:C, shots:N,K,STD, counts:TRAIN/TEST,... or file:PATH.csv",
         )
@@ -313,8 +313,8 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
         for name, section in data.items()
     }
     idle = sorted({str(item["centre"]) for item in items} - training, key=natural)
-    left = [f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]]
-    return homes, [f"no sites, as they have no training images: {listed(idle)} ({listed(left)})"] if idle else []
+    left_out = [f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]]
+    return homes, [f"no sites, as they have no training images: {listed(idle)} ({listed(left_out)})"] if idle else []
 
 
 def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str | None]], list[str]]:
@@ -327,17 +327,17 @@ def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, l
         if section and section not in SECTIONS:
             allowed = f"allowed: {', '.join(SECTIONS)} or nothing"
             raise InputError(f"{path}, line {line}: section {section!r}", allowed, "write one of these into the line")
-        found = [name for name in ([section] if section else SECTIONS) if key in where[name]]
-        if not found:
+        holding = [name for name in ([section] if section else SECTIONS) if key in where[name]]
+        if not holding:
             raise InputError(
                 f"{path}, line {line}: id {key!r} is unknown" + (f" in section {section!r}" if section else ""),
                 "ids of the data set's images",
                 "write such an id into the line, or remove it",
             )
-        for name in found:
+        for name in holding:
             if homes[name][where[name][key]] not in (None, site):
-                given = f"{path}, line {line}: id {key!r} has a second site"
-                raise InputError(given, "one site an image", "remove one of the lines")
+                problem = f"{path}, line {line}: id {key!r} has a second site"
+                raise InputError(problem, "one site an image", "remove one of the lines")
             homes[name][where[name][key]] = site
     left = {name: homes[name].count(None) for name in SECTIONS if None in homes[name]}
     notes = [f"not in the file and left out: {listed([f'{n} {name}' for name, n in left.items()])}"] if left else []

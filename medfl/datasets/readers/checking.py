@@ -105,19 +105,19 @@ def _columns(dataset: DataSet) -> tuple[str, ...]:
 def _counts(
     dataset: DataSet, records: Sequence[Record], assigned: Sequence[str]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    named = len(dataset.centres) > 1 or any(record.centre in dataset.centres for record in records)
-    found = Counter(
-        (section, record.centre if named else dataset.centres[0], record.label)
+    has_centres = len(dataset.centres) > 1 or any(record.centre in dataset.centres for record in records)
+    counts = Counter(
+        (section, record.centre if has_centres else dataset.centres[0], record.label)
         for record, section in zip(records, assigned, strict=False)
     )
-    present = {centre for _, centre, _ in found}
+    present = {centre for _, centre, _ in counts}
     centres = [
         *(centre for centre in dataset.centres if centre in present),
         *sorted(present.difference(dataset.centres)),
     ]
     labels = range(len(_columns(dataset)))
     return {
-        section: {centre: tuple(found[section, centre, label] for label in labels) for centre in centres}
+        section: {centre: tuple(counts[section, centre, label] for label in labels) for centre in centres}
         for section in SECTIONS
     }
 

@@ -72,10 +72,10 @@ def _idx(path: Path) -> Array:
 
 def _matlab(path: Path, name: str) -> Array:
     """Read SVHN's "X" (H, W, C, N) as (N, H, W, C) or its "y" (N, 1), where 10 is digit 0, as (N,) with 0."""
-    found = scipy.io.loadmat(path, variable_names=[name])
-    if name not in found:
+    variables = scipy.io.loadmat(path, variable_names=[name])
+    if name not in variables:
         raise ValueError(f"it has no variable {name!r}")
-    values: Array = found[name]
+    values: Array = variables[name]
     return np.ascontiguousarray(values.transpose(3, 0, 1, 2)) if values.ndim == 4 else values.reshape(-1) % 10
 
 
@@ -95,13 +95,13 @@ def _texts(path: Path, kind: str, files: Sequence[str]) -> list[bytes]:
     """Read files of the folder, or members of the archive in one pass: to go back in it is to unpack it anew."""
     if path.is_dir():
         return [(path / file).read_bytes() for file in files]
-    found: dict[str, bytes] = {}
+    texts: dict[str, bytes] = {}
     with tarfile.open(path) as archive:
         for member in archive:
             file = member.name.removeprefix("./").removeprefix(f"{kind}/")
             if file in files and (opened := archive.extractfile(member)):
-                found[file] = opened.read()
-    return [found[file] for file in files]
+                texts[file] = opened.read()
+    return [texts[file] for file in files]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -115,10 +115,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickled(text: bytes) -> Mapping[str, Any]:
-    found = _Unpickler(io.BytesIO(text), encoding="latin1").load()
-    if not isinstance(found, Mapping):
-        raise ValueError(f"it holds a {type(found).__name__}, not a batch of images")
-    return found
+    batch = _Unpickler(io.BytesIO(text), encoding="latin1").load()
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"it holds a {type(batch).__name__}, not a batch of images")
+    return batch
 
 
 # Writing, for phantoms
