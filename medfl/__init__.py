@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from medfl.core.importing import without_gc
+from medfl.core.importing import lazy_names
 
 if TYPE_CHECKING:
     from medfl.bundle.bundle import Bundle as Bundle
@@ -34,38 +34,12 @@ if TYPE_CHECKING:
     from medfl.training.site import Host as Host
     from medfl.training.site import Site as Site
 
-_PUBLIC = {
-    "Bundle": "medfl.bundle.bundle",
-    "Host": "medfl.training.site",
-    "InputError": "medfl.core.errors",
-    "Message": "medfl.core.message",
-    "Method": "medfl.methods.base",
-    "Result": "medfl.runs.result",
-    "Run": "medfl.core.run",
-    "RunError": "medfl.core.errors",
-    "Site": "medfl.training.site",
-    "State": "medfl.core.storage",
-    "Task": "medfl.core.task",
-    "bundles": "medfl.cli.api",
-    "compare": "medfl.cli.api",
-    "federate": "medfl.runs.launch",
-    "fit": "medfl.training.loop",
-    "load_run": "medfl.runs.result",
-    "option": "medfl.methods.base",
-    "run": "medfl.cli.api",
-}
-
-__all__ = sorted(_PUBLIC)
+__all__, _load = lazy_names(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: torch and MONAI take seconds, `medfl --help` should not."""
-    if name == "methods":
-        return importlib.import_module("medfl.methods")
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'medfl' has no attribute {name!r}; its public names are {', '.join(__all__)}")
-    with without_gc():
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    """Import a public name when it is first used."""
+    return importlib.import_module("medfl.methods") if name == "methods" else _load(name)
 
 
 def __dir__() -> list[str]:

@@ -72,22 +72,7 @@ def setting(help: str, metavar: str = "", *, group: str, default: Any = dataclas
 
 @dataclass(frozen=True, kw_only=True)
 class GeneralSettings:
-    """Settings that a request has with a default.
-
-    Attributes:
-        seed: of everything random.
-        device: "cpu", or "cuda" with an index; a request may say "auto".
-        amp: mixed precision.
-        tf32: whether convolutions and matrix products on a GPU may round their factors to TF32.
-        channels_last: whether kernels lie in memory with their channels last; their values are the same.
-        capture: whether training steps on a GPU are captured and replayed (`medfl.training.accelerate.capture`).
-        compile: whether training steps are compiled (`medfl.training.accelerate.compiled`).
-        pack: how many sites may do a captured step at once (`medfl.training.accelerate.pack_sites`).
-        threads: threads of each worker; they may change the last bits, the number of workers never does.
-        eval_every: rounds between evaluations; 0 evaluates after the last round only.
-        messages: how messages are made smaller (`medfl.core.compression`).
-        aggregation: how the server makes one set of weights of the replies' (`medfl.methods._parts.robust`).
-    """
+    """Settings that have a default."""
 
     seed: int = setting("seed of everything random; default 0", "S", group=TRAINING, default=0, least=0, most=2**63 - 1)
     device: str = setting("where networks are trained; default cpu", "auto|cpu|cuda[:i]", group=MACHINE, default="cpu")
@@ -126,16 +111,7 @@ class GeneralSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolSettings:
-    """Settings that the bundle's protocol has.
-
-    Attributes:
-        cohort: fraction of the sites in each round.
-        rounds: of broadcast, local training and aggregation.
-        local_epochs: passes over a site's data a round.
-        batch_size: images a step.
-        lr: learning rate of round 1; None leaves the bundle's optimiser as it is.
-        lr_decay: factor on the learning rate after each round.
-    """
+    """Settings whose default is the bundle's protocol."""
 
     cohort: float = setting("fraction of the sites in each round", "FRACTION", group=SITES, above=0, most=1)
     rounds: int = setting(

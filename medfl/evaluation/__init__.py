@@ -1,1 +1,3 @@
 """Metrics, intervals, calibration and saved masks."""
+
+from medfl.evaluation.calibration import reliability as reliability

@@ -95,12 +95,8 @@ class LocalFederation:
         for name in names or (SERVER, *self.sites):
             server = name == SERVER
             module = "server.server_train" if server else "client.client_train"
-            settings = [
-                "secure_train=true",
-                f"org={_ORG}",
-                "config_folder=config",
-                *([] if server else [f"uid={name}"]),
-            ]
+            settings = ["secure_train=true", f"org={_ORG}", "config_folder=config"]
+            settings += [] if server else [f"uid={name}"]
             command = [sys.executable, "-u", "-m", f"nvflare.private.fed.app.{module}", "-m", str(self.kit(name))]
             command += ["-s", "fed_server.json" if server else "fed_client.json", "--set", *settings]
             with (self.folder / f"{name}.txt").open("ab") as output:
@@ -116,10 +112,6 @@ class LocalFederation:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-
-    def job_processes(self, name: str) -> list[int]:
-        """Return the processes that a participant started for jobs."""
-        return _descendants(self._processes[name].pid)
 
     def stop(self) -> None:
         """End everything."""
@@ -169,10 +161,6 @@ class LocalFederation:
         except Exception:  # the server is away
             self._forget_session()
             return ""
-
-    def abort(self, job: str) -> None:
-        """Have FLARE end a job."""
-        self._admin().abort_job(job)
 
     def wait(self, job: str, timeout: float = 600.0) -> str:
         """Wait until a job is over and return its last status.

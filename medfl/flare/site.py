@@ -126,11 +126,18 @@ class FlareSite:
         folder = self._in_simulation(wire.MASKS)
         wanted = [int(i) for i in payload.group("positions").get("test", torch.empty(0)).tolist()]
         target = str(folder.predictions_folder(self.name)) if payload.numbers.get(wire.SAVE) else None
-        found = self.algo.visit(_masks_at, self._said(payload), wanted, target)
+
+        def _masks_at(  # this name stands in audit logs
+            federation: Federation, round_: int, name: str, state: State | None, down: Message
+        ) -> dict[int, Masks]:
+            ids = federation.shard(name, "test").ids
+            by_id = site_masks(federation, round_, name, state, down, [ids[i] for i in wanted], target)
+            return {i: by_id[ids[i]] for i in wanted if ids[i] in by_id}
+
         named: dict[str, Tensor] = {}
-        for at, (prediction, reference, classes) in found.items():
-            named |= {f"masks/{at}/prediction": prediction, f"masks/{at}/reference": reference}
-            named[f"masks/{at}/classes"] = torch.tensor(classes)
+        for position, (prediction, reference, classes) in self.algo.visit(_masks_at, self._said(payload)).items():
+            named |= {f"masks/{position}/prediction": prediction, f"masks/{position}/reference": reference}
+            named[f"masks/{position}/classes"] = torch.tensor(classes)
         return Payload(wire.cpu_copies(named))
 
     def _said(self, payload: Payload) -> Any:
@@ -164,21 +171,6 @@ def hidden_failure(name: str, error: BaseException) -> Payload:
         return wire.failure(error)
     _LOG.error("failure %s: %s", error_id(error), in_words(error), exc_info=error)
     return wire.failure(f"site {name!r} could not answer; its administrator finds failure {error_id(error)} in its log")
-
-
-def _masks_at(
-    federation: Federation,
-    round_: int,
-    name: str,
-    state: State | None,
-    down: Message,
-    at: list[int],
-    folder: str | None,
-) -> dict[int, Masks]:
-    """Return the masks of a site's test items at these positions, as `site_masks`."""
-    ids = federation.shard(name, "test").ids
-    masks = site_masks(federation, round_, name, state, down, [ids[i] for i in at], folder)
-    return {i: masks[ids[i]] for i in at if ids[i] in masks}
 
 
 def _metrics_of(cases: Mapping[str, Cases]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.extras import (
     Bodies,
     MakesImages,
@@ -30,7 +31,8 @@ from medfl.methods.base import Group, Method, option
 __all__ = [
     "Bodies", "Group", "MakesImages", "Method", "PublicData", "SiteModels", "SiteNetworks", "TextEmbeddings",
     "WholeCohort", "extra", "has_fedavg_server", "has_option", "has_site_models", "load", "method_class", "names",
-    "option", "options_of", "prototype_options", "site_networks", "values_of",
+    "option", "options_of", "prototype_options", "sample_shares", "site_networks", "values_of",
+    "weighted_mean",
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import subprocess
 import sys
 
@@ -37,3 +38,13 @@ def test_torch_and_monai_are_imported_without_a_full_collection() -> None:
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert told == ["0", "True"]
+
+
+@pytest.mark.parametrize("room", ["medfl", "medfl.core", "medfl.runs", "medfl.runtimes"])
+def test_a_room_hands_out_its_public_names_when_they_are_first_used(room: str) -> None:
+    module = importlib.import_module(room)
+    assert module.__all__
+    for name in module.__all__:
+        assert getattr(module, name).__name__ == name or name == "State"
+    with pytest.raises(AttributeError, match=f"'{room}' has no attribute 'nothing'; its public names are .*{name}"):
+        module.nothing  # noqa: B018

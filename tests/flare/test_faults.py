@@ -17,7 +17,7 @@ pytest.importorskip("nvflare")
 from medfl import datasets
 from medfl.core.run_folder import RunFolder
 from medfl.flare import job as flare_job
-from medfl.flare.local_federation import SERVER, LocalFederation
+from medfl.flare.local_federation import SERVER, LocalFederation, _descendants
 from medfl.flare.parts import SIMULATED
 from medfl.runs import launch
 from tests.flare.test_parity import CONFIG, left
@@ -182,7 +182,7 @@ def test_law1_a_killed_job_process_of_a_site_ends_the_job_and_the_run_goes_on_la
     job = Job(scans, tmp_path, "ditto", 3)
     number = federation.submit(job.exported({2: "slow"}))
     until((job.out / "flare" / "site-2-2.json").is_file, 240)
-    for pid in federation.job_processes("site-2"):
+    for pid in _descendants(federation._processes["site-2"].pid):
         os.kill(pid, signal.SIGKILL)
     assert "COMPLETED" not in federation.wait(number)
     assert len(job.rounds()) >= 1

@@ -33,6 +33,22 @@ def generate() -> ModuleType:
     return module
 
 
+# Public names
+
+
+def test_pages_and_notebooks_import_public_names_only() -> None:
+    """They name `medfl.NAME` or `medfl.ROOM.NAME`. Only docs/examples, which extend FLARE's parts, go deeper."""
+    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md"), *(DOCS.parent / "notebooks").glob("*.ipynb")]
+    imports = {
+        f"{path.name}: {line}"
+        for path in pages
+        for line in re.findall(r"\b(?:from medfl[\w.]* import [\w, ]+|import medfl\.[\w.]+)", path.read_text())
+    }
+    assert any("medfl.runs import" in line for line in imports), "the pattern finds them"
+    deep = [line for line in imports if re.search(r"medfl\.\w+\.\w|\b_\w+", line.partition(": ")[2])]
+    assert not deep, "let the room's __init__.py hand the name out"
+
+
 # What is generated
 
 
