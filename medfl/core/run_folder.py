@@ -13,6 +13,7 @@ import os
 import shutil
 import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,16 @@ import torch
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
 from medfl.core.run import Run
-from medfl.core.storage import State, atomic_replace, file_sha256, load_state, save_state, save_weights, write_atomic
+from medfl.core.storage import (
+    State,
+    atomic_replace,
+    file_sha256,
+    load_state,
+    round_in_name,
+    save_state,
+    save_weights,
+    write_atomic,
+)
 
 SITES = "sites"
 """Subfolder in which the sites of a FLARE federation on one machine keep their States."""
@@ -31,6 +41,14 @@ MANIFEST = "manifest.json"
 _BEST = "best-server.safetensors"
 """The server's State of the best round in folders whose manifest does not name its file."""
 _FORM = {"round": int, "server": str, "sites": dict, "record": dict}
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """A site's saved State: the round that it is of, and its file. On FLARE the file is at the site."""
+
+    round: int
+    path: Path
 
 
 class RunFolder:
@@ -46,7 +64,7 @@ class RunFolder:
         """Point at a folder; nothing is read or made yet."""
         self.path = path
         self.state = path / "state"
-        self._files: dict[str, str] | None = None  # site -> file of its newest State
+        self._files: dict[str, StateFile] | None = None  # site -> its newest State
         self._stale: list[str] | None = None  # files that the next commit removes; None: list the folder
         self._best: str | None = None  # file of the server's State of the best round
         self._sums: dict[str, str] | None = None  # file -> SHA-256
@@ -121,24 +139,23 @@ class RunFolder:
         """Return the file to which a site saves its State of a round, before the round is committed."""
         return self.state / f"{round_:06d}-site-{safe_file_name(name)}.safetensors"
 
-    def newest_state(self, name: str) -> Path | None:
-        """Return the file of a site's newest State, None if it has none."""
-        file = self._known().get(name)
-        return None if file is None else self.state / file
+    def newest_state(self, name: str) -> StateFile | None:
+        """Return a site's newest State, None if it has none."""
+        return self._known().get(name)
 
     def readable_state(self, name: str, run_hash: str) -> Path | None:
-        """Return the file of a site's newest State: in this folder, or where a FLARE site on this machine keeps it."""
-        path = self.newest_state(name)
-        if path is None or path.is_file():
-            return path
-        at_site = self.path / SITES / run_hash[:16] / safe_file_name(name) / f"{path.name.split('-')[0]}.safetensors"
-        return at_site if at_site.is_file() else path
+        """Return the file of a site's newest State as it can be read: here, or where a site of FLARE keeps it."""
+        newest = self.newest_state(name)
+        if newest is None or newest.path.is_file():
+            return None if newest is None else newest.path
+        at_site = self.path / SITES / run_hash[:16] / safe_file_name(name) / f"{newest.round:06d}.safetensors"
+        return at_site if at_site.is_file() else newest.path
 
     def accept_states(self, round_: int, names: Collection[str]) -> None:
         """Make the States that these sites saved in a round, which is not committed yet, their newest."""
         files = self._known()
-        replaced = [files[name] for name in names if name in files]
-        files.update({name: self.state_path(round_, name).name for name in names})
+        replaced = [files[name].path.name for name in names if name in files]
+        files.update({name: StateFile(round_, self.state_path(round_, name)) for name in names})
         if self._stale is not None:
             self._stale += replaced
 
@@ -153,10 +170,13 @@ class RunFolder:
         Raises:
             RunError: the disk is full; the last committed round is intact.
         """
-        server_file, sites, best = f"{round_:06d}-server.safetensors", self._known(), self._best_file()
-        save_state(self.state / server_file, server)
+        server_file, best = f"{round_:06d}-server.safetensors", self._best_file()
+        sites = {name: state.path.name for name, state in self._known().items()}
+        rounds = {name: state.round for name, state in self._known().items()}
+        save_state(self.state / server_file, server, round_)
         self._sums = {name: self._sum(name) for name in (server_file, best, *sites.values()) if self._is_here(name)}
-        document = {"round": round_, "server": server_file, "sites": sites, "best": best, "sha256": self._sums}
+        document = {"round": round_, "server": server_file, "sites": sites, "rounds": rounds, "best": best}
+        document["sha256"] = self._sums
         write_atomic(self.state / MANIFEST, json.dumps({**document, "record": record}).encode())
         needed = {server_file, *sites.values(), MANIFEST, best}
         for name in set(os.listdir(self.state) if self._stale is None else self._stale) - needed:
@@ -166,7 +186,8 @@ class RunFolder:
     def manifest(self) -> dict[str, Any] | None:
         """Return the last committed round's manifest, None before the first commit.
 
-        It names the State files and, except in older folders, their SHA-256: `sha256`, file -> digest.
+        It names the files of the States and, but in older folders, their rounds (`rounds`, site -> round) and their
+        SHA-256 (`sha256`, file -> digest).
 
         Raises:
             RunError: it is damaged.
@@ -187,9 +208,14 @@ class RunFolder:
         """Load the server's State of a manifest."""
         return load_state(self.state / manifest["server"])
 
-    def _known(self) -> dict[str, str]:
+    def _known(self) -> dict[str, StateFile]:
         if self._files is None:
-            self._files = dict((self.manifest() or {"sites": {}})["sites"])
+            manifest = self.manifest() or {"sites": {}}
+            rounds = manifest.get("rounds", {})  # medfl 0.6.0 wrote none
+            self._files = {
+                name: StateFile(rounds.get(name) or round_in_name(file), self.state / file)
+                for name, file in manifest["sites"].items()
+            }
         return self._files
 
     def _is_here(self, name: str) -> bool:
@@ -207,7 +233,7 @@ class RunFolder:
         if self._stale is not None:
             self._stale.append(self._best_file())
         self._best = f"{round_:06d}-best.safetensors"
-        save_state(self.state / self._best, server)
+        save_state(self.state / self._best, server, round_)
 
     def best_state(self) -> State:
         """Return the server's State of the best round."""

@@ -15,7 +15,7 @@ from typing import Any
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_folder import MANIFEST, RunFolder, read_run
-from medfl.core.storage import file_sha256
+from medfl.core.storage import file_sha256, state_round
 
 _SETTLED = 10**9  # ns since a file's last change, after which its time tells a later one
 _ANEW = "restore it, or start the run anew in another folder"
@@ -87,7 +87,7 @@ def _refuse_lost(folder: RunFolder) -> None:
     """Raise an InputError if rounds were committed: before the first, there is at most its line and its files."""
     rounds, state = folder.path / "rounds.jsonl", folder.state
     lines = rounds.read_bytes().count(b"\n") if rounds.is_file() else 0
-    later = any(path.name[:6].isdecimal() and int(path.name[:6]) > 1 for path in state.glob("*.safetensors"))
+    later = any(state_round(path) > 1 for path in state.glob("*.safetensors"))
     if later or lines > (1 if state.is_dir() else 0) or (folder.path / "summary.json").is_file():
         raise InputError(
             f"{folder.state / MANIFEST} is missing, though rounds are done",

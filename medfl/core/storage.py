@@ -19,6 +19,8 @@ from torch import Tensor
 
 from medfl.core.errors import RunError
 
+_ROUND = "round"
+"""In a State's file: name of the tensor with its round; the State's own tensors are numbered."""
 State = dict[str, Any]
 """A plain, possibly nested dict of tensors, numbers, strings and lists: all that survives a round."""
 
@@ -69,8 +71,14 @@ def _reason(error: Exception) -> str:
     return os.strerror(number) if number else str(error)
 
 
-def save_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a State atomically: its tensors as safetensors, its shape and numbers as JSON in the header."""
+def save_state(path: Path, state: Mapping[str, Any], round_: int | None = None) -> None:
+    """Write a State atomically: its tensors as safetensors, its shape and numbers as JSON in the header.
+
+    Args:
+        path: the file.
+        state: the State.
+        round_: the round that it is of, which `state_round` reads.
+    """
     tensors: list[Tensor] = []
 
     def strip(node: Any) -> Any:
@@ -89,6 +97,8 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
 
     tree = json.dumps(strip(state))
     named = {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
+    if round_ is not None:
+        named[_ROUND] = torch.tensor(round_)
     _write_tensors(path, named, {"tree": tree})
 
 
@@ -111,6 +121,21 @@ def load_state(path: Path) -> State:
 
     state: State = fill(tree)
     return state
+
+
+def state_round(path: Path) -> int:
+    """Return the round that a State's file is of; a file of medfl 0.6.0, or a damaged one, has it in its name only."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return int(file.get_tensor(_ROUND))
+    except Exception:  # the Rust reader raises its own type for each kind of damage, and for a tensor that is not there
+        return round_in_name(path.name)
+
+
+def round_in_name(file: str) -> int:
+    """Return the round that the name of a State's file begins with, as medfl 0.6.0 kept it; 0 if there is none."""
+    digits = re.match(r"\d{6}", file)
+    return int(digits[0]) if digits else 0
 
 
 def to_device(state: State, device: torch.device) -> State:

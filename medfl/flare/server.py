@@ -10,7 +10,6 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,20 +24,31 @@ from medfl.flare.wire import Payload
 from medfl.runtimes import profiling
 from medfl.runtimes.absent import Absent
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.local import visits
-from medfl.runtimes.local.workers import Later, Task, Workers
+from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.view import moved_message
-from medfl.runtimes.step import StepResult, introduce, site_abroad, site_judge, site_masks, site_weights
+from medfl.runtimes.step import StepResult
+from medfl.runtimes.tasks import (
+    CopyWeights,
+    Introduce,
+    MakeTask,
+    RoundTask,
+    ScoreSite,
+    ScoreSiteOnAll,
+    SegmentSite,
+    SiteTask,
+    Task,
+    Train,
+    TrainToScore,
+)
 
 FLARE_FOLDER, LINES_FILE, ERROR_FILE, DONE_FILE = "flare", "said.txt", "failed.json", "done"
 """In a run folder: what goes with a job; in it what the server says, what ended the run, and that it is finished."""
 _SILENCE = 1.0
 """Seconds between two looks at whether sites are still there."""
-_NOTHING: Mapping[Callable[..., Any], Any] = {site_abroad: Cases((), {}), site_weights: {}, site_masks: {}}
+_NOTHING: Mapping[type[Task], Any] = {ScoreSiteOnAll: Cases((), {}), CopyWeights: {}, SegmentSite: {}}
 """What is not asked for outside of a simulation, and what stands for it."""
 _START = 300.0
 """Seconds beyond the deadline for the first question of a job, with which a site prepares its images."""
-_Visit = tuple[int, str, str | None, Message]
 """Round, site, file of the site's State, broadcast."""
 
 
@@ -129,71 +139,63 @@ class FlareWorkers(Workers):
         self.reported: dict[str, dict[str, float]] = {}
         self._begun = False
 
-    def run(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
+    def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
         """Run tasks, those at sites all at once, and yield (position, result) as they are ready."""
         questions: list[_Question] = []
-        for index, task in enumerate(tasks):
-            function, arguments = task() if callable(task) else task
-            question = self._question(index, function, arguments)
-            if question is not None:
-                questions.append(question)
-            elif function is visits.scored:
-                yield index, _NOTHING[arguments[0]]
+        for index, make in enumerate(tasks):
+            task = make()
+            if not isinstance(task, SiteTask):
+                yield index, task.run(self._federation)
+            elif type(task) in _NOTHING and not self._shown:
+                yield index, _NOTHING[type(task)]
             else:
-                yield index, function(self._federation, *arguments)
+                questions.append(self._question(index, task))
         yield from self._answers(questions)
 
     # Asking
 
-    def _question(self, index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> _Question | None:
-        """Return what a task asks of a site, None if it is the server's own."""
-        if function is introduce:
-            (name,) = arguments
-            numbers, introduction = wire.question_numbers(0), self._introduction(name)
-            return _Question(index, name, wire.INTRODUCE, numbers, None, introduction, {}, 0)
-        if function is visits.train:
-            round_, name, kept, _, down, judge = arguments
-            message = self._wire(round_, name, down)
-            read = self._trained(name, down, judge, message.num_bytes)
-            numbers = wire.question_numbers(round_, judge)
-            return _Question(index, name, wire.TRAIN, numbers, message, read, {}, _round(kept))
-        if function is visits.tried:
-            round_, name, kept, down, judge = arguments
-            return self._ask(index, wire.TRY, (round_, name, kept, down), self._cases(name, judge), judge)
-        if function is visits.scored and (self._shown or arguments[0] not in _NOTHING):
-            return self._scored(index, arguments[0], arguments[1:5], *arguments[5:])
-        return None
-
-    def _scored(self, index: int, function: Callable[..., Any], visit: _Visit, *rest: Any) -> _Question:
-        name = visit[1]
-        if function is site_judge:
-            (sections,) = rest
-            return self._ask(index, wire.JUDGE, visit, self._cases(name, sections), sections)
-        if function is site_abroad:
-            return self._ask(index, wire.ABROAD, visit, self._abroad(name))
-        if function is site_weights:
-            return self._ask(index, wire.WEIGHTS, visit, lambda payload: payload.group("own"))
-        assert function is site_masks, function
-        wanted, folder = rest
-        ids = self._federation.shard(name, "test").ids
-        positions = torch.tensor([ids.index(ident) for ident in wanted], dtype=torch.int64)
-        question = self._ask(index, wire.MASKS, visit, self._masks(name, ids))
-        question.numbers = {**question.numbers, wire.SAVE: int(folder is not None)}
-        question.extra = {"positions/test": positions}
-        return question
+    def _question(self, index: int, task: SiteTask) -> _Question:
+        """Return the question that asks a site for a task."""
+        name = task.site
+        match task:
+            case Introduce():
+                return _Question(
+                    index, name, wire.INTRODUCE, wire.question_numbers(0), None, self._introduction(name), {}, 0
+                )
+            case Train():
+                message = self._wire(task)
+                read = self._trained(name, task.broadcast, task.sections, message.num_bytes)
+                numbers = wire.question_numbers(task.round, task.sections)
+                return _Question(index, name, wire.TRAIN, numbers, message, read, {}, _state_round(task))
+            case TrainToScore():
+                return self._ask(index, wire.TRY, task, self._cases(name, task.sections), task.sections)
+            case ScoreSite():
+                return self._ask(index, wire.JUDGE, task, self._cases(name, task.sections), task.sections)
+            case ScoreSiteOnAll():
+                return self._ask(index, wire.ABROAD, task, self._abroad(name))
+            case CopyWeights():
+                return self._ask(index, wire.WEIGHTS, task, lambda payload: payload.group("own"))
+            case SegmentSite():
+                ids = self._federation.shard(name, "test").ids
+                positions = torch.tensor([ids.index(ident) for ident in task.ids], dtype=torch.int64)
+                question = self._ask(index, wire.MASKS, task, self._masks(name, ids))
+                question.numbers = {**question.numbers, wire.SAVE: int(task.folder is not None)}
+                question.extra = {"positions/test": positions}
+                return question
+        raise TypeError(f"no site of a FLARE job is asked for a {type(task).__name__}")
 
     def _ask(
-        self, index: int, word: str, visit: _Visit, read: Callable[[Payload], Any], sections: Sequence[str] = ()
+        self, index: int, word: str, task: RoundTask, read: Callable[[Payload], Any], sections: Sequence[str] = ()
     ) -> _Question:
-        round_, name, kept, down = visit
-        message = self._wire(round_, name, down)
-        return _Question(index, name, word, wire.question_numbers(round_, sections), message, read, {}, _round(kept))
+        message, numbers = self._wire(task), wire.question_numbers(task.round, sections)
+        return _Question(index, task.site, word, numbers, message, read, {}, _state_round(task))
 
-    def _wire(self, round_: int, name: str, down: Message) -> Message:
+    def _wire(self, task: RoundTask) -> Message:
         """Return a broadcast as it crosses."""
         federation = self._federation
         with profiling.during(profiling.MESSAGES):
-            return federation.messages.broadcast(down, derive(federation.host(round_).seed, "messages", name))
+            seed = derive(federation.host(task.round).seed, "messages", task.site)
+            return federation.messages.broadcast(task.broadcast, seed)
 
     # Waiting
 
@@ -312,9 +314,9 @@ class FlareWorkers(Workers):
         return moved_message(message, self._federation.networks.device)
 
 
-def _round(kept: str | None) -> int:
-    """Return the round that a site's State is of, by the name that its file has in the run folder, 0 for none."""
-    return 0 if kept is None else int(Path(kept).name.partition("-")[0])
+def _state_round(task: RoundTask) -> int:
+    """Return the round of the State that a site goes on from, 0 for none."""
+    return 0 if task.state is None else task.state.round
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

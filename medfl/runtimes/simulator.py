@@ -29,8 +29,8 @@ from medfl.runtimes.output.events import Events, log
 from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.output.tracking import tracked
 from medfl.runtimes.registry import Execution, Runtime
-from medfl.runtimes.server.ahead import Training
-from medfl.runtimes.server.asking import Asking
+from medfl.runtimes.server.dispatch import Dispatcher
+from medfl.runtimes.server.round_training import RoundTraining
 from medfl.runtimes.server.scoring import Final, Scoring
 from medfl.runtimes.server.settling import begin, settle
 from medfl.runtimes.spilled_replies import Replies
@@ -119,8 +119,8 @@ class Simulator:
         with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
             self.tolerance.hand_over(self.workers)
             self.workers.together = self._together()
-            self.asking = Asking(self.federation, self.folder, self.workers, self.tolerance, self.say)
-            self.scoring = Scoring(self.federation, self.folder, self.record, self.asking)
+            self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
+            self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
             summary = self._execute(bool(manifest))
         self.folder.write_summary(summary)
         if self.recorder is not None:
@@ -157,7 +157,7 @@ class Simulator:
     def _start(self) -> None:
         federation = self.federation
         introductions = Replies(federation.participants, self.folder.path)
-        for name, message in self.asking.introduced(self.record["absent"]):
+        for name, message in self.dispatcher.introductions(self.record["absent"]):
             introductions.add(name, message)
             self.record["bytes_up"] += message.num_bytes
         federation.leave_out(self.record["absent"])
@@ -187,15 +187,15 @@ class Simulator:
         Where the workers can do both, the training of the next round goes on beside the evaluation of this one, which
         fills its gaps. Nothing of it is looked at before this round is committed, so the order of all else is the same.
         """
-        first, begun = self.done + 1, None
+        first, training = self.done + 1, None
         for round_ in range(first, self.run.rounds + 1):
             with profiling.in_round(round_):
-                entry, results = self._train(begun or self._begin(round_, bar))
+                entry, results = self._train(training or self._start_training(round_, bar))
                 self._note(results)
                 # the first commit of a process removes what a kill has left: all States that it does not know
-                ahead = self.workers.overlaps and first < round_ < self.run.rounds
-                begun = self._begin(round_ + 1, bar) if ahead else None
-                self._evaluate(entry, results, begun)
+                overlaps = self.workers.overlaps and first < round_ < self.run.rounds
+                training = self._start_training(round_ + 1, bar) if overlaps else None
+                self._evaluate(entry, results, training)
                 self._show(bar, entry)
                 if self._evaluated(round_):
                     with profiling.during(profiling.EVALUATION):
@@ -204,24 +204,25 @@ class Simulator:
                     log(events, entry)
                     self.folder.commit(round_, self.server, self.record)
 
-    def _begin(self, round_: int, bar: Any) -> Training:
-        """Begin with the training of a round."""
+    def _start_training(self, round_: int, bar: Any) -> RoundTraining:
         cohort, evaluate = self.federation.cohort(round_), self._evaluated(round_)
-        judge = ("validate",) if evaluate and self.method.judged == "global" and not self.method.pools_data else ()
+        scored = ("validate",) if evaluate and self.method.judged == "global" and not self.method.pools_data else ()
         bar.set_description(f"round {round_}/{self.run.rounds}")
-        training = Training(round_, cohort, bar.update)
-        training.answers = self.asking.trained(round_, self.server, cohort, judge, training.left_out, training.came)
+        training = RoundTraining(round_, cohort, bar.update)
+        training.results = self.dispatcher.train(
+            round_, self.server, cohort, scored, training.left_out, training.count_result
+        )
         return training
 
-    def _train(self, training: Training) -> tuple[dict[str, Any], dict[str, StepResult]]:
+    def _train(self, training: RoundTraining) -> tuple[dict[str, Any], dict[str, StepResult]]:
         """Wait for the replies of a round and aggregate them; return its entry, and the results without replies."""
-        federation, since = self.federation, time.perf_counter() if training.beside else training.began
+        federation, since = self.federation, time.perf_counter() if training.overlap else training.started
         round_, cohort, left_out = training.round, training.cohort, training.left_out
         samples = {name: len(federation.work(name, "train")) for name in cohort}
         results: dict[str, StepResult] = {}
         replies = Replies(cohort, self.folder.path)
         renewed: list[str] = []
-        for name, (result, saved) in training.answers:
+        for name, (result, saved) in training.results:
             with profiling.during(profiling.MESSAGES):
                 replies.add(name, result.reply)
             results[name] = replace(result, reply=Message())
@@ -245,15 +246,17 @@ class Simulator:
         loss = sum(results[name].loss * samples[name] for name in replied) / max(1, sum(samples[n] for n in replied))
         entry: dict[str, Any] = {
             "round": round_, "cohort": cohort, **({"left_out": left_out} if left_out else {}), "seconds": 0.0,
-            "seconds_train": training.beside + trained - since, "seconds_server": time.perf_counter() - trained,
+            "seconds_train": training.overlap + trained - since, "seconds_server": time.perf_counter() - trained,
             "seconds_eval": 0.0, "bytes_up": bytes_up, "bytes_down": bytes_down, "train_loss": loss,
             "judged": self.method.judged, "val": {}, "val_global": None, "val_personal": None, "sites": {},
             **({"observed": observed} if observed else {}),
         }  # fmt: skip
         return entry, {name: results[name] for name in replied}
 
-    def _evaluate(self, entry: dict[str, Any], results: Mapping[str, StepResult], begun: Training | None) -> None:
-        """Complete a round's entry: score its models if it is their turn, beside the training that has begun."""
+    def _evaluate(
+        self, entry: dict[str, Any], results: Mapping[str, StepResult], training: RoundTraining | None
+    ) -> None:
+        """Complete a round's entry: score its models if it is their turn, while the next round trains."""
         round_, started = entry["round"], time.perf_counter()
         if self._evaluated(round_):
             with profiling.during(profiling.EVALUATION):
@@ -261,7 +264,7 @@ class Simulator:
         for name, result in results.items():
             entry["sites"].setdefault(name, {}).update(train_loss=result.loss, steps=result.steps)
         ended = time.perf_counter()
-        entry["seconds_eval"] = begun.rest(ended) if begun else ended - started
+        entry["seconds_eval"] = training.evaluation_seconds(ended) if training else ended - started
         entry["seconds"] = sum(entry[f"seconds_{part}"] for part in ("train", "server", "eval"))
         self.record["seconds"] += entry["seconds"]
         self.record["seconds_rounds"] += entry["seconds"]

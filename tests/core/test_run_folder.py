@@ -40,7 +40,9 @@ def load(path: Path) -> tuple[dict, dict]:
     """What a process that opens the folder anew finds: the server's State and those of the sites."""
     folder = RunFolder(path)
     manifest = folder.manifest()
-    return folder.server_state(manifest), {name: load_state(folder.newest_state(name)) for name in manifest["sites"]}
+    return folder.server_state(manifest), {
+        name: load_state(folder.newest_state(name).path) for name in manifest["sites"]
+    }
 
 
 # Making and opening
@@ -127,9 +129,9 @@ def test_what_was_saved_but_not_committed_is_not_found_again(folder: RunFolder) 
     for name in ("a", "b"):
         save_state(folder.state_path(2, name), {"x": 2})
     folder.accept_states(2, ["a", "b"])
-    assert load_state(folder.newest_state("a")) == load_state(folder.newest_state("b")) == {"x": 2}
+    assert load_state(folder.newest_state("a").path) == load_state(folder.newest_state("b").path) == {"x": 2}
     again = RunFolder(folder.path)  # after a kill
-    assert load_state(again.newest_state("a")) == {"x": 1}
+    assert load_state(again.newest_state("a").path) == {"x": 1}
     assert again.newest_state("b") is None
     commit(again, 2, server(2), {"a": {"x": 3}}, {})
     assert load(folder.path)[1] == {"a": {"x": 3}}
@@ -293,3 +295,17 @@ def test_a_full_disk_keeps_the_weights_that_were_streamed_before(folder: RunFold
         folder.write_weights("best", MappingProxyType(WEIGHTS))
     assert load_weights(folder.path / "best.safetensors")["w"].tolist() == [1, 1]
     assert not [path for path in folder.path.iterdir() if path.name.endswith(".tmp")]
+
+
+def test_a_manifest_of_medfl_0_6_has_the_rounds_in_the_names_of_files(folder: RunFolder) -> None:
+    """It lists file names only; on FLARE the files themselves are at the sites."""
+    commit(folder, 1, server(1), {"a": {"x": 1}, "b": {"x": 1}}, {})
+    commit(folder, 2, server(2), {"b": {"x": 2}}, {})
+    manifest = folder.manifest()
+    assert manifest.pop("rounds") == {"a": 1, "b": 2}
+    (folder.state / "manifest.json").write_text(json.dumps(manifest))
+    again = RunFolder(folder.path)
+    assert [again.newest_state(name).round for name in "ab"] == [1, 2]
+    assert again.newest_state("c") is None
+    commit(again, 3, server(3), {"a": {"x": 3}}, {})
+    assert again.manifest()["rounds"] == {"a": 3, "b": 2}

@@ -17,6 +17,7 @@ from medfl.core.storage import (
     load_weights,
     save_state,
     save_weights,
+    state_round,
     to_device,
     weights_sha256,
     write_atomic,
@@ -193,3 +194,14 @@ def test_a_state_moves_to_a_device_whole() -> None:
     assert (placed["b"]["c"][1:], placed["n"]) == ([3, "x"], 1.5)
     assert state["a"].device.type == "cpu"
     assert to_device(state, torch.device("cpu"))["a"] is state["a"]
+
+
+def test_a_state_s_file_says_its_round(tmp_path: Path) -> None:
+    """Files of medfl 0.6.0 do not: the round is in their names, and so it is where a file is damaged."""
+    said, older, damaged, other = (tmp_path / name for name in ("x", "000007-site-a.safetensors", "000008", "y"))
+    save_state(said, STATE, 12)
+    assert bits(load_state(said)) == bits(STATE)
+    save_state(older, STATE)
+    damaged.write_bytes(b"half")
+    save_state(other, STATE)
+    assert [state_round(path) for path in (said, older, damaged, other)] == [12, 7, 8, 0]

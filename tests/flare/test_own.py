@@ -362,7 +362,7 @@ def test_law1_a_federation_of_own_folders_gives_the_simulator_s_bits(
     assert bits(servers[0]) == bits(servers[1])
     states = [
         [load_state(next(tmp_path.glob(f"apart-states/{name}/*/{name}/000003.safetensors"))) for name in SITES],
-        [load_state(path) if (path := near.newest_state(name)) else {} for name in SITES],
+        [load_state(state.path) if (state := near.newest_state(name)) else {} for name in SITES],
     ]
     assert bits(states[0]) == bits(states[1])
     assert bool(states[0][0]) == (method != "fedavg")

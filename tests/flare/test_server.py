@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,10 @@ from medfl.flare.wire import Payload, from_model, to_model
 from medfl.methods import load, names
 from medfl.runtimes.absent import Absent, Tolerance
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.local.visits import train
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.step import introduce
+from medfl.runtimes.tasks import Introduce, Train
 from tests.runtimes.test_smaller_messages import Wide
 from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
@@ -265,7 +265,7 @@ def test_a_site_that_has_vanished_is_not_waited_for(tmp_path: Path) -> None:
     made, links = federation(), []
     workers = near(tmp_path, lambda site, word, payload: None if site == "y" else payload, links=links)(made, 1)
     links[0].gone["y"] = "it has vanished"
-    found = dict(workers.run([(introduce, (name,)) for name in "xyz"]))
+    found = dict(workers.run([partial(Introduce, name) for name in "xyz"]))
     assert found[1] == Absent("y", "site 'y': it has vanished")
     assert not isinstance(found[0], Absent)
 
@@ -275,7 +275,7 @@ def test_a_job_that_is_ended_from_outside_ends_the_run(tmp_path: Path) -> None:
     workers = near(tmp_path, lambda *_: None, links=links)(made, 1)
     links[0].ended = True
     with pytest.raises(RunError, match="the job was ended from outside; the last round is intact"):
-        list(workers.run([(introduce, ("x",))]))
+        list(workers.run([partial(Introduce, "x")]))
     assert links[0].dropped == [1]
 
 
@@ -286,10 +286,9 @@ class Spoilt(Workers):
     """The simulator's, whose site y replies without a tensor in round 2, with its State saved."""
 
     def run(self, tasks: Sequence[Any], sizes: Sequence[float] | None = None) -> Any:
-        made = [task() if callable(task) else task for task in tasks]
-        for index, answer in super().run(made, sizes):
-            function, arguments = made[index]
-            if function is train and arguments[:2] == (2, "y"):
+        made = [make() for make in tasks]
+        for index, answer in super().run([partial(lambda task: task, task) for task in made], sizes):
+            if isinstance(made[index], Train) and (made[index].round, made[index].site) == (2, "y"):
                 result, saved = answer
                 weights = {n: t for n, t in result.reply["weights"].items() if n != "0.bias"}
                 reply = Message({**result.reply.tensors, "weights": weights}, result.reply.scalars)

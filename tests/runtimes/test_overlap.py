@@ -27,10 +27,9 @@ from medfl.runtimes import spilled_replies
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.pool import Pool
-from medfl.runtimes.local.visits import scored, served, train
-from medfl.runtimes.local.workers import Later, Task, Workers
+from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.step import global_cases, site_judge
+from medfl.runtimes.tasks import MakeTask, ScoreGlobal, ScoreSite, Task, Train
 from tests.support.toy import ToyBundle, bits, run_record
 
 ROUNDS = 5
@@ -93,19 +92,21 @@ class Recording(Workers):
         super().__init__(federation, jobs)
         self.given: list[str] = []
 
-    def noted(self, task: Task | Later) -> Task:
-        function, arguments = task() if callable(task) else task
-        if function is train:
-            self.given.append(f"t{arguments[0]}")
-        if function in (served, scored) and arguments[0] in (global_cases, site_judge) and "test" not in arguments:
-            self.given.append(f"e{arguments[1]}")
-        return function, arguments
+    def noted(self, make: MakeTask) -> Task:
+        task = make()
+        if isinstance(task, Train):
+            self.given.append(f"t{task.round}")
+        if (isinstance(task, ScoreGlobal) and task.section == "validate") or (
+            isinstance(task, ScoreSite) and task.sections == ("validate",)
+        ):
+            self.given.append(f"e{task.round}")
+        return task
 
     def run(self, tasks, sizes=None):
         return super().run([partial(self.noted, task) for task in tasks], sizes)
 
-    def begin(self, tasks, sizes=None, **rest):
-        return super().begin([partial(self.noted, task) for task in tasks], sizes, **rest)
+    def start(self, tasks, sizes=None, **rest):
+        return super().start([partial(self.noted, task) for task in tasks], sizes, **rest)
 
 
 def order(out: Path, method: str, jobs: int, **changes: Any) -> list[str]:

@@ -23,11 +23,10 @@ from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.runs.launch import federate
 from medfl.runtimes.absent import Absent, Tolerance
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.local.visits import scored, train, tried
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.step import introduce, site_judge
+from medfl.runtimes.tasks import Introduce, RoundTask, ScoreGlobal, ScoreSite, Task, Train, result_or_absent
 from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
 
 Spoil = Callable[[Message], Message]
@@ -212,21 +211,20 @@ def test_when_nothing_fails_the_minimum_changes_nothing(tmp_path: Path) -> None:
 # At the start and in scores
 
 
-def absent_at(where: Callable[[Callable[..., Any], tuple[Any, ...]], str | None]) -> Any:
-    """Workers some of whose tasks are not answered: (function, arguments) -> the site that does not, or None."""
+def absent_at(fails: Callable[[Task], bool]) -> Any:
+    """Workers some of whose tasks at sites are not answered."""
 
     class Lossy(Workers):
         def run(self, tasks, sizes=None):
-            for index, task in enumerate(tasks):
-                function, arguments = task() if callable(task) else task
-                site = where(function, arguments)
-                yield index, Absent(site, "no answer") if site else function(self._federation, *arguments)
+            for index, make in enumerate(tasks):
+                task = make()
+                yield index, Absent(task.site, "no answer") if fails(task) else task.run(self._federation)
 
     return Lossy
 
 
-def silent(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str | None:
-    return "y" if function is introduce and arguments == ("y",) else None
+def silent(task: Task) -> bool:
+    return task == Introduce("y")
 
 
 @pytest.mark.parametrize("method", ["fedper", "ditto", "scaffold", "proxyfl", "fesem"])
@@ -259,9 +257,8 @@ def test_an_introduction_is_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "local"])
 def test_scores_are_of_those_who_answer(tmp_path: Path, method: str) -> None:
-    def unscored(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str | None:
-        site = arguments[2] if function is scored else arguments[1] if function is tried else None
-        return "y" if site == "y" else None
+    def unscored(task: Task) -> bool:
+        return isinstance(task, RoundTask) and not isinstance(task, Train) and task.site == "y"
 
     ran = run(tmp_path / "run", load(method), absent_at(unscored), Tolerance(1), rounds=1, eval_every=1)
     assert "scores: without site 'y': no answer" in ran.said
@@ -276,8 +273,8 @@ def test_scores_are_of_those_who_answer(tmp_path: Path, method: str) -> None:
 
 
 def test_somebody_has_to_be_scored(tmp_path: Path) -> None:
-    def unscored(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str | None:
-        return arguments[2] if function is scored and arguments[0] is site_judge else None
+    def unscored(task: Task) -> bool:
+        return isinstance(task, ScoreSite)
 
     with pytest.raises(RunError, match="^scores: 3 of 3 sites do not answer, and at least 1 have to"):
         run(tmp_path / "run", load("ditto"), absent_at(unscored), Tolerance(1), rounds=1, eval_every=1)
@@ -440,11 +437,9 @@ def test_a_robust_rule_is_said_and_hashed() -> None:
 
 
 def test_train_is_where_a_sites_failure_is_its_absence() -> None:
-    from medfl.runtimes.local.visits import answered
-
-    def failing(*arguments: Any) -> None:
+    def failing() -> None:
         raise RunError("out of room")
 
-    assert answered(train, (1, "y", None), failing) == Absent("y", "out of room")
+    assert result_or_absent(Train("y", 1, None, Message(), Path("y")), failing) == Absent("y", "out of room")
     with pytest.raises(RunError, match="out of room"):
-        answered(site_judge, (1, "y"), failing)
+        result_or_absent(ScoreGlobal(1, {}, "validate", 0, 1), failing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.runtimes.absent import Tolerance
-from medfl.runtimes.local.visits import train
 from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.tasks import Train
 from tests.flare.test_server import Payload, executed, federation, near, replace, second
 
 
@@ -52,10 +53,9 @@ class Lacking(Workers):
     """The simulator's, whose site y replies without its control variates in round 2, with its State saved."""
 
     def run(self, tasks, sizes=None):
-        made = [task() if callable(task) else task for task in tasks]
-        for index, answer in super().run(made, sizes):
-            function, arguments = made[index]
-            if function is train and arguments[:2] == (2, "y"):
+        made = [make() for make in tasks]
+        for index, answer in super().run([partial(lambda task: task, task) for task in made], sizes):
+            if isinstance(made[index], Train) and (made[index].round, made[index].site) == (2, "y"):
                 result, saved = answer
                 answer = (
                     replace(result, reply=Message({"weights": result.reply["weights"]}, result.reply.scalars)),

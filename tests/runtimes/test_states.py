@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from medfl.core.errors import RunError
+from medfl.core.storage import save_state
 from medfl.runtimes.monai_fl.states import InFolder, InMemory, States
 
 Make = Callable[[], States]
@@ -79,3 +80,15 @@ def test_a_state_that_cannot_be_read_is_an_error_and_not_a_new_beginning(tmp_pat
     (tmp_path / "000001.safetensors").write_bytes(b"half")
     with pytest.raises(RunError, match="cannot read the saved state"):
         states.of(1)
+
+
+def test_a_folder_of_medfl_0_6_is_gone_on_with(tmp_path: Path) -> None:
+    """Its files do not say their rounds, which are in their names."""
+    for round_ in (1, 2):
+        save_state(tmp_path / f"{round_:06d}.safetensors", state(round_))
+    states = InFolder(tmp_path, torch.device("cpu"))
+    assert (states.last, states.of(1), states.newest(9)) == (2, state(1), state(2))
+    states.keep(3, state(3), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000002.safetensors", "000003.safetensors"]
+    (tmp_path / "000002.safetensors").write_bytes(b"half")
+    assert (states.last, states.of(3)) == (3, state(3)), "the damage of a State that is not needed stops nothing"

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +23,27 @@ from medfl.core.message import Message
 from medfl.methods import load, names
 from medfl.runtimes import spilled_replies
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.local.workers import Task, Workers
+from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.step import introduce, site_step
+from medfl.runtimes.tasks import MakeTask, Task
 from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7, networks=SimpleNamespace(initial={}))
+
+
+@dataclass(frozen=True)
+class Call(Task):
+    """A task that calls a function with the federation."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def run(self, federation: Any) -> Any:
+        return self.function(federation, *self.arguments)
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> MakeTask:
+    return partial(Call, function, arguments)
 
 
 def add(federation: Any, x: float, wait: float = 0.0) -> float:
@@ -83,18 +101,18 @@ def wait_until_gone(pids: list[int], seconds: float = 10) -> bool:
 def test_results_come_in_the_order_of_the_tasks(jobs: int, tasks: int) -> None:
     with Workers(STAND_IN, jobs) as workers:
         for _ in range(2):
-            given = [(add, (i, 0.02 * (i % 2))) for i in range(tasks)]
+            given = [call(add, i, 0.02 * (i % 2)) for i in range(tasks)]
             assert workers.all(given) == [7 + i for i in range(tasks)]
             assert dict(workers.run(given)) == {i: 7 + i for i in range(tasks)}
 
 
 def test_the_longest_task_begins_first_where_there_are_several_workers() -> None:
     """Sizes 1, 4, 2, 3 with two workers: 4 and 3 begin, then 2, then 1; equal ones keep their order."""
-    tasks, sizes = [(when, (0.04 * size,)) for size in (1, 4, 2, 3)], [1, 4, 2, 3]
+    tasks, sizes = [call(when, 0.04 * size) for size in (1, 4, 2, 3)], [1, 4, 2, 3]
     with Workers(STAND_IN, 2) as workers:
-        begun = workers.all(tasks, sizes)
+        begun = dict(workers.run(tasks, sizes))
         assert max(begun[1], begun[3]) < begun[2] < begun[0]
-        assert dict(workers.run([(add, (i,)) for i in range(4)], [1] * 4)) == {i: 7 + i for i in range(4)}
+        assert dict(workers.run([call(add, i) for i in range(4)], [1] * 4)) == {i: 7 + i for i in range(4)}
     with Workers(STAND_IN, 1) as workers:
         assert [index for index, _ in workers.run(tasks, sizes)] == [0, 1, 2, 3]
 
@@ -107,7 +125,7 @@ def test_a_task_is_made_when_it_is_its_turn(jobs: int) -> None:
     def task(i: int) -> Task:
         made.append(i)
         assert len(made) - done <= jobs + 1  # the one whose result is about to be handed over has ended
-        return add, (i, 0.01)
+        return Call(add, (i, 0.01))
 
     with Workers(STAND_IN, jobs) as workers:
         for index, value in workers.run([partial(task, i) for i in range(12)]):
@@ -119,8 +137,8 @@ def test_a_task_is_made_when_it_is_its_turn(jobs: int) -> None:
 # Tasks that are begun and go on while others are run
 
 
-def begin(workers: Workers, tasks: list[Task], folder: Path, came: Any = None, **rest: Any) -> Any:
-    return workers.begin(tasks, round_=1, came=came or (lambda: None), folder=folder, **rest)
+def start(workers: Workers, tasks: list[MakeTask], folder: Path, on_result: Any = None, **rest: Any) -> Any:
+    return workers.start(tasks, round_=1, on_result=on_result or (lambda: None), folder=folder, **rest)
 
 
 def test_what_is_begun_first_is_given_out_first_and_the_rest_fills_the_gaps(tmp_path: Path) -> None:
@@ -129,12 +147,12 @@ def test_what_is_begun_first_is_given_out_first_and_the_rest_fills_the_gaps(tmp_
 
     def task(name: Any) -> Task:
         given.append(name)
-        return add, (0, 0.02)
+        return Call(add, (0, 0.02))
 
     with Workers(STAND_IN, 2) as workers:
         assert workers.overlaps
         tasks: Any = [partial(task, i) for i in range(4)]
-        answers = begin(workers, tasks, tmp_path, lambda: came.append(len(given)), sizes=[1, 4, 2, 3])
+        answers = start(workers, tasks, tmp_path, lambda: came.append(len(given)), sizes=[1, 4, 2, 3])
         assert given == [1, 3]
         assert workers.all([partial(task, "a"), partial(task, "b")]) == [7, 7]
         assert given == [1, 3, 2, 0, "a", "b"]
@@ -147,20 +165,20 @@ def test_what_is_begun_first_is_given_out_first_and_the_rest_fills_the_gaps(tmp_
 def test_answers_that_wait_are_those_that_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: Any) -> None:
     monkeypatch.setattr(spilled_replies, "BUDGET", budget)
     with Workers(STAND_IN, 2) as workers:
-        answers = begin(workers, [(echo, (value,)) for value in VALUES.values()], tmp_path)
-        assert workers.all([(add, (i,)) for i in range(4)]) == [7, 8, 9, 10]
-        again = begin(workers, [(echo, (value,)) for value in VALUES.values()], tmp_path)
+        answers = start(workers, [call(echo, value) for value in VALUES.values()], tmp_path)
+        assert workers.all([call(add, i) for i in range(4)]) == [7, 8, 9, 10]
+        again = start(workers, [call(echo, value) for value in VALUES.values()], tmp_path)
         found = dict(again), dict(answers)
         assert bits(list(found)) == bits([dict(enumerate(VALUES.values()))] * 2)
-        assert list(begin(workers, [], tmp_path)) == []
+        assert list(start(workers, [], tmp_path)) == []
 
 
 def test_one_job_begins_when_it_is_asked(tmp_path: Path) -> None:
     came: list[None] = []
     with Workers(STAND_IN, 1) as workers:
         assert not workers.overlaps
-        answers = begin(workers, [(when, (0.0,))] * 2, tmp_path, lambda: came.append(None))
-        between = workers.all([(when, (0.0,))])
+        answers = start(workers, [call(when, 0.0)] * 2, tmp_path, lambda: came.append(None))
+        between = workers.all([call(when, 0.0)])
         assert not came
         assert min(value for _, value in answers) > between[0]
         assert len(came) == 2
@@ -169,24 +187,24 @@ def test_one_job_begins_when_it_is_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_begun_task_fails_when_it_is_asked_for(tmp_path: Path, jobs: int) -> None:
     with Workers(STAND_IN, jobs) as workers:
-        answers = begin(workers, [(add, (1,)), (fail, ("run",)), (add, (2,))], tmp_path)
-        assert workers.all([(add, (i,)) for i in range(4)]) == [7, 8, 9, 10]
+        answers = start(workers, [call(add, 1), call(fail, "run"), call(add, 2)], tmp_path)
+        assert workers.all([call(add, i) for i in range(4)]) == [7, 8, 9, 10]
         with pytest.raises(RunError, match="^site 'a': the loss is nan$"):
             list(answers)
 
 
 def test_a_worker_that_dies_at_a_begun_task_is_reported_to_whoever_waits(tmp_path: Path) -> None:
     with Workers(STAND_IN, 2) as workers:
-        begin(workers, [(die, ("kill",)), (add, (1,))], tmp_path)
+        start(workers, [call(die, "kill"), call(add, 1)], tmp_path)
         with pytest.raises(RunError, match=r"exit code -9.*--resume"):
-            workers.all([(add, (i, 0.1)) for i in range(4)])
+            workers.all([call(add, i, 0.1) for i in range(4)])
 
 
 def test_one_job_is_this_process_and_more_are_others() -> None:
     with Workers(STAND_IN, 1) as workers:
-        assert set(workers.all([(whoami, ())] * 3)) == {os.getpid()}
+        assert set(workers.all([call(whoami)] * 3)) == {os.getpid()}
     with Workers(STAND_IN, 3) as workers:
-        pids = set(workers.all([(whoami, ())] * 9))
+        pids = set(workers.all([call(whoami)] * 9))
         assert len(pids) == 3
         assert os.getpid() not in pids
     assert wait_until_gone(list(pids))
@@ -213,11 +231,11 @@ VALUES = {
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_values_travel_bit_for_bit(value: Any) -> None:
     with Workers(STAND_IN, 2) as workers:
-        (received,) = workers.all([(echo, (value,))])
+        (received,) = workers.all([call(echo, value)])
         assert bits(received) == bits(value)
         if isinstance(received, torch.Tensor):
             received.fill_(0)  # writable, and not the sender's memory
-            assert bits(workers.all([(echo, (value,))])[0]) == bits(value)
+            assert bits(workers.all([call(echo, value)])[0]) == bits(value)
 
 
 BUILDING = {"fedhelp"}
@@ -231,7 +249,7 @@ def test_training_does_not_depend_on_the_number_of_workers(name: str) -> None:
     host = federation.host(0)
     introductions = {name: introduce(federation, name) for name in federation.participants}
     server = method.init_server(host, federation.networks.initial, introductions)
-    tasks = [(site_step, (1, n, None, method.broadcast(host, server, n), ())) for n in federation.participants * 2]
+    tasks = [call(site_step, 1, n, None, method.broadcast(host, server, n), ()) for n in federation.participants * 2]
     results = []
     for jobs in (1, 2, 3):
         with Workers(federation, jobs) as workers:
@@ -245,19 +263,19 @@ def test_training_does_not_depend_on_the_number_of_workers(name: str) -> None:
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_failed_run_keeps_its_type_and_text(jobs: int) -> None:
     with Workers(STAND_IN, jobs) as workers, pytest.raises(RunError, match="^site 'a': the loss is nan$"):
-        workers.all([(fail, ("run",)), (add, (1,))])
+        workers.all([call(fail, "run"), call(add, 1)])
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_bad_input_keeps_its_type_and_text(jobs: int) -> None:
     with Workers(STAND_IN, jobs) as workers, pytest.raises(InputError, match="^given; allowed; advice$"):
-        workers.all([(fail, ("input",)), (add, (1,))])
+        workers.all([call(fail, "input"), call(add, 1)])
 
 
 def test_another_error_brings_its_traceback() -> None:
     text = "(?s)Traceback.*in fail.*LookupError: an odd bug"
     with Workers(STAND_IN, 2) as workers, pytest.raises(Exception, match=text):
-        workers.all([(fail, ("bug",))])
+        workers.all([call(fail, "bug")])
 
 
 @pytest.mark.parametrize(("how", "code"), [("kill", -9), ("exit", 3)])
@@ -265,33 +283,33 @@ def test_a_worker_that_dies_at_work_is_reported_at_once(how: str, code: int) -> 
     started = time.monotonic()
     text = rf"worker process .*exit code {code}.*--resume"
     with Workers(STAND_IN, 2) as workers, pytest.raises(RunError, match=text):
-        workers.all([(add, (1,)), (die, (how,)), *[(add, (2, 0.1))] * 4])
+        workers.all([call(add, 1), call(die, how), *[call(add, 2, 0.1)] * 4])
     assert time.monotonic() - started < 5
 
 
 def test_a_worker_that_was_killed_while_idle_is_reported_at_once() -> None:
     with Workers(STAND_IN, 2) as workers:
-        victim = workers.all([(whoami, ())] * 2)[1]
+        victim = workers.all([call(whoami)] * 2)[1]
         os.kill(victim, signal.SIGKILL)
         assert wait_until_gone([victim])
         started = time.monotonic()
         with pytest.raises(RunError, match="exit code -9"):
-            workers.all([(add, (1, 0.1))] * 4)
+            workers.all([call(add, 1, 0.1)] * 4)
         assert time.monotonic() - started < 5
 
 
 def test_workers_do_not_hear_the_interrupt_meant_for_their_parent() -> None:
     with Workers(STAND_IN, 2) as workers:
-        for pid in set(workers.all([(whoami, ())] * 4)):
+        for pid in set(workers.all([call(whoami)] * 4)):
             os.kill(pid, signal.SIGINT)
-        assert workers.all([(add, (i,)) for i in range(4)]) == [7, 8, 9, 10]
+        assert workers.all([call(add, i) for i in range(4)]) == [7, 8, 9, 10]
 
 
 def test_leaving_ends_workers_also_busy_ones() -> None:
     with Workers(STAND_IN, 2) as workers:
-        pids = list(set(workers.all([(whoami, ())] * 4)))
+        pids = list(set(workers.all([call(whoami)] * 4)))
         started = time.monotonic()
-        next(workers.run([(add, (1,)), (add, (1, 60.0))]))
+        next(workers.run([call(add, 1), call(add, 1, 60.0)]))
     assert time.monotonic() - started < 5
     assert wait_until_gone(pids)
 
@@ -300,9 +318,9 @@ ORPHANS = """
 import os, signal, sys
 from types import SimpleNamespace
 from medfl.runtimes.local.workers import Workers
-from tests.runtimes.test_workers import whoami
+from tests.runtimes.test_workers import call, whoami
 workers = Workers(SimpleNamespace(run=SimpleNamespace(threads=1), networks=SimpleNamespace(initial={})), 3)
-print(*sorted(set(workers.all([(whoami, (0.1,))] * 9))), flush=True)
+print(*sorted(set(workers.all([call(whoami, 0.1)] * 9))), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.local.pool import Begun, Pool, made
-from medfl.runtimes.local.pool import Later as Later
-from medfl.runtimes.local.pool import Task as Task
-from medfl.runtimes.local.visits import answered
+from medfl.runtimes.local.pool import Pool, TaskGroup
+from medfl.runtimes.tasks import MakeTask, Task, result_or_absent
 from medfl.training.accelerate.interleave import abreast
 from medfl.training.accelerate.pack_sites import Together
 
@@ -27,65 +25,62 @@ class Workers:
 
     @property
     def overlaps(self) -> bool:
-        """Whether tasks that are begun go on while others are run."""
+        """Whether tasks that were started go on while others are run."""
         return self._pool is not None
 
-    def run(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
+    def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
         """Run tasks and yield (position, result) as they are ready; `Absent` in the place of what a site fails to do.
 
         Args:
-            tasks: what to do.
-            sizes: how long each may take, in any unit: with several workers the longest begin first, so that none of
+            tasks: make the tasks.
+            sizes: how long each may take, in any unit: with several workers the longest start first, so that none of
                 them starts when all others are about to end.
 
         Raises:
-            MedflError: what a task of the server's raised; RunError if a worker died.
+            MedflError: raised by a task of the server; RunError if a worker died.
         """
         if self._pool is not None:
-            yield from self._pool.begin(Begun(tasks, sizes))
+            yield from self._pool.start(TaskGroup(tasks, sizes))
             return
+        calls = (partial(self._numbered, index, make()) for index, make in enumerate(tasks))
         if self.together is not None:
-            yield from abreast(self._each(tasks), self.together.size, self.together)
+            yield from abreast(calls, self.together.size, self.together)
             return
-        for done in self._each(tasks):
-            yield done()
+        for call in calls:
+            yield call()
 
-    def _each(self, tasks: Sequence[Task | Later]) -> Iterator[Callable[[], tuple[int, Any]]]:
-        """Return the tasks as calls, each made when it is about to be done."""
-        for index, task in enumerate(tasks):
-            function, arguments = made(task)
-            done = partial(function, self._federation)
-            yield partial(_answer, index, function, arguments, done)
+    def _numbered(self, index: int, task: Task) -> tuple[int, Any]:
+        return index, result_or_absent(task, partial(task.run, self._federation))
 
-    def all(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> list[Any]:
+    def all(self, tasks: Sequence[MakeTask]) -> list[Any]:
         """Run tasks and return their results in order."""
-        results = dict(self.run(tasks, sizes))
+        results = dict(self.run(tasks))
         return [results[index] for index in range(len(tasks))]
 
-    def begin(
+    def start(
         self,
-        tasks: Sequence[Task | Later],
+        tasks: Sequence[MakeTask],
         sizes: Sequence[float] | None = None,
         *,
         round_: int,
-        came: Callable[[], object],
+        on_result: Callable[[], object],
         folder: Path,
     ) -> Iterator[tuple[int, Any]]:
-        """Begin with tasks, and return at once what yields their results as `run` does.
+        """Start tasks, and return at once an iterator that yields their results as `run` does.
 
         What is run meanwhile waits until each of these tasks has a worker, and then fills the gaps. Where nothing
-        overlaps, the tasks begin when the first result is asked for.
+        overlaps, the tasks start when the first result is asked for.
 
         Args:
-            tasks: what to do.
+            tasks: make the tasks.
             sizes: how long each may take.
-            round_: what their time is recorded for.
-            came: called whenever an answer has come, whether or not it has been asked for.
-            folder: where answers wait past what may stay in memory.
+            round_: which round their time is recorded for.
+            on_result: called whenever a result has come, whether or not it has been asked for.
+            folder: where results wait past what may stay in memory.
         """
         if self._pool is not None:
-            return self._pool.begin(Begun(tasks, sizes, round_, came, folder))
-        return _telling(self.run(tasks, sizes), came)
+            return self._pool.start(TaskGroup(tasks, sizes, round_, on_result, folder))
+        return _notifying(self.run(tasks, sizes), on_result)
 
     def close(self) -> None:
         """End the workers."""
@@ -101,13 +96,7 @@ class Workers:
         self.close()
 
 
-def _answer(
-    index: int, function: Callable[..., Any], arguments: tuple[Any, ...], done: Callable[..., Any]
-) -> tuple[int, Any]:
-    return index, answered(function, arguments, done)
-
-
-def _telling(answers: Iterator[tuple[int, Any]], came: Callable[[], object]) -> Iterator[tuple[int, Any]]:
-    for answer in answers:
-        came()
-        yield answer
+def _notifying(results: Iterator[tuple[int, Any]], on_result: Callable[[], object]) -> Iterator[tuple[int, Any]]:
+    for result in results:
+        on_result()
+        yield result

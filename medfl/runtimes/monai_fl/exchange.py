@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,16 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.core.storage import State, load_state, save_state, to_device
-from medfl.evaluation.metrics import Cases
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.local import visits
-from medfl.runtimes.local.workers import Later, Task, Workers
+from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import JUDGE, LOSS, ROUND, MedflClientAlgo, exchange_object
 from medfl.runtimes.monai_fl.states import InMemory, States
 from medfl.runtimes.monai_fl.view import moved_message
 from medfl.runtimes.registry import Execution, Runtime
 from medfl.runtimes.simulator import simulated
-from medfl.runtimes.step import StepResult, introduce, site_step
+from medfl.runtimes.step import StepResult
+from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Task, Train, TrainToScore, result_or_absent
 
 
 class Exchange(Workers):
@@ -40,65 +40,48 @@ class Exchange(Workers):
         super().__init__(federation, 1)
         self.sites = {name: MedflClientAlgo(federation, name) for name in federation.participants}
 
-    def run(self, tasks: Sequence[Task | Later], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
+    def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
         """Run tasks one after the other and yield (position, result)."""
-        at_sites: Mapping[Callable[..., Any], Callable[..., Any]] = {
-            introduce: self._introduced,
-            visits.train: self._trained,
-            visits.tried: self._tried,
-            visits.scored: self._scored,
-        }
-        for index, task in enumerate(tasks):
-            function, arguments = task() if callable(task) else task
-            if function in at_sites:
-                yield index, visits.answered(function, arguments, at_sites[function])
-            else:
-                yield index, function(self._federation, *arguments)
+        for index, make in enumerate(tasks):
+            task = make()
+            yield index, result_or_absent(task, partial(self._run, task))
 
-    def _introduced(self, name: str) -> Message:
+    def _run(self, task: Task) -> Any:
+        match task:
+            case Introduce():
+                return self._introduction(task.site)
+            case Train():
+                return self._train(task)
+            case TrainToScore():
+                return self._visit(task).cases
+            case RoundTask():
+                return self._visit(task)
+        return task.run(self._federation)
+
+    def _introduction(self, name: str) -> Message:
         with self._at(name, InMemory()) as site:
             message = self._arrived(name, site.get_weights())
         self._federation.check(name, message)
         return message
 
-    def _trained(
-        self, round_: int, name: str, kept: str | None, fresh: str, down: Message, judge: Sequence[str]
-    ) -> tuple[StepResult, bool]:
-        federation, files = self._federation, _RunFiles(kept, fresh, self._federation.networks.device)
-        data, bytes_down = self._sent(round_, name, down)
-        with self._at(name, files) as site:
-            site.train(data, {JUDGE: judge})
-            told, cases = site.get_weights(), site.cases
+    def _train(self, task: Train) -> tuple[StepResult, bool]:
+        federation, states = self._federation, _RunFiles(task, task.new_state, self._federation.networks.device)
+        data, bytes_down = self._sent(task)
+        with self._at(task.site, states) as site:
+            site.train(data, {JUDGE: task.sections})
+            answer, cases = site.get_weights(), site.cases
         with profiling.during(profiling.MESSAGES):
-            wire = self._arrived(name, told)
-            reply = federation.messages.opened_reply(wire, down, f"site {name!r}")
-            federation.check(name, reply)
-        loss, steps = (told.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS))
-        return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), files.written
+            wire = self._arrived(task.site, answer)
+            reply = federation.messages.opened_reply(wire, task.broadcast, f"site {task.site!r}")
+            federation.check(task.site, reply)
+        loss, steps = (answer.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS))
+        return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
-    def _tried(self, round_: int, name: str, kept: str | None, down: Message, judge: Sequence[str]) -> dict[str, Cases]:
-        result: StepResult = self._visited(site_step, round_, name, kept, down, judge, part=profiling.STEP)
-        return result.cases
-
-    def _scored(
-        self, function: Callable[..., Any], round_: int, name: str, kept: str | None, down: Message, *rest: Any
-    ) -> Any:
-        return self._visited(function, round_, name, kept, down, *rest)
-
-    def _visited(
-        self,
-        function: Callable[..., Any],
-        round_: int,
-        name: str,
-        kept: str | None,
-        down: Message,
-        *rest: Any,
-        part: str = profiling.EVALUATION,
-    ) -> Any:
-        files = _RunFiles(kept, None, self._federation.networks.device)
-        data, _ = self._sent(round_, name, down)
-        with self._at(name, files) as site:
-            return site.visit(function, data, *rest, part=part)
+    def _visit(self, task: RoundTask) -> Any:
+        states = _RunFiles(task, None, self._federation.networks.device)
+        data, _ = self._sent(task)
+        with self._at(task.site, states) as site:
+            return site.visit(type(task).function, data, *task.arguments, part=task.part)
 
     @contextmanager
     def _at(self, name: str, states: States) -> Iterator[MedflClientAlgo]:
@@ -112,20 +95,21 @@ class Exchange(Workers):
             finally:
                 site.finalize()
 
-    def _sent(self, round_: int, name: str, down: Message) -> tuple[ExchangeObject, int]:
+    def _sent(self, task: RoundTask) -> tuple[ExchangeObject, int]:
         """Return a broadcast as it crosses, and its bytes."""
         federation = self._federation
         with profiling.during(profiling.MESSAGES):
-            wire = federation.messages.broadcast(down, derive(federation.host(round_).seed, "messages", name))
-            return exchange_object(wire.flat(), {ROUND: round_}), wire.num_bytes
+            seed = derive(federation.host(task.round).seed, "messages", task.site)
+            wire = federation.messages.broadcast(task.broadcast, seed)
+            return exchange_object(wire.flat(), {ROUND: task.round}), wire.num_bytes
 
-    def _arrived(self, name: str, told: ExchangeObject) -> Message:
+    def _arrived(self, name: str, answer: ExchangeObject) -> Message:
         federation = self._federation
-        return moved_message(federation.arrived(name, told.weights or {}), federation.networks.device)
+        return moved_message(federation.arrived(name, answer.weights or {}), federation.networks.device)
 
 
 class _RunFiles:
-    """A site's State in the run folder, where the simulator has said.
+    """A site's State in the files of the run folder that a task names.
 
     Attributes:
         written: whether there is a new State.
@@ -133,17 +117,17 @@ class _RunFiles:
 
     last = 0
 
-    def __init__(self, kept: str | None, fresh: str | None, device: torch.device) -> None:
-        self._kept, self._fresh, self._device, self.written = kept, fresh, device, False
+    def __init__(self, task: RoundTask, new_state: Path | None, device: torch.device) -> None:
+        self._old, self._new, self._device, self.written = task.state, new_state, device, False
 
     def newest(self, round_: int) -> State | None:
-        return None if self._kept is None else to_device(load_state(Path(self._kept)), self._device)
+        return None if self._old is None else to_device(load_state(self._old.path), self._device)
 
     of = newest
 
     def keep(self, round_: int, state: State, base: int | None = None) -> None:
-        if state and self._fresh is not None:
-            save_state(Path(self._fresh), state)
+        if state and self._new is not None:
+            save_state(self._new, state, round_)
             self.written = True
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from medfl.core.errors import RunError, errors_safe_to_send
-from medfl.core.storage import State, load_state, save_state, to_device
+from medfl.core.storage import State, load_state, save_state, state_round, to_device
 
 
 class States(Protocol):
@@ -100,12 +100,12 @@ class InFolder:
         """Keep the State of a round, also an empty one."""
         base = _before(self._rounds(), round_ - 1) if base is None else base
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_state(self._file(round_), state)
+        save_state(self._file(round_), state, round_)
         for made in set(self._rounds()) - {round_, base}:
             self._file(made).unlink()
 
     def _rounds(self) -> list[int]:
-        return sorted(int(path.stem) for path in self.folder.glob("[0-9]*.safetensors"))
+        return sorted(state_round(path) for path in self.folder.glob("*.safetensors"))
 
     def _file(self, round_: int) -> Path:
         return self.folder / f"{round_:06d}.safetensors"

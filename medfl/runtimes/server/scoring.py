@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +16,18 @@ from medfl.evaluation.metrics import Cases, higher_is_better, spread, summarise
 from medfl.evaluation.slices import unit
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
-from medfl.runtimes.server.asking import Asking
+from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
-from medfl.runtimes.step import (
-    StepResult,
-    global_cases,
-    global_masks,
-    site_abroad,
-    site_judge,
-    site_masks,
-    site_weights,
+from medfl.runtimes.step import StepResult
+from medfl.runtimes.tasks import (
+    CopyWeights,
+    RoundTask,
+    ScoreGlobal,
+    ScoreSite,
+    ScoreSiteOnAll,
+    SegmentGlobal,
+    SegmentSite,
+    TrainToScore,
 )
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
@@ -55,12 +58,14 @@ class Scoring:
         federation: sites and server.
         folder: of the run.
         record: of the run so far; its best round is kept here.
-        asking: how sites are reached.
+        dispatcher: runs tasks at the sites and at the server.
     """
 
-    def __init__(self, federation: Federation, folder: RunFolder, record: dict[str, Any], asking: Asking) -> None:
+    def __init__(
+        self, federation: Federation, folder: RunFolder, record: dict[str, Any], dispatcher: Dispatcher
+    ) -> None:
         """Take the parts."""
-        self.federation, self.folder, self.record, self.asking = federation, folder, record, asking
+        self.federation, self.folder, self.record, self.dispatcher = federation, folder, record, dispatcher
         self.method, self.run, self.key = federation.method, federation.run, federation.bundle.key_metric
 
     @property
@@ -111,16 +116,17 @@ class Scoring:
     def _global(self, round_: int, section: str, server: State) -> Cases | None:
         total = len(self.federation.pooled(section))
         chunk = _CHUNK if self.federation.task.kind == "classification" else _CHUNK_OF_MAPS
-        tasks = [(round_, server, section, i, i + chunk) for i in range(0, total, chunk)]
-        parts = self.asking.served(global_cases, tasks)
+        parts = self.dispatcher.at_server(
+            [partial(ScoreGlobal, round_, server, section, i, i + chunk) for i in range(0, total, chunk)]
+        )
         return Cases.concat(parts) if parts and parts[0] is not None else None
 
     def _personal(
         self, round_: int, server: State, sections: tuple[str, ...], among: Sequence[str] | None = None
     ) -> Judged:
         names = self.names if among is None else among
-        answers = self.asking.scored(site_judge, round_, server, names, lambda name: (sections,), sections)
-        return _in_order(names, answers)
+        task = partial(ScoreSite, sections=sections)
+        return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
 
     def _per_site(self, whole: Cases | None, section: str) -> dict[str, Metrics]:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
@@ -137,7 +143,7 @@ class Scoring:
             if network is not None:
                 return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
         weights = SitesWeights(self.folder.path)
-        for name, part in self.asking.scored(site_weights, round_, server, self.names):
+        for name, part in self.dispatcher.at_sites(CopyWeights, round_, server, self.names):
             weights.add(name, part)
         return weights
 
@@ -199,12 +205,16 @@ class Scoring:
         if self.federation.task.kind != "segmentation" or not names:
             return {}, None
         folders = {name: str(self.folder.predictions_folder(name)) if save else None for name in names}
-        asked = {name: (list(wanted.get(name, {})), folders[name]) for name in names}
+        ids = {name: list(wanted.get(name, {})) for name in names}
         if self.method.judged == "global":
-            found = self.asking.served(global_masks, [(last, server, name, *asked[name]) for name in names])
-            masks = dict(zip(names, found, strict=True))
+            tasks = [partial(SegmentGlobal, last, server, name, ids[name], folders[name]) for name in names]
+            masks = dict(zip(names, self.dispatcher.at_server(tasks), strict=True))
         else:
-            masks = _in_order(names, self.asking.scored(site_masks, last, server, names, asked.__getitem__))
+
+            def task(site: str, **fields: Any) -> RoundTask:
+                return SegmentSite(site, **fields, ids=ids[site], folder=folders[site])
+
+            masks = _in_order(names, self.dispatcher.at_sites(task, last, server, names))
         written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
         return masks, written if save else None
 
@@ -224,14 +234,15 @@ class Scoring:
         names = [name for name in among if len(self.federation.shard(name, "test"))]
         if methods.has_site_models(self.method):
             return self._personal(last, server, ("test",), names)
-        found = _in_order(names, self.asking.tried(last + 1, server, names, ("test",)))
-        return {name: cases for name, cases in found.items() if cases}
+        task = partial(TrainToScore, sections=("test",))
+        by_site = _in_order(names, self.dispatcher.at_sites(task, last + 1, server, names, ("train",)))
+        return {name: cases for name, cases in by_site.items() if cases}
 
     def _site_models(self, last: int, server: State) -> dict[str, Metrics] | None:
         """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
         count = min(len(self.names), _ABROAD)
         names = [self.names[i * len(self.names) // count] for i in range(count)]
-        answers = self.asking.scored(site_abroad, last, server, names)
+        answers = self.dispatcher.at_sites(ScoreSiteOnAll, last, server, names)
         scores = _in_order(names, ((name, summarise(cases)) for name, cases in answers))
         metrics = next(iter(scores.values()))
         by_metric = {metric: spread({name: s.get(metric) for name, s in scores.items()}) for metric in metrics}

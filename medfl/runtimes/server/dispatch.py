@@ -1,0 +1,135 @@
+"""Tasks for the sites and for the server's model, made for one run and handed to its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from medfl.core.errors import RunError
+from medfl.core.message import Message
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import State
+from medfl.core.terminal import Print
+from medfl.runtimes import profiling
+from medfl.runtimes.absent import Absent, Tolerance, present
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.step import StepResult
+from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Train
+
+
+class Dispatcher:
+    """Makes the tasks of one run, each when its turn comes, and yields (site, result) as the results come.
+
+    Args:
+        federation: sites and server.
+        folder: of the run, where the sites' States are.
+        workers: run the tasks.
+        tolerance: how many sites may fail to answer.
+        say: where lines for the user go.
+    """
+
+    def __init__(
+        self, federation: Federation, folder: RunFolder, workers: Workers, tolerance: Tolerance, say: Print
+    ) -> None:
+        """Take the parts."""
+        self.federation, self.folder, self.workers = federation, folder, workers
+        self.tolerance, self.say = tolerance, say
+
+    def introductions(self, missing: dict[str, str]) -> Iterator[tuple[str, Message]]:
+        """Yield the introductions.
+
+        Args:
+            missing: takes the reason of each site without one.
+
+        Raises:
+            RunError: too few sites have one.
+        """
+        names = self.federation.participants
+        results = self.workers.run([partial(Introduce, name) for name in names])
+        return present(names, results, self.tolerance.min_replies, missing, "introductions", self.say)
+
+    def train(
+        self,
+        round_: int,
+        server: State,
+        names: Sequence[str],
+        sections: Sequence[str],
+        left_out: dict[str, str],
+        on_result: Callable[[], object],
+    ) -> Iterator[tuple[str, tuple[StepResult, bool]]]:
+        """Start the training of a round; yield the result of each site, and whether it has a new State.
+
+        Training goes on while other tasks are run, if the workers can do both.
+
+        Args:
+            round_: which round.
+            server: the server's State.
+            names: the cohort.
+            sections: those that the trained models are scored on.
+            left_out: takes the reason of each site without a reply.
+            on_result: called whenever a site's result has come.
+
+        Raises:
+            RunError: too few sites replied.
+        """
+
+        def task(**fields: Any) -> Train:
+            path = self.folder.state_path(round_, fields["site"])
+            return Train(**fields, new_state=path, sections=tuple(sections))
+
+        # longest site first: it has the most training items, for the local epochs are the same everywhere
+        results = self.workers.start(
+            [partial(self._make, task, round_, server, name) for name in names],
+            self._sizes(names, "train"),
+            round_=round_,
+            on_result=on_result,
+            folder=self.folder.path,
+        )
+        checked = ((index, self._checked(names[index], result)) for index, result in results)
+        return present(names, checked, self.tolerance.min_replies, left_out, f"round {round_}", self.say)
+
+    def _checked(self, name: str, result: Absent | tuple[StepResult, bool]) -> Absent | tuple[StepResult, bool]:
+        """Return a site's result, or `Absent` if its reply lacks what the server needs."""
+        if isinstance(result, Absent):
+            return result
+        try:
+            self.federation.check_whole(name, result[0].reply)
+        except RunError as error:
+            return Absent(name, str(error))
+        return result
+
+    def at_sites(
+        self,
+        task: Callable[..., RoundTask],
+        round_: int,
+        server: State,
+        names: Sequence[str],
+        sections: Sequence[str] = (),
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the result of a task at each site; where some sites may be missing, one is enough.
+
+        Args:
+            task: makes it, called with the fields of `RoundTask`.
+            round_: which round.
+            server: the server's State.
+            names: the sites.
+            sections: those whose items it goes through, by which the longest site is known.
+        """
+        tasks = [partial(self._make, task, round_, server, name) for name in names]
+        results = self.workers.run(tasks, self._sizes(names, *sections) if sections else None)
+        least = None if self.tolerance.min_replies is None else 1
+        return present(names, results, least, {}, "scores", self.say)
+
+    def at_server(self, tasks: Sequence[MakeTask]) -> list[Any]:
+        """Return the results of tasks with the server's model, in order."""
+        return self.workers.all(tasks)
+
+    def _make(self, task: Callable[..., RoundTask], round_: int, server: State, name: str) -> RoundTask:
+        with profiling.during(profiling.MESSAGES), self.federation.networks.scope():
+            broadcast = self.federation.method.broadcast(self.federation.host(round_), server, name)
+        return task(site=name, round=round_, state=self.folder.newest_state(name), broadcast=broadcast)
+
+    def _sizes(self, names: Sequence[str], *sections: str) -> list[int]:
+        return [sum(len(self.federation.work(name, section)) for section in sections) for name in names]

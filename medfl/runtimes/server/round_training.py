@@ -1,0 +1,53 @@
+"""The training of a round, which may start before the previous round has been evaluated, and how its time counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from medfl.runtimes.step import StepResult
+
+
+class RoundTraining:
+    """The training of one round, from its start.
+
+    Args:
+        round_: which round.
+        cohort: the sites that train.
+        on_result: called whenever a site's result has come.
+
+    Attributes:
+        results: the result of each site, and whether it has a new State.
+        left_out: the reason of each site without a reply.
+        started: when, in seconds of `time.perf_counter`.
+        overlap: seconds of it that the evaluation of the previous round took too; 0 where that had ended before.
+    """
+
+    results: Iterator[tuple[str, tuple[StepResult, bool]]]
+
+    def __init__(self, round_: int, cohort: list[str], on_result: Callable[[], object]) -> None:
+        """Start the clock."""
+        self.round, self.cohort = round_, cohort
+        self.left_out: dict[str, str] = {}
+        self.started, self.overlap = time.perf_counter(), 0.0
+        self._on_result, self._open, self._last = on_result, len(cohort), 0.0
+
+    def count_result(self) -> None:
+        """Note that a site's result has come."""
+        self._open -= 1
+        self._last = time.perf_counter()
+        self._on_result()
+
+    def evaluation_seconds(self, ended: float) -> float:
+        """Divide the time from the start until the previous round has been evaluated, so that none counts twice.
+
+        What passes until the last result has come is this training's (`overlap`).
+
+        Args:
+            ended: when the evaluation ended.
+
+        Returns:
+            The seconds that the evaluation went on after that.
+        """
+        self.overlap = (ended if self._open else self._last) - self.started
+        return ended - self.started - self.overlap

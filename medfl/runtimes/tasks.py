@@ -1,0 +1,241 @@
+"""Tasks: what the server has a runtime do at one site, or with the server's model.
+
+A task has all that it needs but the federation, so a runtime may run it in this process, in a worker process, or ask a
+site on another machine for it. A site's State is read from its file where the task runs: no process holds the States of
+all sites, and none of them passes through the server's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from medfl.core.errors import RunError
+from medfl.core.message import Message
+from medfl.core.run_folder import StateFile
+from medfl.core.storage import State, load_state, save_state, to_device
+from medfl.evaluation.evaluators import Masks
+from medfl.evaluation.metrics import Cases
+from medfl.runtimes import profiling
+from medfl.runtimes.absent import Absent
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.step import (
+    StepResult,
+    global_cases,
+    global_masks,
+    introduce,
+    site_abroad,
+    site_judge,
+    site_masks,
+    site_step,
+    site_weights,
+)
+
+
+class Task(ABC):
+    """One piece of work."""
+
+    @abstractmethod
+    def run(self, federation: Federation) -> Any:
+        """Do the work and return its result."""
+
+
+MakeTask = Callable[[], Task]
+"""Makes a task when its turn comes, so that the messages of thousands of sites need not lie ready."""
+
+
+def result_or_absent(task: Task, run: Callable[[], Any]) -> Any:
+    """Run a task; where a site fails, return its `Absent`.
+
+    Raises:
+        RunError: a task of the server failed.
+    """
+    try:
+        return run()
+    except RunError as error:
+        if not isinstance(task, SiteTask):
+            raise
+        return Absent(task.site, str(error))
+
+
+# At a site
+
+
+@dataclass(frozen=True)
+class SiteTask(Task):
+    """A task at one site.
+
+    Attributes:
+        site: its name.
+    """
+
+    site: str
+
+
+@dataclass(frozen=True)
+class Introduce(SiteTask):
+    """Return what a site tells the server before round 1."""
+
+    def run(self, federation: Federation) -> Message:
+        """Return the introduction."""
+        return introduce(federation, self.site)
+
+
+@dataclass(frozen=True)
+class RoundTask(SiteTask):
+    """A task at one site in a round.
+
+    Attributes:
+        round: which round.
+        state: the site's State, None before its first training.
+        broadcast: what the server sends it.
+        function: of `step`, which does the work: (federation, round, site, State, broadcast, *arguments).
+        part: of the profile that its time counts as.
+    """
+
+    round: int
+    state: StateFile | None
+    broadcast: Message
+
+    function: ClassVar[Callable[..., Any]]
+    part: ClassVar[str] = profiling.EVALUATION
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Further arguments of the function: the fields that a kind of task adds."""
+        common = len(fields(RoundTask))
+        return tuple(getattr(self, field.name) for field in fields(self)[common:])
+
+    def run(self, federation: Federation) -> Any:
+        """Call the function at the site."""
+        with profiling.visit(self.site):
+            return self._call(federation)
+
+    def _call(self, federation: Federation) -> Any:
+        state: State | None = None
+        if self.state is not None:
+            with profiling.during(profiling.CHECKPOINT):
+                state = to_device(load_state(self.state.path), federation.networks.device)
+        with profiling.during(self.part):
+            return type(self).function(federation, self.round, self.site, state, self.broadcast, *self.arguments)
+
+
+@dataclass(frozen=True)
+class Train(RoundTask):
+    """Train at one site, and write its next State, if it has any.
+
+    Attributes:
+        new_state: the file of the next State.
+        sections: those that the trained model is scored on.
+    """
+
+    new_state: Path
+    sections: tuple[str, ...] = ()
+
+    function = site_step
+    part = profiling.STEP
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The sections."""
+        return (self.sections,)
+
+    def run(self, federation: Federation) -> tuple[StepResult, bool]:
+        """Return what the step gave, without the State, and whether that was written."""
+        with profiling.visit(self.site):
+            result = self._call(federation)
+            if result.state:
+                with profiling.during(profiling.CHECKPOINT):
+                    save_state(self.new_state, result.state, self.round)
+        return replace(result, state={}), bool(result.state)
+
+
+@dataclass(frozen=True)
+class TrainToScore(RoundTask):
+    """Train at one site only to score the trained model: nothing is sent or saved."""
+
+    sections: tuple[str, ...]
+
+    function = site_step
+    part = profiling.STEP
+
+    def run(self, federation: Federation) -> dict[str, Cases]:
+        """Return the outcomes by section."""
+        cases: dict[str, Cases] = super().run(federation).cases
+        return cases
+
+
+@dataclass(frozen=True)
+class ScoreSite(RoundTask):
+    """Score the network that a site is judged by on the site's own items: section -> outcomes."""
+
+    sections: tuple[str, ...]
+
+    function = site_judge
+
+
+@dataclass(frozen=True)
+class ScoreSiteOnAll(RoundTask):
+    """Score the network that a site is judged by on everybody's test items."""
+
+    function = site_abroad
+
+
+@dataclass(frozen=True)
+class CopyWeights(RoundTask):
+    """Return a copy of the weights that a site is judged by."""
+
+    function = site_weights
+
+
+@dataclass(frozen=True)
+class SegmentSite(RoundTask):
+    """Segment a site's test items with the network that it is judged by.
+
+    Attributes:
+        ids: cases whose masks are returned.
+        folder: where the masks of all its cases are written, None for nowhere.
+    """
+
+    ids: list[str]
+    folder: str | None
+
+    function = site_masks
+
+
+# At the server
+
+
+@dataclass(frozen=True)
+class ScoreGlobal(Task):
+    """Score the server's network on the positions start..stop of all items of a section."""
+
+    round: int
+    server: State
+    section: str
+    start: int
+    stop: int
+
+    def run(self, federation: Federation) -> Cases | None:
+        """Return the outcomes, None if there is no such network."""
+        with profiling.during(profiling.EVALUATION):
+            return global_cases(federation, self.round, self.server, self.section, self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class SegmentGlobal(Task):
+    """Segment a site's test items with the server's network, as `SegmentSite`."""
+
+    round: int
+    server: State
+    site: str
+    ids: list[str]
+    folder: str | None
+
+    def run(self, federation: Federation) -> dict[str, Masks]:
+        """Return id -> masks."""
+        with profiling.during(profiling.EVALUATION):
+            return global_masks(federation, self.round, self.server, self.site, self.ids, self.folder)
