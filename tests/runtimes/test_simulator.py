@@ -19,9 +19,9 @@ from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.runtimes import profiling, spilled_replies
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.local import visits
-from medfl.runtimes.server import asking, scoring
+from medfl.runtimes.server import scoring
 from medfl.runtimes.simulator import Simulator
+from medfl.runtimes.tasks import RoundTask, ScoreSite, ScoreSiteOnAll, TrainToScore
 from tests.support.toy import ToyBundle, bits, run_record
 
 
@@ -36,6 +36,18 @@ def divided(sites: int) -> PartitionRecord:
         for i in range(sites)
     }
     return PartitionRecord("file", 0, (), held)
+
+
+def tasks_run(kind: type[RoundTask], monkeypatch: pytest.MonkeyPatch) -> list[RoundTask]:
+    """Collect the tasks of a kind that are run in this process."""
+    tasks, run = list[RoundTask](), kind.run
+
+    def noted(task: RoundTask, federation: Federation) -> Any:
+        tasks.append(task)
+        return run(task, federation)
+
+    monkeypatch.setattr(kind, "run", noted)
+    return tasks
 
 
 def simulate(
@@ -140,19 +152,13 @@ def test_a_round_without_evaluation_tells_of_its_cohort_only(tmp_path: Path) -> 
 def test_without_evaluations_only_the_last_cohort_is_trained_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[str] = []
-
-    def counted(federation: Federation, round_: int, name: str, *rest: Any) -> Any:
-        tried.append(name)
-        return visits.tried(federation, round_, name, *rest)
-
-    monkeypatch.setattr(asking, "tried", counted)
+    tasks = tasks_run(TrainToScore, monkeypatch)
     simulate(tmp_path / "off", "fedavg", eval_every=0)
     cohort = left(tmp_path / "off")["rounds"][-1]["cohort"]
-    assert tried == [name for name in cohort if int(name[1:]) < 12]
-    tried.clear()
+    assert [task.site for task in tasks] == [name for name in cohort if int(name[1:]) < 12]
+    tasks.clear()
     simulate(tmp_path / "on", "fedavg")
-    assert tried == [f"s{i}" for i in range(12)]
+    assert [task.site for task in tasks] == [f"s{i}" for i in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -163,20 +169,11 @@ def test_a_site_of_a_globally_judged_method_is_scored_by_its_own_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], own: bool
 ) -> None:
     """By its `predictor` where that is one, else by the global model after one more local training."""
-    asked: dict[str, list[str]] = {"scored": [], "tried": []}
-    done = {kind: getattr(visits, kind) for kind in asked}
-    for kind, seen in asked.items():
-
-        def counted(federation: Federation, *rest: Any, kind: str = kind, seen: list[str] = seen) -> Any:
-            round_, name = rest[-5:-3] if kind == "tried" else rest[1:3]
-            if kind == "tried" or rest[0] is scoring.site_judge:
-                seen.append(f"{name} {round_}")
-            return done[kind](federation, *rest)
-
-        monkeypatch.setattr(asking, kind, counted)
+    scored, trained = (tasks_run(kind, monkeypatch) for kind in (ScoreSite, TrainToScore))
     summary = simulate(tmp_path / "run", method, options=options)
-    who = [f"s{i} {3 if own else 4}" for i in range(12)]
-    assert asked == {"scored": who if own else [], "tried": [] if own else who}
+    used, unused = (scored, trained) if own else (trained, scored)
+    assert [(task.site, task.round) for task in used] == [(f"s{i}", 3 if own else 4) for i in range(12)]
+    assert not unused
     rows = list(csv.DictReader((tmp_path / "run" / "sites.csv").read_text().splitlines()))
     assert all(row["personal_accuracy"] for row in rows[:12])
     assert summary["judged"] == "global"
@@ -197,17 +194,10 @@ def test_of_many_sites_some_models_are_scored_on_everybodys_items(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five of 20 at equal distances: s0, s4, s8, s12, s16."""
-    abroad, scored = [], visits.scored
-
-    def counted(federation: Federation, function: Any, round_: int, name: str, *rest: Any) -> Any:
-        if function is scoring.site_abroad:
-            abroad.append(name)
-        return scored(federation, function, round_, name, *rest)
-
-    monkeypatch.setattr(asking, "scored", counted)
+    tasks = tasks_run(ScoreSiteOnAll, monkeypatch)
     monkeypatch.setattr(scoring, "_ABROAD", 5)
     summary = simulate(tmp_path / "run", "local")
-    assert abroad == ["s0", "s4", "s8", "s12", "s16"]
+    assert [task.site for task in tasks] == ["s0", "s4", "s8", "s12", "s16"]
     assert summary["site_models"]["mean"].keys() >= {"round", "accuracy"}
 
 
