@@ -33,6 +33,7 @@ from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.runs.plan import versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.pictures import Pictures
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 
 COHORT, IMAGES, OWN, CLASSES = 100, 4000, 4, 3
@@ -115,7 +116,7 @@ def measure(method: str, sites: int, rounds: int) -> dict[str, Any]:
         folder.write_run(run, {})
         federation = Federation(Random(), methods.load(method), run)  # type: ignore[arg-type]
         ready = time.perf_counter()
-        Simulator(federation, folder).execute()
+        Simulator(Execution(federation, folder)).execute()
         ended = time.perf_counter()
         disk = {path: path.stat().st_size for path in folder.path.rglob("*") if path.is_file()}
     spans = [after - before for before, after in zip(folder.commits, folder.commits[1:], strict=False)]

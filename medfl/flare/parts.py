@@ -47,6 +47,7 @@ from medfl.runs import text_record
 from medfl.runs.plan import repeat
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ class _Controller(ModelController):  # type: ignore[misc]
             return found
 
         tolerance = Tolerance(self.min_replies or None, self.deadline or None)
-        Simulator(federation, folder, say=say, workers=workers, tolerance=tolerance, **settings).execute(True)
+        execution = Execution(federation, folder, resume=True, say=say, tolerance=tolerance, **settings)
+        Simulator(execution, workers).execute()
 
     # Link
 

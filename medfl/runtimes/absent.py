@@ -7,7 +7,7 @@ goes on with the sites that are left, and says which are not among them and why.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -89,39 +89,54 @@ class Tolerance:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def present(
-    names: Sequence[str],
-    answers: Iterable[tuple[int, Any]],
-    least: int | None,
-    left_out: dict[str, str],
-    what: str,
-    say: Print,
-) -> Iterator[tuple[str, Any]]:
-    """Yield (site, answer) of the sites that answer, and say which do not.
+@dataclass(frozen=True)
+class Attendance:
+    """Which of the sites that were asked for something answer.
 
-    Args:
-        names: the sites that are asked.
-        answers: (position of the site, its answer or `Absent`).
+    Attributes:
+        names: the sites.
         least: how many have to answer; None: all of them.
         left_out: takes the reason of each site that does not.
         what: they are asked for, as "round 3".
         say: where lines for the user go.
-
-    Raises:
-        RunError: too few can still answer.
     """
-    for index, answer in answers:
-        if not isinstance(answer, Absent):
-            yield names[index], answer
-            continue
-        name, sender = names[index], f"site {names[index]!r}"
-        if least is None:
-            raise RunError(answer.why if answer.why.startswith(sender) else f"{sender}: {answer.why}")
-        left_out[name] = answer.why.replace(_KEPT, "").removeprefix(sender).lstrip(":, ")
-        say(f"{what}: without site {name!r}: {left_out[name]}")
-        if len(names) - len(left_out) < least:
-            told = "; ".join(f"{site}: {reason}" for site, reason in left_out.items())
-            raise RunError(
-                f"{what}: {len(left_out)} of {len(names)} sites do not answer, and at least {least} have to ({told})"
-                f"{_KEPT}: continue with --resume"
-            )
+
+    names: Sequence[str]
+    least: int | None
+    left_out: dict[str, str]
+    what: str
+    say: Print
+
+    def present(self, answers: Iterable[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
+        """Yield (site, answer) of the sites that answer, and say which do not.
+
+        Args:
+            answers: (position of the site, its answer or `Absent`).
+
+        Raises:
+            RunError: too few can still answer.
+        """
+        for index, answer in answers:
+            if isinstance(answer, Absent):
+                self.refuse({self.names[index]: answer.why})
+            else:
+                yield self.names[index], answer
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Go on without the sites that have a reason, and say it.
+
+        Raises:
+            RunError: too few are left.
+        """
+        for name, reason in reasons.items():
+            sender = f"site {name!r}"
+            if self.least is None:
+                raise RunError(reason if reason.startswith(sender) else f"{sender}: {reason}")
+            self.left_out[name] = reason.replace(_KEPT, "").removeprefix(sender).lstrip(":, ")
+            self.say(f"{self.what}: without site {name!r}: {self.left_out[name]}")
+            if len(self.names) - len(self.left_out) < self.least:
+                listed = "; ".join(f"{site}: {why}" for site, why in self.left_out.items())
+                raise RunError(
+                    f"{self.what}: {len(self.left_out)} of {len(self.names)} sites do not answer, and at least "
+                    f"{self.least} have to ({listed}){_KEPT}: continue with --resume"
+                )

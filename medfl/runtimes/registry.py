@@ -13,6 +13,7 @@ from typing import Any
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run_folder import RunFolder
+from medfl.core.terminal import Print
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
 
@@ -41,11 +42,11 @@ class Execution:
 
     federation: Federation
     folder: RunFolder
-    resume: bool
-    jobs: int
-    tolerance: Tolerance
-    progress: bool
-    say: Callable[[str], object]
+    resume: bool = False
+    jobs: int = 1
+    tolerance: Tolerance = Tolerance()  # noqa: RUF009 (frozen)
+    progress: bool = False
+    say: Print = str
     save_predictions: bool = False
     profile: bool = False
     track: str | None = None

@@ -17,15 +17,12 @@ from medfl.core import gpu_memory
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.run import PublicRecord
-from medfl.core.run_folder import RunFolder
 from medfl.core.run_integrity import verified_manifest
 from medfl.core.storage import State, to_device, write_atomic
-from medfl.core.terminal import Print
 from medfl.runtimes import profiling
-from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
-from medfl.runtimes.output.events import Events, log
+from medfl.runtimes.output.events import Events
 from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.output.tracking import tracked
 from medfl.runtimes.registry import Execution, Runtime
@@ -46,46 +43,25 @@ class Simulator:
     needs of memory does not grow with the number of sites, but for names and scores.
 
     Args:
-        federation: sites and server.
-        folder: where the run is written; `run.json` is there already.
-        jobs: worker processes; they never change a result.
-        progress: show a bar on stderr.
-        say: where lines for the user go.
-        save_predictions: write the predicted masks of all test items.
-        profile: say where the time of the rounds went, and write profile.json.
-        workers: what runs tasks at the sites: (federation, jobs) -> workers.
-        tolerance: how many sites may fail to answer, and how long they have.
-        track: where the numbers go besides the folder, as `--track` says; None: where they went before, if anywhere.
+        execution: what to run, and how.
+        workers: what runs the tasks: (federation, jobs) -> workers.
 
     Raises:
         InputError: the tolerance does not fit the run.
     """
 
-    def __init__(
-        self,
-        federation: Federation,
-        folder: RunFolder,
-        *,
-        jobs: int = 1,
-        progress: bool = False,
-        say: Print = str,
-        save_predictions: bool = False,
-        profile: bool = False,
-        workers: Callable[[Federation, int], Workers] = Workers,
-        tolerance: Tolerance | None = None,
-        track: str | None = None,
-    ) -> None:
+    def __init__(self, execution: Execution, workers: Callable[[Federation, int], Workers] = Workers) -> None:
         """Take the parts; nothing runs yet."""
-        self.track, self.eager, self.chosen = track, list[str](), 0
-        self._make_workers, self.tolerance = workers, tolerance or Tolerance()
+        self.execution, self.federation, self.folder = execution, execution.federation, execution.folder
+        self.say, self.tolerance, federation = execution.say, execution.tolerance, execution.federation
         self.tolerance.check(federation)
-        self.federation, self.folder, self.say, self.progress = federation, folder, say, progress
+        self._make_workers, self._eager, self._noted_choices = workers, list[str](), 0
         # masks that an earlier part of the run wrote are kept up to date
-        self.save_predictions = save_predictions or (folder.path / "predictions").is_dir()
+        self.save_predictions = execution.save_predictions or (self.folder.path / "predictions").is_dir()
         self.method, self.run = federation.method, federation.run
-        self.jobs = 1 if self.run.device != "cpu" else jobs
+        self.jobs = 1 if self.run.device != "cpu" else execution.jobs
         self.key = federation.bundle.key_metric
-        self.recorder = profiling.Recorder(self.run.device) if profile else None
+        self.recorder = profiling.Recorder(self.run.device) if execution.profile else None
         self.server: State = {}
         self.done = 0
         self.record: dict[str, Any] = {
@@ -99,14 +75,14 @@ class Simulator:
             "left_out": {},
         }
 
-    def execute(self, resume: bool = False) -> dict[str, Any]:
+    def execute(self) -> dict[str, Any]:
         """Run all rounds that are left, score, write everything, and return the summary.
 
         Raises:
             InputError: a run to be resumed is damaged, or has more rounds; nothing was changed.
             RunError: training failed; the last committed round is intact.
         """
-        manifest = verified_manifest(self.folder) if resume else None
+        manifest = verified_manifest(self.folder) if self.execution.resume else None
         if manifest:
             self.server = to_device(self.folder.server_state(manifest), self.federation.networks.device)
             self.done, self.record = manifest["round"], {**self.record, **manifest["record"]}
@@ -134,7 +110,9 @@ class Simulator:
         self.say(self.federation.policy())
         if not resumed:
             self._start()
-        with Events(self.folder.path / "events", self.done, *tracked(self.folder, self.track, self.say)) as events:
+        with Events(
+            self.folder.path / "events", self.done, *tracked(self.folder, self.execution.track, self.say)
+        ) as events:
             pictures = Pictures(self.federation, self.folder, events, self.done)
             if not resumed:
                 pictures.begin()
@@ -174,7 +152,7 @@ class Simulator:
             total=self.run.rounds * size,
             initial=self.done * size,
             unit="site",
-            disable=not self.progress,
+            disable=not self.execution.progress,
             dynamic_ncols=True,
             bar_format="{desc}{bar:8} {elapsed}<{remaining}{postfix}",
         )
@@ -201,7 +179,7 @@ class Simulator:
                     with profiling.during(profiling.EVALUATION):
                         pictures.after(round_, self.server)
                 with profiling.during(profiling.CHECKPOINT):
-                    log(events, entry)
+                    events.log(entry)
                     self.folder.commit(round_, self.server, self.record)
 
     def _start_training(self, round_: int, bar: Any) -> RoundTraining:
@@ -279,21 +257,21 @@ class Simulator:
     def _note(self, results: Mapping[str, StepResult]) -> None:
         """Say once why steps that were to be captured are not, and which of several sites are done at once."""
         together = self.workers.together
-        if together is not None and len(together.choices) > self.chosen:
-            for choice in together.choices[self.chosen :]:
+        if together is not None and len(together.choices) > self._noted_choices:
+            for choice in together.choices[self._noted_choices :]:
                 self.say(f"note: {choice}")
-            self.chosen = len(together.choices)
+            self._noted_choices = len(together.choices)
             self.folder.add_to_run({"packed": [asdict(choice) for choice in together.choices]})
         for result in results.values():
-            if result.eager and result.eager not in self.eager:
-                self.eager.append(result.eager)
+            if result.eager and result.eager not in self._eager:
+                self._eager.append(result.eager)
                 self.say(f"note: training steps that are not captured: {result.eager}")
 
     def _show(self, bar: Any, entry: Mapping[str, Any]) -> None:
         """Show loss and best metric on the bar, short enough for 80 columns; without a bar, as one line a round."""
         loss, best, value = f"loss {entry['train_loss']:.3f}", self.record["best"], entry["val"].get(self.key)
         bar.set_postfix_str(loss + (f", best {self.key} {best['value']:.3f} ({best['round']})" if best else ""))
-        if not self.progress:
+        if not self.execution.progress:
             parts = [loss, *([f"{self.key} {value:.3f}"] if value is not None else [])]
             parts += [f"best {best['value']:.3f} (round {best['round']})"] if best else []
             self.say(f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s")
@@ -350,26 +328,5 @@ def _public(record: PublicRecord) -> dict[str, Any]:
     }
 
 
-def _execute(asked: Execution) -> dict[str, Any]:
-    """Execute a run with sites in worker processes."""
-    return simulated(asked, Workers)
-
-
-def simulated(asked: Execution, workers: Callable[[Federation, int], Workers]) -> dict[str, Any]:
-    """Execute a run by a `Simulator` whose tasks these workers run."""
-    simulator = Simulator(
-        asked.federation,
-        asked.folder,
-        jobs=asked.jobs,
-        progress=asked.progress,
-        say=asked.say,
-        save_predictions=asked.save_predictions,
-        profile=asked.profile,
-        workers=workers,
-        tolerance=asked.tolerance,
-        track=asked.track,
-    )
-    return simulator.execute(asked.resume)
-
-
-RUNTIME = Runtime(_execute)
+RUNTIME = Runtime(lambda execution: Simulator(execution).execute())
+"""Sites in this process and in worker processes."""

@@ -130,29 +130,7 @@ def site_masks(
         id -> masks; without the cases whose channels overlap, of which nothing is written.
     """
     with _judged(federation, round_, name, state, down) as (network, _):
-        return _masks(federation, network, name, wanted, folder)
-
-
-def global_masks(
-    federation: Federation, round_: int, server: State, name: str, wanted: Sequence[str], folder: str | None
-) -> dict[str, Masks]:
-    """Segment a site's test items with the server's network, as `site_masks`."""
-    with federation.scope():
-        network = federation.method.global_predictor(federation.host(round_), server)
-        return {} if network is None else _masks(federation, network, name, wanted, folder)
-
-
-def global_cases(
-    federation: Federation, round_: int, server: State, section: str, start: int, stop: int
-) -> Cases | None:
-    """Score the server's network on positions start..stop of the pooled section; None if there is no such network."""
-    with federation.scope():
-        network = federation.method.global_predictor(federation.host(round_), server)
-        if network is None:
-            return None
-        pooled = federation.pooled(section)
-        part = Shard(pooled.prepared, pooled.indices[start:stop])
-        return federation.bundle.evaluator(network, part, federation.networks.device, thorough=section == "test")
+        return segment(federation, network, name, wanted, folder)
 
 
 def introduce(federation: Federation, name: str) -> Message:
@@ -192,9 +170,10 @@ def _scores(federation: Federation, network: nn.Module, site: Site, sections: Se
     return {s: evaluate(network, federation.shard(site.name, s), site.device, thorough=s == "test") for s in sections}
 
 
-def _masks(
+def segment(
     federation: Federation, network: nn.Module, name: str, wanted: Sequence[str], folder: str | None
 ) -> dict[str, Masks]:
+    """Segment a site's test items with a network, as `site_masks`."""
     shard, evaluator = federation.shard(name, "test"), federation.bundle.evaluator
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         return {}

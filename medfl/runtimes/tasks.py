@@ -17,6 +17,7 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import StateFile
 from medfl.core.storage import State, load_state, save_state, to_device
+from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
 from medfl.runtimes import profiling
@@ -24,9 +25,8 @@ from medfl.runtimes.absent import Absent
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import (
     StepResult,
-    global_cases,
-    global_masks,
     introduce,
+    segment,
     site_abroad,
     site_judge,
     site_masks,
@@ -221,8 +221,14 @@ class ScoreGlobal(Task):
 
     def run(self, federation: Federation) -> Cases | None:
         """Return the outcomes, None if there is no such network."""
-        with profiling.during(profiling.EVALUATION):
-            return global_cases(federation, self.round, self.server, self.section, self.start, self.stop)
+        with profiling.during(profiling.EVALUATION), federation.scope():
+            network = federation.method.global_predictor(federation.host(self.round), self.server)
+            if network is None:
+                return None
+            pooled = federation.pooled(self.section)
+            part = Shard(pooled.prepared, pooled.indices[self.start : self.stop])
+            thorough = self.section == "test"
+            return federation.bundle.evaluator(network, part, federation.networks.device, thorough=thorough)
 
 
 @dataclass(frozen=True)
@@ -237,5 +243,6 @@ class SegmentGlobal(Task):
 
     def run(self, federation: Federation) -> dict[str, Masks]:
         """Return id -> masks."""
-        with profiling.during(profiling.EVALUATION):
-            return global_masks(federation, self.round, self.server, self.site, self.ids, self.folder)
+        with profiling.during(profiling.EVALUATION), federation.scope():
+            network = federation.method.global_predictor(federation.host(self.round), self.server)
+            return {} if network is None else segment(federation, network, self.site, self.ids, self.folder)

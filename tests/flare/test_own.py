@@ -35,6 +35,7 @@ from medfl.flare.site_config import SiteConfig, accepted_run, open_server, open_
 from medfl.runs import launch, text_record
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from tests.flare.test_server import Near
 from tests.support.toy import bits
@@ -242,7 +243,7 @@ def executed(
         folder.workers = FlareWorkers(made, link, shown=False)
         return folder.workers
 
-    Simulator(federation, folder, workers=workers).execute(resume=True)
+    Simulator(Execution(federation, folder, resume=True), workers).execute()
     return folder, link
 
 
@@ -349,7 +350,7 @@ def test_law1_a_federation_of_own_folders_gives_the_simulator_s_bits(
     made = together(run, scans)
     near = RunFolder.create(tmp_path / "together")
     near.write_run(made.run, {})
-    Simulator(made, near).execute()
+    Simulator(Execution(made, near)).execute()
     assert [(e["bytes_up"], e["bytes_down"]) for e in far.rounds()] == [
         (e["bytes_up"], e["bytes_down"]) for e in near.rounds()
     ]

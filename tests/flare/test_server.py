@@ -31,6 +31,7 @@ from medfl.runtimes.absent import Absent, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import Introduce, Train
 from tests.runtimes.test_smaller_messages import Wide
@@ -91,7 +92,7 @@ def executed(
     """Run, and return what is left but for times and for where States lie."""
     folder = RunFolder(out) if (out / "run.json").is_file() else RunFolder.create(out)
     folder.write_run(made.run, {})
-    Simulator(made, folder, workers=workers, **settings).execute(resume=True)
+    Simulator(Execution(made, folder, resume=True, **settings), workers).execute()
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
     return {

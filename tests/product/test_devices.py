@@ -25,6 +25,7 @@ from medfl.runs.teachers.answers import obtain, open_teacher
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.training.site import Networks
 from tests.methods.test_segmentation_contract import SEGMENTING, SETTINGS, federation, segmenting
@@ -149,7 +150,7 @@ def run(
     assert {made.sections[section].device.type for section in made.sections} == {kind}
     folder = RunFolder.existing(out) if out.exists() else RunFolder.create(out)
     folder.write_run(made.run, {})
-    Simulator(made, folder, workers=workers).execute(resume=folder.manifest() is not None)
+    Simulator(Execution(made, folder, resume=folder.manifest() is not None), workers).execute()
     found = left(out)
     found["summary"].pop("run_hash")
     return found

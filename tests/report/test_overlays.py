@@ -29,6 +29,7 @@ from medfl.report.overlays import Example, ranked
 from medfl.report.pictures import Picture, render
 from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from tests.support.toy import SECTIONS, ToyBundle, run_record
 from tests.zoo.build import ZOO
@@ -270,7 +271,7 @@ def simulate(out: Path, method: str = "fedavg", jobs: int = 1, save: bool = True
     folder = RunFolder.create(out)
     folder.write_run(record, {"task": "segmentation", "key_metric": "dice", "classes": [], "command": ""})
     federation = Federation(Masks(), load(method), record)  # type: ignore[arg-type]
-    return Simulator(federation, folder, jobs=jobs, save_predictions=save).execute()
+    return Simulator(Execution(federation, folder, jobs=jobs, save_predictions=save)).execute()
 
 
 @pytest.mark.parametrize("method", ["fedavg", "local"])

@@ -20,7 +20,8 @@ from medfl.methods import load
 from medfl.methods._parts.extras import deal
 from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.step import global_cases, introduce, site_judge, site_step, site_weights
+from medfl.runtimes.step import introduce, site_judge, site_step, site_weights
+from medfl.runtimes.tasks import ScoreGlobal
 from medfl.training.site import snapshot
 from tests.support.toy import PARTS, SECTIONS, ToyBundle, bits, run_record
 
@@ -388,10 +389,10 @@ def test_judging_trains_nothing_and_uses_the_sites_own_model() -> None:
 def test_global_scores_in_parts_are_those_of_the_whole() -> None:
     made = federation()
     server = made.method.init_server(made.host(0), made.networks.initial, {})
-    whole = global_cases(made, 1, server, "test", 0, 1024)
+    whole = ScoreGlobal(1, server, "test", 0, 1024).run(made)
     assert len(whole) == 12
-    halves = [global_cases(made, 1, server, "test", i, i + 6) for i in (0, 6)]
+    halves = [ScoreGlobal(1, server, "test", i, i + 6).run(made) for i in (0, 6)]
     assert halves[0].ids + halves[1].ids == whole.ids
     joined = torch.cat([part.values["probabilities"] for part in halves])
     torch.testing.assert_close(joined, whole.values["probabilities"])
-    assert global_cases(federation("local"), 1, {"weights": {}}, "test", 0, 6) is None
+    assert ScoreGlobal(1, {"weights": {}}, "test", 0, 6).run(federation("local")) is None

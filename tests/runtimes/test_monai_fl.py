@@ -35,6 +35,7 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.monai_fl.view import Aborted
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from tests.runtimes.test_smaller_messages import Wide
 from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, run_record
@@ -72,7 +73,7 @@ def left(out: Path) -> dict[str, Any]:
 def simulate(out: Path, made: Federation, workers: Callable[[Federation, int], Workers]) -> dict[str, Any]:
     folder = RunFolder.create(out)
     folder.write_run(made.run, {})
-    Simulator(made, folder, workers=workers).execute()
+    Simulator(Execution(made, folder), workers).execute()
     return left(out)
 
 
@@ -95,7 +96,7 @@ def test_a_profile_has_the_parts_of_a_site_s_work(tmp_path: Path) -> None:
     made, said = federation("ditto", rounds=2), []
     folder = RunFolder.create(tmp_path / "run")
     folder.write_run(made.run, {})
-    Simulator(made, folder, profile=True, say=said.append, workers=Exchange).execute()
+    Simulator(Execution(made, folder, profile=True, say=said.append), Exchange).execute()
     spans = json.loads((tmp_path / "run" / "profile.json").read_text())["traceEvents"]
     assert {"x", "y", "z"} < {span["name"] for span in spans}
     assert {profiling.DATA, profiling.PASSES, profiling.OPTIMISER, profiling.EVALUATION, profiling.MESSAGES} < {

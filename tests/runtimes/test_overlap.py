@@ -28,6 +28,7 @@ from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.pool import Pool
 from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import MakeTask, ScoreGlobal, ScoreSite, Task, Train
 from tests.support.toy import ToyBundle, bits, run_record
@@ -64,7 +65,7 @@ def simulate(out: Path, method: Any = "fedavg", jobs: int = 2, workers: Any = Wo
     folder.write_run(record, {})
     federation = Federation(ToyBundle(), made_by, record)
     try:
-        Simulator(federation, folder, jobs=jobs, workers=workers, tolerance=tolerance, say=said.append).execute(resume)
+        Simulator(Execution(federation, folder, resume, jobs, tolerance, say=said.append), workers).execute()
     except RunError as failed:
         error = str(failed)
     return left(out, said, error)

@@ -23,6 +23,7 @@ from medfl.methods.fedbm import FedBM
 from medfl.report.pictures import Picture
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import pictures
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
 
@@ -60,7 +61,7 @@ def simulate(out: Path, method: Method | None = None, bundle: ToyBundle | None =
     record = run_record(**changes)
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})
-    Simulator(Federation(bundle or Images(), method, record), folder).execute(resume)
+    Simulator(Execution(Federation(bundle or Images(), method, record), folder, resume)).execute()
     return sorted(path.stem for path in (out / "pictures").glob("*"))
 
 

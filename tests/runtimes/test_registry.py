@@ -15,7 +15,7 @@ from medfl.runtimes import registry
 OWN = """
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.registry import Runtime
-from medfl.runtimes.simulator import simulated
+from medfl.runtimes.simulator import Simulator
 
 class Counted(Workers):
     tasks = 0
@@ -24,7 +24,7 @@ class Counted(Workers):
         Counted.tasks += len(tasks)
         return super().run(tasks, sizes)
 
-RUNTIME = Runtime(lambda asked: simulated(asked, Counted), no_jobs="it counts in one process")
+RUNTIME = Runtime(lambda execution: Simulator(execution, Counted).execute(), no_jobs="it counts in one process")
 """
 
 

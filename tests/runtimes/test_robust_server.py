@@ -25,6 +25,7 @@ from medfl.runtimes.absent import Absent, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import Introduce, RoundTask, ScoreGlobal, ScoreSite, Task, Train, result_or_absent
 from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
@@ -102,8 +103,8 @@ def run(out: Path, made_by: Any, workers: Any = Workers, tolerance: Tolerance | 
     resume, said = (out / "run.json").is_file(), []
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})
-    simulator = Simulator(made, folder, workers=workers, tolerance=tolerance, say=said.append)
-    summary = simulator.execute(resume)
+    execution = Execution(made, folder, resume, tolerance=tolerance or Tolerance(), say=said.append)
+    summary = Simulator(execution, workers).execute()
     return Ran(summary, said, [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()], out)
 
 

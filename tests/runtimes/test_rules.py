@@ -17,6 +17,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.methods import Method, load
 from medfl.runtimes.absent import Tolerance
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.rules import check_state
 from medfl.runtimes.simulator import Simulator
 from medfl.training.loop import fit
@@ -107,7 +108,7 @@ def test_a_mistake_ends_the_run_in_one_line(tmp_path: Path, method: type[Method]
     folder = RunFolder.create(tmp_path / "run")
     folder.write_run(record, {})
     with pytest.raises(InputError, match=said) as caught:
-        Simulator(Federation(ToyBundle(), method(), record), folder, tolerance=Tolerance(1)).execute(False)
+        Simulator(Execution(Federation(ToyBundle(), method(), record), folder, tolerance=Tolerance(1))).execute()
     assert "\n" not in str(caught.value)
 
 

@@ -19,6 +19,7 @@ from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.runtimes import profiling, spilled_replies
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.server import scoring
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import RoundTask, ScoreSite, ScoreSiteOnAll, TrainToScore
@@ -67,7 +68,7 @@ def simulate(
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})
     federation = Federation(bundle or ToyBundle(), load(method, options), record)
-    return Simulator(federation, folder, jobs=jobs, profile=profile).execute(resume)
+    return Simulator(Execution(federation, folder, resume, jobs, profile=profile)).execute()
 
 
 def left(out: Path) -> dict[str, Any]:

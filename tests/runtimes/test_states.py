@@ -10,7 +10,7 @@ import torch
 
 from medfl.core.errors import RunError
 from medfl.core.storage import save_state
-from medfl.runtimes.monai_fl.states import InFolder, InMemory, States
+from medfl.runtimes.monai_fl.states import States, StatesInFolder
 
 Make = Callable[[], States]
 
@@ -18,8 +18,8 @@ Make = Callable[[], States]
 @pytest.fixture(params=["memory", "folder"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """The States of one site; those in a folder are opened anew each time."""
-    held = InMemory()
-    return lambda: held if request.param == "memory" else InFolder(tmp_path / "s", torch.device("cpu"))
+    held = States()
+    return lambda: held if request.param == "memory" else StatesInFolder(tmp_path / "s", torch.device("cpu"))
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ def test_a_host_that_does_not_say_goes_on_from_the_newest(make: Make) -> None:
 
 
 def test_a_state_that_cannot_be_read_is_an_error_and_not_a_new_beginning(tmp_path: Path) -> None:
-    states = InFolder(tmp_path, torch.device("cpu"))
+    states = StatesInFolder(tmp_path, torch.device("cpu"))
     states.keep(1, state(1), 0)
     (tmp_path / "000001.safetensors").write_bytes(b"half")
     with pytest.raises(RunError, match="cannot read the saved state"):
@@ -86,7 +86,7 @@ def test_a_folder_of_medfl_0_6_is_gone_on_with(tmp_path: Path) -> None:
     """Its files do not say their rounds, which are in their names."""
     for round_ in (1, 2):
         save_state(tmp_path / f"{round_:06d}.safetensors", state(round_))
-    states = InFolder(tmp_path, torch.device("cpu"))
+    states = StatesInFolder(tmp_path, torch.device("cpu"))
     assert (states.last, states.of(1), states.newest(9)) == (2, state(1), state(2))
     states.keep(3, state(3), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000002.safetensors", "000003.safetensors"]

@@ -48,7 +48,7 @@ from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.data_stats import Bins, statistics
 from medfl.runtimes.monai_fl.guard import Doing, Guard
-from medfl.runtimes.monai_fl.states import InFolder, InMemory, States
+from medfl.runtimes.monai_fl.states import States, StatesInFolder
 from medfl.runtimes.monai_fl.view import Aborted, AtSite
 from medfl.runtimes.step import UNSENT, StepResult, introduce, site_judge, site_step
 
@@ -116,7 +116,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             raise InputError(f"host {host!r}", f"one of {', '.join(HOSTS)}", "choose one")
         self.name, self.host, self.folder = name, host, folder
         self.phase = FlPhase.IDLE
-        self.states: States = InMemory()
+        self.states: States = States()
         self.cases: dict[str, Cases] = {}
         self.renewed = False
         self._made = federation
@@ -144,7 +144,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         if self.folder is not None:
             run = replace(federation.run, rounds=0)  # a run may go on for more rounds than were asked for
             own = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
-            self.states = InFolder(own, federation.networks.device)
+            self.states = StatesInFolder(own, federation.networks.device)
         self._guard.name(called, federation.run.data.folder)
 
     @property
@@ -275,7 +275,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def finalize(self, extra: dict[str, Any] | None = None) -> None:
         """Stop what is going on and let go of everything but a State in a folder; `initialize` begins anew."""
         self.abort()
-        self._own, self._reply, self.cases, self.states = None, None, {}, InMemory()
+        self._own, self._reply, self.cases, self.states = None, None, {}, States()
 
     def _ready(self) -> AtSite:
         if self._own is None:

@@ -19,10 +19,10 @@ from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import JUDGE, LOSS, ROUND, MedflClientAlgo, exchange_object
-from medfl.runtimes.monai_fl.states import InMemory, States
+from medfl.runtimes.monai_fl.states import States
 from medfl.runtimes.monai_fl.view import moved_message
-from medfl.runtimes.registry import Execution, Runtime
-from medfl.runtimes.simulator import simulated
+from medfl.runtimes.registry import Runtime
+from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Task, Train, TrainToScore, result_or_absent
 
@@ -59,13 +59,13 @@ class Exchange(Workers):
         return task.run(self._federation)
 
     def _introduction(self, name: str) -> Message:
-        with self._at(name, InMemory()) as site:
+        with self._at(name, States()) as site:
             message = self._arrived(name, site.get_weights())
         self._federation.check(name, message)
         return message
 
     def _train(self, task: Train) -> tuple[StepResult, bool]:
-        federation, states = self._federation, _RunFiles(task, task.new_state, self._federation.networks.device)
+        federation, states = self._federation, _TaskStates(task, task.new_state, self._federation.networks.device)
         data, bytes_down = self._sent(task)
         with self._at(task.site, states) as site:
             site.train(data, {JUDGE: task.sections})
@@ -78,7 +78,7 @@ class Exchange(Workers):
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
     def _visit(self, task: RoundTask) -> Any:
-        states = _RunFiles(task, None, self._federation.networks.device)
+        states = _TaskStates(task, None, self._federation.networks.device)
         data, _ = self._sent(task)
         with self._at(task.site, states) as site:
             return site.visit(type(task).function, data, *task.arguments, part=task.part)
@@ -108,16 +108,15 @@ class Exchange(Workers):
         return moved_message(federation.arrived(name, answer.weights or {}), federation.networks.device)
 
 
-class _RunFiles:
+class _TaskStates(States):
     """A site's State in the files of the run folder that a task names.
 
     Attributes:
         written: whether there is a new State.
     """
 
-    last = 0
-
     def __init__(self, task: RoundTask, new_state: Path | None, device: torch.device) -> None:
+        super().__init__()
         self._old, self._new, self._device, self.written = task.state, new_state, device, False
 
     def newest(self, round_: int) -> State | None:
@@ -131,9 +130,4 @@ class _RunFiles:
             self.written = True
 
 
-def _execute(asked: Execution) -> dict[str, Any]:
-    """Execute a run with sites that are clients of MONAI FL."""
-    return simulated(asked, Exchange)
-
-
-RUNTIME = Runtime(_execute, no_jobs="its sites share one process")
+RUNTIME = Runtime(lambda execution: Simulator(execution, Exchange).execute(), no_jobs="its sites share one process")

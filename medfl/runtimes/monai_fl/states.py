@@ -6,9 +6,7 @@ that came with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -16,15 +14,21 @@ from medfl.core.errors import RunError, errors_safe_to_send
 from medfl.core.storage import State, load_state, save_state, state_round, to_device
 
 
-class States(Protocol):
-    """A site's States."""
+class States:
+    """States in memory, which are gone with the process."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._states: dict[int, State] = {}
 
     @property
     def last(self) -> int:
         """The newest round that is over, 0 before the first."""
+        return max(self._rounds(), default=0)
 
     def newest(self, round_: int) -> State | None:
         """Return the newest State of a round up to this one, None if there is none."""
+        return self.of(self._newest_round(round_))
 
     def of(self, round_: int) -> State | None:
         """Return the State of just this round; None for round 0, and where there was nothing to keep.
@@ -32,46 +36,48 @@ class States(Protocol):
         Raises:
             RunError: it is not there.
         """
+        rounds = self._rounds()
+        if round_ and round_ not in rounds:
+            known = ", ".join(map(str, sorted(rounds))) or "none"
+            with errors_safe_to_send():
+                raise RunError(
+                    f"the server goes on from its State of round {round_}, which it does not have (those that it has: "
+                    f"{known}); put back the folder of its States, or start the run anew"
+                )
+        return self._load(round_) or None if round_ else None
 
     def keep(self, round_: int, state: State, base: int | None = None) -> None:
-        """Keep the State of a round and the one that it was made from; all others are of a past that is no more.
+        """Keep the State of a round and the one that it was made from, and remove all others.
 
         Args:
             round_: the round.
             state: may be empty: then it says that the round is over.
             base: round of the State that it was made from; None: the newest before.
         """
+        base = self._newest_round(round_ - 1) if base is None else base
+        self._save(round_, state)
+        for other in self._rounds() - {round_, base}:
+            self._remove(other)
+
+    def _newest_round(self, last: int) -> int:
+        """Return the newest round up to one of which there is a State, 0 if there is none."""
+        return max((round_ for round_ in self._rounds() if round_ <= last), default=0)
+
+    def _rounds(self) -> set[int]:
+        return set(self._states)
+
+    def _load(self, round_: int) -> State:
+        return self._states[round_]
+
+    def _save(self, round_: int, state: State) -> None:
+        self._states[round_] = state
+
+    def _remove(self, round_: int) -> None:
+        del self._states[round_]
 
 
-class InMemory:
-    """States that are gone with the process."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._held: dict[int, State] = {}
-
-    @property
-    def last(self) -> int:
-        """The newest round that is over."""
-        return max(self._held, default=0)
-
-    def newest(self, round_: int) -> State | None:
-        """Return the newest State of a round up to this one."""
-        return self._held.get(_before(self._held, round_)) or None
-
-    def of(self, round_: int) -> State | None:
-        """Return the State of just this round."""
-        _require(round_, self._held)
-        return self._held.get(round_) or None
-
-    def keep(self, round_: int, state: State, base: int | None = None) -> None:
-        """Keep the State of a round."""
-        base = _before(self._held, round_ - 1) if base is None else base
-        self._held = {made: self._held[made] for made in self._held if made == base} | {round_: state}
-
-
-class InFolder:
-    """States in files, with which a site goes on after it was stopped.
+class StatesInFolder(States):
+    """States in files, from which a site goes on after it was stopped.
 
     Args:
         folder: of this site and run alone; it is made when the first State is kept.
@@ -82,46 +88,18 @@ class InFolder:
         """Point at the folder."""
         self.folder, self._device = folder, device
 
-    @property
-    def last(self) -> int:
-        """The newest round that is over."""
-        return max(self._rounds(), default=0)
+    def _rounds(self) -> set[int]:
+        return {state_round(path) for path in self.folder.glob("*.safetensors")} - {0}
 
-    def newest(self, round_: int) -> State | None:
-        """Return the newest State of a round up to this one."""
-        return self.of(_before(self._rounds(), round_))
+    def _load(self, round_: int) -> State:
+        return to_device(load_state(self._file(round_)), self._device)
 
-    def of(self, round_: int) -> State | None:
-        """Return the State of just this round."""
-        _require(round_, self._rounds())
-        return to_device(load_state(self._file(round_)), self._device) or None if round_ else None
-
-    def keep(self, round_: int, state: State, base: int | None = None) -> None:
-        """Keep the State of a round, also an empty one."""
-        base = _before(self._rounds(), round_ - 1) if base is None else base
+    def _save(self, round_: int, state: State) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         save_state(self._file(round_), state, round_)
-        for made in set(self._rounds()) - {round_, base}:
-            self._file(made).unlink()
 
-    def _rounds(self) -> list[int]:
-        return sorted(state_round(path) for path in self.folder.glob("*.safetensors"))
+    def _remove(self, round_: int) -> None:
+        self._file(round_).unlink()
 
     def _file(self, round_: int) -> Path:
         return self.folder / f"{round_:06d}.safetensors"
-
-
-def _before(rounds: Iterable[int], round_: int) -> int:
-    """Return the newest of these rounds up to one, 0 if there is none."""
-    return max((made for made in rounds if made <= round_), default=0)
-
-
-def _require(round_: int, rounds: Iterable[int]) -> None:
-    """Raise RunError if a State is asked for that is not there."""
-    if round_ and round_ not in rounds:
-        held = ", ".join(map(str, sorted(rounds))) or "none"
-        with errors_safe_to_send():
-            raise RunError(
-                f"the server goes on from its State of round {round_}, which it does not have (those that it has: "
-                f"{held}); put back the folder of its States, or start the run anew"
-            )

@@ -61,11 +61,6 @@ class Events:
             place.log(entry["round"], numbers)
 
 
-def log(events: Events, entry: Mapping[str, Any]) -> None:
-    """Write a round's numbers."""
-    events.log(entry)
-
-
 def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of rounds.jsonl that become curves."""
     found = {"train/loss": entry["train_loss"]}

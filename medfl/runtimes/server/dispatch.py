@@ -12,7 +12,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State
 from medfl.core.terminal import Print
 from medfl.runtimes import profiling
-from medfl.runtimes.absent import Absent, Tolerance, present
+from medfl.runtimes.absent import Absent, Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.step import StepResult
@@ -48,7 +48,7 @@ class Dispatcher:
         """
         names = self.federation.participants
         results = self.workers.run([partial(Introduce, name) for name in names])
-        return present(names, results, self.tolerance.min_replies, missing, "introductions", self.say)
+        return self._attendance(names, missing, "introductions").present(results)
 
     def train(
         self,
@@ -88,7 +88,7 @@ class Dispatcher:
             folder=self.folder.path,
         )
         checked = ((index, self._checked(names[index], result)) for index, result in results)
-        return present(names, checked, self.tolerance.min_replies, left_out, f"round {round_}", self.say)
+        return self._attendance(names, left_out, f"round {round_}").present(checked)
 
     def _checked(self, name: str, result: Absent | tuple[StepResult, bool]) -> Absent | tuple[StepResult, bool]:
         """Return a site's result, or `Absent` if its reply lacks what the server needs."""
@@ -120,11 +120,14 @@ class Dispatcher:
         tasks = [partial(self._make, task, round_, server, name) for name in names]
         results = self.workers.run(tasks, self._sizes(names, *sections) if sections else None)
         least = None if self.tolerance.min_replies is None else 1
-        return present(names, results, least, {}, "scores", self.say)
+        return Attendance(names, least, {}, "scores", self.say).present(results)
 
     def at_server(self, tasks: Sequence[MakeTask]) -> list[Any]:
         """Return the results of tasks with the server's model, in order."""
         return self.workers.all(tasks)
+
+    def _attendance(self, names: Sequence[str], left_out: dict[str, str], what: str) -> Attendance:
+        return Attendance(names, self.tolerance.min_replies, left_out, what, self.say)
 
     def _make(self, task: Callable[..., RoundTask], round_: int, server: State, name: str) -> RoundTask:
         with profiling.during(profiling.MESSAGES), self.federation.networks.scope():

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -28,11 +28,12 @@ from medfl.core.message import Message, is_finite
 from medfl.core.storage import State
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
-from medfl.runtimes.absent import Absent, Tolerance, present
+from medfl.runtimes.absent import Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
 
 Form = tuple[tuple[int, ...], str]
+T = TypeVar("T")
 
 
 class Settled(NamedTuple):
@@ -73,33 +74,19 @@ def settle(
         RunError: a reply is refused and too few are left; names site and tensor. Or the server's half fails with each.
         InputError: as it does.
     """
-    cohort, refused = federation.cohort(round_), dict[str, str]()
-
-    def refuse(why: Mapping[str, str]) -> None:
-        refused.update(why)
-        said = [(cohort.index(name), Absent(name, text)) for name, text in why.items()]
-        for _ in present(cohort, said, tolerance.min_replies, left_out, f"round {round_}", say):
-            pass
+    cohort, method, before = federation.cohort(round_), federation.run.method, marks(server)
+    attendance = Attendance(cohort, tolerance.min_replies, left_out, f"round {round_}", say)
 
     def attempt(names: Sequence[str]) -> Settled:
-        return _tried(federation, round_, server, {name: replies[name] for name in names})
+        try:
+            return _tried(federation, round_, server, _only(replies, names))
+        finally:
+            check_marks(method, server, before)
 
     with federation.networks.scope():
         told = [federation.method.broadcast(federation.host(round_), server, name) for name in cohort[:1]]
-    refuse(odd(replies, told[0].tensors if told else {}, {"weights"} | federation.like_weights))
-    method, before = federation.run.method, marks(server)
-    while True:
-        names = [name for name in replies if name not in refused]
-        try:
-            settled = attempt(names)
-        except BrokenRule:
-            raise
-        except Exception as error:  # a reply of any form may make it fail in any way
-            check_marks(method, server, before)
-            refuse(_blamed(names, attempt, error, f"round {round_}"))
-            continue
-        check_marks(method, server, before)
-        return settled._replace(replies=replies) if not refused else settled
+    attendance.refuse(odd(replies, told[0].tensors if told else {}, {"weights"} | federation.like_weights))
+    return _from_usable(replies, attempt, BrokenRule, attendance)
 
 
 def begin(
@@ -122,28 +109,41 @@ def begin(
         RunError: an introduction is refused and too few are left, or the server's half fails with each.
         InputError: the sites do not go together.
     """
-    asked, method = [*introductions, *absent], federation.method
+    method, least = federation.method, tolerance.min_replies
+    attendance = Attendance([*introductions, *absent], least, absent, "introductions", say)
 
     def attempt(names: Sequence[str]) -> State:
         with federation.scope():
-            given = introductions if len(names) == len(introductions) else {name: introductions[name] for name in names}
-            first = method.init_server(federation.host(0), federation.networks.initial, given)
+            usable = _only(introductions, names)
+            first = method.init_server(federation.host(0), federation.networks.initial, usable)
         check_state(federation.run.method, "the server's State", first)
         for why in _unsound(first, None, "", federation.names, federation.task.num_classes):
             raise _Unsound(f"the server's first State: {why}")
         return first
 
+    return _from_usable(introductions, attempt, InputError, attendance)
+
+
+def _from_usable(
+    messages: Mapping[str, Message],
+    attempt: Callable[[Sequence[str]], T],
+    fatal: type[InputError],
+    attendance: Attendance,
+) -> T:
+    """Return what an attempt makes of the messages, refusing those because of which it fails."""
     while True:
-        names = [name for name in introductions if name not in absent]
+        names = [name for name in messages if name not in attendance.left_out]
         try:
             return attempt(names)
-        except InputError:
+        except fatal:
             raise
-        except Exception as error:  # as above
-            why = _blamed(names, attempt, error, "introductions")
-        said = [(asked.index(name), Absent(name, text)) for name, text in why.items()]
-        for _ in present(asked, said, tolerance.min_replies, absent, "introductions", say):
-            pass
+        except Exception as error:  # a message of any form may make it fail in any way
+            reasons = _blamed(names, attempt, error, attendance.what)
+        attendance.refuse(reasons)
+
+
+def _only(messages: Mapping[str, Message], names: Sequence[str]) -> Mapping[str, Message]:
+    return messages if len(names) == len(messages) else {name: messages[name] for name in names}
 
 
 class _Unsound(Exception):

@@ -19,6 +19,7 @@ from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
 from medfl.runtimes import simulator
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.training.accelerate.precision import channels_last, tf32
 from tests.support.toy import ToyBundle, run_record
@@ -142,7 +143,7 @@ def trained(out: Path, method: str, **settings: object) -> tuple[Federation, dic
     made = Federation(Pictures(), load(method), run_record(method=method, rounds=2, **settings))  # type: ignore[arg-type]
     folder = RunFolder.create(out)
     folder.write_run(made.run, {})
-    Simulator(made, folder).execute()
+    Simulator(Execution(made, folder)).execute()
     return made, load_weights(out / "weights.safetensors")
 
 
