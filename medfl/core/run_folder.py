@@ -29,9 +29,9 @@ from medfl.core.storage import (
     atomic_replace,
     file_sha256,
     load_state,
-    round_in_name,
     save_state,
     save_weights,
+    state_round,
     write_atomic,
 )
 
@@ -211,11 +211,9 @@ class RunFolder:
     def _known(self) -> dict[str, StateFile]:
         if self._files is None:
             manifest = self.manifest() or {"sites": {}}
-            rounds = manifest.get("rounds", {})  # medfl 0.6.0 wrote none
-            self._files = {
-                name: StateFile(rounds.get(name) or round_in_name(file), self.state / file)
-                for name, file in manifest["sites"].items()
-            }
+            paths = {name: self.state / file for name, file in manifest["sites"].items()}
+            rounds = manifest.get("rounds") or {name: state_round(path) for name, path in paths.items()}  # 0.6.0
+            self._files = {name: StateFile(rounds[name], path) for name, path in paths.items()}
         return self._files
 
     def _is_here(self, name: str) -> bool:

@@ -72,13 +72,7 @@ def _reason(error: Exception) -> str:
 
 
 def save_state(path: Path, state: Mapping[str, Any], round_: int | None = None) -> None:
-    """Write a State atomically: its tensors as safetensors, its shape and numbers as JSON in the header.
-
-    Args:
-        path: the file.
-        state: the State.
-        round_: the round that it is of, which `state_round` reads.
-    """
+    """Write a State atomically: tensors and round as safetensors, its shape and numbers as JSON in the header."""
     tensors: list[Tensor] = []
 
     def strip(node: Any) -> Any:
@@ -124,18 +118,13 @@ def load_state(path: Path) -> State:
 
 
 def state_round(path: Path) -> int:
-    """Return the round that a State's file is of; a file of medfl 0.6.0, or a damaged one, has it in its name only."""
+    """Return the round of a State's file; one of medfl 0.6.0, damaged, or elsewhere has it in its name only, else 0."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return int(file.get_tensor(_ROUND))
     except Exception:  # the Rust reader raises its own type for each kind of damage, and for a tensor that is not there
-        return round_in_name(path.name)
-
-
-def round_in_name(file: str) -> int:
-    """Return the round that the name of a State's file begins with, as medfl 0.6.0 kept it; 0 if there is none."""
-    digits = re.match(r"\d{6}", file)
-    return int(digits[0]) if digits else 0
+        digits = re.match(r"\d{6}", path.name)
+        return int(digits[0]) if digits else 0
 
 
 def to_device(state: State, device: torch.device) -> State:

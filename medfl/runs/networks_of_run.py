@@ -28,11 +28,10 @@ from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.methods.base import Method
 from medfl.runs.plan import repeat
-from medfl.runs.teachers.trained import _bundle_of
+from medfl.runs.teachers.trained import bundle_of_run, network_with
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import _judged
 from medfl.training.accelerate.max_pool import pooling_plain
-from medfl.training.site import Networks
 
 CPU = torch.device("cpu")
 WHICH = {"last": "weights", "best": "best"}
@@ -78,7 +77,7 @@ class RunResult:
         self.computed_on_cpu = run.device == "cpu"
         self.folder = RunFolder(path)
         self.manifest = self.folder.manifest()
-        self.bundle: Bundle = _bundle_of(self.run, path, CPU)
+        self.bundle: Bundle = bundle_of_run(self.run, path, CPU)
         self.method: Method = methods.load(self.run.method, self.run.options)
         self.sites = list(self.run.partition.sites)
 
@@ -199,10 +198,8 @@ class RunResult:
             return None
         if any("/" in key and key.partition("/")[0] in self.sites for key in self._weights):
             raise self._has_none()
-        # what is no weight of it (a fixed classifier) is drawn as in the run
-        pool = Networks(lambda: self.method.adapt(self.bundle.network(), self.task), self.run.seed, CPU)
         try:
-            return pool.lease(self._weights)
+            return network_with(self._weights, self.bundle, self.method, self.task, self.run.seed)
         except ValueError:
             return None
 

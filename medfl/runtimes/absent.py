@@ -108,14 +108,7 @@ class Attendance:
     say: Print
 
     def present(self, answers: Iterable[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield (site, answer) of the sites that answer, and say which do not.
-
-        Args:
-            answers: (position of the site, its answer or `Absent`).
-
-        Raises:
-            RunError: too few can still answer.
-        """
+        """Yield (site, answer) of (position of the site, its answer or `Absent`); RunError if too few can answer."""
         for index, answer in answers:
             if isinstance(answer, Absent):
                 self.refuse({self.names[index]: answer.why})
@@ -123,11 +116,7 @@ class Attendance:
                 yield self.names[index], answer
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
-        """Go on without the sites that have a reason, and say it.
-
-        Raises:
-            RunError: too few are left.
-        """
+        """Go on without the sites that have a reason, and say it; RunError if too few are left."""
         for name, reason in reasons.items():
             sender = f"site {name!r}"
             if self.least is None:

@@ -8,7 +8,6 @@ The trace is in the Trace Event Format (JSON object format), which Perfetto and 
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -195,10 +194,6 @@ class Recorder:
             "sites": sites,
         }
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
-
-    def json(self) -> bytes:
-        """Return `trace` as it is written."""
-        return json.dumps(self.trace()).encode()
 
     def _processes(self) -> dict[str, list[Lap]]:
         """Return the server and the workers, each with what it recorded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import time
@@ -16,7 +17,6 @@ from tqdm import tqdm
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.core.run import PublicRecord
 from medfl.core.run_integrity import verified_manifest
 from medfl.core.storage import State, to_device, write_atomic
 from medfl.runtimes import profiling
@@ -101,7 +101,7 @@ class Simulator:
         self.folder.write_summary(summary)
         if self.recorder is not None:
             self.say(self.recorder.table())
-            write_atomic(self.folder.path / "profile.json", self.recorder.json())
+            write_atomic(self.folder.path / "profile.json", json.dumps(self.recorder.trace()).encode())
         for line in self._missing():
             self.say(line)
         return summary
@@ -284,6 +284,10 @@ class Simulator:
         self.say("scoring on the test items")
         scores, cases = self.scoring.finish(self.server)
         record["seconds"] += time.perf_counter() - started
+        public: dict[str, Any] = {}
+        if run.public:
+            public = {"bundle": run.public.bundle, "data_source": run.public.data.source, "items": run.public.items}
+            public["teachers"] = [name for name, _ in run.public.teachers]
         summary = {
             "method": run.method,
             "bundle": run.bundle,
@@ -291,7 +295,7 @@ class Simulator:
             "rounds": run.rounds,
             "status": "finished",
             "data_source": run.data.source,
-            **({"public": _public(run.public)} if run.public else {}),
+            **({"public": public} if run.public else {}),
             **scores,
             **({"absent": record["absent"]} if record["absent"] else {}),
             **({"left_out": record["left_out"]} if record["left_out"] else {}),
@@ -316,16 +320,6 @@ def _peak_memory() -> int:
     """Largest resident size of this process and of its finished workers, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-
-
-def _public(record: PublicRecord) -> dict[str, Any]:
-    """Return what the summary says of the public data."""
-    return {
-        "bundle": record.bundle,
-        "data_source": record.data.source,
-        "items": record.items,
-        "teachers": [name for name, _ in record.teachers],
-    }
 
 
 RUNTIME = Runtime(lambda execution: Simulator(execution).execute())

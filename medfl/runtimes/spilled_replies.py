@@ -134,10 +134,6 @@ class Replies(Mapping[str, Message]):
         """Return a site's message; KeyError if it has not arrived."""
         return self._messages[name]
 
-    def __contains__(self, name: object) -> bool:
-        """Tell whether a site's message has arrived."""
-        return name in self._messages
-
     def __iter__(self) -> Iterator[str]:
         """List the sites whose messages have arrived."""
         return (name for name in self._names if name in self._messages)

@@ -120,7 +120,7 @@ def test_the_trace_is_what_viewers_read(clock: Clock) -> None:
     """Complete events ("X") in microseconds from the first, on a named row a process; the parts lie in their visit."""
     recorder = filled(clock)
     recorder.gather(1, Lap([Span(DATA, 152.0, 153.0, 1, "b")], {(1, "b", DATA): 1.0}))
-    document = json.loads(recorder.json())
+    document = json.loads(json.dumps(recorder.trace()))
     events = document["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}

@@ -25,6 +25,7 @@ from medfl.bundle.open import bundle_of
 from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import unlike
 from medfl.core.errors import InputError, RunError
+from medfl.core.message import Weights
 from medfl.core.run import Run
 from medfl.core.run_folder import read_run
 from medfl.core.storage import load_weights, weights_sha256
@@ -33,6 +34,7 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.data.samples import Samples
 from medfl.data.source import Source
 from medfl.evaluation.evaluators import ClassEvaluator
+from medfl.methods.base import Method
 from medfl.runs import text_record
 from medfl.runs.teachers.questions import Questions, public_classes
 from medfl.training.site import Networks
@@ -142,7 +144,7 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
     """
     folder = Path(where).expanduser()
     run, document = read_run(folder / "run.json")
-    own = _bundle_of(run, folder, device)
+    own = bundle_of_run(run, folder, device)
     task, classes = str(document.get("task", own.task)), tuple(document.get("classes", ()))
     _refuse_others(name, task, classes or own.structures, bundle)
     stem, weights = _weights(folder)
@@ -173,7 +175,8 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
     )
 
 
-def _bundle_of(run: Run, folder: Path, device: torch.device) -> Bundle:
+def bundle_of_run(run: Run, folder: Path, device: torch.device) -> Bundle:
+    """Return a recorded run's bundle without its data; InputError if it has changed since."""
     name = bundle_of(run)
     data = {} if name in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
     own = Bundle(name, {**run.config, **data}, device)
@@ -202,7 +205,7 @@ def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
 
 
 def _global_model(own: Bundle, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run) -> nn.Module:
-    """Return a run's network with weights; what is no weight of it (a fixed classifier) is drawn as in the run."""
+    """Return a run's network with its global weights."""
     if any(key.partition("/")[0] in run.partition.sites and "/" in key for key in weights):
         raise InputError(
             f"the run in {folder} has a model for each site (method {run.method}) and none for all",
@@ -210,15 +213,23 @@ def _global_model(own: Bundle, task: Task, weights: Mapping[str, Tensor], folder
             "name a run of another method, for example fedavg",
         )
     method = methods.load(run.method, run.options)
-    pool = Networks(lambda: method.adapt(own.network(), task), run.seed, own.device)
     try:
-        return pool.lease(weights)
+        return network_with(weights, own, method, task, run.seed)
     except ValueError as error:
         raise InputError(
             f"the weights in {folder} are no single network of method {run.method} on bundle {own.name!r} ({error})",
             "a teacher is one global model of the run's own network",
             "restore the file, or name another run",
         ) from error
+
+
+def network_with(weights: Weights, bundle: Bundle, method: Method, task: Task, seed: int) -> nn.Module:
+    """Return a run's network with these weights; what is not among them (a fixed classifier) is drawn as in the run.
+
+    Raises:
+        ValueError: they are those of another network.
+    """
+    return Networks(lambda: method.adapt(bundle.network(), task), seed, bundle.device).lease(weights)
 
 
 def _ids(run: Run, own: Bundle, bundle: Bundle, section: str) -> frozenset[str]:

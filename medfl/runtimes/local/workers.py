@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from medfl.training.accelerate.interleave import abreast
 from medfl.training.accelerate.pack_sites import Together
 
 
-class Workers:
+class Workers(AbstractContextManager["Workers"]):
     """`jobs` forked processes that inherited the federation with its data; with one job, this process itself."""
 
     def __init__(self, federation: Federation, jobs: int) -> None:
@@ -72,8 +73,7 @@ class Workers:
         overlaps, the tasks start when the first result is asked for.
 
         Args:
-            tasks: make the tasks.
-            sizes: how long each may take.
+            tasks, sizes: as for `run`.
             round_: which round their time is recorded for.
             on_result: called whenever a result has come, whether or not it has been asked for.
             folder: where results wait past what may stay in memory.
@@ -86,10 +86,6 @@ class Workers:
         """End the workers."""
         if self._pool is not None:
             self._pool.close()
-
-    def __enter__(self) -> Workers:
-        """Return self."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End the workers."""

@@ -60,18 +60,13 @@ of its newest reply that the server took, 0 for none; not said: the newest State
 JUDGE, SECTION = "judge", "section"
 """Names in `extra`: of the sections on which `train` scores the trained model, and of the one that `evaluate` uses."""
 _PARTS = {"train": "train", "eval": "validate"}
-_KINDS = {
-    FlPhase.TRAIN: "train",
-    FlPhase.EVALUATE: "evaluate",
-    FlPhase.GET_WEIGHTS: "introduce",
-    FlPhase.GET_DATA_STATS: "statistics",
+_PHASES = {
+    FlPhase.TRAIN: ("train", "training"),
+    FlPhase.EVALUATE: ("evaluate", "evaluation"),
+    FlPhase.GET_WEIGHTS: ("introduce", "introduction"),
+    FlPhase.GET_DATA_STATS: ("statistics", "statistics"),
 }
-_DOING = {
-    FlPhase.TRAIN: "training",
-    FlPhase.EVALUATE: "evaluation",
-    FlPhase.GET_WEIGHTS: "introduction",
-    FlPhase.GET_DATA_STATS: "statistics",
-}
+"""Of each phase its kind in the audit log, and its name in error messages."""
 
 
 class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
@@ -286,12 +281,12 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def _busy(self, phase: FlPhase, round_: int) -> Iterator[Doing]:
         """Be in a phase, which `abort` can end, in the round that the site counts itself."""
         self._stop.clear()
-        self.phase, doing = phase, Doing(_KINDS[phase], round_)
+        self.phase, doing = phase, Doing(_PHASES[phase][0], round_)
         try:
             yield doing
         except Aborted as error:
             raise Aborted(
-                f"site {self.name!r}: {_DOING[phase]} aborted; its State is that of the round before"
+                f"site {self.name!r}: {_PHASES[phase][1]} aborted; its State is that of the round before"
             ) from error
         except Exception as error:
             self._guard.refused(doing, error)
@@ -310,7 +305,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         except Exception as error:  # a message may have all the right forms, and yet not be what the method expects
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise RunError(
-                f"site {self.name!r}, round {round_}: {_DOING[self.phase]} fails with the server's message: {what}"
+                f"site {self.name!r}, round {round_}: {_PHASES[self.phase][1]} fails with the server's message: {what}"
             ) from error
         own.go_on()
         return found

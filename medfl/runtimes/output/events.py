@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-
-class Place(Protocol):
-    """Where numbers go besides; nothing that happens there ends a run."""
-
-    def open(self, done: int) -> None:
-        """Begin, or go on after so many rounds."""
-
-    def log(self, round_: int, numbers: Mapping[str, float]) -> None:
-        """Write a round's numbers."""
-
-    def close(self, finished: bool) -> None:
-        """End; `finished` unless the run was cut short."""
+if TYPE_CHECKING:
+    from medfl.runtimes.output.tracking import Tracking
 
 
 class Events:
@@ -29,7 +19,7 @@ class Events:
         places: where the numbers go besides.
     """
 
-    def __init__(self, path: Path, done: int, *places: Place) -> None:
+    def __init__(self, path: Path, done: int, *places: Tracking) -> None:
         """Point at the folder of the files."""
         self.path, self.done, self.places = path, done, places
 

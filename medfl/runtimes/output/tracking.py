@@ -74,7 +74,7 @@ def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracking]:
 
 
 class Tracking:
-    """One MLflow run; a `Place` of `events`.
+    """One MLflow run, which `Events` writes to besides; nothing that happens there ends a run.
 
     Args:
         folder: of the run, with its `run.json`.

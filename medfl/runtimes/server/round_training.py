@@ -39,15 +39,9 @@ class RoundTraining:
         self._on_result()
 
     def evaluation_seconds(self, ended: float) -> float:
-        """Divide the time from the start until the previous round has been evaluated, so that none counts twice.
+        """Return how long the previous round's evaluation, which has `ended`, went on after the last result.
 
-        What passes until the last result has come is this training's (`overlap`).
-
-        Args:
-            ended: when the evaluation ended.
-
-        Returns:
-            The seconds that the evaluation went on after that.
+        The time before that is this training's (`overlap`), so that none counts twice.
         """
         self.overlap = (ended if self._open else self._last) - self.started
         return ended - self.started - self.overlap

@@ -14,21 +14,12 @@ from medfl.core.storage import State, file_sha256, weights_sha256
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, higher_is_better, spread, summarise
 from medfl.evaluation.slices import unit
+from medfl.runtimes import tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
 from medfl.runtimes.step import StepResult
-from medfl.runtimes.tasks import (
-    CopyWeights,
-    RoundTask,
-    ScoreGlobal,
-    ScoreSite,
-    ScoreSiteOnAll,
-    SegmentGlobal,
-    SegmentSite,
-    TrainToScore,
-)
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16
@@ -117,7 +108,7 @@ class Scoring:
         total = len(self.federation.pooled(section))
         chunk = _CHUNK if self.federation.task.kind == "classification" else _CHUNK_OF_MAPS
         parts = self.dispatcher.at_server(
-            [partial(ScoreGlobal, round_, server, section, i, i + chunk) for i in range(0, total, chunk)]
+            [partial(tasks.ScoreGlobal, round_, server, section, i, i + chunk) for i in range(0, total, chunk)]
         )
         return Cases.concat(parts) if parts and parts[0] is not None else None
 
@@ -125,7 +116,7 @@ class Scoring:
         self, round_: int, server: State, sections: tuple[str, ...], among: Sequence[str] | None = None
     ) -> Judged:
         names = self.names if among is None else among
-        task = partial(ScoreSite, sections=sections)
+        task = partial(tasks.ScoreSite, sections=sections)
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
 
     def _per_site(self, whole: Cases | None, section: str) -> dict[str, Metrics]:
@@ -143,7 +134,7 @@ class Scoring:
             if network is not None:
                 return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
         weights = SitesWeights(self.folder.path)
-        for name, part in self.dispatcher.at_sites(CopyWeights, round_, server, self.names):
+        for name, part in self.dispatcher.at_sites(tasks.CopyWeights, round_, server, self.names):
             weights.add(name, part)
         return weights
 
@@ -207,12 +198,13 @@ class Scoring:
         folders = {name: str(self.folder.predictions_folder(name)) if save else None for name in names}
         ids = {name: list(wanted.get(name, {})) for name in names}
         if self.method.judged == "global":
-            tasks = [partial(SegmentGlobal, last, server, name, ids[name], folders[name]) for name in names]
-            masks = dict(zip(names, self.dispatcher.at_server(tasks), strict=True))
+            segment = partial(tasks.SegmentGlobal, last, server)
+            at_server = [partial(segment, name, ids[name], folders[name]) for name in names]
+            masks = dict(zip(names, self.dispatcher.at_server(at_server), strict=True))
         else:
 
-            def task(site: str, **fields: Any) -> RoundTask:
-                return SegmentSite(site, **fields, ids=ids[site], folder=folders[site])
+            def task(site: str, **fields: Any) -> tasks.RoundTask:
+                return tasks.SegmentSite(site, **fields, ids=ids[site], folder=folders[site])
 
             masks = _in_order(names, self.dispatcher.at_sites(task, last, server, names))
         written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
@@ -234,7 +226,7 @@ class Scoring:
         names = [name for name in among if len(self.federation.shard(name, "test"))]
         if methods.has_site_models(self.method):
             return self._personal(last, server, ("test",), names)
-        task = partial(TrainToScore, sections=("test",))
+        task = partial(tasks.TrainToScore, sections=("test",))
         by_site = _in_order(names, self.dispatcher.at_sites(task, last + 1, server, names, ("train",)))
         return {name: cases for name, cases in by_site.items() if cases}
 
@@ -242,7 +234,7 @@ class Scoring:
         """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
         count = min(len(self.names), _ABROAD)
         names = [self.names[i * len(self.names) // count] for i in range(count)]
-        answers = self.dispatcher.at_sites(ScoreSiteOnAll, last, server, names)
+        answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, last, server, names)
         scores = _in_order(names, ((name, summarise(cases)) for name, cases in answers))
         metrics = next(iter(scores.values()))
         by_metric = {metric: spread({name: s.get(metric) for name, s in scores.items()}) for metric in metrics}
