@@ -66,11 +66,7 @@ def result_or_absent(task: Task, run: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class SiteTask(Task):
-    """A task at one site.
-
-    Attributes:
-        site: its name.
-    """
+    """A task at the site of this name."""
 
     site: str
 

@@ -73,7 +73,8 @@ class Workers(AbstractContextManager["Workers"]):
         overlaps, the tasks start when the first result is asked for.
 
         Args:
-            tasks, sizes: as for `run`.
+            tasks: make the tasks.
+            sizes: how long each may take.
             round_: which round their time is recorded for.
             on_result: called whenever a result has come, whether or not it has been asked for.
             folder: where results wait past what may stay in memory.
