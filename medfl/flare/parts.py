@@ -223,6 +223,7 @@ class RemoteController(_Controller):
     def _place(self) -> Path:
         self._run, self._carried = read_run(self.get_app_dir()), Path(self.get_app_dir()) / "config"
         self._config = SiteConfig.read(Path(self.engine.get_workspace().get_site_config_dir()) / CONFIG_FILE)
+        accepted_run(self._run, None, self._config)  # before its names become a folder's
         path = (
             Path(self._config.folder)
             / f"{self._run.bundle}-{self._run.method}-{without_round_limit(self._run).run_hash[:16]}"

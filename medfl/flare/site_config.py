@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -161,20 +161,21 @@ _SCHEMA = {
 }
 
 
-def accepted_run(run: Run, name: str, config: SiteConfig) -> Run:
-    """Return what a site takes of an offered run: numbers and names, for its own bundle.
+def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
+    """Return what a site or the server takes of an offered run: numbers and names, for its own bundle.
 
     Args:
         run: as it came with the job.
-        name: the site.
-        config: what the site has said about itself.
+        name: the site; None at the server.
+        config: what site or server has said about itself.
 
     Raises:
-        InputError: the run asks for something else; names the site.
+        InputError: the run asks for something else; names who refuses it.
     """
+    who = "the server" if name is None else f"site {name!r}"
 
     def refuse(given: str, allowed: str) -> InputError:
-        error = InputError(f"site {name!r} refuses the run: {given}", allowed, "ask its administrator")
+        error = InputError(f"{who} refuses the run: {given}", allowed, "ask its administrator")
         error.safe_to_send = True
         return error
 
@@ -186,7 +187,7 @@ def accepted_run(run: Run, name: str, config: SiteConfig) -> Run:
             f"{printable(where, 60)} is {printable(error.instance, 60)}", "numbers and names as medfl writes them"
         )
     names = list(run.partition.sites)
-    if name not in names or not all(is_flare_name(site) for site in names):
+    if (name is not None and name not in names) or not all(is_flare_name(site) for site in names):
         raise refuse("it is not one of its sites, or they have odd names", "a run with this site")
     bundle = Bundle(config.bundle)
     if (run.bundle, run.bundle_sha256) != (bundle.name, bundle.sha256):
@@ -195,23 +196,24 @@ def accepted_run(run: Run, name: str, config: SiteConfig) -> Run:
     for option, value in run.options.items():
         if isinstance(value, str) and value and (not _PLAIN.fullmatch(value) or ".." in value):
             raise refuse(f"option {printable(option)}={printable(value)}", "numbers and plain names")
-    _check_config(run, resolved(config.bundle, bundle.protocol, ())["config"], config, refuse)
+    permits = tuple(run.config) if name is None and not config.permits else config.permits
+    _check_config(run, resolved(config.bundle, bundle.protocol, ())["config"], permits, refuse)
     if run.threads > config.threads:
         raise refuse(f"it asks for {run.threads} threads", f"at most {config.threads}")
-    return replace(run, device=config.device)
+    if not re.fullmatch("[a-z]+(:[0-9]+)?", run.device):
+        raise refuse(f"device {printable(run.device, 60)}", "a device of PyTorch, as cpu or cuda:0")
+    return run if name is None else replace(run, device=config.device)
 
 
-def _check_config(run: Run, protocol: Mapping[str, Any], config: SiteConfig, refuse: Any) -> None:
+def _check_config(run: Run, protocol: Mapping[str, Any], permits: Sequence[str], refuse: Any) -> None:
     """Refuse overrides but those of the bundle's own protocol and plain values of permitted ids."""
     for key, value in run.config.items():
         if key in protocol and protocol[key] == value:
             continue
         whole = value if isinstance(value, list) else [value]
         plain = all(isinstance(v, bool | int | float) or (isinstance(v, str) and _PLAIN.fullmatch(v)) for v in whole)
-        if key not in config.permits or not plain:
-            permitted = (
-                f"plain values of {', '.join(config.permits)}" if config.permits else "the bundle as it is (permits)"
-            )
+        if key not in permits or not plain:
+            permitted = f"plain values of {', '.join(permits)}" if permits else "the bundle as it is (permits)"
             raise refuse(f"config {printable(key)}={printable(value, 60)}", permitted)
 
 
@@ -255,21 +257,16 @@ def open_server(offered: Run, config: SiteConfig, carried: Path | None = None) -
         carried: as for `open_site`.
 
     Raises:
-        InputError: the server has another bundle, or the method needs what sites cannot be asked for.
+        InputError: the bundle or the run is refused, or the method needs what sites cannot be asked for.
     """
     config.checked_policy()
-    bundle: Bundle = _BundleWithoutImages(config.bundle, offered.config, offered.device)
-    method = methods.load(offered.method, offered.options)
-    if bundle.sha256 != offered.bundle_sha256:
-        raise InputError(
-            f"bundle {bundle.name!r} of the server ({bundle.sha256[:12]})",
-            f"the run is for {offered.bundle_sha256[:12]}",
-            "bring both to the same version",
-        )
+    run = accepted_run(offered, None, config)
+    bundle: Bundle = _BundleWithoutImages(config.bundle, run.config, run.device)
+    method = methods.load(run.method, run.options)
     if config.data:
-        bundle = with_data(config.bundle, config.data, offered.config, offered.device).bundle
-    text_record.restore(bundle, offered, method, carried)
-    return federation_of_names(bundle, method, offered, bool(config.data))
+        bundle = with_data(config.bundle, config.data, run.config, run.device).bundle
+    text_record.restore(bundle, run, method, carried)
+    return federation_of_names(bundle, method, run, bool(config.data))
 
 
 class _BundleWithoutImages(Bundle):

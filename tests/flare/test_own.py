@@ -151,6 +151,25 @@ def test_a_run_that_asks_for_more_is_refused_by_the_site(scans: dict[str, Path],
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("what", [what for what in REFUSED if what != "other id"])
+def test_a_run_that_asks_for_more_is_refused_by_the_server(tmp_path: Path, what: str) -> None:
+    """What permits nothing takes plain values of any id, so that the sites decide; never an expression or a path."""
+    change, text = REFUSED[what]
+    with pytest.raises(InputError, match="^the server refuses the run: ") as caught:
+        open_server(change(offer("scaffold")), SiteConfig("mednist", str(tmp_path)))
+    assert text in str(caught.value)
+
+
+def test_a_jobs_expression_does_not_run_at_the_server(tmp_path: Path) -> None:
+    """Nor does a name in it become a folder: the run is refused before it has one."""
+    mark = tmp_path / "mark"
+    code = f"$__import__('pathlib').Path({str(mark)!r}).touch() or 'small_cnn'"
+    for change in (changed(config={"network": code}), changed(config={"network": [code]}), changed(bundle="../../x")):
+        with pytest.raises(InputError, match="the server refuses the run"):
+            open_server(change(offer()), SiteConfig("mednist", str(tmp_path)))
+    assert not mark.exists()
+
+
 def test_items_and_other_sites_are_refused(scans: dict[str, Path]) -> None:
     run = offer()
     items = replace(run, partition=replace(run.partition, sites={"north": {"train": ["a"]}}))
@@ -383,11 +402,6 @@ def test_a_site_s_reply_is_that_of_a_site_of_a_host_of_monai_fl(scans: dict[str,
     answers = [FlareSite(algo, "north").answer(wire.TRAIN, down) for algo in sites]
     assert [answer.failed for answer in answers] == ["", ""]
     assert bits(answers[0].tensors) == bits(answers[1].tensors)
-
-
-def test_a_server_with_another_bundle_is_refused() -> None:
-    with pytest.raises(InputError, match="bundle 'mednist' of the server"):
-        open_server(replace(offer(), bundle_sha256="0" * 64), SiteConfig("mednist", "x"))
 
 
 def test_means_of_what_was_told_are_weighted_by_cases() -> None:

@@ -100,13 +100,21 @@ def test_a_server_refuses_a_run_that_it_has_unless_it_is_to_go_on(job: Path, tmp
 
 
 def test_what_ends_a_run_is_written_and_told_to_flare(job: Path, tmp_path: Path) -> None:
-    made = controller(RemoteController(), Workspace(job, local(tmp_path / "local", bundle="pneumonia")))
+    made = controller(RemoteController(), Workspace(job, local(tmp_path / "local", data="nowhere")))
     made.run()
-    assert made.panics == ["bundle 'pneumonia' of the server" + made.panics[0].partition("of the server")[2]]
+    (panic,) = made.panics
+    assert "nowhere" in panic
     (path,) = (tmp_path / "local" / "kept").iterdir()
-    with pytest.raises(InputError, match="bundle 'pneumonia' of the server"):
+    with pytest.raises(InputError, match="nowhere"):
         raise_error(json.loads((path / FLARE_FOLDER / ERROR_FILE).read_text()))
     assert not (path / FLARE_FOLDER / LINES_FILE).exists()
+
+
+def test_a_run_that_the_server_refuses_gets_no_folder(job: Path, tmp_path: Path) -> None:
+    made = controller(RemoteController(), Workspace(job, local(tmp_path / "local", bundle="pneumonia")))
+    made.run()
+    assert [panic.partition(":")[0] for panic in made.panics] == ["the server refuses the run"]
+    assert not list((tmp_path / "local" / "kept").glob("*"))
 
 
 def test_a_server_without_a_file_of_its_own_says_so(job: Path, tmp_path: Path) -> None:
