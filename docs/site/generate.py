@@ -18,7 +18,7 @@ from typing import Any
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.cli import catalogue
+from medfl.cli import bundle_pages, method_pages
 from medfl.cli import verbs as cli
 from medfl.core import terminal
 from medfl.core.storage import write_atomic
@@ -34,7 +34,7 @@ Parts = Mapping[str, Callable[[], str]]
 def method_table() -> str:
     """Return the table of methods with links to their pages and without their options."""
     rows = []
-    for line in catalogue.methods_markdown().splitlines():
+    for line in method_pages.methods_markdown().splitlines():
         cells = _cells(line)
         name = cells[0].strip("`")
         cells[0] = f"[`{name}`](methods/{name}.md)" if name in methods.names() else cells[0]
@@ -52,14 +52,14 @@ def method_parts(name: str) -> Parts:
 
 
 @cache
-def _method(name: str) -> catalogue.Document:
+def _method(name: str) -> method_pages.Document:
     """Return what the catalogue knows of a method; finding out what travels takes a moment."""
-    return catalogue.methods(name)
+    return method_pages.methods(name)
 
 
 def _facts(name: str) -> str:
     entry = _method(name)
-    page = catalogue.methods_text(entry, 10_000).split("\n\n")[1]
+    page = method_pages.methods_text(entry, 10_000).split("\n\n")[1]
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in page.splitlines())
     rows = [[fact[0].upper() + fact[1:], _escaped(text)] for fact, text in facts.items()]
     return f"{_escaped(entry['summary'])}\n\n" + terminal.markdown_table(["", ""], rows)
@@ -113,7 +113,7 @@ def bundle_table() -> str:
     """Return the table of bundles with links to their sections."""
     names, kept = "|".join(shipped()), (0, 1, 2, 3, 5, 7)  # pixels and protocols are in the sections
     rows = [
-        "| " + " | ".join(_cells(line)[i] for i in kept) + " |" for line in catalogue.bundles_markdown().splitlines()
+        "| " + " | ".join(_cells(line)[i] for i in kept) + " |" for line in bundle_pages.bundles_markdown().splitlines()
     ]
     return re.sub(rf"^\| `({names})`", r"| [`\1`](#\1)", "\n".join(rows), flags=re.MULTILINE)
 
@@ -124,7 +124,7 @@ def bundle_sections() -> str:
 
 
 def _bundle_section(name: str) -> str:
-    entry, bundle = catalogue.bundles(name), Bundle(name)
+    entry, bundle = bundle_pages.bundles(name), Bundle(name)
     metadata = json.loads((bundle.root / "configs" / "metadata.json").read_text(encoding="utf-8"))
     facts = {
         "Task": metadata["task"],
@@ -165,7 +165,7 @@ def _counts(readme: Path) -> list[str]:
 
 def command_line() -> str:
     """Return the help of every verb, from the parser itself."""
-    return "\n\n".join(_verb(parser) for parser in _parsers(cli._parser()))
+    return "\n\n".join(_verb(parser) for parser in _parsers(cli.parser()))
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from medfl.core.errors import InputError
@@ -108,3 +109,42 @@ def robustness(parser: Any) -> Any:
     number(group, "--min-replies", "N", "go on without sites that fail while N reply, and say so; default: all must")
     number(group, "--deadline", "SECONDS", "that the sites have for a round; with --runtime flare", float)
     return group
+
+
+def jobs(group: Any, text: str) -> None:
+    """Add the flag for a number of processes, None for as many as fit."""
+    group.add_argument("--jobs", type=_jobs, default="auto", metavar="auto|N", help=f"{text}; default auto")
+
+
+def quiet(group: Any) -> None:
+    """Add the flag that silences what is told while running."""
+    group.add_argument("--quiet", action="store_true", help="say nothing but errors while running")
+
+
+def _jobs(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text)):  # of ² isdigit holds too
+        raise InputError(f"--jobs {text}", "auto or a whole number of at least 1", "give for example --jobs 2")
+    return int(text)
+
+
+def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    """Return name -> value of texts NAME=VALUE."""
+    values: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise InputError(f"{flag} {text}", f"{flag} takes NAME=VALUE", "write it with an equals sign")
+        values[name] = value
+    return values
+
+
+def names(text: str) -> list[str]:
+    """Return the names in a list with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def typed(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)

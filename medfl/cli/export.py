@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from medfl.cli.parser import add_verb, log, show
 
 _EXAMPLES = """\
 examples
@@ -20,44 +21,31 @@ In the bundle's folder MONAI reads it back:
   python -m monai.bundle run --config_file configs/inference.yaml --dataset_dir DIR"""
 
 
-def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable[..., int]) -> None:
-    """Add the verb to the command line.
-
-    Args:
-        verbs: where to.
-        parser_class: of actions; this verb has none.
-        verb: adds one verb with the flags that all have.
-        show: prints a result, as JSON or as text.
-    """
-
-    def run(options: Any) -> int:
-        return _export(options, show)
-
-    made = verb(verbs, "export", "write the result of a run as a MONAI bundle", run, _EXAMPLES)
-    made.add_argument("run", type=Path, metavar="RUN", help="a folder that medfl run wrote")
-    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder of the bundle")
-    made.add_argument(
-        "--which",
-        default="last",
-        metavar="last|best",
-        help="the last round's model, or the best by validation; default last",
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    export = add_verb(verbs, "export", "write the result of a run as a MONAI bundle", _export, _EXAMPLES)
+    export.add_argument("run", type=Path, metavar="RUN", help="a folder that medfl run wrote")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder of the bundle")
+    text = "the last round's model, or the best by validation; default last"
+    export.add_argument("--which", default="last", metavar="last|best", help=text)
+    export.add_argument(
+        "--site", metavar="NAME", help="a site's own model, of a method that makes one for each; or all"
     )
-    made.add_argument("--site", metavar="NAME", help="a site's own model, of a method that makes one for each; or all")
-    made.add_argument(
+    export.add_argument(
         "--formats", default="torchscript,onnx", metavar="A,B",
         help="torchscript, onnx, both (default) or none, beside model.pt and model.safetensors",
     )  # fmt: skip
-    made.add_argument("--data", metavar="DIR", help="the run's images, where they have moved")
+    export.add_argument("--data", metavar="DIR", help="the run's images, where they have moved")
 
 
-def _export(options: Any, show: Callable[..., int]) -> int:
+def _export(options: Any) -> int:
     from medfl.export.formats import chosen
 
     formats = chosen(options.formats)
     from medfl.export.writing import export
 
     document = export(
-        options.run, options.out, which=options.which, site=options.site, formats=formats, data=options.data, say=_say
+        options.run, options.out, which=options.which, site=options.site, formats=formats, data=options.data, say=log
     )
     return show(options, document, lambda: "\n".join(_lines(document)))
 
@@ -85,7 +73,3 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
         lines += [f"  note: {note}" for note in one["notes"]]
     phantom = "PHANTOM data: images drawn by a program; this model says nothing about patients"
     return [*lines, phantom if document["data_source"] == "phantom" else "real data"]
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medfl.cli import arguments
+from medfl.cli import arguments, run
+from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core.errors import InputError
 from medfl.core.settings import COMPUTING, SITES
 
@@ -37,46 +38,21 @@ examples
       go on with what the server and the sites have kept"""
 
 
-def add(
-    verbs: Any,
-    parser_class: type,
-    verb: Callable[..., Any],
-    show: Callable[..., int],
-    run_flags: Callable[[Any], None],
-    run: Callable[[Any], int],
-    pairs: Callable[[str, Sequence[str]], Mapping[str, str]],
-) -> None:
-    """Add the verb to the command line.
-
-    Args:
-        verbs: where to.
-        parser_class: of its actions.
-        verb: adds one verb with the flags that all have.
-        show: prints a result, as JSON or as text.
-        run_flags: adds the flags of `medfl run`.
-        run: executes it.
-        pairs: (flag, NAME=VALUE texts) -> name -> value.
-    """
-    text = "run or write the NVIDIA FLARE job of a run"
-    flare = verbs.add_parser("flare", help=text, description=text[0].upper() + text[1:] + ".")
-    actions = flare.add_subparsers(title="actions", metavar="ACTION", required=True, parser_class=parser_class)
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    actions = add_actions(verbs, "flare", "run or write the NVIDIA FLARE job of a run")
     for name, runtime, text, examples in (
         ("simulate", "flare", "run on FLARE's simulator on this machine", _SIMULATE),
         ("poc", "flare-poc", "run on a FLARE federation with certificates on this machine", _POC),
     ):
-        action = verb(actions, name, text, run, examples)
-        run_flags(action)
+        action = add_verb(actions, name, text, run.run, examples)
+        run.add_flags(action)
         action.set_defaults(runtime=runtime)
-
-    def export(options: Any) -> int:
-        return _export(options, show, pairs)
-
-    _export_flags(
-        verb(actions, "export", "write the job of a run over sites with images of their own", export, _EXPORT)
-    )
+    text = "write the job of a run over sites with images of their own"
+    _add_export_flags(add_verb(actions, "export", text, _export, _EXPORT))
 
 
-def _export_flags(export: Any) -> None:
+def _add_export_flags(export: Any) -> None:
     export.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
     what = export.add_argument_group("what")
     what.add_argument("--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg")
@@ -101,21 +77,20 @@ def _export_flags(export: Any) -> None:
     output.add_argument("--resume", action="store_true", help="the server goes on with this run, which it has already")
 
 
-def _export(options: Any, show: Callable[..., int], pairs: Callable[[str, Sequence[str]], Mapping[str, str]]) -> int:
-    set_, config = pairs("--set", options.options), pairs("--config", options.config)
-    sites = [name.strip() for name in options.sites.split(",") if name.strip()]
+def _export(options: Any) -> int:
+    values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)
+    sites = arguments.names(options.sites)
     if len(set(sites)) != len(sites) or not sites:
         raise InputError(f"--sites {options.sites}", "different names, as north,south", "name each site once")
     from medfl.flare.offer import export
 
-    given = arguments.requested(options, "method", "presets")
     document = export(
         options.bundle,
         sites,
         options.out,
-        options=set_,
+        options=values,
         config=config,
-        requested=given,
+        requested=arguments.requested(options, "method", "presets"),
         rehearsal=options.rehearsal,
         resume=options.resume,
         min_replies=options.min_replies,

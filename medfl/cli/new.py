@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
+from medfl.cli.parser import add_verb, show
 
 if TYPE_CHECKING:
     from medfl.bundle.starter import Seen
@@ -21,29 +21,18 @@ examples
       pictures or NIfTI volumes, and masks of the same names"""
 
 
-def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable[..., int]) -> None:
-    """Add the verb to the command line.
-
-    Args:
-        verbs: where to.
-        parser_class: of its actions; it has none.
-        verb: adds one verb with the flags that all have.
-        show: prints a result, as JSON or as text.
-    """
-
-    def new(options: Any) -> int:
-        return _new(options, show)
-
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
     text = "write a bundle for images of your own: labelled pictures, or images with masks"
-    added = verb(verbs, "new", text, new, _EXAMPLES)
-    added.add_argument("bundle", type=Path, metavar="BUNDLE_DIR", help="new folder; its name becomes the bundle's")
-    added.add_argument("--images", type=Path, required=True, metavar="DIR", help="folder of the images")
-    added.add_argument("--masks", type=Path, metavar="DIR", help="folder of the masks, beside it")
-    added.add_argument("--network", metavar="NAME", help="default: a small one; a run can take another")
-    arguments.number(added, "--size", "PIXELS", "side to which pictures are resized; default 64, with masks 128")
+    new = add_verb(verbs, "new", text, _new, _EXAMPLES)
+    new.add_argument("bundle", type=Path, metavar="BUNDLE_DIR", help="new folder; its name becomes the bundle's")
+    new.add_argument("--images", type=Path, required=True, metavar="DIR", help="folder of the images")
+    new.add_argument("--masks", type=Path, metavar="DIR", help="folder of the masks, beside it")
+    new.add_argument("--network", metavar="NAME", help="default: a small one; a run can take another")
+    arguments.number(new, "--size", "PIXELS", "side to which pictures are resized; default 64, with masks 128")
 
 
-def _new(options: Any, show: Callable[..., int]) -> int:
+def _new(options: Any) -> int:
     from medfl.bundle import starter
 
     starter.refuse(options.bundle.expanduser())  # told before every image is read

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from medfl.cli.parser import add_verb, show
 
 _EXAMPLES = """\
 examples
@@ -14,17 +15,10 @@ examples
       one page of several runs, side by side"""
 
 
-def add(verbs: Any, parser_class: Any, verb: Callable[..., Any], show: Callable[..., int]) -> None:
-    """Add the verb to the parser of `medfl`.
-
-    Args:
-        verbs: the subparsers of `medfl`.
-        parser_class: of a parser with actions of its own, which this verb has not.
-        verb: adds a verb: (verbs, name, text, function, examples).
-        show: prints a result: (options, document, text).
-    """
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
     text = "write report.html of one or several run folders"
-    report = verb(verbs, "report", text, lambda options: _report(options, show), _EXAMPLES)
+    report = add_verb(verbs, "report", text, _report, _EXAMPLES)
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that medfl run wrote")
     report.add_argument(
         "--out", type=Path, metavar="FILE.html",
@@ -38,7 +32,7 @@ def add(verbs: Any, parser_class: Any, verb: Callable[..., Any], show: Callable[
     )
 
 
-def _report(options: Any, show: Callable[..., int]) -> int:
+def _report(options: Any) -> int:
     if options.out is not None:
         from medfl.compare.side_by_side import write_page
 

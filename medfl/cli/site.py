@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from medfl.cli.arguments import number
+from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.flare import serve
@@ -46,61 +47,37 @@ examples
       and is the line still there whose sha256 was noted elsewhere?"""
 
 
-def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable[..., int]) -> None:
-    """Add the verb to the command line.
-
-    Args:
-        verbs: where to.
-        parser_class: of its actions.
-        verb: adds one verb with the flags that all have.
-        show: prints a result, as JSON or as text.
-    """
-    text = "for a clinical partner: what would run here, and what would leave"
-    site = verbs.add_parser("site", help=text, description=text[0].upper() + text[1:] + ".")
-    actions = site.add_subparsers(title="actions", metavar="ACTION", required=True, parser_class=parser_class)
-
-    def inspect(options: Any) -> int:
-        return _inspect(options, show)
-
-    inspected = verb(actions, "inspect", "read a bundle without running anything of it", inspect, _EXAMPLES)
-    inspected.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
-    inspected.add_argument("--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra")
-    inspected.add_argument(
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    actions = add_actions(verbs, "site", "for a clinical partner: what would run here, and what would leave")
+    inspect = add_verb(actions, "inspect", "read a bundle without running anything of it", _inspect, _EXAMPLES)
+    inspect.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
+    inspect.add_argument("--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra")
+    inspect.add_argument(
         "--write-policy", type=Path, metavar="FILE",
         help="if accepted, write a policy that pins every file, with what --policy says beside",
     )  # fmt: skip
-
-    def check(options: Any) -> int:
-        return _check(options, show)
-
-    checked = verb(actions, "check", "preflight: would a bundle run here, on these images?", check, _CHECK_EXAMPLES)
-    _add_data(checked)
-    checked.add_argument("--server", metavar="HOST:PORT", help="the federation's server: can it be reached?")
-    checked.add_argument("--kit", type=Path, metavar="DIR", help="startup kit: do server and site trust each other?")
-    checked.add_argument("--device", default="cpu", metavar="auto|cpu|cuda[:i]", help="to train on; default cpu")
-    number(checked, "--batch-size", "B", "images a step; default: the bundle's")
-    checked.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="where the State will be")
-
-    def stats(options: Any) -> int:
-        return _stats(options, show)
-
-    told = verb(actions, "stats", "local statistics: show what would leave, and write it", stats, _STATS_EXAMPLES)
-    _add_data(told, "?")
-    number(told, "--bins", "N", "bins of intensity histograms; default 32")
-    told.add_argument("--range", metavar="LOW,HIGH", help="of the histograms; default: metadata.json's value_range")
-    number(told, "--min-count", "K", "counts below it are not told; default 10, and at least the policy's")
-    number(told, "--noise", "EPSILON", "add noise to each count and histogram; smaller is noisier", float)
-    told.add_argument("--out", type=Path, metavar="FILE", help="write what is shown; with --collect: the picture")
-    told.add_argument("--collect", nargs="+", type=Path, metavar="FILE", help="draw what several sites have written")
-
-    def audit(options: Any) -> int:
-        return _audit(options, show)
-
-    audited = verb(actions, "audit", "verify and show a site's audit log", audit, _AUDIT_EXAMPLES)
-    audited.add_argument("file", type=Path, metavar="FILE", help="the log")
-    audited.add_argument("--noted", metavar="SHA256", help="of a line, noted elsewhere: it must still be there")
-
-    serve.add(actions, verb, show)
+    text = "preflight: would a bundle run here, on these images?"
+    check = add_verb(actions, "check", text, _check, _CHECK_EXAMPLES)
+    _add_data(check)
+    check.add_argument("--server", metavar="HOST:PORT", help="the federation's server: can it be reached?")
+    check.add_argument("--kit", type=Path, metavar="DIR", help="startup kit: do server and site trust each other?")
+    check.add_argument("--device", default="cpu", metavar="auto|cpu|cuda[:i]", help="to train on; default cpu")
+    number(check, "--batch-size", "B", "images a step; default: the bundle's")
+    check.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="where the State will be")
+    text = "local statistics: show what would leave, and write it"
+    stats = add_verb(actions, "stats", text, _stats, _STATS_EXAMPLES)
+    _add_data(stats, "?")
+    number(stats, "--bins", "N", "bins of intensity histograms; default 32")
+    stats.add_argument("--range", metavar="LOW,HIGH", help="of the histograms; default: metadata.json's value_range")
+    number(stats, "--min-count", "K", "counts below it are not told; default 10, and at least the policy's")
+    number(stats, "--noise", "EPSILON", "add noise to each count and histogram; smaller is noisier", float)
+    stats.add_argument("--out", type=Path, metavar="FILE", help="write what is shown; with --collect: the picture")
+    stats.add_argument("--collect", nargs="+", type=Path, metavar="FILE", help="draw what several sites have written")
+    audit = add_verb(actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES)
+    audit.add_argument("file", type=Path, metavar="FILE", help="the log")
+    audit.add_argument("--noted", metavar="SHA256", help="of a line, noted elsewhere: it must still be there")
+    serve.add(actions, add_verb, show)
 
 
 def _add_data(parser: Any, many: str | None = None) -> None:
@@ -114,7 +91,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
     )  # fmt: skip
 
 
-def _inspect(options: Any, show: Callable[..., int]) -> int:
+def _inspect(options: Any) -> int:
     from medfl.bundle.configuration import shipped_folders
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
@@ -123,30 +100,28 @@ def _inspect(options: Any, show: Callable[..., int]) -> int:
     folder = shipped_folders().get(options.bundle, Path(options.bundle))
     target = options.write_policy
     if target is not None:
-        _can_write(target, folder)
-    found = inspect(folder, policy)
-    document = {**found.as_dict(), "outbound": policy.outbound.lines()}
-    if target is not None and found.accepted:
+        _check_policy_file(target, folder)
+    inspection = inspect(folder, policy)
+    document = {**inspection.as_dict(), "outbound": policy.outbound.lines()}
+    if target is not None and inspection.accepted:
         from medfl.core.storage import write_atomic
 
-        pinned = replace(found.policy(policy), outbound=policy.outbound)
+        pinned = replace(inspection.policy(policy), outbound=policy.outbound)
         write_atomic(target, pinned.text().encode())
         document["policy_written"] = str(target)
-    show(options, document, lambda: "\n".join(_text(document, terminal.width())))
-    found.require()
+    show(options, document, lambda: "\n".join(_inspection_lines(document, terminal.width())))
+    inspection.require()
     return 0
 
 
-def _can_write(target: Path, folder: Path) -> None:
-    if target.exists():
-        raise InputError(f"--write-policy {target}", "a new file: no policy is overwritten", "give a new file name")
-    if not target.resolve().parent.is_dir():
-        raise InputError(f"--write-policy {target}", "a file in a folder that exists", "make the folder")
+def _check_policy_file(target: Path, folder: Path) -> None:
+    """Raise an InputError if a policy cannot be written into this file."""
+    _check_new_file("--write-policy", target)
     if target.resolve().is_relative_to(folder.expanduser().resolve()):
         raise InputError(f"--write-policy {target}", "a place outside of the bundle", "give a file outside of it")
 
 
-def _text(document: Mapping[str, Any], width: int) -> list[str]:
+def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
     from medfl.core.untrusted import printable
 
     pinned = "every file is as the policy says" if document["pinned"] else "not pinned: --policy names no files"
@@ -199,7 +174,7 @@ def _config(given: list[str]) -> dict[str, Any]:
         raise InputError(f"--config {' '.join(given)}", "values are YAML, as MONAI reads them", "quote it") from error
 
 
-def _check(options: Any, show: Callable[..., int]) -> int:
+def _check(options: Any) -> int:
     from medfl.partner.connection import address
     from medfl.partner.preflight import Asked, check
     from medfl.policy.policy import Policy
@@ -221,20 +196,22 @@ def _check(options: Any, show: Callable[..., int]) -> int:
     return 0
 
 
-def _stats(options: Any, show: Callable[..., int]) -> int:
+def _stats(options: Any) -> int:
     if options.collect:
-        return _collect(options, show)
+        return _collect(options)
     if options.bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder, or --collect FILE ...", "see medfl bundles")
     if options.out is not None:
-        _new(options.out)
+        _check_new_file("--out", options.out)
+    from medfl.bundle.configuration import shipped_folders
     from medfl.bundle.open import with_data
     from medfl.partner.statistics import Asked, bins_of, encoded, gather, text
+    from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
     from medfl.runtimes.monai_fl.data_stats import OWN_BINS
 
     policy = Policy.read(options.policy) if options.policy is not None else Policy()
-    accepted(options.bundle, policy)
+    inspect(shipped_folders().get(options.bundle, Path(options.bundle)), policy).require()
     given = 10 if options.min_count is None else options.min_count
     if given < 0:
         raise InputError(f"--min-count {given}", "a whole number of at least 0", "give for example 10, or 0 for all")
@@ -256,7 +233,7 @@ def _stats(options: Any, show: Callable[..., int]) -> int:
     return show(options, document, lambda: "\n".join(lines))
 
 
-def _collect(options: Any, show: Callable[..., int]) -> int:
+def _collect(options: Any) -> int:
     if options.bundle is not None or options.data is not None:
         raise InputError("--collect with a bundle or --data", "it reads what sites have written", "drop them")
     from medfl.partner.heterogeneity import draw, read
@@ -269,7 +246,7 @@ def _collect(options: Any, show: Callable[..., int]) -> int:
     return show(options, found.as_dict(), lambda: "\n".join(lines))
 
 
-def _audit(options: Any, show: Callable[..., int]) -> int:
+def _audit(options: Any) -> int:
     from medfl.policy import audit
 
     found = audit.verified(options.file, options.noted)
@@ -278,20 +255,9 @@ def _audit(options: Any, show: Callable[..., int]) -> int:
     return 0
 
 
-def accepted(bundle: str, policy: Any) -> None:
-    """Inspect a bundle before anything of it runs.
-
-    Raises:
-        InputError: it is refused.
-    """
-    from medfl.bundle.configuration import shipped_folders
-    from medfl.policy.inspection import inspect
-
-    inspect(shipped_folders().get(bundle, Path(bundle)), policy).require()
-
-
-def _new(target: Path) -> None:
+def _check_new_file(flag: str, target: Path) -> None:
+    """Raise an InputError if a file exists already, or its folder does not."""
     if target.exists():
-        raise InputError(f"--out {target}", "a new file: nothing is overwritten", "give a new file name")
+        raise InputError(f"{flag} {target}", "a new file: nothing is overwritten", "give a new file name")
     if not target.resolve().parent.is_dir():
-        raise InputError(f"--out {target}", "a file in a folder that exists", "make the folder")
+        raise InputError(f"{flag} {target}", "a file in a folder that exists", "make the folder")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
+from medfl.cli.parser import add_verb, show
 from medfl.core import terminal
 
 if TYPE_CHECKING:
@@ -21,35 +21,20 @@ examples
 _BESIDE = ("loss",)
 
 
-def add(verbs: Any, parser_class: type, verb: Callable[..., Any], show: Callable[..., int]) -> None:
-    """Add the verb to the command line.
-
-    Args:
-        verbs: where to.
-        parser_class: of its actions; it has none.
-        verb: adds one verb with the flags that all have.
-        show: prints a result, as JSON or as text.
-    """
-
-    def subgroups(options: Any) -> int:
-        return _subgroups(options, show)
-
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
     text = "a run's test metrics by centre, site, sex, age or localisation, with intervals"
-    added = verb(verbs, "subgroups", text, subgroups, _EXAMPLES)
-    added.add_argument("run", type=Path, metavar="RUN", help="a run folder; its data have to be at hand")
-    added.add_argument(
+    subgroups = add_verb(verbs, "subgroups", text, _subgroups, _EXAMPLES)
+    subgroups.add_argument("run", type=Path, metavar="RUN", help="a run folder; its data have to be at hand")
+    subgroups.add_argument(
         "--by", default="centre", metavar="COLUMN",
         help="centre (default), site, sex, age (bands of 20 years) or localisation, where the data have it",
     )  # fmt: skip
-    arguments.number(
-        added,
-        "--min-count",
-        "K",
-        "fewer cases are not told, nor what rests on fewer of a class; default 10",
-    )
+    text = "fewer cases are not told, nor what rests on fewer of a class; default 10"
+    arguments.number(subgroups, "--min-count", "K", text)
 
 
-def _subgroups(options: Any, show: Callable[..., int]) -> int:
+def _subgroups(options: Any) -> int:
     from medfl.runs.result import load_run
     from medfl.runs.subgroups import MIN_COUNT
 

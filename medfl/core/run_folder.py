@@ -336,7 +336,7 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{path} cannot be read: {reason}", "a run.json of medfl", "give such a file") from error
+        raise InputError(f"{path} cannot be read: {reason}", "a run.json that medfl wrote", "give that file") from error
     return Run.from_dict(document), document
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from medfl import datasets, methods
 from medfl.bundle.bundle import shipped
-from medfl.cli import catalogue
+from medfl.cli import bundle_pages, method_pages
 from medfl.core import terminal
 from medfl.methods.base import Method, option
 
 
 def _methods() -> dict[str, dict]:
-    return {entry["name"]: entry for entry in catalogue.methods()["methods"]}
+    return {entry["name"]: entry for entry in method_pages.methods()["methods"]}
 
 
 def test_every_method_is_listed_with_its_facts() -> None:
@@ -26,7 +26,7 @@ def test_every_method_is_listed_with_its_facts() -> None:
         assert (entry["paper"], entry["judged"], tuple(entry["tasks"])) == (cls.paper, cls.judged, cls.tasks)
         assert entry["paper"]
         assert entry["summary"].endswith(".")
-    json.dumps(catalogue.methods(), allow_nan=False)
+    json.dumps(method_pages.methods(), allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_plain_host_suffices_where_broadcast_and_aggregate_are_fedavgs() -> No
 
 
 def test_options_carry_type_default_limits_and_help() -> None:
-    page = catalogue.methods("scaffold")
+    page = method_pages.methods("scaffold")
     options = {entry["name"]: entry for entry in page["options"]}
     assert (options["server_lr"]["type"], options["server_lr"]["default"], options["server_lr"]["minimum"]) == (
         "float",
@@ -68,7 +68,7 @@ def test_options_carry_type_default_limits_and_help() -> None:
         0.0,
     )
     assert tuple(options["control"]["choices"]) == ("auto", "difference", "gradient")
-    text = catalogue.methods_text(page)
+    text = method_pages.methods_text(page)
     for part in (
         "float >= 0",
         "auto | difference | gradient",
@@ -92,14 +92,14 @@ def test_a_method_of_your_own_has_a_page(tmp_path: Path, monkeypatch: pytest.Mon
         "METHOD = Half\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    text = catalogue.methods_text(catalogue.methods("mine.half"))
+    text = method_pages.methods_text(method_pages.methods("mine.half"))
     for part in ("mine.half: Halve.", "part", "0.5", "the part that is kept", "Half: w <- w / 2."):
         assert part in text
 
 
 def test_every_bundle_is_listed_with_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEDFL_DATA", raising=False)
-    listed = {entry["name"]: entry for entry in catalogue.bundles()["bundles"]}
+    listed = {entry["name"]: entry for entry in bundle_pages.bundles()["bundles"]}
     assert tuple(listed) == shipped()
     for name, entry in listed.items():
         data = datasets.get(name)
@@ -112,32 +112,32 @@ def test_every_bundle_is_listed_with_its_facts(monkeypatch: pytest.MonkeyPatch) 
         assert entry["protocol"]
         assert entry["defaults"].keys() >= {"sites", "partition", "rounds", "lr"}
     assert (listed["ham10000"]["image_size"], listed["ham10000"]["network"]) == (128, "resnet18")
-    json.dumps(catalogue.bundles(), allow_nan=False)
+    json.dumps(bundle_pages.bundles(), allow_nan=False)
 
 
 def test_the_status_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = datasets.write_phantom("pneumonia", tmp_path / "pneumonia", per_class=10, size=16)
     monkeypatch.setenv("MEDFL_DATA", str(tmp_path))
-    assert catalogue.bundles("pneumonia")["data"] == {"status": "phantom", "folder": str(folder)}
-    assert f"a PHANTOM cohort in {folder}" in catalogue.bundles_text(catalogue.bundles("pneumonia"), 400)
+    assert bundle_pages.bundles("pneumonia")["data"] == {"status": "phantom", "folder": str(folder)}
+    assert f"a PHANTOM cohort in {folder}" in bundle_pages.bundles_text(bundle_pages.bundles("pneumonia"), 400)
     (folder / "PHANTOM.json").unlink()
-    assert catalogue.bundles("pneumonia")["data"] == {"status": "real", "folder": str(folder)}
-    assert f"real images in {folder}" in catalogue.bundles_text(catalogue.bundles("pneumonia"), 400)
+    assert bundle_pages.bundles("pneumonia")["data"] == {"status": "real", "folder": str(folder)}
+    assert f"real images in {folder}" in bundle_pages.bundles_text(bundle_pages.bundles("pneumonia"), 400)
 
 
 def test_a_bundles_page_names_classes_layouts_and_licence() -> None:
-    page = catalogue.bundles("ham10000")
-    text = " ".join(catalogue.bundles_text(page).split())
+    page = bundle_pages.bundles("ham10000")
+    text = " ".join(bundle_pages.bundles_text(page).split())
     for part in (*page["class_names"], *page["centre_names"], *page["notes"], *page["layouts"], page["licence"]):
         assert part in text
     assert "by hand" in text
-    assert "medfl data fetch pneumonia --out DIR" in catalogue.bundles_text(catalogue.bundles("pneumonia"))
+    assert "medfl data fetch pneumonia --out DIR" in bundle_pages.bundles_text(bundle_pages.bundles("pneumonia"))
 
 
 @pytest.mark.parametrize("width", [72, 80, 100])
 def test_text_keeps_to_its_width(width: int) -> None:
-    pages = [catalogue.methods_text(catalogue.methods(name), width) for name in (None, *methods.names())]
-    pages += [catalogue.bundles_text(catalogue.bundles(name), width) for name in (None, *shipped())]
+    pages = [method_pages.methods_text(method_pages.methods(name), width) for name in (None, *methods.names())]
+    pages += [bundle_pages.bundles_text(bundle_pages.bundles(name), width) for name in (None, *shipped())]
     for page in pages:
         words = [line.split() for line in page.splitlines() if len(line) > width]
         assert all(len(line[-1]) > width - 24 for line in words), page  # an address or a path is not broken
@@ -174,11 +174,11 @@ def test_markdown_keeps_bars_inside_cells() -> None:
 
 
 def test_the_tables_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = catalogue.bundles_markdown()
+    before = bundle_pages.bundles_markdown()
     datasets.write_phantom("pneumonia", tmp_path / "pneumonia", per_class=10, size=16)
     monkeypatch.setenv("MEDFL_DATA", str(tmp_path))
-    assert catalogue.bundles_markdown() == before
-    for table, count in ((before, len(shipped())), (catalogue.methods_markdown(), len(methods.names()))):
+    assert bundle_pages.bundles_markdown() == before
+    for table, count in ((before, len(shipped())), (method_pages.methods_markdown(), len(methods.names()))):
         rows = table.splitlines()
         assert len(rows) == count + 2
         assert len({row.count("|") - row.count("\\|") for row in rows}) == 1
@@ -196,5 +196,5 @@ def test_the_toy_round_tells_a_withheld_layer_and_an_introduction() -> None:
         def introduce(self, site):  # noqa: ANN001, ANN202
             return type(super().introduce(site))({"counts": {"n": site.train.indices}})
 
-    facts = catalogue.travels(Odd)
+    facts = method_pages.travels(Odd)
     assert (facts["withheld"], facts["start"], facts["kept"]) == (["Conv"], ["counts"], ["weights"])

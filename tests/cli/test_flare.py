@@ -9,46 +9,29 @@ from typing import Any
 import pytest
 import yaml
 
-from medfl.cli import flare as flare_cli
+from medfl.cli import run
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
-from medfl.flare import serve
 
 pytest.importorskip("nvflare")
 
 from medfl.flare.parts import ALLOWED, SIMULATED
 
 
-def parse(*given: str, ran: list[Any] | None = None) -> Any:
-    """Parse as the command line does; what would be run is noted instead."""
-    parser = cli._Parser(prog="medfl")
-    verbs = parser.add_subparsers(title="verbs", required=True, parser_class=cli._Parser)
-
-    def flags(action: Any) -> None:
-        action.add_argument("bundle", nargs="?")
-        action.add_argument("--runtime", default="simulator")
-
-    def run(options: Any) -> int:
-        assert ran is not None
-        ran.append(options)
-        return 0
-
-    flare_cli.add(verbs, cli._Parser, cli._verb, cli._show, flags, run, cli._pairs)
-    site = verbs.add_parser("site").add_subparsers(required=True, parser_class=cli._Parser)
-    serve.add(site, cli._verb, cli._show)
-    return parser.parse_args(list(given))
+def parse(*given: str) -> Any:
+    """Parse as the command line does."""
+    return cli.parser().parse_args(list(given))
 
 
-def call(*given: str, ran: list[Any] | None = None) -> int:
-    options = parse(*given, ran=ran)
+def call(*given: str) -> int:
+    options = parse(*given)
     return int(options.verb(options) or 0)
 
 
 @pytest.mark.parametrize(("action", "runtime"), [("simulate", "flare"), ("poc", "flare-poc")])
 def test_simulate_and_poc_are_a_run_on_another_runtime(action: str, runtime: str) -> None:
-    ran: list[Any] = []
-    assert call("flare", action, "pneumonia", ran=ran) == 0
-    assert [(options.bundle, options.runtime) for options in ran] == [("pneumonia", runtime)]
+    options = parse("flare", action, "pneumonia")
+    assert (options.verb, options.bundle, options.runtime) == (run.run, "pneumonia", runtime)
 
 
 def test_export_writes_a_job_and_says_how_to_submit_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from medfl.cli import report as report_cli
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from tests.support.run_folders import Make, build
@@ -21,9 +20,7 @@ def make(tmp_path: Path) -> Make:
 
 
 def report(*arguments: object) -> Any:
-    parser = cli._Parser(prog="medfl")
-    report_cli.add(parser.add_subparsers(parser_class=cli._Parser), cli._Parser, cli._verb, cli._show)
-    options = parser.parse_args(["report", *map(str, arguments), "--json"])
+    options = cli.parser().parse_args(["report", *map(str, arguments), "--json"])
     return options.verb(options)
 
 

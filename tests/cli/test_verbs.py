@@ -21,6 +21,7 @@ from PIL import Image
 
 from medfl import datasets
 from medfl.bundle import bundle
+from medfl.cli import catalogue, run
 from medfl.cli import verbs as cli
 from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
@@ -477,7 +478,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_fault_of_our_own_is_not_dressed_as_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_methods", lambda options: {}["gone"])
+    monkeypatch.setattr(catalogue, "_methods", lambda options: {}["gone"])
     with pytest.raises(KeyError):
         cli.main(["methods"])
 
@@ -681,9 +682,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_examples_in_the_help_are_commands() -> None:
-    examples = [
-        line.split() for line in (cli._EXAMPLES + cli._RUN_EXAMPLES).splitlines() if line.startswith("  medfl ")
-    ]
+    examples = [line.split() for line in (cli.EXAMPLES + run.EXAMPLES).splitlines() if line.startswith("  medfl ")]
     assert len(examples) >= 5
     for words in examples:
-        cli._parser().parse_args(words[1:])
+        cli.parser().parse_args(words[1:])

@@ -43,7 +43,7 @@ def flags(one: Setting) -> list[str]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_flag_that_a_verb_takes_is_not_lost(name: str, verb: str) -> None:
     """What a verb does not take it refuses; `compare` has seeds of its own, sites of a job choose their device."""
-    one, parser = SETTINGS[name], cli._parser()
+    one, parser = SETTINGS[name], cli.parser()
     left_out = {"compare": ("seed", "aggregation"), "export": ("device",)}.get(verb, ())
     if name in left_out:
         with pytest.raises(InputError, match=f"unknown {one.flag}"):

@@ -75,7 +75,7 @@ def test_every_method_and_bundle_and_verb_has_its_place() -> None:
     sections = re.findall(r"^### (\w+)$", (DOCS / "bundles.md").read_text(), re.M)
     assert sections == list(shipped())
     verbs = re.findall(r"^## medfl (\w+)", (DOCS / "cli.md").read_text(), re.M)
-    assert list(dict.fromkeys(verbs)) == list(cli._parser()._subparsers._group_actions[0].choices)
+    assert list(dict.fromkeys(verbs)) == list(cli.parser()._subparsers._group_actions[0].choices)
 
 
 def test_the_number_of_methods_is_right() -> None:
@@ -112,7 +112,7 @@ def test_every_command_is_understood(page: str) -> None:
         words = shlex.split(command)
         assert words[0] in ("medfl", "pip", "export", "make", "nvflare", "python", "python3", "medfl/bin/pip"), command
         if words[0] == "medfl" and words[1] != "--version":
-            options = cli._parser().parse_args(words[1:])
+            options = cli.parser().parse_args(words[1:])
             assert getattr(options, "method", None) in (None, *methods.names()) or "." in options.method
             if words[1] == "run" and options.bundle and "/" not in options.bundle and page != "extend.md":
                 assert options.bundle in shipped()
@@ -123,7 +123,7 @@ def test_every_flag_that_the_text_names_with_its_verb_exists() -> None:
     known = 0
     for page in [README, *PAGES]:
         for words in inline(page, "medfl"):
-            parser = cli._parser()
+            parser = cli.parser()
             while parser._subparsers is not None:
                 actions = parser._subparsers._group_actions[0].choices
                 if len(words) < 2 or words[1].startswith("-"):

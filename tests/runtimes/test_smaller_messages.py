@@ -374,9 +374,9 @@ def run(
 
 
 def test_the_command_line_takes_a_form() -> None:
-    given = cli._parser().parse_args(["run", "pneumonia", "--messages", "topk:0.01"])
+    given = cli.parser().parse_args(["run", "pneumonia", "--messages", "topk:0.01"])
     assert given.messages == "topk:0.01"
-    assert cli._parser().parse_args(["run", "pneumonia"]).messages is None
+    assert cli.parser().parse_args(["run", "pneumonia"]).messages is None
 
 
 @pytest.mark.parametrize("form", ["int8", "topk:0.05"])

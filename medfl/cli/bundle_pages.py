@@ -1,0 +1,164 @@
+"""The shipped bundles: what is known of each as JSON-able documents, terminal text and a Markdown table.
+
+Everything is read from their data sets and configurations.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import Any
+
+from medfl import datasets
+from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.configuration import read
+from medfl.cli.arguments import typed
+from medfl.core import terminal
+from medfl.core.errors import InputError, did_you_mean
+
+Document = dict[str, Any]
+
+
+def bundles(name: str | None = None) -> Document:
+    """Return {"bundles": [...]}, or what is known of one shipped bundle.
+
+    Raises:
+        InputError: unknown bundle.
+    """
+    if name is None:
+        return {"bundles": [_bundle(known) for known in shipped()]}
+    if name not in shipped():
+        raise InputError(
+            f"bundle {name!r}",
+            f"shipped bundles are {', '.join(shipped())}",
+            did_you_mean(name, shipped(), "pick one (medfl run takes any folder)"),
+        )
+    data = datasets.get(name)
+    return {
+        **_bundle(name),
+        "class_names": list(data.classes),
+        "concepts": list(data.concepts),
+        "centre_names": list(data.centres),
+        "splits": list(data.splits),
+        "layouts": list(data.layouts),
+        "can_fetch": bool(data.downloads),
+        "source": data.source,
+        "citation": data.citation,
+        "notes": list(data.notes),
+    }
+
+
+def _bundle(name: str) -> Document:
+    bundle, data = Bundle(name), datasets.get(name)
+    training = read(bundle.root / "configs" / "train.yaml")
+    settings = ("sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "split")
+    return {
+        "name": name,
+        "title": data.title,
+        "task": data.task,
+        "classes": len(data.classes),
+        "centres": len(data.centres),
+        "channels": data.channels,
+        "image_size": training["image_size"],
+        "patch_size": training.get("patch_size"),
+        "network": training["network"],
+        "protocol": bundle.protocol.get("protocol", ""),
+        "defaults": {key: bundle.protocol[key] for key in settings if bundle.protocol.get(key) is not None},
+        "presets": {name: preset.get("about", "") for name, preset in (bundle.protocol.get("presets") or {}).items()},
+        "data": _status(name),
+        "licence": data.licence,
+    }
+
+
+def _status(name: str) -> dict[str, str | None]:
+    """Tell whether $MEDFL_DATA holds the images."""
+    try:
+        folder = datasets.locate(name)
+    except InputError:
+        return {"status": "phantom only", "folder": None}
+    return {"status": "phantom" if datasets.is_phantom(folder) else "real", "folder": str(folder)}
+
+
+def _short(text: str) -> str:
+    """Cut a licence or protocol after its first part; "FedBM (Medical Image Analysis 2025)" becomes "FedBM 2025"."""
+    return re.sub(r" \([^()]*(\d{4})\)", r" \1", re.split(r"[,;:] | as ", text)[0])
+
+
+def _classes(entry: Document) -> str:
+    """Return the number of classes; of masks with the background."""
+    return f"{entry['classes']} (masks)" if entry["task"] == "segmentation" else str(entry["classes"])
+
+
+def _is_volume(entry: Document) -> bool:
+    return isinstance(entry["patch_size"] or entry["image_size"], list)
+
+
+def _sides(entry: Document) -> str:
+    """Return the size of what enters the network: the images', or of volumes with patches the patches'."""
+    size = entry["patch_size"] or entry["image_size"]
+    return "x".join(map(str, size)) if isinstance(size, list) else str(size)
+
+
+def bundles_text(document: Document, width: int = terminal.WIDTH) -> str:
+    """Return the table of bundles, or the page of one, at most `width` columns wide."""
+    if "bundles" not in document:
+        return _bundle_page(document, width)
+    head = ["bundle", "images", "classes", "centres", "pixels", "network", "protocol", "data", "licence"]
+    rows = [
+        [e["name"], e["title"].rpartition(": ")[2], _classes(e), str(e["centres"]), _sides(e),
+         e["network"], _short(e["protocol"]), e["data"]["status"].replace("phantom only", "none"), _short(e["licence"])]
+        for e in document["bundles"]
+    ]  # fmt: skip
+    legend = (
+        "data: what $MEDFL_DATA holds: real images, a phantom cohort (drawn images) or none; then runs draw a phantom",
+        "one bundle with its classes, defaults and data layouts: medfl bundles NAME",
+    )
+    return "\n".join(
+        [
+            *terminal.table(head, rows, width, ("licence", "pixels", "network")),
+            "",
+            *(line for text in legend for line in textwrap.wrap(text, width)),
+        ]
+    )
+
+
+def _bundle_page(entry: Document, width: int) -> str:
+    data, name = entry["data"], entry["name"]
+    status = {
+        "real": f"real images in {data['folder']}",
+        "phantom": f"a PHANTOM cohort in {data['folder']}",
+        "phantom only": "no images below $MEDFL_DATA: runs use a PHANTOM cohort unless --data names a folder",
+    }[data["status"]]
+    concepts = entry["concepts"] or entry["class_names"]  # a mask's values have no other words
+    named = zip(entry["class_names"], concepts, strict=True)
+    classes = [key if concepts == entry["class_names"] else f"{key} ({words})" for key, words in named]
+    facts = {
+        "task": f"{entry['task']}, {entry['channels']} channel{'s' * (entry['channels'] > 1)}, "
+        f"{_sides(entry)} {'voxels' if _is_volume(entry) else 'pixels a side'}",
+        "classes": ", ".join(classes),
+        "centres": ", ".join(entry["centre_names"]),
+        "network": entry["network"],
+        "protocol": entry["protocol"],
+        "defaults": ", ".join(f"{key} {typed(value)}" for key, value in entry["defaults"].items()),
+        "presets": "; ".join(f"{name}: {about}" for name, about in entry["presets"].items()) or "none",
+        "splits": ", ".join(entry["splits"]),
+        "data": status,
+        "layouts": " | ".join(entry["layouts"]),
+        "fetch": f"medfl data fetch {name} --out DIR" if entry["can_fetch"] else "by hand, from the source",
+        "licence": entry["licence"],
+        "source": entry["source"],
+        "cite": entry["citation"],
+    }
+    notes = [line for note in entry["notes"] for line in terminal.hanging_indent("note: ", note, width)]
+    return "\n".join([*textwrap.wrap(f"{name}: {entry['title']}", width), "", *terminal.definitions(facts, width), *notes])
+
+
+def bundles_markdown() -> str:
+    """Return the table of bundles for docs; without the data status, which is this machine's."""
+    head = ["Bundle", "Images", "Classes", "Centres", "Pixels", "Network", "Protocol", "Licence of the images"]
+    rows = [
+        [f"`{e['name']}`", e["title"], _classes(e), str(e["centres"]), _sides(e), f"`{e['network']}`", e["protocol"],
+         e["licence"]]
+        for e in bundles()["bundles"]
+    ]  # fmt: skip
+    return terminal.markdown_table(head, rows)

@@ -1,0 +1,149 @@
+"""The verb `medfl compare`: a grid of methods, partitions and seeds, or the grid of a published table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from medfl.cli import arguments
+from medfl.cli.parser import add_verb, show, telling
+from medfl.core.errors import InputError
+from medfl.core.importing import without_gc
+
+_EXAMPLES = """\
+examples
+  medfl compare pneumonia --data phantom --methods fedavg,fedprox --rounds 3 --out grids/first
+      two methods, three seeds, on drawn images
+  medfl compare ham10000 --methods fedavg,fedbm --method 'fedcb classifier=random_frozen' \\
+    --partition dirichlet:0.05 --partition dirichlet:0.1 --seeds 0,1,2 --out grids/ham
+      a variant besides, on two partitions; called again it runs only what is missing"""
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    text = "run a grid of methods, partitions and seeds, and compare them"
+    compare = add_verb(verbs, "compare", text, _compare, _EXAMPLES)
+    compare.add_argument(
+        "bundle",
+        nargs="?",
+        metavar="BUNDLE",
+        help="name of a shipped bundle, or the folder of any; of --paper, all its own",
+    )
+    what = compare.add_argument_group("what")
+    what.add_argument("--methods", default="", metavar="A,B,...", help="methods with their defaults")
+    what.add_argument(
+        "--paper", metavar="PAPER/TABLE",
+        help="the grid of a published table, as fedbm/table3, and its figures beside ours; --methods picks some",
+    )  # fmt: skip
+    what.add_argument(
+        "--scale", type=arguments.reader(float, "--scale"), metavar="FACTOR",
+        help="with --paper: only this part of its rounds, said in the tables",
+    )  # fmt: skip
+    what.add_argument(
+        "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
+        help="one more method with options of its own; may be repeated, also with the same name",
+    )  # fmt: skip
+    what.add_argument(
+        "--seeds",
+        metavar="0,1,2",
+        help="seeds, which also draw the partitions; default 0,1,2, or the published table's",
+    )
+    arguments.what(what, "option of every method that has it; may be repeated")
+    arguments.partition(arguments.sites(compare), "append")
+    arguments.training(compare, seed=False)
+    machine = arguments.machine(compare)
+    arguments.jobs(machine, "runs at the same time, on a GPU no more than fit its memory; they change no result")
+    output = compare.add_argument_group("output")
+    output.add_argument(
+        "--out", type=Path, required=True, metavar="DIR",
+        help="folder of the runs and tables; what is there already is not run again",
+    )  # fmt: skip
+    output.add_argument("--against", metavar="METHOD", help="the others are tested against it; default: the first")
+    output.add_argument(
+        "--target", metavar="VALUE|METHOD",
+        help="rounds, bytes and seconds to this validation metric, or to a method's best; default: that of --against",
+    )  # fmt: skip
+    output.add_argument(
+        "--published", action="store_true", help="also print what the papers' tables say of these methods"
+    )
+    arguments.quiet(output)
+
+
+def _compare(options: Any) -> int:
+    if options.paper:
+        return _paper(options)
+    if options.scale is not None:
+        raise InputError(f"--scale {options.scale:g} without --paper", "it reduces a published table", "use --rounds")
+    if options.bundle is None:
+        raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
+    shared, seeds = _shared(options), _seeds(options.seeds or "0,1,2")
+    with without_gc():
+        from medfl.compare.grid import Entry, Grid, compare, write_tables
+
+    methods = arguments.names(options.methods) + options.entries
+    if not methods:
+        raise InputError("no methods", "--methods A,B,... or --method 'NAME OPTION=VALUE ...'", "add one of these")
+    grid = Grid(
+        options.bundle,
+        tuple(Entry.read(method) for method in dict.fromkeys(methods)),
+        tuple(options.partition or (None,)),
+        tuple(dict.fromkeys(seeds)),
+        **shared,
+    )
+    tests = {"against": options.against, "target": options.target}
+    comparison, failed = compare(grid, options.out, at_once=options.jobs, **telling(options), **tests)
+    document: dict[str, Any] = {"folder": str(options.out), "failed": failed}
+    if comparison is None:
+        show(options, document, lambda: "no run finished")
+        return 1
+    written = write_tables(comparison, options.out, **tests)
+    document |= {"tables": {form: str(path) for form, path in written.items()}, "ranks": comparison.ranks()}
+    lines = [written["md"].read_text(), *(f"written: {path}" for path in written.values())]
+    if options.published:
+        from medfl.compare.papers.runs import published
+
+        document["published"] = published(comparison)
+        lines += ["", "## Beside the papers' figures", *document["published"]]
+    lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
+    show(options, document, lambda: "\n".join([*lines, comparison.describe()]))
+    return 1 if failed else 0
+
+
+def _paper(options: Any) -> int:
+    with without_gc():
+        from medfl.compare.papers import runs as paper_runs
+        from medfl.compare.papers import tables as paper_tables
+
+    for flag, value in (("--against", options.against), ("--target", options.target), ("--method", options.entries)):
+        if value:
+            raise InputError(f"{flag} with --paper", "a published table has its own rows and tests", "leave it out")
+    lines, code, document = paper_runs.run(
+        paper_tables.load(options.paper),
+        options.out,
+        bundle=options.bundle,
+        methods=arguments.names(options.methods),
+        seeds=None if options.seeds is None else _seeds(options.seeds),
+        partitions=options.partition,
+        scale=1.0 if options.scale is None else options.scale,
+        at_once=options.jobs,
+        **_shared(options),
+        **telling(options),
+    )
+    show(options, document, lambda: "\n".join(lines))
+    return code
+
+
+def _shared(options: Any) -> dict[str, Any]:
+    """Return what all runs of the grid share."""
+    return {
+        "options": arguments.pairs("--set", options.options),
+        "config": arguments.pairs("--config", options.config),
+        "requested": arguments.requested(options, "presets", "data", "sites"),
+    }
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(seed) for seed in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--seeds {text}", "whole numbers, as 0,1,2", "write only digits and commas") from error

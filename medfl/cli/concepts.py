@@ -1,0 +1,52 @@
+"""The verb `medfl concepts`: the text embeddings of a bundle's classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from medfl.cli import arguments
+from medfl.cli.parser import add_verb, show
+from medfl.core.errors import InputError
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    concepts = add_verb(verbs, "concepts", "build and store the text embeddings of a bundle's classes", _concepts)
+    concepts.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
+    concepts.add_argument(
+        "--plm", required=True, metavar="NAME",
+        help="language model: biomedclip, clip, bert, roberta, minilm, or a folder that transformers can read",
+    )  # fmt: skip
+    concepts.add_argument("--model", metavar="DIR", help="folder to take it from; default: the hub's cache, or the hub")
+    concepts.add_argument("--out", type=Path, metavar="FILE", help="default: where --set plm=NAME looks for it")
+    concepts.add_argument("--unmasked", action="store_true", help="mean over the padding too, as the authors' code")
+    arguments.number(concepts, "--dropout", "SEED", "leave the language model's dropout on, as the authors' code")
+
+
+def _concepts(options: Any) -> int:
+    from medfl.bundle import text_embeddings
+    from medfl.bundle.bundle import Bundle
+
+    bundle = Bundle(options.bundle)
+    if (options.unmasked or options.dropout is not None) and options.out is None:
+        raise InputError(
+            "--unmasked or --dropout without --out",
+            "such embeddings are used with --set plm=FILE, never by the model's name",
+            "add --out FILE.safetensors",
+        )
+    path = options.out or text_embeddings.cached(options.plm, bundle.text)
+    if path.suffix != ".safetensors":
+        raise InputError(f"--out {path}", "embeddings are written as FILE.safetensors", "end it in .safetensors")
+    embeddings = text_embeddings.build(
+        options.plm, bundle.text, options.model, download=True, masked=not options.unmasked, dropout=options.dropout
+    )
+    embeddings.save(path)
+    classes, prompts, size = embeddings.values.shape
+    document = {
+        "bundle": bundle.name, "plm": embeddings.plm, "weights_sha256": embeddings.weights_sha256,
+        "pooling": embeddings.pooling, "classes": classes, "prompts": prompts, "dimension": size, "file": str(path),
+    }  # fmt: skip
+    model = f"{embeddings.plm} ({embeddings.pooling})"
+    text = f"{classes} classes x {prompts} prompts x {size} dimensions of {model}: {path}"
+    return show(options, document, lambda: text)

@@ -1,0 +1,82 @@
+"""The verb `medfl data`: make, fetch or check the images of a bundle."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medfl.cli import arguments
+from medfl.cli.parser import add_actions, add_verb, show
+from medfl.core import terminal
+from medfl.core.errors import InputError
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    actions = add_actions(verbs, "data", "make, fetch or check the images of a bundle")
+    make = add_verb(actions, "make", "write a phantom cohort (drawn images) in the layout of the real data", _make)
+    fetch = add_verb(actions, "fetch", "download the real data, showing licence and checksums", _fetch)
+    check = add_verb(actions, "check", "verify a folder: layout, counts, unreadable images by name", _check)
+    for verb in (make, fetch, check):
+        verb.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle (medfl bundles)")
+    make.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    arguments.number(make, "--per-class", "N", "images a class")
+    arguments.number(make, "--size", "PIXELS", "side of the images")
+    arguments.number(make, "--seed", "S", "seed of the drawing; default 0")
+    fetch.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where to; an interrupted download continues"
+    )
+    check.add_argument("--data", type=Path, metavar="DIR", help="the folder; default: one below $MEDFL_DATA")
+
+
+def _make(options: Any) -> int:
+    from medfl import datasets
+
+    given = {name: value for name in ("per_class", "size", "seed") if (value := getattr(options, name)) is not None}
+    folder = datasets.write_phantom(options.bundle, options.out, **given)
+    document = {"name": options.bundle, "folder": str(folder), "source": "phantom"}
+    return show(options, document, lambda: f"PHANTOM cohort (drawn images) of {options.bundle}: {folder}")
+
+
+def _fetch(options: Any) -> int:
+    from medfl import datasets
+    from medfl.datasets.readers.download import fetch
+
+    files = [str(path) for path in fetch(datasets.get(options.bundle), options.out, progress=sys.stderr.isatty())]
+    return show(options, {"name": options.bundle, "files": files}, lambda: "\n".join(files))
+
+
+def _check(options: Any) -> int:
+    from medfl import datasets
+
+    report = datasets.check(options.bundle, options.data, progress=sys.stderr.isatty())
+    show(options, report.as_dict(), lambda: _check_text(report.as_dict(), terminal.width()))
+    if not report.ok:
+        more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
+        raise InputError(f"{report.problems[0]}{more}", "a folder without problems can be used", "repair or remove it")
+    return 0
+
+
+def _check_text(document: Mapping[str, Any], width: int) -> str:
+    """Return the text of a data set's check (`CheckReport.as_dict`): where, how many, what is wrong."""
+    source = {"phantom": "PHANTOM: drawn images", "real": "real images"}[document["source"]]
+    facts = {
+        "data set": f"{document['name']}, {source}",
+        "folder": document["folder"],
+        "layout": document["layout"],
+        "split": document["split"],
+        "images": str(document["images"]),
+    }
+    several = any(len(centres) > 1 for centres in document["counts"].values())
+    rows = [
+        [section, *([centre] if several else []), str(sum(row)), *(str(count) if count else "-" for count in row)]
+        for section, centres in document["counts"].items()
+        for centre, row in centres.items()
+    ]
+    head = ["section", *(["centre"] if several else []), "all", *document["classes"]]
+    lines = [*terminal.definitions(facts, width), "", *terminal.table(head, rows, width), ""]
+    for label, kind in (("note: ", "notes"), ("warning: ", "warnings"), ("problem: ", "problems")):
+        lines += [line for text in document[kind] for line in terminal.hanging_indent(label, text, width)]
+    return "\n".join([*lines, "the data can be used" if document["ok"] else "the data cannot be used as they are"])

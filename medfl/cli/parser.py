@@ -1,0 +1,94 @@
+"""The parser of the command line, with medfl's errors in one line, and how a verb prints what it did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from medfl.core import terminal
+from medfl.core.errors import InputError, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with medfl's one-line errors."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Take full option names only: a short form could mean something else in the next version."""
+        super().__init__(**settings, allow_abbrev=False, formatter_class=_Help)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        """Refuse what this verb does not know here, where its options can be named."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown {' '.join(unknown)}", unknown[0].partition("=")[0])
+        return parsed, unknown
+
+    def error(self, message: str, unknown: str = "") -> NoReturn:
+        """Turn a usage error into an InputError."""
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
+        raise InputError(
+            " ".join(message.split()),
+            usage if len(usage) < 200 else f"the options of {self.prog} are {', '.join(known)}",
+            did_you_mean(unknown, known, f"see {self.prog} --help"),
+        )
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help as wide as the terminal, at most 100 columns, with the examples kept as written."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=terminal.width() - 2)
+
+
+def add_verb(verbs: Any, name: str, text: str, function: Callable[[Any], int | None], examples: str = "") -> Any:
+    """Add a verb, or an action of one, with the flags that all have; return its parser.
+
+    Args:
+        verbs: the subparsers to add it to.
+        name: what a user types.
+        text: its help, without a capital and a full stop.
+        function: called with the parsed options; returns the exit code, None for 0.
+        examples: shown below its help.
+    """
+    verb = verbs.add_parser(name, help=text, description=_sentence(text), epilog=examples or None)
+    verb.set_defaults(verb=function)
+    verb.add_argument("--json", action="store_true", help="one JSON document on stdout, logs on stderr")
+    verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return verb
+
+
+def add_actions(verbs: Any, name: str, text: str) -> Any:
+    """Add a verb that has actions; return the subparsers that take them."""
+    verb = verbs.add_parser(name, help=text, description=_sentence(text))
+    return verb.add_subparsers(title="actions", metavar="ACTION", required=True, parser_class=Parser)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def show(options: Any, document: Mapping[str, Any], text: Callable[[], str]) -> int:
+    """Print a verb's result, the document with --json, else its text; return exit code 0."""
+    sys.stdout.write((json.dumps(document) if options.json else text()) + "\n")
+    sys.stdout.flush()
+    return 0
+
+
+def telling(options: Any) -> dict[str, Any]:
+    """Return where a run tells of itself, as keyword arguments: `say` takes lines, `progress` allows bars."""
+    return {"say": str if options.quiet else log, "progress": sys.stderr.isatty() and not options.quiet}
+
+
+def log(text: str) -> None:
+    """Print a line while running; on a terminal a long one is broken between words, a table is left as it is."""
+    warn("\n".join(terminal.wrap_to_terminal(text)) if "\n" not in text and sys.stderr.isatty() else text)
+
+
+def warn(text: str) -> None:
+    """Print a line on stderr as it is."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

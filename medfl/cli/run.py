@@ -1,0 +1,102 @@
+"""The verb `medfl run`: federate a bundle with a method."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from medfl.cli import arguments
+from medfl.cli.parser import add_verb, show, telling
+from medfl.core.importing import without_gc
+
+EXAMPLES = """\
+What is not given comes from the bundle's configs/federated.yaml: the protocol
+of the paper that used its data.
+
+examples
+  medfl run pneumonia --data phantom --rounds 3
+      FedAvg over drawn images: needs no download
+  medfl run ham10000 --method fedprox --set mu=0.01 --sites 6 --with-local
+      FedProx on the images below $MEDFL_DATA, beside what each site reaches alone
+  medfl run --resume --out runs/ham10000-fedprox-0 --rounds 300
+      go on with that run, for more rounds"""
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    add_flags(add_verb(verbs, "run", "federate a bundle with a method", run, EXAMPLES))
+
+
+def add_flags(run: Any) -> None:
+    """Add the flags of `medfl run`."""
+    run.add_argument(
+        "bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle (medfl bundles), or the folder of any"
+    )
+    what = run.add_argument_group("what")
+    what.add_argument(
+        "--method", metavar="NAME", help="a method (medfl methods), or the dotted path of your own; default fedavg"
+    )
+    arguments.what(what, "option of the method (medfl methods NAME); may be repeated")
+    arguments.partition(arguments.sites(run))
+    arguments.training(run)
+    arguments.robustness(run)
+    machine = arguments.machine(run)
+    arguments.jobs(machine, "worker processes; they never change a result")
+    machine.add_argument(
+        "--runtime", default="simulator", metavar="simulator|monai-fl|flare|flare-poc",
+        help="who runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this one, a job on "
+        "NVIDIA FLARE's simulator, or one on a FLARE federation with certificates on this machine",
+    )  # fmt: skip
+    output = run.add_argument_group("output")
+    output.add_argument("--out", type=Path, metavar="DIR", help="new run folder; default runs/BUNDLE-METHOD-SEED")
+    output.add_argument("--resume", action="store_true", help="continue the run in --out, perhaps with more --rounds")
+    output.add_argument("--from", dest="source", type=Path, metavar="RUN.JSON", help="repeat a recorded run")
+    output.add_argument(
+        "--with-local", action="store_true", help="first train each site alone with the same steps, as its reference"
+    )
+    output.add_argument(
+        "--save-predictions", action="store_true",
+        help="segmentation: write the predicted masks of the test images as NIfTI or PNG, in their files' geometry",
+    )  # fmt: skip
+    output.add_argument(
+        "--profile", action="store_true",
+        help="say where the time of the rounds went, and write profile.json, a trace for Perfetto or chrome://tracing",
+    )  # fmt: skip
+    output.add_argument("--track", metavar="mlflow[:URI]", help="write the numbers to MLflow as well")
+    arguments.quiet(output)
+
+
+def run(options: Any) -> int:
+    """Execute `medfl run`."""
+    values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)
+    with without_gc():
+        from medfl.runs.launch import federate  # torch and monai take seconds to import
+
+    document = federate(
+        bundle=options.bundle,
+        options=values,
+        config=config,
+        requested=arguments.requested(options, "method", "partition", "presets", "data", "sites"),
+        out=options.out,
+        resume=options.resume,
+        source=options.source,
+        jobs=options.jobs,
+        with_local=options.with_local,
+        save_predictions=options.save_predictions,
+        profile=options.profile,
+        track=options.track,
+        runtime=options.runtime,
+        min_replies=options.min_replies,
+        deadline=options.deadline,
+        command="medfl " + shlex.join(options.given),
+        **telling(options),
+    )
+    return show(options, document, lambda: _result(Path(document["folder"])))
+
+
+def _result(folder: Path) -> str:
+    from medfl.report import result_table
+
+    *table, data = result_table(folder).splitlines()
+    return "\n".join([*table, f"report: {folder / 'report.html'}", f"run folder: {folder}", data])
