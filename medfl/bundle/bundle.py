@@ -18,22 +18,13 @@ from typing import Any
 import torch
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, SequentialSampler
 
 from medfl.bundle import text_embeddings
-from medfl.bundle.configuration import (
-    Configuration,
-    config_file,
-    find,
-    own_modules,
-    read,
-    root_cause,
-    shipped_folders,
-    target_name,
-    told,
-)
+from medfl.bundle.configuration import Configuration, config_file, find, read, root_cause, shipped_folders, told
 from medfl.bundle.configuration import shipped as shipped
 from medfl.bundle.configuration import shipped_root as shipped_root
+from medfl.bundle.engines import find_evaluator, find_trainer, key_metric
+from medfl.bundle.notes import notes
 from medfl.bundle.prompts import Text, read_text
 from medfl.bundle.sections import SECTIONS, Section, Sections
 from medfl.core.errors import InputError
@@ -43,9 +34,8 @@ from medfl.data.disk_cache import DiskCache, budget, sample_key
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
-from medfl.evaluation.metrics import KEY_METRICS, higher_is_better
+from medfl.evaluation.metrics import KEY_METRICS
 
-_TRAINERS = ("train#trainer", "trainer")
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
@@ -73,7 +63,7 @@ class Bundle:
         self._overrides = {key.replace("::", "#"): value for key, value in (config or {}).items()}
         self._file = config_file(self.root, "train") or self.root / "configs" / "train.json"
         self._config = self._read(self._file)
-        self._trainer = self._find_trainer()
+        self._trainer = find_trainer(self._config)
         self._sections = Sections(self.root, self._trainer, self._config, self._with_evaluate)
         self._embeddings: dict[str, tuple[Tensor, str]] = {}
 
@@ -92,28 +82,6 @@ class Bundle:
         """Read the training configuration with evaluate.* merged in, as MONAI runs the two."""
         evaluate = config_file(self.root, "evaluate")
         return self._read(self._file, evaluate) if evaluate else self._config
-
-    def _find_trainer(self) -> str:
-        found, node = next(
-            ((key, node) for key, node in map(self._config.raw, _TRAINERS) if isinstance(node, Mapping)), ("", {})
-        )
-        if not found:
-            raise InputError(
-                f"{self._file} has no id 'train#trainer' (nor a flat 'trainer'); it has {', '.join(self._config.ids)}",
-                "federated training needs a SupervisedTrainer",
-                f"add an id 'trainer' with the SupervisedTrainer to {self._file.name}",
-            )
-        if target_name(node) != "SupervisedTrainer" or node.get("iteration_update") is not None:
-            own = " with an iteration_update of its own" if target_name(node) == "SupervisedTrainer" else ""
-            raise InputError(
-                f"{self._file}: id {found!r} is a {node.get('_target_')}{own}",
-                "federated training needs a SupervisedTrainer",
-                "make it a SupervisedTrainer without iteration_update, or give another bundle's folder",
-            )
-        for key in ("network", "loss_function", "optimizer", "train_data_loader"):
-            if key not in node:
-                raise InputError(f"{self._file} has no id '{found}#{key}'", "a trainer has it", "add it")
-        return found
 
     @cached_property
     def metadata(self) -> Mapping[str, Any]:
@@ -391,22 +359,7 @@ class Bundle:
 
     @cached_property
     def _key_metric(self) -> tuple[str, Any]:
-        """Name and ignite metric of the evaluator, or the loss where it has none.
-
-        "dice" is MONAI's MeanDice; a metric of which less is better says so in its name.
-        """
-        evaluator = self._sections.evaluator(self._config)
-        key, metrics = self._config.raw(f"{evaluator}#key_val_metric") if evaluator else ("", None)
-        if not isinstance(metrics, Mapping) or not metrics:
-            return "loss", self.loss
-        name, node = next(iter(metrics.items()))
-        metric = self._config.content(f"{key}#{name}")
-        if isinstance(node, Mapping) and target_name(node) == "MeanDice":
-            return "dice", metric
-        if self._config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None and higher_is_better(name):
-            better = self._config.content(f"{evaluator}#metric_cmp_fn")
-            name += "_error" if better(0.0, 1.0) else ""
-        return name, metric
+        return key_metric(self._config, self.loss)
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -414,7 +367,7 @@ class Bundle:
         if self.task == "classification":
             batch_size = {} if self.is_shipped else {"batch_size": self._sections["validate"].batch_size}
             return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self._loss_function, nn.BCELoss))
-        engine = self._sections.evaluator(self._config)
+        engine = find_evaluator(self._config)
         inferer, postprocessing = (
             self._config.content(f"{engine}#{part}") if f"{engine}#{part}" in self._config else None
             for part in ("inferer", "postprocessing")
@@ -431,25 +384,7 @@ class Bundle:
         """What the user should know: what runs here, and what of the bundle's own training does not."""
         if self.is_shipped:
             return ()
-        config, train = self._config, self._sections["train"]
-        inferer, amp = (config.raw(f"{self._trainer}#{part}")[1] for part in ("inferer", "amp"))
-        sampler, modules = getattr(train.loader, "sampler", None), sorted(own_modules(self.root))
-        usual = isinstance(sampler, RandomSampler | SequentialSampler | None)
-        said = (
-            (modules, f"its own Python ({', '.join(modules)}) runs with your rights"),
-            (
-                any(config.nodes("LrScheduleHandler")),
-                "its learning rate schedule is not run; --lr-decay multiplies the rate after each round",
-            ),
-            (any(config.nodes("CheckpointLoader")), "its checkpoints are not loaded"),
-            (
-                amp and config.content(f"{self._trainer}#amp"),
-                "mixed precision is chosen with --amp, not by its trainer",
-            ),
-            (inferer and target_name(inferer) != "SimpleInferer", "its training inferer is not used"),
-            (not usual, f"its {type(sampler).__name__} is not used: a local epoch takes each item of a site once"),
-            (not train.source.is_list, "its items have no names: they are numbered, and divided with --partition iid"),
-            (config.dropped, f"scored without {', '.join(sorted(config.dropped))}"),
-            (self.key_metric == "loss", "it has no key metric: the best round has the lowest validation loss"),
-        )
-        return tuple(f"bundle {self.name}: {text}" for holds, text in said if holds)
+        said = [*notes(self.root, self._config, self._trainer, self._sections["train"])]
+        if self.key_metric == "loss":
+            said.append("it has no key metric: the best round has the lowest validation loss")
+        return tuple(f"bundle {self.name}: {text}" for text in said)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +13,12 @@ from monai.engines.utils import default_prepare_batch
 from torch.utils.data import DataLoader
 
 from medfl.bundle.configuration import Configuration
+from medfl.bundle.engines import find_evaluator
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item
 from medfl.data.source import Source, records, take_apart
 
 SECTIONS = ("train", "validate", "test")
-_EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
 _VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
 
 
@@ -78,7 +78,7 @@ class Sections:
         if section == "train":
             loader = f"{self._trainer}#train_data_loader"
         else:
-            evaluator = self.evaluator(config)
+            evaluator = find_evaluator(config)
             if evaluator is None:
                 found = [key for key in _VALIDATION_SETS if key in config]
                 if not found:
@@ -91,14 +91,6 @@ class Sections:
             loader = f"{evaluator}#val_data_loader"
         loader, _ = config.raw(loader)
         return loader, config.within(loader, "dataset")
-
-    def evaluator(self, config: Configuration) -> str | None:
-        """Return the id of the evaluator that the trainer calls, or else of one of the usual names."""
-        called = [f"{key}#validator" for key, _ in config.nodes("ValidationHandler")]
-        for key, node in map(config.raw, [*called, *_EVALUATORS]):
-            if isinstance(node, Mapping) and "val_data_loader" in node:
-                return key
-        return None
 
     def __getitem__(self, section: str) -> Section:
         """Return a section, opened once.
@@ -130,7 +122,7 @@ class Sections:
                 "each section has at least one item",
                 "check dataset_dir: give the data folder with --data",
             )
-        engine = self._trainer if section == "train" else self.evaluator(config)
+        engine = self._trainer if section == "train" else find_evaluator(config)
         given = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
         prepare_batch = config.content(f"{engine}#prepare_batch") if given else default_prepare_batch
         folder = config.content("dataset_dir") if "dataset_dir" in config else self.root

@@ -150,7 +150,9 @@ def _bundle_page(entry: Document, width: int) -> str:
         "cite": entry["citation"],
     }
     notes = [line for note in entry["notes"] for line in terminal.hanging_indent("note: ", note, width)]
-    return "\n".join([*textwrap.wrap(f"{name}: {entry['title']}", width), "", *terminal.definitions(facts, width), *notes])
+    return "\n".join(
+        [*textwrap.wrap(f"{name}: {entry['title']}", width), "", *terminal.definitions(facts, width), *notes]
+    )
 
 
 def bundles_markdown() -> str:

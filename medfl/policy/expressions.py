@@ -9,30 +9,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import (
-    BUILTINS,
-    MEMBERS,
-    METHODS,
-    MODULES,
-    STATEMENT_METHODS,
-    WORDED,
-    WORDED_MODULES,
-    argument_refused,
-)
-
-DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "numpy"}
-"""The modules that MONAI offers every expression without an import."""
+from medfl.policy.allowed import BUILTINS, MEMBERS, METHODS, STATEMENT_METHODS, WORDED, argument_refused
+from medfl.policy.imports import Uses, need_word, only_statement
+from medfl.policy.paths import check_id, check_path
 
 _REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them
 _PLACEHOLDER = "_reference_"
 _LOCAL = "__local_refs"  # what MONAI puts in the place of references
-_SYSTEM = re.compile(r"/+(etc|proc|sys|dev|root|boot|home|var)(/|$)")
-_PARENT = re.compile(r"(^|[/\\])\.\.([/\\]|$)")
 _LARGEST = 10**9
 _CONTAINERS = (ast.List, ast.Tuple, ast.Set)
 _OPERATORS = (
@@ -42,123 +28,12 @@ _OPERATORS = (
 )  # fmt: skip
 
 
-@dataclass
-class Found:
-    """What an expression uses: kinds with counts, and the words of the policy that it needs."""
-
-    uses: Counter[str] = field(default_factory=Counter)
-    words: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(word, what needs it)"""
-
-
-def check_path(text: str, *, absolute: bool = False) -> None:
-    """Check a text that may be used as a path.
-
-    Args:
-        text: any text of a configuration.
-        absolute: it may begin with a slash: it is a continuation, or the place where the zoo keeps its data.
-
-    Raises:
-        Refused: it is a URL, leads upwards, to a home or to a system folder, or is absolute.
-    """
-    if "://" in text:
-        raise Refused("a URL: nothing is fetched")
-    if _PARENT.search(text):
-        raise Refused("a path that leads upwards ('..')")
-    if text.startswith("~") or text.startswith("\\\\") or re.match(r"[A-Za-z]:[\\/]", text):
-        raise Refused("a path outside of bundle and data folder")
-    if _SYSTEM.match(text):
-        raise Refused("a path into a folder of the system")
-    if text.startswith("/") and not absolute:
-        raise Refused("an absolute path")
-
-
-def check_id(text: str) -> None:
-    """Check the id that a reference or macro names.
-
-    Raises:
-        Refused: it is the whole configuration, or an import.
-    """
-    parts = [part for part in text.replace("#", "::").split("::") if part]
-    if not parts:
-        raise Refused("a reference to the whole configuration")
-    if "imports" in parts:
-        raise Refused("a reference to an import")
-
-
-def imported(text: str, words: Collection[str], own: Collection[str], found: Found) -> dict[str, str]:
-    """Return the name that an import statement binds, and the path that it stands for.
-
-    Args:
-        text: the statement without its `$`.
-        words: of the policy.
-        own: top-level modules of the bundle's own Python.
-        found: takes what is used.
-
-    Raises:
-        Refused: it is no plain import of one listed module or member.
-    """
-    node = _only_statement(text)
-    if not isinstance(node, ast.Import | ast.ImportFrom):
-        raise Refused("something else than an import")
-    if len(node.names) != 1:
-        raise Refused("several imports in one statement")
-    name, alias = node.names[0].name, node.names[0].asname
-    if "__" in text or "__" in (alias or ""):
-        raise Refused("a name with two underscores")
-    if isinstance(node, ast.ImportFrom):
-        if node.level or not node.module or name == "*":
-            raise Refused("a relative import or one of everything")
-        path, bound = f"{node.module}.{name}", alias or name
-        module = path if path in MODULES or path in WORDED_MODULES else node.module
-        if module == node.module and path not in MEMBERS and path not in WORDED and module.split(".")[0] not in own:
-            raise Refused(f"an import of {printable(path)}, which is not on the list")
-    else:
-        path = module = name
-        bound = alias or name.split(".")[0]
-        path = path if alias else bound
-    for word in {_word_of_module(module, own), WORDED.get(path, "")} - {""}:
-        _need(word, f"import {module}", words, found)
-    if bound in BUILTINS or bound in ("open", "setattr") or (DEFAULT_NAMES.get(bound, path) != path):
-        raise Refused(f"an import that takes the name {printable(bound)}")
-    found.uses[f"import {module}"] += 1
-    return {bound: path}
-
-
-def _word_of_module(module: str, own: Collection[str]) -> str:
-    if module.split(".")[0] in own:
-        return "scripts"
-    if module in MODULES:
-        return ""
-    if module in WORDED_MODULES:
-        return WORDED_MODULES[module]
-    raise Refused(f"an import of {printable(module)}, which is not on the list")
-
-
-def _need(word: str, what: str, words: Collection[str], found: Found) -> None:
-    if word not in words:
-        raise Refused(f"{what}, for which the policy has to allow {word!r}")
-    found.words[word, what] += 1
-
-
-def _only_statement(text: str) -> ast.stmt:
-    if not text.isascii():
-        raise Refused("characters outside of ASCII in an expression")
-    try:
-        statements = ast.parse(text).body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise Refused("an expression that is not valid Python") from error
-    if len(statements) != 1:
-        raise Refused("not exactly one expression")
-    return statements[0]
-
-
 def check_expression(
     text: str,
     names: Mapping[str, str],
     words: Collection[str],
-    own: Collection[str],
-    found: Found,
+    own_modules: Collection[str],
+    uses: Uses,
     *,
     statement: bool = False,
     length: int = 1000,
@@ -169,8 +44,8 @@ def check_expression(
         text: the expression without its `$`.
         names: what imports bind, and the paths that they stand for.
         words: of the policy.
-        own: top-level modules of the bundle's own Python.
-        found: takes what is used.
+        own_modules: top-level modules of the bundle's own Python.
+        uses: takes what is used.
         statement: it stands in a list that medfl never evaluates.
         length: at most so many characters.
 
@@ -186,12 +61,12 @@ def check_expression(
         raise Refused("a macro inside an expression")
     for reference in _REFERENCE.findall(text):
         check_id(reference[1:])
-    node = _only_statement(_REFERENCE.sub(f"{_PLACEHOLDER}0", text))
+    node = only_statement(_REFERENCE.sub(f"{_PLACEHOLDER}0", text))
     if not isinstance(node, ast.Expr):
         raise Refused("a statement where an expression is expected")
     shape = ast.dump(node)
-    _Checker(names, words, own, found, statement).value(node.value, frozenset())
-    evaluated = _only_statement(_REFERENCE.sub(lambda match: f"{_LOCAL}['{match[0][1:]}']", text))
+    _Checker(names, words, own_modules, uses, statement).value(node.value, frozenset())
+    evaluated = only_statement(_REFERENCE.sub(lambda match: f"{_LOCAL}['{match[0][1:]}']", text))
     if ast.dump(_References().visit(evaluated)) != shape:
         raise Refused("a reference inside a text, which MONAI would read as something else")
 
@@ -207,9 +82,14 @@ class _References(ast.NodeTransformer):
 
 class _Checker:
     def __init__(
-        self, names: Mapping[str, str], words: Collection[str], own: Collection[str], found: Found, statement: bool
+        self,
+        names: Mapping[str, str],
+        words: Collection[str],
+        own_modules: Collection[str],
+        uses: Uses,
+        statement: bool,
     ) -> None:
-        self.names, self.words, self.own, self.found = names, words, own, found
+        self.names, self.words, self.own_modules, self.uses = names, words, own_modules, uses
         self.methods = METHODS | STATEMENT_METHODS if statement else METHODS
         self.statement = statement
         self.calls: ast.AST | None = None
@@ -248,7 +128,7 @@ class _Checker:
         if node.id.startswith(_PLACEHOLDER):
             if node.id != f"{_PLACEHOLDER}0":
                 raise Refused("text that runs into a reference")
-            self.found.uses["reference"] += 1
+            self.uses.uses["reference"] += 1
         elif node.id in self.names and node.id not in local:
             self._member(self.names[node.id])
         elif node.id not in local and node.id not in BUILTINS:
@@ -256,13 +136,13 @@ class _Checker:
 
     def _member(self, path: str) -> None:
         """Check what a module's name and attributes lead to."""
-        if path.split(".")[0] in self.own:
-            _need("scripts", path, self.words, self.found)
+        if path.split(".")[0] in self.own_modules:
+            need_word("scripts", path, self.words, self.uses)
         elif path in WORDED:
-            _need(WORDED[path], path, self.words, self.found)
+            need_word(WORDED[path], path, self.words, self.uses)
         elif path not in MEMBERS:
             raise Refused(f"{printable(path)}, which is not on the list")
-        self.found.uses[path] += 1
+        self.uses.uses[path] += 1
 
     def _attribute(self, node: ast.Attribute, local: frozenset[str]) -> None:
         path = self._path(node, local)
@@ -274,7 +154,7 @@ class _Checker:
         if node.attr == "replace" and self.calls is not node:
             raise Refused("a replace() that is handed on")  # a path's would move a file
         self.value(node.value, local)
-        self.found.uses[f".{node.attr}"] += 1
+        self.uses.uses[f".{node.attr}"] += 1
 
     def _path(self, node: ast.AST, local: frozenset[str]) -> str:
         """Return the path that a chain of attributes of a module spells, "" for one of a value."""
@@ -298,7 +178,7 @@ class _Checker:
         elif isinstance(called, ast.Name):
             self._name(called, local)
             if called.id in BUILTINS and called.id not in local:
-                self.found.uses[called.id] += 1
+                self.uses.uses[called.id] += 1
         elif isinstance(called, ast.Attribute | ast.Call):
             self.calls = called
             self.value(called, local)
@@ -325,8 +205,8 @@ class _Checker:
         mode = _literal(node.args[1]) if len(node.args) > 1 else given.get("mode", "r")
         plain = len(node.args) <= 2 and set(given) <= {"mode", "encoding", "newline"}
         if not (plain and mode in ("r", "rb", "rt")):
-            _need("open", "open() for writing", self.words, self.found)
-        self.found.uses["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
+            need_word("open", "open() for writing", self.words, self.uses)
+        self.uses.uses["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
 
     def _setattr(self, node: ast.Call) -> None:
         target = self._path(node.args[0], frozenset()) if node.args else ""
@@ -334,10 +214,10 @@ class _Checker:
         switches = ("benchmark", "deterministic")
         harmless = target == "torch.backends.cudnn" and len(rest) == 2 and rest[0] in switches and type(rest[1]) is bool
         if not (harmless and self.statement):
-            _need("setattr", "setattr()", self.words, self.found)
+            need_word("setattr", "setattr()", self.words, self.uses)
         if harmless:
             node.args = node.args[1:]  # the module itself is no value that may be handed on
-        self.found.uses["setattr"] += 1
+        self.uses.uses["setattr"] += 1
 
     # What is made of them
 
@@ -365,7 +245,7 @@ class _Checker:
             raise Refused(f"the operator {type(operator).__name__}")
 
     def _ifexp(self, node: ast.IfExp, local: frozenset[str]) -> None:
-        self.found.uses["if ... else"] += 1
+        self.uses.uses["if ... else"] += 1
         self.all([node.test, node.body, node.orelse], local)
 
     def _subscript(self, node: ast.Subscript, local: frozenset[str]) -> None:
@@ -390,13 +270,13 @@ class _Checker:
                 self.value(part.value, local)
             else:
                 self.value(part, local, continues=index > 0)
-        self.found.uses["text with values"] += 1
+        self.uses.uses["text with values"] += 1
 
     def _lambda(self, node: ast.Lambda, local: frozenset[str]) -> None:
         given = node.args
         if given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs or given.defaults:
             raise Refused("a lambda with more than plain arguments")
-        self.found.uses["lambda"] += 1
+        self.uses.uses["lambda"] += 1
         self.value(node.body, local | self._bound(argument.arg for argument in given.args))
 
     def _listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, local: frozenset[str]) -> None:
@@ -417,7 +297,7 @@ class _Checker:
                 raise Refused("a comprehension that assigns to more than names")
             local |= self._bound(target.id for target in targets if isinstance(target, ast.Name))
             self.all(generator.ifs, local)
-        self.found.uses["comprehension"] += 1
+        self.uses.uses["comprehension"] += 1
         return local
 
     def _bound(self, names: Iterable[str]) -> frozenset[str]:

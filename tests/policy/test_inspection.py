@@ -22,7 +22,8 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused
 from medfl.policy import allowed
-from medfl.policy.expressions import DEFAULT_NAMES, Found, check_expression
+from medfl.policy.expressions import check_expression
+from medfl.policy.imports import DEFAULT_NAMES, Uses
 from medfl.policy.inspection import Inspection, inspect
 from medfl.policy.policy import WORDS, Policy
 from tests.hostile.base import write
@@ -201,7 +202,7 @@ def test_monai_puts_keys_into_expressions_with_relative_references(tmp_path: Pat
 )
 def test_references_are_replaced_as_monai_replaces_them(text: str, value: Any) -> None:
     """Accepted here, and by MONAI read as the same expression: it has the value that its references give."""
-    check_expression(text, DEFAULT_NAMES, (), (), Found())
+    check_expression(text, DEFAULT_NAMES, (), (), Uses())
     assert ConfigParser({"a": 1, "ab": 5, "b": {"c": [2]}, "x": f"${text}"}).get_parsed_content("x") == value
 
 
@@ -209,7 +210,7 @@ def test_references_are_replaced_as_monai_replaces_them(text: str, value: Any) -
 def test_references_where_monai_s_replacement_changes_the_text_are_refused(text: str) -> None:
     """MONAI replaces inside of texts too, quotes and all: `'@f'` becomes `'...[' f']'`."""
     with pytest.raises(Refused):
-        check_expression(text, {**DEFAULT_NAMES, "l": "math.pi"}, (), (), Found())
+        check_expression(text, {**DEFAULT_NAMES, "l": "math.pi"}, (), (), Uses())
 
 
 # The lists

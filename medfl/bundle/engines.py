@@ -1,0 +1,67 @@
+"""The trainer and the evaluator of a bundle's configuration, found and read without being made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from medfl.bundle.configuration import Configuration, target_name
+from medfl.core.errors import InputError
+from medfl.evaluation.metrics import higher_is_better
+
+_TRAINERS = ("train#trainer", "trainer")
+_EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
+
+
+def find_trainer(config: Configuration) -> str:
+    """Return the id of a bundle's trainer.
+
+    Raises:
+        InputError: it has none, or one that is not MONAI's supervised one or lacks what federated training needs.
+    """
+    key, node = next(((key, node) for key, node in map(config.raw, _TRAINERS) if isinstance(node, Mapping)), ("", {}))
+    if not key:
+        raise InputError(
+            f"{config.file} has no id 'train#trainer' (nor a flat 'trainer'); it has {', '.join(config.ids)}",
+            "federated training needs a SupervisedTrainer",
+            f"add an id 'trainer' with the SupervisedTrainer to {config.file.name}",
+        )
+    if target_name(node) != "SupervisedTrainer" or node.get("iteration_update") is not None:
+        own = " with an iteration_update of its own" if target_name(node) == "SupervisedTrainer" else ""
+        raise InputError(
+            f"{config.file}: id {key!r} is a {node.get('_target_')}{own}",
+            "federated training needs a SupervisedTrainer",
+            "make it a SupervisedTrainer without iteration_update, or give another bundle's folder",
+        )
+    for part in ("network", "loss_function", "optimizer", "train_data_loader"):
+        if part not in node:
+            raise InputError(f"{config.file} has no id '{key}#{part}'", "a trainer has it", "add it")
+    return key
+
+
+def find_evaluator(config: Configuration) -> str | None:
+    """Return the id of the evaluator that the trainer calls, or else of one of the usual names."""
+    called = [f"{key}#validator" for key, _ in config.nodes("ValidationHandler")]
+    for key, node in map(config.raw, [*called, *_EVALUATORS]):
+        if isinstance(node, Mapping) and "val_data_loader" in node:
+            return key
+    return None
+
+
+def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
+    """Return name and ignite metric of the evaluator, or the loss where it has none.
+
+    "dice" is MONAI's MeanDice; a metric of which less is better says so in its name.
+    """
+    evaluator = find_evaluator(config)
+    key, metrics = config.raw(f"{evaluator}#key_val_metric") if evaluator else ("", None)
+    if not isinstance(metrics, Mapping) or not metrics:
+        return "loss", loss
+    name, node = next(iter(metrics.items()))
+    metric = config.content(f"{key}#{name}")
+    if isinstance(node, Mapping) and target_name(node) == "MeanDice":
+        return "dice", metric
+    if config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None and higher_is_better(name):
+        better = config.content(f"{evaluator}#metric_cmp_fn")
+        name += "_error" if better(0.0, 1.0) else ""
+    return name, metric

@@ -1,0 +1,139 @@
+"""The files of a bundle: hashed, told by kind, compared with what the policy pins; configurations as plain values."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+from pathlib import Path, PurePosixPath
+
+from medfl.core.untrusted import Plain, Refused, check_visible, decode_text, printable, read_plain
+from medfl.policy.allowed import MODULES
+from medfl.policy.findings import File, Inspection
+from medfl.policy.policy import Policy
+
+_CONFIGURATION = (".json", ".yaml", ".yml")
+_INERT = (
+    "", ".md", ".rst", ".txt", ".csv", ".tsv", ".safetensors", ".onnx", ".png", ".jpg", ".jpeg", ".tif", ".tiff",
+    ".bmp", ".svg", ".gif", ".pdf", ".gz", ".nii", ".nrrd", ".mha", ".mhd", ".raw", ".npy", ".npz", ".dcm", ".h5",
+    *_CONFIGURATION,
+)  # fmt: skip
+_PICKLED = (".pt", ".pth", ".ckpt", ".ts", ".pkl", ".pickle", ".bin", ".joblib")
+_COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".exe", ".egg", ".whl", ".zip", ".sh", ".bat", ".ps1")
+_CHUNK = 1 << 20
+
+
+class BundleFiles:
+    """Reads all files below a bundle's folder into an inspection.
+
+    Attributes:
+        contents: configuration file -> its plain values.
+        own_modules: top-level modules of the bundle's own Python.
+    """
+
+    def __init__(self, inspection: Inspection, policy: Policy) -> None:
+        """Read, pin and note the files; what may not be is refused in the inspection."""
+        self.inspection, self.policy, self.root = inspection, policy, inspection.folder
+        self.contents: dict[str, Plain] = {}
+        self._read()
+        self._compare_pins()
+        self.own_modules = self._own_modules()
+
+    def _read(self) -> None:
+        paths = self._paths()
+        for count, path in enumerate(sorted(paths)):
+            name = path.relative_to(self.root).as_posix()
+            if count >= self.policy.limits.files:
+                self.inspection.refuse(name, "", f"more than {self.policy.limits.files} files")
+                return
+            try:
+                if stat.S_ISLNK(path.lstat().st_mode):
+                    raise Refused("a link: a bundle consists of plain files and folders")
+                if not stat.S_ISREG(path.lstat().st_mode):
+                    raise Refused("neither a file nor a folder")
+                self._file(path, name, self._kind_or_refusal(name))
+            except (Refused, OSError) as error:
+                self.inspection.refuse(name, "", error)
+
+    def _paths(self) -> list[Path]:
+        paths: list[Path] = []
+
+        def unreadable(error: OSError) -> None:
+            self.inspection.refuse(str(error.filename), "", f"a folder that cannot be read ({error.strerror})")
+
+        for folder, folders, files in os.walk(self.root, onerror=unreadable):
+            paths += [Path(folder) / name for name in files]
+            paths += [Path(folder) / name for name in folders if (Path(folder) / name).is_symlink()]
+            if len(paths) > self.policy.limits.files:
+                break
+        return paths
+
+    def _kind_or_refusal(self, name: str) -> str:
+        try:
+            check_visible(name)
+            return self._kind(name)
+        except Refused as error:
+            self.inspection.refuse(name, "", error)
+            return "refused"
+
+    def _kind(self, name: str) -> str:
+        path = PurePosixPath(name)
+        suffix, allow = path.suffix.lower(), self.policy.allow
+        if suffix in _COMPILED:
+            raise Refused(f"compiled or packed code ({printable(suffix)})")
+        if suffix == ".py":
+            return self.inspection.need(self.policy, "scripts", "Python of the bundle")
+        if suffix in _PICKLED:
+            return self.inspection.need(self.policy, "pickle", f"pickled weights ({suffix})")
+        if path.name == "logging.conf":
+            return self.inspection.need(self.policy, "logging", "a logging configuration")
+        if suffix in _CONFIGURATION and (path.parts[0] == "configs" or len(path.parts) == 1):
+            if path.suffix != suffix:
+                raise Refused(f"an ending {printable(path.suffix)} in capitals")
+            return "large files, never fetched" if path.stem == "large_files" else "configuration"
+        if suffix not in _INERT or (path.parts[0] == "configs" and suffix not in (".txt", ".md")):
+            if "files" not in allow:
+                raise Refused(
+                    f"a file of unknown kind ({printable(path.name)}), for which the policy has to allow 'files'"
+                )
+            return self.inspection.need(self.policy, "files", f"a file of unknown kind ({printable(suffix)})")
+        return "weights" if suffix in (".safetensors", ".onnx") else "data or text"
+
+    def _file(self, path: Path, name: str, kind: str) -> None:
+        digest, size, content = hashlib.sha256(), 0, b""
+        limits = self.policy.limits
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                size += len(chunk)
+                if kind == "configuration" and len(content) <= limits.config_bytes:
+                    content += chunk
+        self.inspection.files.append(File(name, kind, size, digest.hexdigest()))
+        if kind == "configuration":  # read from the bytes that were hashed
+            if size > limits.config_bytes:
+                raise Refused(f"{size} bytes; a configuration has at most {limits.config_bytes}")
+            is_json = name.endswith(".json")
+            text = decode_text(content)
+            self.contents[name] = read_plain(text, is_json=is_json, nodes=limits.nodes, depth=limits.depth) or {}
+
+    def _compare_pins(self) -> None:
+        pins = self.policy.files
+        if pins is None:
+            return
+        here = {file.path: file.sha256 for file in self.inspection.files}
+        for name, digest in here.items():
+            if name not in pins:
+                self.inspection.refuse(name, "", "a file that the policy does not have")
+            elif digest != pins[name]:
+                self.inspection.refuse(name, "", f"its sha256 is {digest[:16]}..., in the policy {pins[name][:16]}...")
+        for name in sorted(pins.keys() - here.keys()):
+            self.inspection.refuse(name, "", "it is in the policy but not here")
+
+    def _own_modules(self) -> frozenset[str]:
+        scripts = [PurePosixPath(file.path) for file in self.inspection.files if file.path.endswith(".py")]
+        modules = frozenset(path.stem if len(path.parts) == 1 else path.parts[0] for path in scripts)
+        taken = {module.partition(".")[0] for module in MODULES} | set(sys.stdlib_module_names)
+        for name in sorted(modules & taken):
+            self.inspection.refuse(name, "", "Python of the bundle with the name of another module")
+        return modules - taken

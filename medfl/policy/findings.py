@@ -1,0 +1,127 @@
+"""What an inspection of a bundle found: its files, what it would use, what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from medfl.core.errors import InputError
+from medfl.core.untrusted import Refused, printable
+from medfl.policy.policy import WORDS, Policy
+
+_ADVICE = "have it changed, or allow it by a word of the policy where the line names one (docs/deploy.md)"
+LEAVES = (
+    "tensors and numbers that the method sends: the network's weights and, with some methods, class counts, class "
+    "means or answers to public images (medfl methods NAME)",
+    "their names and sizes are known once the network is built; a run prints how many leave and how many stay",
+    "with each reply the numbers of training images and of steps, whether a State was kept, and the mean training "
+    "loss, which the policy may keep back (told/train_loss)",
+    "where the server asks for scores, metrics of a section's items and how many these are "
+    "(metrics/validate/accuracy, metrics/validate/cases)",
+    "no image, file name, path, text or expression",
+)
+"""What leaves a site, as far as it can be said without running anything."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a bundle."""
+
+    path: str
+    kind: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is refused, where and why."""
+
+    file: str
+    id: str
+    why: str
+
+    def __str__(self) -> str:
+        """Return the refusal as a line."""
+        where = f"{self.file}: {self.id}" if self.id else self.file
+        return f"{printable(where)}: {self.why}"
+
+
+@dataclass
+class Inspection:
+    """The result of an inspection."""
+
+    bundle: str
+    folder: Path
+    pinned: bool
+    files: list[File] = field(default_factory=list)
+    targets: Counter[str] = field(default_factory=Counter)
+    uses: Counter[str] = field(default_factory=Counter)
+    """parts of expressions"""
+    expressions: int = 0
+    statements: list[str] = field(default_factory=list)
+    """those that medfl never evaluates, with file and id"""
+    allowed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(word of the policy, what it allowed)"""
+    data: dict[str, str] = field(default_factory=dict)
+    """file -> what it says of `dataset_dir`"""
+    refusals: list[Refusal] = field(default_factory=list)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether nothing is refused."""
+        return not self.refusals
+
+    def require(self) -> None:
+        """Raise if something is refused.
+
+        Raises:
+            InputError: names the first refusal, and how many there are.
+        """
+        if self.refusals:
+            count = len(self.refusals)
+            more = "" if count == 1 else f" (and {count - 1} more)"
+            refused = f"bundle {printable(self.bundle)!r} is refused: {self.refusals[0]}{more}"
+            raise InputError(refused.replace(";", ","), "nothing unknown runs at a site", _ADVICE)
+
+    def refuse(self, file: str, id_: str, why: object) -> None:
+        """Note that something is refused, and where."""
+        self.refusals.append(Refusal(file, id_, str(why)))
+
+    def need(self, policy: Policy, word: str, what: str) -> str:
+        """Note what a word of the policy allows, and return it.
+
+        Raises:
+            Refused: the policy lacks the word.
+        """
+        if word not in policy.allow:
+            raise Refused(f"{what}, for which the policy has to allow {word!r}")
+        self.allowed[word, what] += 1
+        return what
+
+    def policy(self, policy: Policy) -> Policy:
+        """Return the policy that pins the files of this bundle, with the words and limits of another."""
+        return Policy(self.bundle, policy.allow, policy.limits, {file.path: file.sha256 for file in self.files})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "bundle": self.bundle,
+            "folder": str(self.folder),
+            "accepted": self.accepted,
+            "pinned": self.pinned,
+            "files": [vars(file) for file in self.files],
+            "targets": dict(sorted(self.targets.items())),
+            "expressions": self.expressions,
+            "uses": dict(sorted(self.uses.items())),
+            "statements": self.statements,
+            "allowed_by_policy": [
+                {"word": word, "meaning": WORDS[word], "what": what, "times": times}
+                for (word, what), times in sorted(self.allowed.items())
+            ],
+            "data": self.data,
+            "leaves": list(LEAVES),
+            "refused": [vars(refusal) for refusal in self.refusals],
+        }
