@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from PIL import Image
 import medfl
 from medfl import datasets
 from medfl.bundle import configuration, starter
-from medfl.cli import new
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.datasets import own
@@ -241,22 +240,17 @@ def test_wrong_wishes_are_refused_and_nothing_is_written(labelled: Path, tmp_pat
         starter.write(labelled, seen)
 
 
-def test_the_verb_says_what_it_saw_and_how_to_go_on(labelled: Path, tmp_path: Path) -> None:
-    said: list[tuple[dict[str, Any], str]] = []
-
-    def verb(verbs: Any, name: str, text: str, function: Any, examples: str) -> argparse.ArgumentParser:
-        parser = verbs.add_parser(name)
-        parser.set_defaults(verb=function)
-        return parser
-
-    parser = argparse.ArgumentParser()
-    new.add(parser.add_subparsers(), argparse.ArgumentParser, verb, lambda _, d, t: said.append((d, t())) or 0)
-    options = parser.parse_args(["new", str(tmp_path / "mine"), "--images", str(labelled)])
-    assert options.verb(options) == 0
-    ((document, text),) = said
+def test_the_verb_says_what_it_saw_and_how_to_go_on(
+    labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["new", str(tmp_path / "mine"), "--images", str(labelled)]
+    assert cli.main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
     assert document["classes"] == {"no": 20, "yes, it is": 20}
-    assert document["next"] in text
     assert (tmp_path / "mine" / "configs" / "train.yaml").is_file()
+    shutil.rmtree(tmp_path / "mine")
+    assert cli.main(command) == 0
+    assert document["next"] in capsys.readouterr().out
 
 
 def test_a_bundle_beside_the_shipped_ones_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

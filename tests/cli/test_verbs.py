@@ -256,14 +256,14 @@ def test_out_that_cannot_be_made(
     monkeypatch.setattr(datasets, "checksum", lambda *_: pytest.fail("images were hashed"))
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "run"
-    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out), f"--out {out}", "give a new folder")
+    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out), f"--out {out}", "give a writable place")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_out_that_is_read_only(refused: Refused, chest: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     out = tmp_path / "locked" / "run"
-    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out), f"--out {out}", "give a new folder")
+    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out), f"--out {out}", "give a writable place")
 
 
 def test_resume_with_other_settings(refused: Refused, finished: Path) -> None:
@@ -278,7 +278,7 @@ def test_resume_with_other_settings(refused: Refused, finished: Path) -> None:
 
 def test_resume_without_out(refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--resume"]) == 2
-    _sees(capsys.readouterr().err, "--resume without --out", "add it")
+    _sees(capsys.readouterr().err, "--resume without --out", "add --out DIR")
 
 
 @pytest.mark.parametrize("text", ["", '{"method": "fedavg"', "[]", '{"method": "fedavg"}', "null"])

@@ -390,7 +390,7 @@ def test_nothing_is_left_of_what_does_not_pass(plain: Path, tmp_path: Path, monk
     [
         ({"site": "site-1"}, "--site site-1 with method 'fedavg'; it has one model, the same for all; leave it out"),
         ({"site": "nobody"}, "--site nobody; the sites of this run are site-1, site-2; choose one"),
-        ({"which": "first"}, "--which first; last or best; choose one"),
+        ({"which": "first"}, "--which first; last or best; give --which last"),
         ({"data": "/nowhere"}, "/nowhere"),
     ],
 )
