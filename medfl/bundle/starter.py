@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -86,9 +86,7 @@ def look(images: str | Path, masks: str | Path | None = None, *, progress: bool 
         return _labelled(place, progress)
     other = Path(masks).expanduser().resolve()
     if other.parent != place.parent or other == place:
-        raise InputError(
-            f"--images {images} and --masks {masks}", "two folders beside each other", "lay both into one folder"
-        )
+        raise InputError(f"--images {images} and --masks {masks}", "two folders beside each other", "put both into one")
     return _segmented(place, other, progress)
 
 
@@ -165,7 +163,7 @@ def _labelled(place: Path, progress: bool) -> Seen:
     counts = tuple(sum(name == other for other, _ in files) for name in classes)
     for section in ("train", "validate", "test"):
         own.labelled(place, classes, section)
-    drawn = _cohort(uri for _, uri in files)
+    drawn = str(own.cohort_of(uri for _, uri in files) or "")
     left = own_folder.left_out(place, (uri for _, uri in files), tables.IMAGE_SUFFIXES, "in no class folder")
     notes = (*left, *_depths(seen))
     return Seen("labelled", str(place), tuple(classes), counts, *_pixels(seen), phantom=drawn, notes=notes)
@@ -191,13 +189,14 @@ def _segmented(place: Path, other: Path, progress: bool) -> Seen:
     classes = max(found) + 1
     names = ("background", *(["structure"] if classes == 2 else [f"structure_{k}" for k in range(1, classes)]))
     counts = tuple(sum(k in values for values in present) for k in range(classes))
+    absent = [str(k) for k, count in enumerate(counts) if k and not count]
     endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
     notes = (
         *own_folder.left_out(place, (record.image for record in records), endings, "without a mask"),
         *own_folder.left_out(other, (record.mask for record in records), endings, "of no image"),
-        *([f"no mask has the values {absent}"] if (absent := ", ".join(map(str, _absent(counts)))) else []),
+        *([f"no mask has the values {', '.join(absent)}"] if absent else []),
     )
-    drawn = _cohort(path for record in records for path in (record.image, record.mask))
+    drawn = str(own.cohort_of(path for record in records for path in (record.image, record.mask)) or "")
     where, shown = str(place.parent), [one for _, one in seen]
     if solid:
         shapes = [one.shape for one in shown]
@@ -269,14 +268,6 @@ def _swapped(record: Record, solid: bool) -> bool:
         return values(record.image) <= _MOST_CLASSES < values(record.mask)
     except InputError:  # told as it is
         return False
-
-
-def _absent(counts: Sequence[int]) -> list[int]:
-    return [value for value, count in enumerate(counts) if value and not count]
-
-
-def _cohort(files: Iterable[str]) -> str:
-    return str(own.cohort_of(files) or "")
 
 
 def _picture(record: Record) -> tuple[set[int], _Picture]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING
 
 
-def reader(kind: type, flag: str) -> Callable[[str], int | float]:
-    """Return a reader of a flag's number; its range is checked where the run is planned."""
+def number(group: Any, flag: str, metavar: str, text: str, kind: type = int) -> None:
+    """Add a flag that takes a number; its range is checked where it is used."""
 
     def read(text: str) -> int | float:
         try:
@@ -21,16 +21,11 @@ def reader(kind: type, flag: str) -> Callable[[str], int | float]:
             raise InputError(f"{flag} {text}", f"{flag} takes {allowed}", "write it in digits") from error
         return value
 
-    return read
+    group.add_argument(flag, type=read, metavar=metavar, help=text)
 
 
-def number(group: Any, flag: str, metavar: str, text: str, kind: type = int) -> None:
-    """Add a flag that takes a number."""
-    group.add_argument(flag, type=reader(kind, flag), metavar=metavar, help=text)
-
-
-def what(group: Any, option_text: str) -> None:
-    """Add the flags that say what is trained on what, but for the method."""
+def what(group: Any, option_text: str, *, data: bool = True) -> None:
+    """Add the flags that say what is trained, and with `data` on what, but for the method."""
     group.add_argument("--set", dest="options", action="append", default=[], metavar="OPTION=VALUE", help=option_text)
     group.add_argument(
         "--config", action="append", default=[], metavar="ID=VALUE",
@@ -40,11 +35,9 @@ def what(group: Any, option_text: str) -> None:
         "--preset", dest="presets", action="append", metavar="NAME",
         help="values of the bundle's protocol under this name (medfl bundles NAME); may be repeated",
     )  # fmt: skip
-    group.add_argument(
-        "--data", metavar="DIR|phantom",
-        help="folder of the images, or drawn ones; default: a folder below $MEDFL_DATA that the bundle knows, else "
-        "phantom",
-    )  # fmt: skip
+    text = "folder of the images, or drawn ones; default: one below $MEDFL_DATA that the bundle knows, else phantom"
+    if data:
+        group.add_argument("--data", metavar="DIR|phantom", help=text)
 
 
 def add(group: Any, *names: str) -> None:

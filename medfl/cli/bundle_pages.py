@@ -89,10 +89,6 @@ def _classes(entry: Document) -> str:
     return f"{entry['classes']} (masks)" if entry["task"] == "segmentation" else str(entry["classes"])
 
 
-def _is_volume(entry: Document) -> bool:
-    return isinstance(entry["patch_size"] or entry["image_size"], list)
-
-
 def _sides(entry: Document) -> str:
     """Return the size of what enters the network: the images', or of volumes with patches the patches'."""
     size = entry["patch_size"] or entry["image_size"]
@@ -134,7 +130,7 @@ def _bundle_page(entry: Document, width: int) -> str:
     classes = [key if concepts == entry["class_names"] else f"{key} ({words})" for key, words in named]
     facts = {
         "task": f"{entry['task']}, {entry['channels']} channel{'s' * (entry['channels'] > 1)}, "
-        f"{_sides(entry)} {'voxels' if _is_volume(entry) else 'pixels a side'}",
+        f"{_sides(entry)} {'voxels' if 'x' in _sides(entry) else 'pixels a side'}",
         "classes": ", ".join(classes),
         "centres": ", ".join(entry["centre_names"]),
         "network": entry["network"],
@@ -150,9 +146,8 @@ def _bundle_page(entry: Document, width: int) -> str:
         "cite": entry["citation"],
     }
     notes = [line for note in entry["notes"] for line in terminal.hanging_indent("note: ", note, width)]
-    return "\n".join(
-        [*textwrap.wrap(f"{name}: {entry['title']}", width), "", *terminal.definitions(facts, width), *notes]
-    )
+    lines = [*textwrap.wrap(f"{name}: {entry['title']}", width), "", *terminal.definitions(facts, width)]
+    return "\n".join([*lines, *notes])
 
 
 def bundles_markdown() -> str:

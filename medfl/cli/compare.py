@@ -23,31 +23,22 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "run a grid of methods, partitions and seeds, and compare them"
     compare = add_verb(verbs, "compare", text, _compare, _EXAMPLES)
-    compare.add_argument(
-        "bundle",
-        nargs="?",
-        metavar="BUNDLE",
-        help="name of a shipped bundle, or the folder of any; of --paper, all its own",
-    )
+    text = "name of a shipped bundle, or the folder of any; of --paper, all its own"
+    compare.add_argument("bundle", nargs="?", metavar="BUNDLE", help=text)
     what = compare.add_argument_group("what")
     what.add_argument("--methods", default="", metavar="A,B,...", help="methods with their defaults")
     what.add_argument(
         "--paper", metavar="PAPER/TABLE",
         help="the grid of a published table, as fedbm/table3, and its figures beside ours; --methods picks some",
     )  # fmt: skip
-    what.add_argument(
-        "--scale", type=arguments.reader(float, "--scale"), metavar="FACTOR",
-        help="with --paper: only this part of its rounds, said in the tables",
-    )  # fmt: skip
+    text = "with --paper: only this part of its rounds, said in the tables"
+    arguments.number(what, "--scale", "FACTOR", text, float)
     what.add_argument(
         "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
         help="one more method with options of its own; may be repeated, also with the same name",
     )  # fmt: skip
-    what.add_argument(
-        "--seeds",
-        metavar="0,1,2",
-        help="seeds, which also draw the partitions; default 0,1,2, or the published table's",
-    )
+    text = "seeds, which also draw the partitions; default 0,1,2, or the published table's"
+    what.add_argument("--seeds", metavar="0,1,2", help=text)
     arguments.what(what, "option of every method that has it; may be repeated")
     arguments.partition(arguments.sites(compare), "append")
     arguments.training(compare, seed=False)
@@ -63,9 +54,8 @@ def add(verbs: Any) -> None:
         "--target", metavar="VALUE|METHOD",
         help="rounds, bytes and seconds to this validation metric, or to a method's best; default: that of --against",
     )  # fmt: skip
-    output.add_argument(
-        "--published", action="store_true", help="also print what the papers' tables say of these methods"
-    )
+    text = "also print what the papers' tables say of these methods"
+    output.add_argument("--published", action="store_true", help=text)
     arguments.quiet(output)
 
 

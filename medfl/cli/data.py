@@ -25,9 +25,8 @@ def add(verbs: Any) -> None:
     arguments.number(make, "--per-class", "N", "images a class")
     arguments.number(make, "--size", "PIXELS", "side of the images")
     arguments.number(make, "--seed", "S", "seed of the drawing; default 0")
-    fetch.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="where to; an interrupted download continues"
-    )
+    text = "where to; an interrupted download continues"
+    fetch.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
     check.add_argument("--data", type=Path, metavar="DIR", help="the folder; default: one below $MEDFL_DATA")
 
 

@@ -54,16 +54,9 @@ def add(verbs: Any) -> None:
 
 def _add_export_flags(export: Any) -> None:
     export.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
-    what = export.add_argument_group("what")
+    what = export.add_argument_group("what", "each site permits which ids --config may set")
     what.add_argument("--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg")
-    what.add_argument(
-        "--set", dest="options", action="append", default=[], metavar="OPTION=VALUE", help="of the method"
-    )
-    what.add_argument(
-        "--config", action="append", default=[], metavar="ID=VALUE",
-        help="id of the bundle's configuration that the sites permit, as image_size=64; may be repeated",
-    )  # fmt: skip
-    what.add_argument("--preset", dest="presets", action="append", metavar="NAME", help="of the bundle's protocol")
+    arguments.what(what, "option of the method (medfl methods NAME); may be repeated", data=False)
     what.add_argument("--rehearsal", action="store_true", help="with drawn images at all sites")
     sites = export.add_argument_group("sites")
     sites.add_argument("--sites", required=True, metavar="A,B,...", help="their names in the federation")

@@ -152,7 +152,7 @@ def methods_text(document: Document, width: int = terminal.WIDTH) -> str:
         return _method_page(document, width)
     head = ["method", "tasks", "judged", "what travels", "plain host", "options and defaults", "paper"]
     rows = [
-        [e["name"], _tasks_text(e), e["judged"], _travels_text(e), _yes(e["plain_host"]),
+        [e["name"], _tasks_text(e), e["judged"], _travels_text(e), "yes" if e["plain_host"] else "no",
          " ".join(_defaults(e)) + _more(e) or "-", _authors(e["paper"])]
         for e in document["methods"]
     ]  # fmt: skip
@@ -202,12 +202,8 @@ def methods_markdown() -> str:
     """Return the table of methods for docs."""
     head = ["Method", "Tasks", "Judged", "What travels", "Plain averaging host", "Options (defaults)", "Paper"]
     rows = [
-        [f"`{e['name']}`", _tasks_text(e), e["judged"], _travels_text(e), _yes(e["plain_host"]),
+        [f"`{e['name']}`", _tasks_text(e), e["judged"], _travels_text(e), "yes" if e["plain_host"] else "no",
          " ".join(f"`{text}`" for text in _defaults(e)) + _more(e) or "–", e["paper"]]
         for e in methods()["methods"]
     ]  # fmt: skip
     return terminal.markdown_table(head, rows)
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

@@ -45,15 +45,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def add_verb(verbs: Any, name: str, text: str, function: Callable[[Any], int | None], examples: str = "") -> Any:
-    """Add a verb, or an action of one, with the flags that all have; return its parser.
-
-    Args:
-        verbs: the subparsers to add it to.
-        name: what a user types.
-        text: its help, without a capital and a full stop.
-        function: called with the parsed options; returns the exit code, None for 0.
-        examples: shown below its help.
-    """
+    """Add a verb, or an action of one, with the flags that all have; return its parser."""
     verb = verbs.add_parser(name, help=text, description=_sentence(text), epilog=examples or None)
     verb.set_defaults(verb=function)
     verb.add_argument("--json", action="store_true", help="one JSON document on stdout, logs on stderr")

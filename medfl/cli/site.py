@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl.cli.arguments import number
+from medfl.cli.arguments import number, pairs
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core import terminal
 from medfl.core.errors import InputError
@@ -160,18 +160,15 @@ def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
 # medfl site check, stats, audit
 
 
-def _config(given: list[str]) -> dict[str, Any]:
+def _config(texts: list[str]) -> dict[str, Any]:
     """Read --config as YAML values, as MONAI does."""
     import yaml
 
-    pairs = dict(text.partition("=")[::2] for text in given)
-    bad = [text for text in given if "=" not in text or text.startswith("=")]
-    if bad:
-        raise InputError(f"--config {bad[0]}", "--config takes NAME=VALUE", "write it with an equals sign")
+    values = pairs("--config", texts)
     try:
-        return {name: value if value[:1] in "$@%" else yaml.safe_load(value) for name, value in pairs.items()}
+        return {name: value if value[:1] in "$@%" else yaml.safe_load(value) for name, value in values.items()}
     except yaml.YAMLError as error:
-        raise InputError(f"--config {' '.join(given)}", "values are YAML, as MONAI reads them", "quote it") from error
+        raise InputError(f"--config {' '.join(texts)}", "values are YAML, as MONAI reads them", "quote it") from error
 
 
 def _check(options: Any) -> int:

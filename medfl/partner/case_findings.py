@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +14,15 @@ from medfl.bundle.bundle import Bundle
 from medfl.core.untrusted import printable
 from medfl.partner.scanning import Seen, sections
 
-Finding = tuple[str, str, str, str]
-"""Topic, level (ok, warning, FAILED), what was found, what to do."""
+
+class Finding(NamedTuple):
+    """What it is about, its level (ok, warning, FAILED), what was found, and what to do."""
+
+    topic: str
+    level: str
+    text: str
+    advice: str = ""
+
 
 _NAMED = 20
 _FEW = 5
@@ -90,16 +97,20 @@ class Findings:
     def lines(self) -> Iterator[Finding]:
         """Yield a line for each thing that was looked at."""
         for problem in self.unreadable[:_NAMED]:
-            yield "files", "FAILED", problem, "restore it from a copy, or remove it"
+            yield Finding("files", "FAILED", problem, "restore it from a copy, or remove it")
         count = len(self.unreadable)
         if count:
-            yield "files", "FAILED", f"{count} of {count + sum(self._read.values())} items cannot be read", "see above"
+            yield Finding(
+                "files", "FAILED", f"{count} of {count + sum(self._read.values())} items cannot be read", "see above"
+            )
         else:
-            yield "files", "ok", f"all {sum(self._read.values())} items can be read", ""
+            yield Finding("files", "ok", f"all {sum(self._read.values())} items can be read")
         if not self._read:
             return
         if self._broken:
-            yield "intensity", "FAILED", f"NaN or infinite values in {named(self._broken)}", "repair or remove them"
+            yield Finding(
+                "intensity", "FAILED", f"NaN or infinite values in {named(self._broken)}", "repair or remove them"
+            )
         yield from self._classes()
         yield from self._structures()
         yield from self._sizes()
@@ -113,10 +124,10 @@ class Findings:
         classes = self._bundle.classes  # raises where a label is none of them
         counts = [self._labels[label] for label in range(len(classes))]
         told = ", ".join(f"{printable(name)} {count}" for name, count in zip(classes, counts, strict=True))
-        yield "labels", "ok", f"all within the {len(classes)} classes: {told}", ""
+        yield Finding("labels", "ok", f"all within the {len(classes)} classes: {told}")
         absent = [name for name, count in zip(classes, counts, strict=True) if not count]
         if absent:
-            yield "labels", "warning", f"no image of {named(absent)}", "nothing, if this is so at your site"
+            yield Finding("labels", "warning", f"no image of {named(absent)}", "nothing, if this is so at your site")
 
     def _structures(self) -> Iterator[Finding]:
         if not self._masked:
@@ -126,14 +137,19 @@ class Findings:
         told = ", ".join(f"{value:g} in {self._masks[value]}" for value in values[:10])
         text = f"values of {self._masked} masks: {told}{', ...' if values[10:] else ''}"
         if not whole:
-            yield "masks", "warning", f"{text}: not whole numbers of at least 0", "see that these are masks"
+            yield Finding("masks", "warning", f"{text}: not whole numbers of at least 0", "see that these are masks")
         elif declared and values[-1] >= len(declared) and len(values) > 1:
-            yield "masks", "FAILED", f"{text}: more than the {len(declared)} declared", "correct masks or bundle"
+            yield Finding(
+                "masks",
+                "FAILED",
+                f"{text}: more than the {len(declared)} declared",
+                "relabel the masks, or declare more in metadata.json",
+            )
         else:
-            yield "masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else ""), ""
+            yield Finding("masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else ""))
         empty = self._masked - self._masks.get(1.0, 0) if values == [0.0, 1.0] else 0
         if values == [0.0] or empty == self._masked:
-            yield "masks", "warning", "no mask has anything but background", "see that these are the masks"
+            yield Finding("masks", "warning", "no mask has anything but background", "see that these are the masks")
 
     def _sizes(self) -> Iterator[Finding]:
         for topic, of, unit in (("size", self._shapes, ""), ("spacing", self._spacing, "mm")):
@@ -144,50 +160,46 @@ class Findings:
             rows = np.array([value for value in of.values() if len(value) == usual], np.float64)
             text = " x ".join(_span(column) for column in rows.T)
             unit = unit or ("pixels" if usual == 2 else "voxels")
-            yield topic, "ok", f"{text} {unit} (median, from least to most)", ""
+            yield Finding(topic, "ok", f"{text} {unit} (median, from least to most)")
             odd = [name for name, value in of.items() if len(value) != usual]
             far = [name for name, value in of.items() if len(value) == usual]
             far = [name for name, is_far in zip(far, _far(rows).any(1), strict=True) if is_far]
             if odd:
-                yield topic, "warning", f"another number of dimensions: {named(odd)}", "see whether they belong here"
+                yield Finding(topic, "warning", f"other dimensions: {named(odd)}", "see whether they belong here")
             if far:
-                yield topic, "warning", f"unlike the others: {named(far)}", "see whether they belong here"
+                yield Finding(topic, "warning", f"unlike the others: {named(far)}", "see whether they belong here")
         if len(self._channels) > 1:
             few = min(self._channels.values(), key=len)
             text = f"{', '.join(map(str, sorted(self._channels)))} channels; the fewer: {named(few)}"
-            yield "channels", "FAILED", text, "convert the odd ones"
+            yield Finding("channels", "FAILED", text, "convert the odd ones")
 
     def _intensities(self) -> Iterator[Finding]:
         if not self._range:
             return
         rows = np.array(list(self._range.values()))
         low, mean, high = (_span(column) for column in rows.T)
-        yield "intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them", ""
+        yield Finding("intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them")
         far = [name for name, is_far in zip(self._range, _far(rows).any(1), strict=True) if is_far]
         if far:
-            yield "intensity", "warning", f"unlike the others: {named(far)}", "look at them"
+            yield Finding("intensity", "warning", f"unlike the others: {named(far)}", "look at them")
         if self._flat:
-            yield "intensity", "warning", f"of one value all over: {named(self._flat)}", "look at them"
+            yield Finding("intensity", "warning", f"of one value all over: {named(self._flat)}", "look at them")
 
     def _duplicates(self) -> Iterator[Finding]:
         twins = [found for found in self._hashes.values() if len(found) > 1]
         across = [found for found in twins if len({section for section, _ in found}) > 1]
         if not twins:
-            yield "duplicates", "ok", "no two images are the same", ""
+            yield Finding("duplicates", "ok", "no two images are the same")
         if across:
             pairs = [" = ".join(f"{section} {name}" for section, name in found[:3]) for found in across]
             text = f"{len(across)} images are in several sections: {named(pairs)}"
-            yield "duplicates", "warning", text, "scores on them are too good: remove one of each"
+            yield Finding("duplicates", "warning", text, "scores on them are too good: remove one of each")
         if len(twins) > len(across):
             pairs = [
                 " = ".join(f"{section} {name}" for section, name in found[:3]) for found in twins if found not in across
             ]
-            yield (
-                "duplicates",
-                "warning",
-                f"{len(pairs)} images come more than once: {named(pairs)}",
-                "remove the copies",
-            )
+            text = f"{len(pairs)} images come more than once: {named(pairs)}"
+            yield Finding("duplicates", "warning", text, "remove the copies")
 
     def _leakage(self) -> Iterator[Finding]:
         """Find patients or lesions with images in several sections."""
@@ -201,9 +213,9 @@ class Findings:
         leaking = sorted(group for group, found in seen.items() if len(found) > 1)
         if leaking:
             text = f"{len(leaking)} patients or lesions have images in several sections"
-            yield "patients", "warning", text, "scores on them are too good: choose another split"
+            yield Finding("patients", "warning", text, "scores on them are too good: choose another split")
         else:
-            yield "patients", "ok", "no patient or lesion has images in several sections", ""
+            yield Finding("patients", "ok", "no patient or lesion has images in several sections")
 
 
 def named(names: Sequence[str], limit: int = _FEW) -> str:

@@ -65,9 +65,7 @@ def address(text: str, flag: str = "--server") -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InputError(
-            f"{flag} {printable(text)}", "HOST:PORT, as fl.example.org:8002", "write the host and its port"
-        )
+        raise InputError(f"{flag} {printable(text)}", "HOST:PORT, as fl.example.org:8002", "write the host and port")
     return host.strip("[]"), int(port)
 
 

@@ -161,9 +161,7 @@ def _document(path: Path) -> Mapping[str, Any]:
         if not isinstance(document, dict) or document.get("form") != FORM:
             raise Refused(f"it is no {FORM!r}")
     except (OSError, Refused) as error:
-        raise InputError(
-            f"{printable(path)}: {error}", "a file of medfl site stats --out", "ask the site anew"
-        ) from error
+        raise InputError(f"{printable(path)}: {error}", "a file of medfl site stats", "ask the site for one") from error
     return document
 
 
@@ -190,15 +188,11 @@ def _told(document: Mapping[str, Any], path: Path) -> Told:
 
 
 def _distances(rows: Sequence[NDArray[np.float64]]) -> list[float]:
-    usable = [row for row in rows if row.size and not np.isnan(row).any() and row.sum() > 0]
-    if not usable:
-        return [math.nan] * len(rows)
-    pooled = np.sum(usable, axis=0)
+    usable = [bool(row.size) and not np.isnan(row).any() and row.sum() > 0 for row in rows]
+    pooled = sum(row for row, is_usable in zip(rows, usable, strict=True) if is_usable)
     return [
-        float(jensenshannon(row, pooled, base=2))
-        if row.size and not np.isnan(row).any() and row.sum() > 0
-        else math.nan
-        for row in rows
+        float(jensenshannon(row, pooled, base=2)) if is_usable else math.nan
+        for row, is_usable in zip(rows, usable, strict=True)
     ]
 
 

@@ -31,12 +31,12 @@ from medfl.data.disk_cache import budget, free_memory
 from medfl.data.prepare import prepare
 from medfl.data.source import Source
 from medfl.datasets.base import read_table
-from medfl.partner.case_findings import Findings
+from medfl.partner.case_findings import Finding, Findings
 from medfl.partner.connection import Kit, reach
 from medfl.partner.scanning import scan, sections
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
-from medfl.runs.plan import versions
+from medfl.runs.plan import device_named, versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import step_bytes
 from medfl.training.loop import fit
@@ -48,23 +48,13 @@ _STATES = 8
 _PACKAGES = {"monai_version": "monai", "pytorch_version": "torch", "numpy_version": "numpy"}
 
 
-@dataclass(frozen=True)
-class Line:
-    """One finding: what it is about, ok, warning or FAILED, what was found, and what to do."""
-
-    topic: str
-    level: str
-    text: str
-    advice: str = ""
-
-
 @dataclass
 class Preflight:
     """What was found; `ok` is False if something failed."""
 
     bundle: str
     data: str
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Finding] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -73,7 +63,7 @@ class Preflight:
 
     def add(self, topic: str, level: str, text: str, advice: str = "") -> None:
         """Add a line."""
-        self.lines.append(Line(topic, level, " ".join(text.split()), advice))
+        self.lines.append(Finding(topic, level, " ".join(text.split()), advice))
 
     @contextmanager
     def about(self, topic: str) -> Iterator[None]:
@@ -101,7 +91,8 @@ class Preflight:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return {"bundle": self.bundle, "data": self.data, "ok": self.ok, "lines": [vars(line) for line in self.lines]}
+        lines = [line._asdict() for line in self.lines]
+        return {"bundle": self.bundle, "data": self.data, "ok": self.ok, "lines": lines}
 
     def text(self, width: int) -> list[str]:
         """Return it as lines of text."""
@@ -162,10 +153,12 @@ def check(asked: Asked, *, progress: bool = False) -> Preflight:
                 for section in sections(bundle):
                     for seen in scan(bundle, section, progress=progress):
                         findings.add(seen)
-                for topic, level, text, advice in findings.lines():
-                    found.add(topic, level, text, advice)
+                for finding in findings.lines():
+                    found.add(*finding)
                 if not findings.unreadable:
-                    _machine(found, asked, bundle, findings)
+                    with found.about("memory"):
+                        _memory(found, _sample(asked, bundle))
+                        _disk(found, asked, findings, sum(t.nbytes for t in snapshot(bundle.network()).values()))
     if asked.server is not None or asked.kit is not None:
         with found.about("server"):
             found.add("server", OK, reach(asked.server, None if asked.kit is None else Kit.open(asked.kit)))
@@ -219,9 +212,8 @@ def _required(found: Preflight, bundle: Bundle) -> None:
             )
             continue
         if _older(here, least):
-            found.add(
-                "versions", WARNING, f"{package} {here} is older than the bundle's {printable(least)}", "update it"
-            )  # fmt: skip
+            text = f"{package} {here} is older than the bundle's {printable(least)}"
+            found.add("versions", WARNING, text, "update it")
 
 
 def _older(here: str, least: str) -> bool:
@@ -232,7 +224,7 @@ def _older(here: str, least: str) -> bool:
 def _opened(found: Preflight, asked: Asked) -> Bundle | None:
     """Open the bundle on its data, and say what layout they have."""
     with found.about("data"):
-        opened = with_data(asked.bundle, asked.data, asked.config, _device(asked.device))
+        opened = with_data(asked.bundle, asked.data, asked.config, device_named(asked.device))
         bundle = opened.bundle
         found.data = opened.folder or found.data
         if bundle.is_shipped:
@@ -254,19 +246,7 @@ def _opened(found: Preflight, asked: Asked) -> Bundle | None:
     return None
 
 
-def _device(name: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
 # Memory and disk
-
-
-def _machine(found: Preflight, asked: Asked, bundle: Bundle, findings: Findings) -> None:
-    with found.about("memory"):
-        federation = _sample(asked, bundle)
-        _memory(found, federation)
-        network = sum(t.nbytes for t in snapshot(bundle.network()).values())
-        _disk(found, asked, findings, network)
 
 
 def _sample(asked: Asked, bundle: Bundle) -> Federation:
@@ -285,7 +265,8 @@ def _sample(asked: Asked, bundle: Bundle) -> Federation:
         bundle=bundle.name, bundle_path=str(bundle.root), bundle_sha256="", method="fedavg", options={},
         config=dict(asked.config), data=DataRecord("real", "", "", "", {}),
         partition=PartitionRecord("iid", 0, (), {"here": held}), cohort=1.0, rounds=1, local_epochs=1, batch_size=size,
-        lr=None, lr_decay=1.0, seed=0, device=_device(asked.device), amp=False, threads=1, eval_every=1, versions={},
+        lr=None, lr_decay=1.0, seed=0, device=device_named(asked.device), amp=False, threads=1, eval_every=1,
+        versions={},
     )  # fmt: skip
     return Federation(bundle, methods.load("fedavg"), run, prepared=dict.fromkeys(SECTIONS, prepared))
 

@@ -141,11 +141,6 @@ def _without_ending(name: str) -> str:
     return name
 
 
-def monai_names() -> tuple[str, ...]:
-    """Return every name that a `_target_` may have inside MONAI, those of transforms without their ending."""
-    return tuple(sorted(_TRANSFORMS | _MONAI))
-
-
 # Arguments with a meaning of their own, whoever takes them
 
 READERS = _names(

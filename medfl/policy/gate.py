@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,7 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
 from medfl.policy.outbound import Outbound
 from medfl.policy.privacy import Account, Overspent
-
-Entropy = Callable[[int], bytes]
-"""Number of bytes -> so many random ones."""
+from medfl.policy.suppression import Entropy, uniform
 
 _CHUNK = 1 << 20
 _SAMPLES = "samples"
@@ -174,9 +172,8 @@ class Gate:
             if scale < 1 or noise is not None:
                 limited = base[name].double() + scale * change
                 if noise is not None:
-                    limited += noise * torch.from_numpy(normal(change.numel(), self._entropy)).reshape(change.shape).to(
-                        change
-                    )
+                    drawn = torch.from_numpy(normal(change.numel(), self._entropy)).reshape(change.shape)
+                    limited += noise * drawn.to(change)
                     limited = limited.clamp(min=0) if name.endswith(_VARIANCE) else limited
                 made[name] = limited.to(weights[name].dtype)
         if noise is not None:
@@ -200,8 +197,7 @@ def normal(count: int, entropy: Entropy = os.urandom) -> NDArray[np.float64]:
     made = np.empty(count)
     for start in range(0, count, _CHUNK):
         part = made[start : start + _CHUNK]
-        bits = np.frombuffer(entropy(8 * len(part)), np.uint64) >> np.uint64(12)
-        part[:] = ndtri((bits.astype(np.float64) + 0.5) * 2.0**-52)
+        part[:] = ndtri(uniform(len(part), entropy))
     return made
 
 

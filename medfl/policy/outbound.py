@@ -18,14 +18,13 @@ steps and of training images, and whether the site kept a State, come with every
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import printable
 
 
@@ -65,25 +64,15 @@ class Outbound:
         if not isinstance(given, dict):
             raise InputError(f"{where}: outbound is a {type(given).__name__}", "keys and values", "see docs/deploy.md")
         names = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in names:
-                near = difflib.get_close_matches(str(name), names, 1)
-                raise InputError(
-                    f"{where}: outbound has the key {printable(name)!r}",
-                    f"known are {', '.join(names)}",
-                    f"did you mean {near[0]}?" if near else "take it out",
-                )
-        made = cls(**{name: _value(name, value, where) for name, value in given.items()})
-        made._check(where)
-        return made
-
-    def _check(self, where: str) -> None:
-        if self.epsilon is not None and not self.formal:
+        check_known(given, names, f"{where}: outbound: key")
+        rules = cls(**{name: _value(name, value, where) for name, value in given.items()})
+        if rules.epsilon is not None and not rules.formal:
             raise InputError(
-                f"{where}: outbound has epsilon without {'clip' if self.clip is None else 'noise'}",
+                f"{where}: outbound has epsilon without {'clip' if rules.clip is None else 'noise'}",
                 "a budget is kept by clipping and noise",
                 "add clip and noise, or take epsilon out",
             )
+        return rules
 
     @property
     def formal(self) -> bool:
@@ -129,6 +118,14 @@ class Outbound:
         return said
 
 
+def check_known(names: Iterable[Any], known: Collection[str], what: str) -> None:
+    """Raise an InputError if a name in a policy is not known; `what` says where it stands and what it is."""
+    for name in names:
+        if name not in known:
+            advice = did_you_mean(str(name), known, "take it out")
+            raise InputError(f"{what} {printable(name)!r}", f"known are {', '.join(known)}", advice)
+
+
 _ALLOWED: Mapping[str, str] = {
     "keys": "a list of patterns as weights/* or scalars/samples",
     "max_bytes": "a whole number of at least 1",
@@ -150,9 +147,7 @@ def _value(name: str, value: Any, where: str) -> Any:
         value = _number(value)
         good = 0 < value < (1 if name == "delta" else math.inf)
     if not good:
-        raise InputError(
-            f"{where}: outbound: {name} is {printable(value)}", _ALLOWED[name], f"change {name} in this file"
-        )
+        raise InputError(f"{where}: outbound: {name} is {printable(value)}", _ALLOWED[name], "change it in this file")
     return value
 
 

@@ -12,7 +12,6 @@ Every key may be left out. The site keeps the file, outside of the bundle; nothi
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -22,8 +21,8 @@ from typing import Any
 import yaml
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, decode_text, printable, read_plain
-from medfl.policy.outbound import Outbound
+from medfl.core.untrusted import Refused, decode_text, read_plain
+from medfl.policy.outbound import Outbound, check_known
 
 WORDS = {
     "scripts": "the bundle's own Python is imported and runs with your rights",
@@ -93,14 +92,14 @@ class Policy:
         given = {} if given is None else given
         if not isinstance(given, dict):
             raise InputError(f"policy {path} is a {type(given).__name__}", "keys and values", "see docs/deploy.md")
-        _known(given, ("bundle", "allow", "limits", "files", "outbound"), f"policy {path}: key")
+        check_known(given, ("bundle", "allow", "limits", "files", "outbound"), f"policy {path}: key")
         allow, limits, files = given.get("allow") or [], given.get("limits") or {}, given.get("files")
         if not isinstance(allow, list) or not all(isinstance(word, str) for word in allow):
             raise InputError(f"policy {path}: allow", "a list of words", f"choose from {', '.join(WORDS)}")
-        _known(allow, WORDS, f"policy {path}: the word")
+        check_known(allow, WORDS, f"policy {path}: the word")
         if not isinstance(limits, dict):
             raise InputError(f"policy {path}: limits", "names with whole numbers", "write them as NAME: NUMBER")
-        _known(limits, [f.name for f in fields(Limits)], f"policy {path}: the limit")
+        check_known(limits, [f.name for f in fields(Limits)], f"policy {path}: the limit")
         for name, value in limits.items():
             if type(value) is not int or value < 1:
                 raise InputError(f"policy {path}: limit {name}", "whole numbers of at least 1", f"write {name}: 1000")
@@ -129,14 +128,3 @@ class Policy:
         comments = "".join(f"# {word}: {WORDS[word]}\n" for word in sorted(self.allow))
         head = "# What this site has inspected and allows; see docs/deploy.md.\n"
         return head + comments + yaml.safe_dump(parts, sort_keys=False, width=1000, allow_unicode=False)
-
-
-def _known(given: Any, known: Any, what: str) -> None:
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), list(known), 1)
-            raise InputError(
-                f"{what} {printable(name)!r}",
-                f"known are {', '.join(known)}",
-                f"did you mean {near[0]}?" if near else "take it out",
-            )

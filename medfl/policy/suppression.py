@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 Entropy = Callable[[int], bytes]
 """Number of bytes -> so many random ones."""
@@ -85,7 +86,11 @@ def geometric(count: int, epsilon: float, entropy: Entropy = os.urandom) -> list
 
     Each is the difference of two geometric numbers floor(ln u / -epsilon), u of 52 random bits.
     """
-    bits = np.frombuffer(entropy(16 * count), np.uint64).reshape(2, count) >> np.uint64(12)
-    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-52
-    first, second = np.floor(np.log(uniform) / -epsilon)
+    first, second = np.floor(np.log(uniform(2 * count, entropy).reshape(2, count)) / -epsilon)
     return [int(n) for n in first - second]
+
+
+def uniform(count: int, entropy: Entropy) -> NDArray[np.float64]:
+    """Return so many numbers between 0 and 1, of 52 random bits each."""
+    bits = np.frombuffer(entropy(8 * count), np.uint64) >> np.uint64(12)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-52
