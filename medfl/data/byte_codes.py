@@ -43,7 +43,7 @@ class Coded:
 
     @property
     def shape(self) -> torch.Size:
-        """What `decode` will have."""
+        """The shape of the decoded tensors."""
         return self.codes.shape
 
     @property
@@ -61,7 +61,7 @@ class Coded:
         return Coded(move(self.codes), self.values)
 
     def to(self, device: torch.device) -> Coded:
-        """Return it on a device."""
+        """Return the batch on a device."""
         return Coded(self.codes.to(device), self.values.to(device))
 
     def decode(self) -> Tensor:

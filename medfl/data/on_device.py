@@ -16,16 +16,16 @@ _GB = 1e9
 
 
 def free_memory(device: torch.device) -> int:
-    """Return how many bytes a CUDA device can still give this process, those included that torch keeps for it."""
+    """Return how many bytes a CUDA device can still give this process, with those that torch caches for it."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def within(allowance: int, memory: int) -> Free:
-    """Return what tells the free memory of a process that may not take all of a device that it shares.
+    """Return a function that tells the free memory of a process with an allowance on a device that it shares.
 
-    Its allowance is what a run of the same kind took that had the device to itself, with what that one held there. So
-    all of what is left of the allowance may be held, twice which is told to `hold`, and not what that one could not.
+    The allowance is what a run of the same kind took alone on the device, its data included. So all that is left of it
+    may hold data: the function returns twice as much, as `hold` fills half, but no more than that run had.
 
     Args:
         allowance: bytes that the tensors of this process may take.

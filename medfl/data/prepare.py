@@ -86,7 +86,7 @@ def _prepared(
     if samples.random:
         samples.check_channels()
         reseed = samples.reseed
-        if samples.cached is not None:  # else what draws cannot be told from what does not
+        if samples.cached is not None:  # else the data set may draw while it is read
             without_draws = samples.without_draws
     in_threads = samples.has_own_state if samples.random else isinstance(cached, OnDisk)
     unpack_batch = _unpacking(prepare_batch)

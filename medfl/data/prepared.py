@@ -93,7 +93,7 @@ class Prepared(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its tensors take, 0 where they are no two stacked tensors."""
+        """Bytes of the stacked tensors, 0 where there are none."""
         return 0
 
     @property
@@ -224,7 +224,7 @@ def _draws(index: int, width: int) -> Tensor:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return MONAI's MetaTensor as the tensor that it is."""
+    """Return MONAI's MetaTensor as a plain tensor."""
     return value.as_subclass(Tensor) if isinstance(value, Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""Public data: images that all sites and the server may share, and what frozen teachers answered about them.
+"""Public data: images that all sites and the server may share, and the answers of frozen teachers about them.
 
 The items are those of another bundle, read without augmentation; a position 0 .. P-1 names one in all that follows.
 """
@@ -24,10 +24,9 @@ class Public:
         name: the bundle that they come from.
         shard: the items, P of them.
         task: what their labels are: kind and classes.
-        answers: of each teacher, what it said of every item, memory-mapped: distributions over the classes (P, C)
-            float32, or foreground logits (P, H, W) float16.
-        depth: where the sites' networks take volumes and these are images: how often an image is repeated along a
-            third axis; 0 leaves it as it is.
+        answers: each teacher's answers about all items, memory-mapped: distributions over the classes (P, C) float32,
+            or foreground logits (P, H, W) float16.
+        depth: how often an image is repeated along a third axis for networks of volumes; 0 leaves it as it is.
         channels: of the sites' images; 0, or the public images' own number, leaves these as they are.
     """
 

@@ -43,9 +43,9 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def skim(text: bytes) -> Any:
-    """Read JSON but for its innermost lists, of which only the place is told, as slices.
+    """Read JSON, but return its innermost lists as slices of the text.
 
-    A file of LEAF has millions of numbers; their text is searched for its end, not read.
+    A file of LEAF has millions of numbers, which are skipped without reading them.
 
     Raises:
         ValueError: the text is cut off, or is not JSON.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.phantom import Generator, save, write_csv
-from medfl.datasets.phantoms.scenes_masks import lungs, photograph, shots
+from medfl.datasets.phantoms.scenes_masks import centre_cases, lungs, photograph
 from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair
 from medfl.datasets.readers.reading import JOINED, archive
 from medfl.datasets.readers.splitting import Record, by_group
@@ -84,13 +84,13 @@ def _read_plain(folder: Path) -> Table:
 def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
     """Write a phantom in the layout of the four sources: labels.csv + images/ + masks/, pictures of several heights."""
     rows: list[tuple[str | int, ...]] = []
-    for shot in shots(rng, tuple(SITES.values()), cases):
-        scene = lungs(shot.drawing(), size)
-        picture, mask = photograph(*scene, shot, float(rng.uniform(0.8, 1)))
+    for case in centre_cases(rng, tuple(SITES.values()), cases):
+        scene = lungs(case.drawing(), size)
+        picture, mask = photograph(*scene, case, float(rng.uniform(0.8, 1)))
         name = f"cxr_{len(rows):03d}.png"
         save(folder / "images" / name, picture)
         save(folder / "masks" / name, mask)
-        rows.append((name, tuple(SITES)[shot.centre], shot.group, picture.shape[1], picture.shape[0]))
+        rows.append((name, tuple(SITES)[case.centre], case.group, picture.shape[1], picture.shape[0]))
     write_csv(folder / "labels.csv", [("file", "site", "patient", "width", "height"), *rows])
     return len(rows)
 

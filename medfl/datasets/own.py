@@ -3,8 +3,7 @@
 An optional table `cases.csv` at its top says more of the images: a column `file` (path in the folder, or file name
 where one image has it, with or without its ending), and any of `patient` (whose images stay in one section), `centre`
 (where it was taken) and `section` (train, validate, test). Without sections 70, 10 and 20 % of the images of each class
-are train, validation and test images; which, a hash of the patient or file name says, so that a site draws the same at
-any time.
+are train, validation and test images, drawn by a hash of the patient or file name, so always the same at a site.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def paired(folder: str | Path, images: str, masks: str, section: str) -> list[It
     """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
 
     They are pictures or NIfTI volumes, also in subfolders; a mask's name may end in _mask, _segmentation, _seg or
-    _label. Which is of which image: `medfl.datasets.readers.matching.match`.
+    _label. `medfl.datasets.readers.matching.match` finds the image of a mask.
 
     Raises:
         InputError: a folder is missing, there are no pairs, a mask is not that of one image, or a wrong table.
@@ -64,7 +63,7 @@ def paired(folder: str | Path, images: str, masks: str, section: str) -> list[It
 
 
 def notes(folder: str | Path, images: str, masks: str, items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return what a user must know of a folder whose pairs are the items of all sections: how many have no mask.
+    """Return notes on a folder whose pairs are the items of all sections: how many images have no mask.
 
     Items that are no such pairs, those of another kind of data list, have no notes.
     """

@@ -10,7 +10,7 @@ from medfl.datasets import ham10000
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.ham10000 import CENTRES, METADATA, centre_roots, part_roots
 from medfl.datasets.phantoms.phantom import Generator, save, write_csv
-from medfl.datasets.phantoms.scenes_masks import photograph, shots, some_lesion
+from medfl.datasets.phantoms.scenes_masks import centre_cases, photograph, some_lesion
 from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_test, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, image_index, read_csv
@@ -83,13 +83,13 @@ def _read_plain(folder: Path) -> Table:
 def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
     """Write a phantom in the layout images_<centre>/ + masks_<centre>/ + labels.csv, pictures of 4 to 3."""
     rows: list[tuple[str, str, str]] = []
-    for shot in shots(rng, [sum(row) for row in ham10000.MIX], cases):
-        scene = some_lesion(shot.drawing(), size)
-        picture, mask = photograph(*scene, shot, 0.75)
-        key, centre = f"ISIC_9{len(rows):06d}", CENTRES[shot.centre]
+    for case in centre_cases(rng, [sum(row) for row in ham10000.MIX], cases):
+        scene = some_lesion(case.drawing(), size)
+        picture, mask = photograph(*scene, case, 0.75)
+        key, centre = f"ISIC_9{len(rows):06d}", CENTRES[case.centre]
         save(folder / f"images_{centre}" / f"{key}.jpg", picture)
         save(folder / f"masks_{centre}" / f"{key}.png", mask)
-        rows.append((f"HAM_9{shot.group:06d}", key, centre))
+        rows.append((f"HAM_9{case.group:06d}", key, centre))
     write_csv(folder / "labels.csv", [("lesion_id", "image_id", "centre"), *rows])
     return len(rows)
 

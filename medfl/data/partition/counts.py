@@ -75,7 +75,7 @@ def by_counts(rule: Rule, data: _Data) -> tuple[_Homes, list[str]]:
     are scaled alike.
     """
     sites = [f"site-{i + 1}" for i in range(len(rule.values))]
-    homes, notes = _placed(data, sites, rule.values, lambda section, label: rule.stream(0, section, label))
+    homes, notes = _divide(data, sites, rule.values, lambda section, label: rule.stream(0, section, label))
     left_out = [f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]]
     return homes, notes + ([f"images that belong to no site: {listed(left_out)}"] if left_out else [])
 
@@ -100,7 +100,7 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
             )
         stream = _fixed(limit)
         images = {name: [data[name][i] for i in places] for name, places in positions.items()}
-        kept, more_notes = _placed(images, [limit.centre], [limit.count], stream)
+        kept, more_notes = _divide(images, [limit.centre], [limit.count], stream)
         notes += more_notes
         for name, places in positions.items():
             for i, home in zip(places, kept[name], strict=True):
@@ -114,12 +114,12 @@ def _fixed(limit: Limit) -> _Stream:
     return lambda section, label: np.random.default_rng(derive(0, "partition", str(limit), section, label))
 
 
-def _placed(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream) -> tuple[_Homes, list[str]]:
+def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream) -> tuple[_Homes, list[str]]:
     """Divide every section by the counts; a group that is placed in one section keeps its site in the next."""
     available = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
     fitted, notes = {}, []
     for kind, number in available.items():
-        fitted[kind], more_notes = _fitted([getattr(count, kind) for count in counts], number, sites, kind)
+        fitted[kind], more_notes = _feasible([getattr(count, kind) for count in counts], number, sites, kind)
         notes += more_notes
     validated = round(sum(fitted["train"]) * len(data["validate"]) / available["train"])
     validate = [
@@ -138,10 +138,10 @@ def _placed(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: 
         for group in groups:
             for i in group.members if placed[group.key] < len(sites) else ():
                 homes[name][i] = sites[placed[group.key]]
-    return homes, notes + _missed(homes, sites, fitted)
+    return homes, notes + _count_notes(homes, sites, fitted)
 
 
-def _fitted(asked: Sequence[int], available: int, sites: Sequence[str], kind: str) -> tuple[list[int], list[str]]:
+def _feasible(asked: Sequence[int], available: int, sites: Sequence[str], kind: str) -> tuple[list[int], list[str]]:
     """Return counts that the images suffice for, and what was done to make them so."""
     short = sum(asked) - available
     if short <= 0:
@@ -154,7 +154,7 @@ def _fitted(asked: Sequence[int], available: int, sites: Sequence[str], kind: st
     return counts, [f"{sum(asked)} {_KINDS[kind]} images were asked for and there are {available}: {change}"]
 
 
-def _missed(homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]) -> list[str]:
+def _count_notes(homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]) -> list[str]:
     """Note the sites whose counts were not reached, as groups are not divided."""
     sizes = {name: Counter(section) for name, section in homes.items()}
     lines = []

@@ -76,7 +76,7 @@ def draw(rule: Rule, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list
     """
     groups = {name: gathered(section, by_label=rule.kind != "iid") for name, section in data.items()}
     for attempt in range(MAX_DRAWS):
-        homes, notes = _once(rule, attempt, data, groups)
+        homes, notes = _draw_once(rule, attempt, data, groups)
         empty = sorted(set(range(rule.sites)) - set(homes["train"]))
         if not empty:
             if attempt:
@@ -117,7 +117,7 @@ def _pixels(items: Sequence[Item], group: Group) -> int:
     return int(items[group.members[0]]["size"])
 
 
-def _once(
+def _draw_once(
     rule: Rule, attempt: int, data: Mapping[str, Sequence[Item]], groups: Mapping[str, Sequence[Group]]
 ) -> tuple[_Homes, list[str]]:
     """Draw the shares and divide every section by them; a group placed in one section keeps its site in the next."""
@@ -149,7 +149,7 @@ def _once(
                 notes.append(f"{tied} {name} images follow their patient or lesion to the site of its other images")
         elif left := homes[name].count(None):
             notes.append(f"{left} of {len(homes[name])} {name} images belong to no site")
-    return homes, notes + _lacking(rule, shares, data["train"], homes["train"])
+    return homes, notes + _class_notes(rule, shares, data["train"], homes["train"])
 
 
 def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]]:
@@ -276,7 +276,9 @@ def _take_shots(
             )
 
 
-def _lacking(rule: Rule, shares: Mapping[int, Share], train: Sequence[Item], homes: Sequence[int | None]) -> list[str]:
+def _class_notes(
+    rule: Rule, shares: Mapping[int, Share], train: Sequence[Item], homes: Sequence[int | None]
+) -> list[str]:
     """Note classes that nobody drew, and sites that own a class but got none of its images because it is too small."""
     if rule.kind not in ("classes", "shots"):
         return []

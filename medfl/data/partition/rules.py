@@ -183,14 +183,14 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
             if ways >= 1 and shots >= 1 and spread >= 0:
                 return kind, (ways, shots, spread)
     except ValueError:
-        pass  # a field is no number, or a centre is there twice: told below, like a number out of range
+        pass  # a field is no number, or a centre is there twice: an error as for a number out of range
     advice = "give BETA as a number above 0, C, N, K and TRAIN as whole numbers from 1, STD and TEST from 0"
     raise InputError(
         f"partition {spec!r}", f"allowed: {FORMS}", advice if kind in _KINDS else did_you_mean(kind, _KINDS, advice)
     )
 
 
-def natural(name: str) -> tuple[Any, ...]:
+def natural_key(name: str) -> tuple[Any, ...]:
     """Return a sort key that puts site-2 before site-10."""
     return tuple((1, int(part), part) if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name) if part)
 
@@ -199,7 +199,7 @@ def _place(spec: str) -> Callable[[str], tuple[Any, ...]]:
     """Return the key that sites are sorted by: names in natural order, centres that were cut after the others."""
     kind, values = parse(spec)
     limited = {limit.centre for limit in values} if kind == "centre" else set()
-    return lambda name: (name in limited, natural(name))
+    return lambda name: (name in limited, natural_key(name))
 
 
 # Checks
@@ -279,7 +279,7 @@ def _check_sizes(data: Mapping[str, Sequence[Item]]) -> None:
 
 
 def _check_trained(spec: str, order: Sequence[str], train: Sequence[str | None]) -> None:
-    idle = sorted(set(order) - set(train), key=natural)
+    idle = sorted(set(order) - set(train), key=natural_key)
     if idle or not order:
         raise InputError(
             f"partition {spec!r} leaves {listed(idle) or 'everybody'} without training images",
@@ -312,7 +312,7 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
         name: [home if (home := str(item["centre"])) in training else None for item in section]
         for name, section in data.items()
     }
-    idle = sorted({str(item["centre"]) for item in items} - training, key=natural)
+    idle = sorted({str(item["centre"]) for item in items} - training, key=natural_key)
     left_out = [f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]]
     return homes, [f"no sites, as they have no training images: {listed(idle)} ({listed(left_out)})"] if idle else []
 

@@ -85,7 +85,13 @@ def write_phantom(
 
 @dataclass(frozen=True)
 class Case:
-    """One phantom image; `group` is its patient or lesion, `shape` seeds what the images of a group share."""
+    """One phantom image.
+
+    Attributes:
+        group: its patient or lesion.
+        shape: seeds what the images of a group share.
+        shot: its number among them.
+    """
 
     label: int
     centre: int
@@ -93,13 +99,20 @@ class Case:
     shape: int
     shot: int
 
+    def drawing(self) -> Generator:
+        """Return the generator of what the images of a group share."""
+        return np.random.default_rng(self.shape)
+
+    def light(self) -> Generator:
+        """Return the generator of what differs between the images of a group."""
+        return np.random.default_rng(derive(self.shape, "shot", self.shot))
+
 
 def mixed_cases(rng: Generator, mix: Sequence[Sequence[int]], total: int, repeat: float = 0.25) -> list[Case]:
     """Return about `total` cases, one group after the other; `mix` holds the real counts (centre, class).
 
-    Counts follow the square root of the real ones, so that rare classes stay rare but can be learned;
-    a real zero stays zero.
-    A share `repeat` of the groups has two images.
+    Counts follow the square root of the real ones, so that rare classes stay rare but can be learned; a real zero stays
+    zero. A share `repeat` of the groups has two images.
     """
     weight = np.sqrt(np.asarray(mix, dtype=np.float64))
     counts = np.ceil(weight / weight.sum() * total - 0.5).astype(int) + (
@@ -119,8 +132,7 @@ def mixed_cases(rng: Generator, mix: Sequence[Sequence[int]], total: int, repeat
 
 def render(scene: Scene, case: Case, size: int) -> NDArray[np.uint8]:
     """Draw a case: shots of one group show the same shape, turned, under another light, with the look of the centre."""
-    picture = scene(np.random.default_rng(case.shape), case.label, size)
-    light = np.random.default_rng(derive(case.shape, "shot", case.shot))
+    picture, light = scene(case.drawing(), case.label, size), case.light()
     picture = np.rot90(picture, case.shot) + (light.normal(0, 0.03) if case.shot else 0)
     return to_bytes(centre_look(picture, case.centre), light)
 

@@ -7,13 +7,12 @@ A scene takes a generator and a side in pixels; it returns a picture (size, size
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.core.seeding import derive
 from medfl.datasets.phantoms.drawing import Array, blob, centre_look, grid, inside, noise, paint, to_bytes
+from medfl.datasets.phantoms.phantom import Case
 from medfl.datasets.phantoms.scenes_colour import LESIONS, lesion
 
 Bytes = NDArray[np.uint8]
@@ -21,25 +20,7 @@ LEAST = 5  # cases a centre: fewer would leave a section without any
 _TWICE = 5  # every fifth case of a large centre shows the patient or lesion of the one before
 
 
-@dataclass(frozen=True)
-class Shot:
-    """One phantom case: its centre, its patient or lesion, the seed of what its pictures share, which picture it is."""
-
-    centre: int
-    group: int
-    shape: int
-    number: int
-
-    def drawing(self) -> np.random.Generator:
-        """Return the generator of what the pictures of a patient or lesion share."""
-        return np.random.default_rng(self.shape)
-
-    def light(self) -> np.random.Generator:
-        """Return the generator of what differs between the pictures of a patient or lesion."""
-        return np.random.default_rng(derive(self.shape, "shot", self.number))
-
-
-def shots(rng: np.random.Generator, real: Sequence[int], total: int) -> Iterator[Shot]:
+def centre_cases(rng: np.random.Generator, real: Sequence[int], total: int) -> Iterator[Case]:
     """Yield about `total` cases, centre by centre.
 
     Numbers follow the square root of the real ones of each centre, from `LEAST` up.
@@ -52,14 +33,14 @@ def shots(rng: np.random.Generator, real: Sequence[int], total: int) -> Iterator
             again = count >= 2 * LEAST and index % _TWICE == _TWICE - 1
             if not again:
                 group, shape = group + 1, int(rng.integers(2**62))
-            yield Shot(centre, group, shape, int(again))
+            yield Case(0, centre, group, shape, int(again))
 
 
-def photograph(picture: Array, mask: Array, shot: Shot, height: float) -> tuple[Bytes, Bytes]:
+def photograph(picture: Array, mask: Array, case: Case, height: float) -> tuple[Bytes, Bytes]:
     """Return the 8-bit picture with the look of its centre, and its mask (0, 255), both cut to `height` of the side."""
-    light = shot.light()
+    light = case.light()
     rows = slice(skip := round(len(mask) * (1 - height) / 2), len(mask) - skip)
-    shown = centre_look(picture[rows] + (light.normal(0, 0.03) if shot.number else 0), shot.centre)
+    shown = centre_look(picture[rows] + (light.normal(0, 0.03) if case.shot else 0), case.centre)
     return to_bytes(shown, light), (mask[rows] > 0.5).astype(np.uint8) * 255
 
 

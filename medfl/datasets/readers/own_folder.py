@@ -61,7 +61,7 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
         place: the folder; its hidden files and its cases.csv do not count.
         used: files, and folders of a DICOM series.
         endings: of images, in lower case.
-        what: is said of images that are not used, as in "3 images {what}: left out".
+        what: describes images that are not used, as in "3 images {what}: left out".
     """
     known, images, others = set(used), list[str](), list[str]()
     for base, folders, files in os.walk(place):

@@ -353,7 +353,7 @@ def as_tensor(pixels: Pixels) -> torch.Tensor:
 class ReadPixelsd(MapTransform):
     """Replace image URIs by their pixels: plain torch tensors (C, H, W), uint8 or float as stored, int32 of 16 bits.
 
-    An item without an `id` gets its first image's URI, so that what is said of new images names them.
+    An item without an `id` gets its first image's URI, so that messages about new images name them.
 
     Args:
         keys: items to read.

@@ -40,8 +40,8 @@ Rule = Callable[[Sequence[Record]], list[str]]
 def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> Rule:
     """Return the rule that cuts the groups of each class and centre by `shares` of their images.
 
-    The order is that of a hash of the group, so the result depends on the records alone. Where a class has few groups
-    at a centre, a section may get none of them; `at_centres=False` cuts each class as a whole.
+    Groups are ordered by a hash, so the result depends on the records alone. Where a class has few groups at a centre,
+    a section may get none of them; `at_centres=False` cuts each class as a whole.
     """
 
     def rule(records: Sequence[Record]) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
 from medfl.data.partition.draw import MAX_DRAWS, Group, Share, divide
-from medfl.data.partition.rules import FORMS, Partition, assign, natural, parse
+from medfl.data.partition.rules import FORMS, Partition, assign, natural_key, parse
 
 CLASSES = ("mel", "nv", "bcc", "df")
 DRAWN = ("iid", "dirichlet:0.5", "classes:2")
@@ -119,7 +119,7 @@ def test_missing_sections_are_empty():
 def test_site_names_are_in_natural_order():
     names = list(assign("iid", cohort(), sites=12, classes=CLASSES, seed=0).sites)
     assert names == [f"site-{i}" for i in range(1, 13)]
-    assert sorted(["b10", "b9", "a", "10", "b"], key=natural) == ["a", "b", "b9", "b10", "10"]
+    assert sorted(["b10", "b9", "a", "10", "b"], key=natural_key) == ["a", "b", "b9", "b10", "10"]
 
 
 # iid
