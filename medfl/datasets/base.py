@@ -19,7 +19,7 @@ import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.datasets.readers.reading import container_uri, content_key
-from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Rule, WholeCentres
+from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Record, Rule, WholeCentres
 from medfl.datasets.readers.tables import Layout, Table, several
 
 
@@ -283,12 +283,17 @@ def _sections(
         )
     items: dict[str, list[Item]] = {section: [] for section in (*SECTIONS, LEFT_OUT)}
     for record, section in zip(table.records, choose(name, place, split)[1](table.records), strict=True):
-        label = record.mask or record.label
-        item = Item(image=record.image, label=label, id=record.id, centre=record.centre, group=record.group)
-        if record.size is not None:
-            item["size"] = record.size
-        items[section].append(item)
+        items[section].append(item_of(record))
     return MappingProxyType({section: tuple(items[section]) for section in SECTIONS})
+
+
+def item_of(record: Record) -> Item:
+    """Return a record as an entry of a data list."""
+    label = record.mask or record.label
+    item = Item(image=record.image, label=label, id=record.id, centre=record.centre, group=record.group)
+    if record.size is not None:
+        item["size"] = record.size
+    return item
 
 
 def checksum(name: str, folder: str | Path, split: str | None = None) -> str:

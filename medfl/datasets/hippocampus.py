@@ -34,7 +34,7 @@ def _layout(text: str, names: tuple[str, str]) -> Layout:
     def read(folder: Path) -> Table:
         place = _place(folder, names)
         assert place is not None
-        table = paired(volume_index(place / names[0]), volume_index(place / names[1]), lambda _: "unknown")
+        table = paired(volume_index(place / names[0]), volume_index(place / names[1]))
         table.records = [replace(record, size=count_voxels(record.image)) for record in table.records]
         return table
 

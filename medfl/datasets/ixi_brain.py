@@ -102,7 +102,7 @@ def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 
 def _read_pairs(folder: Path) -> Table:
-    return paired(*_pairs(folder), lambda _: "unknown")
+    return paired(*_pairs(folder))
 
 
 def split_few(records: Sequence[Record]) -> list[str]:

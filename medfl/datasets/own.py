@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.datasets.base import MARKER, Item
+from medfl.datasets.base import MARKER, Item, item_of
 from medfl.datasets.readers import matching, pairs, tables
 from medfl.datasets.readers.reading import split_uri
 from medfl.datasets.readers.splitting import SECTIONS, Record, by_group, published
@@ -46,7 +46,7 @@ def labelled(folder: str | Path, classes: Sequence[str], section: str) -> list[I
         for name in folders
         for path, uri in tables.image_files(root / name)
     ]
-    return [_item(record, record.label) for record in _divided(root, records, section)]
+    return [item_of(record) for record in _divided(root, records, section)]
 
 
 def paired(folder: str | Path, images: str, masks: str, section: str) -> list[Item]:
@@ -59,7 +59,7 @@ def paired(folder: str | Path, images: str, masks: str, section: str) -> list[It
         InputError: a folder is missing, there are no pairs, a mask is not that of one image, or a wrong table.
     """
     root = _root(folder)
-    return [_item(record, record.mask) for record in _divided(root, pairs_of(root / images, root / masks), section)]
+    return [item_of(record) for record in _divided(root, pairs_of(root / images, root / masks), section)]
 
 
 def notes(folder: str | Path, images: str, masks: str, items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def _table(images: Path, masks: Path) -> tables.Table:
             )
     index = volume_paths if is_volumes(images) else pairs.picture_paths
     image_paths, mask_paths = index(images), index(masks)
-    table = pairs.paired(*matching.match(image_paths, mask_paths), lambda _: "unknown")
+    table = pairs.paired(*matching.match(image_paths, mask_paths))
     if table.problems or not table.records:
         problem = tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
         advice = "name each mask as its image, and move other files away"
@@ -141,10 +141,6 @@ def _root(folder: str | Path) -> Path:
             "give it with --data DIR",
         )
     return root
-
-
-def _item(record: Record, label: int | str) -> Item:
-    return Item(image=record.image, label=label, id=record.id, centre=record.centre, group=record.group)
 
 
 def _divided(root: Path, records: Sequence[Record], section: str) -> list[Record]:

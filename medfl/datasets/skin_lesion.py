@@ -64,20 +64,16 @@ def _isic(folder: Path) -> Mapping[str, tuple[Path, Path]]:
 def _read_isic(folder: Path) -> Table:
     table = Table()
     for section, (images, masks) in _isic(folder).items():
-        part = paired(*matched(images, masks), _unknown, {"official": section})
+        part = paired(*matched(images, masks), sections={"official": section})
         table.records += part.records
         table.problems += part.problems
         table.notes += part.notes
     return table
 
 
-def _unknown(name: str) -> str:
-    return "unknown"
-
-
 def _read_plain(folder: Path) -> Table:
     images, masks = pair_folders(folder)
-    return paired(*matched(images, masks), _unknown)
+    return paired(*matched(images, masks))
 
 
 def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:

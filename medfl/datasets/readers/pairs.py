@@ -77,7 +77,7 @@ def pair_folders(folder: Path) -> list[Path]:
 def paired(
     images: Mapping[str, str],
     masks: Mapping[str, str],
-    centre: Callable[[str], str],
+    centre: Callable[[str], str] = lambda _: "unknown",
     sections: Mapping[str, str] | None = None,
 ) -> Table:
     """Return the records of the images that have a mask, each its own group.

@@ -7,19 +7,18 @@ lungs) has their URIs joined by ` | `.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
 import os
 import re
 import struct
-import threading
 import zipfile
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,6 @@ from medfl.core.errors import InputError
 from medfl.datasets.readers import png16, stacks
 
 Pixels = NDArray[Any]
-T = TypeVar("T")
 
 UNREADABLE = (
     OSError,
@@ -66,34 +64,24 @@ _INSIDE = re.compile(
 )
 
 
-class _Handles:
-    """What a process keeps open, by file version.
-
-    A forked child must open archives anew, as shared file offsets would mix reads; loaded arrays it may share.
-    """
-
-    def __init__(self, limit: int, share: bool) -> None:
-        self.limit, self.share, self.pid, self.lock = limit, share, os.getpid(), threading.Lock()
-        self.open: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def get(self, path: str, part: str, open_: Callable[[], T]) -> T:
-        stat = os.stat(path)
-        key = (path, part, stat.st_mtime_ns, stat.st_size)
-        if self.pid != os.getpid():
-            self.pid, self.lock = os.getpid(), threading.Lock()
-            self.open = self.open if self.share else OrderedDict()
-        with self.lock:
-            if key not in self.open:
-                self.open[key] = open_()
-                if len(self.open) > self.limit:
-                    self.open.popitem(last=False)
-            self.open.move_to_end(key)
-            handle: T = self.open[key]
-            return handle
+def _version(path: str | Path) -> tuple[int, int]:
+    stat = os.stat(path)
+    return stat.st_mtime_ns, stat.st_size
 
 
-_ARCHIVES = _Handles(limit=64, share=False)
-_ARRAYS = _Handles(limit=6, share=True)
+@functools.lru_cache(maxsize=64)
+def _archive(path: str, version: tuple[int, int], process: int) -> zipfile.ZipFile:
+    """Open an archive; each forked process opens its own, as shared file offsets would mix reads."""
+    return zipfile.ZipFile(path)
+
+
+@functools.lru_cache(maxsize=6)
+def _array(path: str, name: str, version: tuple[int, int]) -> Pixels:
+    if not path.endswith(".npz"):
+        return stacks.load(path, name)
+    with archive(path).open(f"{name}.npy") as file:
+        loaded: Pixels = np.lib.format.read_array(file, allow_pickle=False)
+        return loaded
 
 
 def archive(path: str | Path) -> zipfile.ZipFile:
@@ -103,7 +91,7 @@ def archive(path: str | Path) -> zipfile.ZipFile:
         InputError: `path` is not a zip archive or is damaged.
     """
     try:
-        return _ARCHIVES.get(str(path), "", lambda: zipfile.ZipFile(path))
+        return _archive(str(path), _version(path), os.getpid())
     except (OSError, zipfile.BadZipFile) as error:
         raise InputError(
             f"{path} cannot be opened ({error})", "a complete .zip or .npz file", "download or copy it again"
@@ -116,21 +104,11 @@ def array(path: str | Path, name: str) -> Pixels:
     Raises:
         InputError: no such array, or it is damaged.
     """
-
-    def load() -> Pixels:
-        if not str(path).endswith(".npz"):
-            return stacks.load(path, name)
-        with archive(path).open(f"{name}.npy") as file:
-            loaded: Pixels = np.lib.format.read_array(file, allow_pickle=False)
-            return loaded
-
     try:
-        return _ARRAYS.get(str(path), name, load)
+        return _array(str(path), name, _version(path))
     except KeyError as error:
         names = ", ".join(Path(member).stem for member in archive(path).namelist())
-        raise InputError(
-            f"{path} has no array {name!r}", f"it has {names}", "download the file again from its source"
-        ) from error
+        raise InputError(f"{path} has no array {name!r}", f"it has {names}", "download the file again") from error
     except UNREADABLE as error:
         raise InputError(
             f"array {name!r} of {path} cannot be read ({error})", READABLE, "download the file again"
