@@ -32,13 +32,14 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from medfl import methods, networks
 from medfl.core.errors import InputError
 from medfl.data.prepared import Shard, Stacked
-from medfl.training.accelerate.capture import allowed
-from medfl.training.accelerate.compiled import compiling
+from medfl.training.accelerate.capture import capture_steps
+from medfl.training.accelerate.compiled import compile_steps
 from medfl.training.accelerate.cuda_graphs import GRAPHS
-from medfl.training.accelerate.interleave import abreast
-from medfl.training.accelerate.pack_sites import Together
+from medfl.training.accelerate.interleave import interleave
+from medfl.training.accelerate.pack_sites import Packer
 from medfl.training.loop import fit, summed
-from medfl.training.site import LocalSettings, Networks, Site
+from medfl.training.network_pool import Networks
+from medfl.training.site import LocalSettings, Site
 
 EPOCH = 32
 """Steps of a local epoch; a short visit is one epoch, a long one has those that are timed besides."""
@@ -124,16 +125,16 @@ class Timer:
     def __post_init__(self) -> None:
         """Prepare for as many sites as are packed."""
         self.count = int(self.way.removeprefix("pack ")) if self.way.startswith("pack ") else 1
-        self.together = Together(self.count) if self.count > 1 else None
+        self.together = Packer(self.count) if self.count > 1 else None
 
     def seconds(self, epochs: int) -> float:
         """Return the seconds that a visit to each site takes."""
         visits = iter([partial(self.visit, name, epochs) for name in names(self.count)])
-        with allowed(self.way != EAGER), compiling() if self.way == COMPILED else nullcontext():
+        with capture_steps(self.way != EAGER), compile_steps() if self.way == COMPILED else nullcontext():
             _wait()
             started = time.perf_counter()
             if self.together is not None:
-                list(abreast(visits, self.count, self.together))
+                list(interleave(visits, self.count, self.together))
             else:
                 for visit in visits:
                     visit()
@@ -223,7 +224,7 @@ def why_not(timer: Timer, visit: Visit) -> str:
         choices = timer.together.choices
         reasons = [f"not {way}: {why}" for one in choices for way, why in one.refused.items() if not one.seconds]
         return "; ".join(reasons) if choices else "its steps are not recorded"
-    with allowed(), compiling() if timer.way == COMPILED else nullcontext():
+    with capture_steps(), compile_steps() if timer.way == COMPILED else nullcontext():
         return visit(names(1)[0], 1)
 
 

@@ -19,10 +19,11 @@ from torch import nn
 
 from medfl import networks
 from medfl.data.prepared import Shard, Stacked
-from medfl.training.accelerate.compiled import compiling
-from medfl.training.accelerate.max_pool import pooling_faster
+from medfl.training.accelerate.compiled import compile_steps
+from medfl.training.accelerate.max_pool import use_fast_max_pool
 from medfl.training.loop import fit
-from medfl.training.site import LocalSettings, Networks, Site
+from medfl.training.network_pool import Networks
+from medfl.training.site import LocalSettings, Site
 
 CLASSES, SHORT = 8, 6
 WAYS = ("plain", "pooling", "compiled")
@@ -42,7 +43,7 @@ class Visits:
             return networks.build(network, 3, CLASSES)
 
         cpu = torch.device("cpu")
-        fast = Networks(lambda: pooling_faster(build()), 0, cpu)
+        fast = Networks(lambda: use_fast_max_pool(build()), 0, cpu)
         self.pools = {"plain": Networks(build, 0, cpu), "pooling": fast, "compiled": fast}
 
     def seconds(self, way: str, steps: int) -> float:
@@ -50,7 +51,7 @@ class Visits:
         pool, shard = self.pools[way], Shard.of(self.data, [*range(self.batch)] * steps)
         settings = LocalSettings(1, self.batch, lambda network: torch.optim.SGD(network.parameters(), 1e-4, 0.9))
         site = Site("a", 0, shard, shard, shard, nn.functional.cross_entropy, settings, pool)
-        with pool.scope(), compiling() if way == "compiled" else nullcontext():
+        with pool.scope(), compile_steps() if way == "compiled" else nullcontext():
             model, started = site.model(pool.initial), time.perf_counter()
             report = fit(model, site)
             took = time.perf_counter() - started

@@ -43,7 +43,7 @@ def prepare(folder: Path, network: str) -> None:
     """Write images, initial weights and the partition that all systems share."""
     from medfl import datasets, networks
     from medfl.bundle.bundle import Bundle
-    from medfl.training.site import Networks
+    from medfl.training.network_pool import Networks
 
     data = datasets.write_phantom("pbc", folder / "data", per_class=120, size=28)
     items = datasets.datalist("pbc", data, "train")[: SITES * IMAGES]

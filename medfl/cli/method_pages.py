@@ -22,7 +22,8 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods.base import Method
-from medfl.training.site import Host, LocalSettings, Networks, Site
+from medfl.training.network_pool import Networks
+from medfl.training.site import Host, LocalSettings, Site
 
 _JUDGED = {"global": "the server's model is the product", "personal": "each site's own model is the product"}
 _SHOWN = 4  # options of a method in a table; its own page has them all

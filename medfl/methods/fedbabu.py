@@ -20,8 +20,7 @@ from medfl.core.task import Task
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
 from medfl.methods.fedper import check_parts, head_option, head_tensors
-from medfl.training.loop import FitReport, fit, for_epochs, only
-from medfl.training.site import Host, Site, merged
+from medfl.training import FitReport, Host, Site, fit, merged, train_only
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class FedBABU(Method):
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train the body; a parameter without gradient has no weight decay either."""
         body = {name for name, _ in model.named_parameters()} - self.personal_names(model)
-        with only(model, body):
+        with train_only(model, body):
             return fit(model, site)
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
@@ -67,7 +66,7 @@ class FedBABU(Method):
         """Return the newest global model fine-tuned on the site's data."""
         model = site.model(merged(site.initial_weights, down["weights"]))
         if self.finetune_epochs:
-            fit(model, for_epochs(site, self.finetune_epochs), purpose="finetune")
+            fit(model, site.for_epochs(self.finetune_epochs), purpose="finetune")
         return model
 
 

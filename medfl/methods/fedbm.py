@@ -42,10 +42,9 @@ from medfl.networks.generator import (
     statistics_gap,
 )
 from medfl.networks.heads import features_and_output, frozen, head
-from medfl.training.accelerate.capture import Steps
-from medfl.training.accelerate.cuda_graphs import by_tensors
-from medfl.training.loop import Feed
-from medfl.training.site import Host, Site, snapshot
+from medfl.training import Feed, Host, Site, snapshot
+from medfl.training.accelerate.capture import StepRunner
+from medfl.training.accelerate.cuda_graphs import without_readback
 
 _BETAS = (0.5, 0.999)
 _AT_ONCE = 16  # images of a picture that are made together
@@ -180,11 +179,11 @@ class FedBM(TextEmbeddings, MakesImages, Method):
             augment = partial(source.augmentation.moved, places=places)
             loss = self.generator_loss(teacher, network(z), z, labels, augment)
             loss.backward()  # type: ignore[no-untyped-call]
-            with by_tensors(optimizer):
+            with without_readback(optimizer):
                 optimizer.step()
             return loss.detach()
 
-        steps = Steps(step, optimizer, host.device, self.g_iterations)
+        steps = StepRunner(step, optimizer, host.device, self.g_iterations)
         for _ in range(self.g_iterations):
             labels, z = source.draw(self.g_batch, host.device)
             steps(z, labels, source.places(self.g_batch, server["image"], host.device))

@@ -21,7 +21,7 @@ from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
-from medfl.training.site import Host, split_names
+from medfl.training import Host, split_names
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "batch": (_BatchNorm,),

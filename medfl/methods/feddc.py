@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import mean_with_drift, uniform_shares, weighted_mean
+from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Group, Method, option
-from medfl.training.loop import GradientHook, clip, effective_steps, fit, in_turn, learning_rate, pull, push
-from medfl.training.site import Host, Site, snapshot, zeros_of
+from medfl.training import GradientHook, Host, Site, clip, fit, in_turn, pull, push, snapshot, zeros_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FedDC(Method):
         if by_gradient:
             mean = {name: value / steps for name, value in total.items()}
         else:
-            pace = effective_steps(site, model, steps) * learning_rate(site, model)  # K eta
+            pace = effective_steps(site, model, steps) * site.learning_rate(model)  # K eta
             mean = {name: -value / pace for name, value in gone.items()}
         change = {name: mean[name] - common[name] for name in drift}
         state = {

@@ -24,11 +24,10 @@ from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.extras import SiteModels
-from medfl.methods._parts.prototypes import class_counts
+from medfl.methods._parts.prototypes import class_counts, class_prior
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import head_name, replace_head
-from medfl.training.loop import FitReport, class_prior, fit, only
-from medfl.training.site import Site
+from medfl.training import FitReport, Site, fit, train_only
 
 _EPOCHS = 3  # of each phase of the personal model, in the public code
 
@@ -117,7 +116,7 @@ class FedETF(SiteModels, Method):
         prefix = f"{head_name(model)}.".removeprefix(".")
         for index in range(self.finetune_rounds):
             for part, rate in (("etf", self.finetune_simplex_lr), ("weight bias", self.finetune_projection_lr)):
-                with only(model, [prefix + own for own in part.split()], still=True):
+                with train_only(model, [prefix + own for own in part.split()], restore_buffers=True):
                     fit(model, _plainly(site, rate), purpose=f"finetune {part} {index}")
         return model
 

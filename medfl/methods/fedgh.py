@@ -36,9 +36,9 @@ from medfl.methods._parts.prototypes import collect
 from medfl.methods.base import Group, Method, class_head, option
 from medfl.methods.fedproto import check_lengths, feature_length, owned, received
 from medfl.networks.heads import feature_size, features_and_output, head, head_name, head_names
-from medfl.training.accelerate.capture import Steps
-from medfl.training.accelerate.cuda_graphs import by_tensors
-from medfl.training.site import Host, Site, evaluating, snapshot
+from medfl.training import Host, Site, evaluating, snapshot
+from medfl.training.accelerate.capture import StepRunner
+from medfl.training.accelerate.cuda_graphs import without_readback
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,11 @@ def fit_head(
         optimizer.zero_grad()
         loss = cross_entropy(logits(layer, x), y)
         loss.backward()  # type: ignore[no-untyped-call]
-        with by_tensors(optimizer):
+        with without_readback(optimizer):
             optimizer.step()
         return loss.detach()
 
-    steps = Steps(step, optimizer, features.device, epochs * max(1, len(features) // size))
+    steps = StepRunner(step, optimizer, features.device, epochs * max(1, len(features) // size))
     for _ in range(epochs):
         order = torch.randperm(len(features), generator=generator).to(features.device)
         for chosen in torch.split(order, size):

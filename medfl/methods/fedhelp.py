@@ -52,8 +52,7 @@ from medfl.methods.fedgh import check_pixel_head, pixel_classes
 from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence, optimizing_each, proxies
 from medfl.networks.heads import entering_head, feature_size, head
-from medfl.training.loop import FitReport, Objective, fit, for_epochs, summed
-from medfl.training.site import Host, Site, evaluating, snapshot, split_names
+from medfl.training import FitReport, Host, Objective, Site, evaluating, fit, snapshot, split_names, summed
 
 SizedLoss = Callable[[Tensor, Any], Tensor]
 """(logits, targets) -> mean loss of a batch."""
@@ -285,7 +284,7 @@ class FedHelp(PublicData, SiteNetworks, Method):
         fit(nn.ModuleList([large, proxy]), optimizing_each(site), objective=objective)
 
     def _in_turns(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
-        once, memory = replace(for_epochs(site, 1), journal=[]), [State(), State()]
+        once, memory = replace(site.for_epochs(1), journal=[]), [State(), State()]
         reports: list[FitReport] = []
 
         def of_large(network: nn.Module, x: Any, y: Any) -> Tensor:

@@ -40,8 +40,7 @@ from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
 from medfl.methods._parts.extras import Bodies, PublicData
 from medfl.methods._parts.public import SCORES, shared, untracked
 from medfl.methods.base import Group, Method, option
-from medfl.training.loop import fit, for_epochs
-from medfl.training.site import Host, Site, evaluating, snapshot
+from medfl.training import Host, Site, evaluating, fit, snapshot
 
 _BATCH = 256  # of the public code
 
@@ -187,7 +186,7 @@ def same_classes(site: Site, public: Public) -> bool:
 def first_epochs(model: nn.Module, site: Site, epochs: int) -> None:
     """Train on the site's own data for so long before its first round."""
     if epochs:
-        fit(model, replace(for_epochs(site, epochs), journal=[]), purpose="initial")
+        fit(model, replace(site.for_epochs(epochs), journal=[]), purpose="initial")
 
 
 def batch_size(site: Site, wanted: int, usual: int) -> int:

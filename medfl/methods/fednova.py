@@ -22,9 +22,9 @@ from typing import ClassVar
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
+from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Method, option
-from medfl.training.loop import effective_steps, fit, pull
-from medfl.training.site import Host, Site, snapshot, zeros_of
+from medfl.training import Host, Site, fit, pull, snapshot, zeros_of
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods.base import Method, option
 from medfl.methods.fedper import check_parts, head_option, head_tensors
-from medfl.training.loop import FitReport, fit, for_epochs, only
-from medfl.training.site import Site
+from medfl.training import FitReport, Site, fit, train_only
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class FedRep(Method):
         """Train the head, then the body."""
         if self.head_epochs:
             self._train_head(model, site, self.head_epochs, "head")
-        with only(model, {name for name, _ in model.named_parameters()} - self.personal_names(model)):
+        with train_only(model, {name for name, _ in model.named_parameters()} - self.personal_names(model)):
             return fit(model, site)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
@@ -65,8 +64,8 @@ class FedRep(Method):
         return model
 
     def _train_head(self, model: nn.Module, site: Site, epochs: int, purpose: str) -> FitReport:
-        with only(model, self.personal_names(model), still=True):
-            return fit(model, for_epochs(site, epochs), purpose=purpose)
+        with train_only(model, self.personal_names(model), restore_buffers=True):
+            return fit(model, site.for_epochs(epochs), purpose=purpose)
 
 
 METHOD = FedRep

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.prototypes import class_counts
+from medfl.methods._parts.prototypes import class_counts, class_prior
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, replace_head
-from medfl.training.loop import FitReport, class_prior, fit
-from medfl.training.site import Host, Site, merged
+from medfl.training import FitReport, Host, Site, fit, merged
 
 
 class TwoHeads(nn.Linear):

@@ -31,8 +31,7 @@ from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.extras import SiteModels
 from medfl.methods.base import Group, Method, option
-from medfl.training.loop import fit, one_sample_safe
-from medfl.training.site import Host, Site, snapshot
+from medfl.training import Host, Site, fit, one_sample_safe, snapshot
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)
 

@@ -44,8 +44,7 @@ from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods.base import Method, class_head, option
 from medfl.methods.proxyfl import divergence, proxies
-from medfl.training.loop import FitReport, Objective, fit, for_epochs, summed
-from medfl.training.site import Site, evaluating, snapshot
+from medfl.training import FitReport, Objective, Site, evaluating, fit, snapshot, summed
 
 Sets = Callable[[Tensor, Tensor], Tensor]
 """Logits (B, K), random numbers as of `uniform` -> (B, K) bool, the classes of each sample's uncertainty set."""
@@ -95,7 +94,7 @@ class FedType(Bodies, Method):
         accuracy, lam = state["accuracy"], state["lam"]
         memory: dict[str, State] = {"large": {}, "proxy": {}}
         reports: list[FitReport] = []
-        once = replace(for_epochs(site, 1), journal=[])
+        once = replace(site.for_epochs(1), journal=[])
         for epoch in range(site.settings.epochs):
             purpose = f"local {epoch}" if epoch else "local"
             hits = torch.zeros((), dtype=torch.int64, device=site.device)

@@ -29,8 +29,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
 from medfl.methods.base import Method, option
-from medfl.training.loop import FitReport, fit, for_epochs
-from medfl.training.site import Host, Site, snapshot
+from medfl.training import FitReport, Host, Site, fit, snapshot
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class L2GD(Method):
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train for as many iterations as the coin says."""
-        return fit(model, for_epochs(site, site.settings.epochs * int(down.scalars.get("iterations", 1))))
+        return fit(model, site.for_epochs(site.settings.epochs * int(down.scalars.get("iterations", 1))))
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return w_i after the averaging steps."""

@@ -34,8 +34,7 @@ from medfl.data.prepared import Batch
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods._parts.side_stream import Aside
 from medfl.methods.base import Method, option
-from medfl.training.loop import FitReport, fit, one_sample_safe
-from medfl.training.site import Host, Site
+from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 
 
 @dataclass(frozen=True)

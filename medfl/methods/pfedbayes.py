@@ -43,8 +43,7 @@ from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods.base import Group, Method, option
 from medfl.methods.pfedme import repeating, towards, trained_names
-from medfl.training.loop import fit
-from medfl.training.site import Host, Site, snapshot, split_names
+from medfl.training import Host, Site, fit, snapshot, split_names
 
 _NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
 

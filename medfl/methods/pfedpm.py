@@ -54,8 +54,7 @@ from medfl.methods.fedproto import (
     table,
 )
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
-from medfl.training.loop import fit
-from medfl.training.site import Host, Site, evaluating, snapshot
+from medfl.training import Host, Site, evaluating, fit, snapshot
 
 _OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adam": lambda head: torch.optim.Adam(head.parameters(), 1e-3),

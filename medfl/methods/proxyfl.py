@@ -31,8 +31,7 @@ from medfl.core.storage import State
 from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.side_stream import Aside
 from medfl.methods.base import Method, option
-from medfl.training.loop import fit
-from medfl.training.site import Host, Networks, Site, snapshot
+from medfl.training import Host, Networks, Site, fit, snapshot
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods.base import Group, Method, option
-from medfl.training.loop import fit, learning_rate
+from medfl.training.loop import fit
 from medfl.training.site import Host, Site, snapshot, zeros_of
 
 
@@ -80,7 +80,7 @@ class Scaffold(Method):
         if by_gradient:
             fresh = {name: value / report.steps for name, value in zip(named, total, strict=True)}
         else:
-            scale = 1 / (report.steps * learning_rate(site, model))
+            scale = 1 / (report.steps * site.learning_rate(model))
             fresh = {n: own[n] - common[n] + scale * (down["weights"][n] - trained[n]) for n in named}
         change = {name: fresh[name] - own[name] for name in named}
         return {"control": fresh}, Message({"weights": trained, "control": change}, {"samples": site.num_samples})

@@ -31,7 +31,7 @@ from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import bundle_of_run, network_with
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import _judged
-from medfl.training.accelerate.max_pool import pooling_plain
+from medfl.training.accelerate.max_pool import use_torch_max_pool
 
 CPU = torch.device("cpu")
 WHICH = {"last": "weights", "best": "best"}
@@ -244,7 +244,7 @@ class _States:
         federation, server = self.federation, self._server()
         with federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)
-            return None if network is None else pooling_plain(deepcopy(network))
+            return None if network is None else use_torch_max_pool(deepcopy(network))
 
     def site_network(self, name: str) -> nn.Module:
         """Return a copy of the network that a site is judged by after the last round."""
@@ -256,7 +256,7 @@ class _States:
             down = federation.method.broadcast(federation.host(round_), server, name)
         state = None if kept is None else load_state(kept)
         with _judged(federation, round_, name, state, down) as (network, _):
-            return pooling_plain(deepcopy(network))
+            return use_torch_max_pool(deepcopy(network))
 
     def _file(self, name: str) -> Path | None:
         return self.result.folder.readable_state(name, self.result.run.run_hash)

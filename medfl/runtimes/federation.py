@@ -28,11 +28,11 @@ from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
-from medfl.training.accelerate.capture import allowed
-from medfl.training.accelerate.compiled import compiling
-from medfl.training.accelerate.max_pool import pooling_faster
+from medfl.training import Host, LocalSettings, Networks, Site
+from medfl.training.accelerate.capture import capture_steps
+from medfl.training.accelerate.compiled import compile_steps
+from medfl.training.accelerate.max_pool import use_fast_max_pool
 from medfl.training.accelerate.precision import channels_last, tf32
-from medfl.training.site import Host, LocalSettings, Networks, Site
 
 _MOST_ITEMS = 2.0**53
 POOLED = "central"
@@ -112,7 +112,7 @@ class Federation:
 
     def _pool(self, bundle: Bundle) -> Networks:
         def network() -> nn.Module:
-            made = pooling_faster(self.method.adapt(bundle.network(), self.task))
+            made = use_fast_max_pool(self.method.adapt(bundle.network(), self.task))
             return channels_last(made) if self.run.channels_last else made
 
         return Networks(network, self.run.seed, torch.device(self.run.device))
@@ -283,9 +283,9 @@ class Federation:
         with ExitStack() as stack:
             stack.enter_context(tf32(self.run.tf32))
             if self.run.capture:  # packing captures
-                stack.enter_context(allowed())
+                stack.enter_context(capture_steps())
             if self.run.compile:
-                stack.enter_context(compiling())
+                stack.enter_context(compile_steps())
             for pool in self._pools:
                 stack.enter_context(pool.scope())
             yield

@@ -33,7 +33,7 @@ from medfl.runtimes.server.settling import begin, settle
 from medfl.runtimes.spilled_replies import Replies
 from medfl.runtimes.step import StepResult
 from medfl.training.accelerate.cuda_graphs import GRAPHS
-from medfl.training.accelerate.pack_sites import Together
+from medfl.training.accelerate.pack_sites import Packer
 
 
 class Simulator:
@@ -249,10 +249,10 @@ class Simulator:
         with profiling.during(profiling.CHECKPOINT):
             self.folder.append_round(entry)
 
-    def _together(self) -> Together | None:
+    def _together(self) -> Packer | None:
         """Return what does steps of several sites at once, None where they are done one by one."""
         recorded = torch.device(self.run.device).type in GRAPHS
-        return Together(self.run.pack) if self.run.pack > 1 and recorded else None
+        return Packer(self.run.pack) if self.run.pack > 1 and recorded else None
 
     def _note(self, results: Mapping[str, StepResult]) -> None:
         """Say once why steps that were to be captured are not, and which of several sites are done at once."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from medfl.methods import load
-from medfl.training.loop import fit, for_epochs
+from medfl.training.loop import fit
 from medfl.training.site import snapshot
 from tests.support.toy import Toy, adam, bits, half_square, judged, sgd, simulate
 
@@ -83,7 +83,7 @@ def test_fine_tuning_is_plain_training_of_the_whole_network(classes: Toy) -> Non
         with classes.networks.scope():
             site = classes.site(name)
             model = site.model({**classes.initial, **outcome.server["weights"]})
-            fit(model, for_epochs(site, 5), purpose="finetune")
+            fit(model, site.for_epochs(5), purpose="finetune")
             expected = snapshot(model)
         assert bits(judged(METHOD, classes, outcome, name)) == bits(expected)
         assert bits(expected["4.weight"]) != bits(classes.initial["4.weight"])

@@ -20,7 +20,7 @@ from medfl.methods.fedbm import FedBM
 from medfl.networks import build
 from medfl.networks.generator import Augmentation, Generator, diversity_loss, statistics_gap
 from medfl.networks.heads import features_and_output, frozen, head
-from medfl.training.accelerate.capture import allowed
+from medfl.training.accelerate.capture import capture_steps
 from medfl.training.loop import fit
 from tests.support.graph_recorder import installed
 from tests.support.grey_squares import EMBEDDINGS, QUICK, federation, quick, run
@@ -73,7 +73,7 @@ def test_the_servers_and_the_sites_steps_can_be_captured(monkeypatch: pytest.Mon
 
     eager = weights()
     assert not recorders
-    with allowed():
+    with capture_steps():
         assert weights() == eager
     replays = [recorder.replays for recorder in recorders if recorder.listener.operations]
     # of 8 full batches (sites a and c), of 4 (b), and of 8 steps of the generator a visit: three before the capture

@@ -19,7 +19,8 @@ from medfl.methods.fedgh import class_means, logits
 from medfl.networks import build
 from medfl.networks.heads import features_and_output
 from medfl.training.loop import fit
-from medfl.training.site import Networks, Site
+from medfl.training.network_pool import Networks
+from medfl.training.site import Site
 from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, shaken, simulate
 
 METHOD = load("fedgh")

@@ -21,7 +21,8 @@ from medfl.methods.fedtype import set_loss
 from medfl.methods.proxyfl import divergence
 from medfl.networks import build
 from medfl.runs.public_data import plan_public
-from medfl.training.site import Networks, snapshot
+from medfl.training.network_pool import Networks
+from medfl.training.site import snapshot
 from tests.support.toy import Toy, adam, bits, blobs, classifier, public_blobs, sgd, simulate
 
 LARGE = ("a",)

@@ -18,7 +18,8 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods import load
 from medfl.methods.fedkemf import ensemble
-from medfl.training.site import Networks, Site
+from medfl.training.network_pool import Networks
+from medfl.training.site import Site
 from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
 
 METHOD = load("fedkemf")

@@ -17,8 +17,10 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods import load
 from medfl.methods.fedmd import Scored, reduced
-from medfl.training.loop import fit, for_epochs
-from medfl.training.site import Networks, Site, evaluating
+from medfl.training.layers import evaluating
+from medfl.training.loop import fit
+from medfl.training.network_pool import Networks
+from medfl.training.site import Site
 from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
 
 METHOD = load("fedmd")
@@ -268,7 +270,7 @@ def test_a_first_participation_may_train_longer(classes: Toy) -> None:
     outcome, later = simulate(method, classes, 1), simulate(method, classes, 2)
     with classes.networks.scope():
         model = classes.networks.lease(classes.initial)
-        fit(model, for_epochs(classes.site("c"), 3), purpose="initial")
+        fit(model, classes.site("c").for_epochs(3), purpose="initial")
         fit(model, classes.site("c"))
         assert bits(outcome.states["c"]["weights"]) == bits(dict(model.state_dict()))
         fit(model, classes.site("c", 2))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.methods import load
-from medfl.training.loop import effective_steps
+from medfl.methods._parts.effective_steps import effective_steps
 from medfl.training.site import Site
 from tests.support.toy import (
     Optimizer,

@@ -11,7 +11,8 @@ from torch import nn
 
 from medfl.core.errors import InputError
 from medfl.methods import load
-from medfl.training.loop import fit, for_epochs, only
+from medfl.training.layers import train_only
+from medfl.training.loop import fit
 from medfl.training.site import merged, snapshot
 from tests.support.toy import Toy, bits, classifier, half_square, judged, sgd, simulate
 
@@ -113,7 +114,7 @@ def test_a_site_is_judged_by_the_newest_body_with_its_head_fitted(classes: Toy) 
         site = classes.site("a")
         model = site.model(merged(outcome.server["weights"], outcome.states["a"]["weights"]))
         model[:4].requires_grad_(False)
-        fit(model, for_epochs(site, 4), purpose="finetune")
+        fit(model, site.for_epochs(4), purpose="finetune")
         assert bits(part(tuned, head=True)) == bits(part(snapshot(model), head=True))
     assert bits(tuned) != bits(plain)
 
@@ -138,7 +139,7 @@ def test_only_puts_everything_back() -> None:
     network[1][0].bias.requires_grad_(False)
     before, flags = snapshot(network), [p.requires_grad for p in network.parameters()]
     for still in (True, False):
-        with suppress(KeyError), only(network, {"1.0.weight", "1.0.bias", "1.1.weight"}, still=still):
+        with suppress(KeyError), train_only(network, {"1.0.weight", "1.0.bias", "1.1.weight"}, restore_buffers=still):
             assert [name for name, p in network.named_parameters() if p.requires_grad] == ["1.0.weight", "1.1.weight"]
             network(torch.rand(4, 8))
             raise KeyError

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from medfl.methods import load
-from medfl.training.loop import class_prior
+from medfl.methods._parts.prototypes import class_prior
 from medfl.training.site import snapshot
 from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
 

@@ -18,7 +18,8 @@ from medfl.core.seeding import derive, stream
 from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.fedtype import conformal_quantile, consensus, grown, scores, set_loss, uniform
-from medfl.training.site import Networks, Site, snapshot
+from medfl.training.network_pool import Networks
+from medfl.training.site import Site, snapshot
 from tests.support.toy import Toy, adam, bits, blobs, classifier, judged, sgd, shaken, simulate
 
 METHOD = load("fedtype")

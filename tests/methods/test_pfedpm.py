@@ -19,7 +19,8 @@ from medfl.methods import load, pfedpm
 from medfl.methods.fedproto import apart, averaged, table
 from medfl.methods.pfedpm import Relation, class_distance, mix, relation_loss, relation_step
 from medfl.networks.heads import feature_size, features_and_output, head_name
-from medfl.training.site import Networks, Site, snapshot
+from medfl.training.network_pool import Networks
+from medfl.training.site import Site, snapshot
 from tests.support.toy import Toy, bits, blobs, classifier, judged, sgd, simulate
 
 METHOD = load("pfedpm")

@@ -17,7 +17,8 @@ from medfl.core.seeding import stream
 from medfl.methods import load
 from medfl.methods.proxyfl import divergence, optimizing_each, stride
 from medfl.training.loop import fit
-from medfl.training.site import Networks, Site
+from medfl.training.network_pool import Networks
+from medfl.training.site import Site
 from tests.support.toy import Toy, adam, bits, blobs, classifier, judged, sgd, simulate
 
 METHOD = load("proxyfl")

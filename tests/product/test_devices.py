@@ -27,7 +27,7 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
-from medfl.training.site import Networks
+from medfl.training.network_pool import Networks
 from tests.methods.test_segmentation_contract import SEGMENTING, SETTINGS, federation, segmenting
 from tests.runtimes.test_monai_fl import left
 from tests.runtimes.test_smaller_messages import Wide

@@ -23,11 +23,12 @@ from medfl.core.storage import load_weights
 from medfl.methods import names
 from medfl.runtimes import simulator
 from medfl.training.accelerate import capture as capturing
-from medfl.training.accelerate.capture import allowed
-from medfl.training.accelerate.pack_sites import ALONE, BESIDE, GROUPED, Together
+from medfl.training.accelerate.capture import capture_steps
+from medfl.training.accelerate.pack_sites import ALONE, BESIDE, GROUPED, Packer
 from medfl.training.accelerate.precision import tf32
 from medfl.training.loop import FitReport, fit
-from medfl.training.site import Networks, snapshot
+from medfl.training.network_pool import Networks
+from medfl.training.site import snapshot
 from tests.support.toy import Optimizer, Toy, adam, blobs, classifier, cross_entropy, sgd
 
 pytestmark = [
@@ -91,17 +92,17 @@ def test_a_recorded_run_repeats_nearly(amp: bool, chest: str, tmp_path: Path) ->
 
 
 @pytest.fixture
-def visits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[capturing.Steps]]:
+def visits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[capturing.StepRunner]]:
     """Let short visits be captured, and collect them all."""
-    made: list[capturing.Steps] = []
-    begin = capturing.Steps.__init__
+    made: list[capturing.StepRunner] = []
+    begin = capturing.StepRunner.__init__
 
-    def noted(self: capturing.Steps, *arguments: Any) -> None:
+    def noted(self: capturing.StepRunner, *arguments: Any) -> None:
         made.append(self)
         begin(self, *arguments)
 
-    monkeypatch.setattr(capturing.Steps, "__init__", noted)
-    monkeypatch.setattr(capturing, "ENOUGH", 5)
+    monkeypatch.setattr(capturing.StepRunner, "__init__", noted)
+    monkeypatch.setattr(capturing, "MIN_STEPS", 5)
     monkeypatch.setattr(capturing, "_FAILED", {})
     return made
 
@@ -111,11 +112,11 @@ LONGER = {"local_epochs": 3, "batch_size": 4}
 
 @pytest.mark.parametrize("method", names())
 def test_a_captured_round_is_near_an_eager_one(
-    method: str, chest: str, tmp_path: Path, visits: list[capturing.Steps]
+    method: str, chest: str, tmp_path: Path, visits: list[capturing.StepRunner]
 ) -> None:
     eager = run(chest, tmp_path / "eager", method, "cuda", 1, **LONGER)
     visits.clear()
-    with allowed():
+    with capture_steps():
         captured = run(chest, tmp_path / "captured", method, "cuda", 1, **LONGER)
     assert any(visit.replayed or visit.eager for visit in visits)
     assert not [visit.eager for visit in visits if "a capture failed" in visit.eager]
@@ -124,19 +125,19 @@ def test_a_captured_round_is_near_an_eager_one(
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "ditto", "feddyn", "fednova", "moon"])
-def test_most_methods_are_captured(method: str, chest: str, tmp_path: Path, visits: list[capturing.Steps]) -> None:
-    with allowed():
+def test_most_methods_are_captured(method: str, chest: str, tmp_path: Path, visits: list[capturing.StepRunner]) -> None:
+    with capture_steps():
         run(chest, tmp_path / "run", method, "cuda", **LONGER)
     assert all(visit.replayed for visit in visits)
 
 
 def test_the_final_metric_is_within_the_noise_of_seeds(
-    chest: str, tmp_path: Path, visits: list[capturing.Steps]
+    chest: str, tmp_path: Path, visits: list[capturing.StepRunner]
 ) -> None:
     found: dict[bool, list[float]] = {False: [], True: []}
     for seed in range(3):
         for capture in found:
-            with allowed(capture):
+            with capture_steps(capture):
                 out = tmp_path / f"{seed}-{capture}"
                 run(chest, out, "fedavg", "cuda", 4, seed=seed, **LONGER)
             summary = json.loads((out / "summary.json").read_text())
@@ -147,11 +148,11 @@ def test_the_final_metric_is_within_the_noise_of_seeds(
 
 @pytest.mark.parametrize("way", [ALONE, BESIDE, GROUPED])
 def test_packed_sites_are_near_those_one_by_one(
-    way: str, chest: str, tmp_path: Path, visits: list[capturing.Steps], monkeypatch: pytest.MonkeyPatch
+    way: str, chest: str, tmp_path: Path, visits: list[capturing.StepRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager = run(chest, tmp_path / "eager", "fedavg", "cuda", 1, **LONGER)
     visits.clear()
-    monkeypatch.setattr(simulator, "Together", partial(Together, ways=[way]))
+    monkeypatch.setattr(simulator, "Packer", partial(Packer, ways=[way]))
     packed = run(chest, tmp_path / "packed", "fedavg", "cuda", 1, pack=3, **LONGER)
     assert all(visit.replayed for visit in visits)
     assert [choice["way"] for choice in json.loads((tmp_path / "packed" / "run.json").read_text())["packed"]] == [way]
@@ -159,7 +160,9 @@ def test_packed_sites_are_near_those_one_by_one(
         torch.testing.assert_close(packed[name], value, **NEAR, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_the_way_of_packing_is_measured_and_recorded(chest: str, tmp_path: Path, visits: list[capturing.Steps]) -> None:
+def test_the_way_of_packing_is_measured_and_recorded(
+    chest: str, tmp_path: Path, visits: list[capturing.StepRunner]
+) -> None:
     run(chest, tmp_path / "run", "scaffold", "cuda", 2, pack=3, **LONGER)
     (choice,) = json.loads((tmp_path / "run" / "run.json").read_text())["packed"]
     assert choice["refused"] == {}
@@ -169,9 +172,9 @@ def test_the_way_of_packing_is_measured_and_recorded(chest: str, tmp_path: Path,
 
 @pytest.mark.parametrize("method", ["fedavg", "central", "feddyn"])
 def test_a_resumed_run_with_captures_is_near_an_unbroken_one(
-    method: str, chest: str, tmp_path: Path, visits: list[capturing.Steps]
+    method: str, chest: str, tmp_path: Path, visits: list[capturing.StepRunner]
 ) -> None:
-    with allowed():
+    with capture_steps():
         whole = run(chest, tmp_path / "whole", method, "cuda", 3, **LONGER)
         run(chest, tmp_path / "broken", method, "cuda", 1, **LONGER)
         federate(out=tmp_path / "broken", resume=True, requested={"rounds": 3}, jobs=1)
@@ -187,7 +190,7 @@ def compared(toy: Toy, objective: Any = None) -> tuple[FitReport, FitReport]:
     for capture in (False, True):
         site = replace(toy.site("a"), networks=networks)
         model = site.model(networks.initial)
-        with allowed(capture):
+        with capture_steps(capture):
             reports.append(fit(model, site, objective=objective, optimizer_state={}))
         weights.append(snapshot(model))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
@@ -199,7 +202,7 @@ def compared(toy: Toy, objective: Any = None) -> tuple[FitReport, FitReport]:
 @pytest.mark.parametrize("items", [16, 18, 17])
 @pytest.mark.parametrize("optimizer", [sgd(0.1, momentum=0.9, weight_decay=0.01), adam(0.01)], ids=["sgd", "adam"])
 def test_dropout_momentum_and_short_batches_are_those_of_eager_steps(
-    optimizer: Optimizer, items: int, visits: list[capturing.Steps]
+    optimizer: Optimizer, items: int, visits: list[capturing.StepRunner]
 ) -> None:
     network = classifier(norm=True, dropout=0.4)
     _, captured = compared(Toy(blobs({"a": items}), network, cross_entropy, optimizer, epochs=3, batch_size=4))
@@ -207,7 +210,7 @@ def test_dropout_momentum_and_short_batches_are_those_of_eager_steps(
     assert captured.eager == ""
 
 
-def test_a_capture_that_fails_leaves_the_training_as_it_is(visits: list[capturing.Steps]) -> None:
+def test_a_capture_that_fails_leaves_the_training_as_it_is(visits: list[capturing.StepRunner]) -> None:
     """Waiting for the GPU amid a step is nothing that an operation tells of, and no capture takes it."""
 
     def waiting(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -221,7 +224,7 @@ def test_a_capture_that_fails_leaves_the_training_as_it_is(visits: list[capturin
     assert torch.rand(3, device="cuda").isfinite().all(), "the generator still draws"
 
 
-def test_compiled_rounds_are_near_eager_ones(chest: str, tmp_path: Path, visits: list[capturing.Steps]) -> None:
+def test_compiled_rounds_are_near_eager_ones(chest: str, tmp_path: Path, visits: list[capturing.StepRunner]) -> None:
     eager = run(chest, tmp_path / "eager", "fedavg", "cuda", 1, **LONGER)
     visits.clear()
     compiled = run(chest, tmp_path / "compiled", "fedavg", "cuda", 1, compile=True, **LONGER)
@@ -256,13 +259,13 @@ def test_a_run_computes_in_float32_unless_it_says_tf32(
     chest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, bool]] = []
-    begin = capturing.Steps.__init__
+    begin = capturing.StepRunner.__init__
 
-    def noted(self: capturing.Steps, *arguments: Any) -> None:
+    def noted(self: capturing.StepRunner, *arguments: Any) -> None:
         seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
         begin(self, *arguments)
 
-    monkeypatch.setattr(capturing.Steps, "__init__", noted)
+    monkeypatch.setattr(capturing.StepRunner, "__init__", noted)
     run(chest, tmp_path / "plain", "fedavg", "cuda", 1)
     assert set(seen) == {(False, False)}
     seen.clear()

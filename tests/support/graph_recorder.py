@@ -21,23 +21,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medfl.training.accelerate import capture as capturing
 from medfl.training.accelerate import recordings
-from medfl.training.accelerate.cuda_graphs import countable
+from medfl.training.accelerate.cuda_graphs import count_in_tensors
 from medfl.training.loop import FitReport, fit
 from medfl.training.site import Site, snapshot
 from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, sgd
 
 
 class Recorder:
-    """`medfl.training.accelerate.capture.Graph` on the CPU."""
+    """`medfl.training.accelerate.recordings.Graph` on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.listener = _Listener()
         self.replays = 0
 
-    def prepare(self, optimizer: Optimizer, varies: bool) -> None:
+    def prepare(self, optimizer: Optimizer, varying_rates: bool) -> None:
         """Keep rates that vary in tensors; counters, which a CPU reads back, stay what they are."""
-        if varies:
-            countable(optimizer, varies)
+        if varying_rates:
+            count_in_tensors(optimizer, varying_rates)
 
     def warming(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -46,7 +46,7 @@ class Recorder:
         with self.listener:
             return step()
 
-    def branch(self, place: int) -> AbstractContextManager[None]:
+    def branch(self, index: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def join(self, count: int) -> None:
@@ -108,9 +108,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
         return made[-1]
 
     monkeypatch.setitem(capturing.GRAPHS, "cpu", graph)
-    monkeypatch.setattr(capturing, "ENOUGH", 5)
+    monkeypatch.setattr(capturing, "MIN_STEPS", 5)
     monkeypatch.setattr(capturing, "_VERDICTS", capturing.Verdicts())
-    monkeypatch.setattr(recordings, "_KEPT", OrderedDict())
+    monkeypatch.setattr(recordings, "_RECORDINGS", OrderedDict())
     monkeypatch.setattr(capturing, "_FAILED", {})
     return made
 
@@ -128,7 +128,7 @@ Arguments = Callable[[nn.Module], dict[str, Any]]
 def trained(toy: Toy, capture: bool, arguments: Arguments, site: Site | None) -> tuple[FitReport, Any]:
     site = site or toy.site("a")
     model = site.model(toy.initial)
-    with capturing.allowed(capture):
+    with capturing.capture_steps(capture):
         report = fit(model, site, **arguments(model))
     return report, bits([snapshot(model), report.optimizer_state or {}, report.steps]) + [report.loss]
 

@@ -18,7 +18,8 @@ from medfl.data.prepared import Augmented, Shard, Stacked
 from medfl.data.public import Public
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods import Method
-from medfl.training.site import Host, LocalSettings, Networks, Site
+from medfl.training.network_pool import Networks
+from medfl.training.site import Host, LocalSettings, Site
 
 Data = Mapping[str, tuple[Tensor, Tensor]]
 """Site -> (inputs, targets)."""

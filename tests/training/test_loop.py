@@ -423,7 +423,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> list[torch.amp.GradScaler]:
         made.append(torch.amp.GradScaler("cpu", init_scale=2.0**120))
         return made[-1]
 
-    monkeypatch.setattr(training, "_scaler", scaler)
+    monkeypatch.setattr(training, "gradient_scaler", scaler)
     return made
 
 

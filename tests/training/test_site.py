@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from medfl.core.seeding import stream
-from medfl.training.site import Networks, evaluating, merged, snapshot, split_names
+from medfl.training.layers import evaluating, split_names
+from medfl.training.network_pool import Networks
+from medfl.training.site import merged, snapshot
 from tests.support.toy import Toy, bits, blobs, classifier
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from medfl.data.prepared import Shard
 from medfl.methods.base import Group
 from medfl.networks.heads import features_and_output
-from medfl.training.site import evaluating
+from medfl.training.layers import evaluating
 
 OWN, OTHERS, MISSING = DISTANCES = ("own class", "other classes of the site", "classes missing at the site")
 """What distances between a site's class means and prototypes are of; names of observed numbers."""
@@ -40,6 +40,19 @@ def class_counts(shard: Shard, num_classes: int, batch_size: int = 256) -> Tenso
     if len(labels) < len(shard):
         labels = torch.cat([class_indices(y).cpu() for _, y in shard.batches(batch_size)])
     return torch.bincount(labels, minlength=num_classes)
+
+
+def class_prior(counts: Tensor, strength: float = 1.0) -> Tensor:
+    """Return what balanced softmax adds to a site's logits: strength * log(n_c / max n), (K,) float32.
+
+    Cross-entropy of z + log n is -log(n_y e^(z_y) / sum_c n_c e^(z_c)) (Ren et al. 2020); dividing by the largest count
+    changes nothing of it and makes equal counts exactly 0. An absent class counts 1e-12, so that its log is finite.
+
+    Args:
+        counts: (K,), the site's items of each class.
+        strength: gamma; 0 is plain cross-entropy.
+    """
+    return strength * (counts.double().clamp(min=1e-12) / counts.max()).log().float()
 
 
 def features(

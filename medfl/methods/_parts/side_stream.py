@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from medfl.core.seeding import stream
-from medfl.training.accelerate.replayable import standing
+from medfl.training.accelerate.replayable import generator_states
 from medfl.training.site import Site
 
 
@@ -35,8 +35,8 @@ class Aside:
             yield
             return
         with stream(self._site.seed, self._purpose, self._first + self._done // self._each):
-            before = None if self._done else standing(self._site.device)
+            before = None if self._done else generator_states(self._site.device)
             yield
             if before is not None:
-                self._silent = standing(self._site.device) == before
+                self._silent = generator_states(self._site.device) == before
         self._done += 1

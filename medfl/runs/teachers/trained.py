@@ -37,7 +37,7 @@ from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods.base import Method
 from medfl.runs import text_record
 from medfl.runs.teachers.questions import Questions, public_classes
-from medfl.training.site import Networks
+from medfl.training.network_pool import Networks
 
 _BATCH = 16
 _WEIGHTS = ("best", "weights")

@@ -13,8 +13,7 @@ from medfl.core.errors import InputError, MedflError
 from medfl.core.seeding import stream
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
-from medfl.training.loop import fit
-from medfl.training.site import Networks
+from medfl.training import Networks, fit
 
 _ITEMS = (2, 5)
 """Of a segmentation, and of a classification: unlike most numbers of classes, that shapes fit by no accident."""

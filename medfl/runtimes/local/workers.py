@@ -11,8 +11,8 @@ from typing import Any
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.pool import Pool, TaskGroup
 from medfl.runtimes.tasks import MakeTask, Task, result_or_absent
-from medfl.training.accelerate.interleave import abreast
-from medfl.training.accelerate.pack_sites import Together
+from medfl.training.accelerate.interleave import interleave
+from medfl.training.accelerate.pack_sites import Packer
 
 
 class Workers(AbstractContextManager["Workers"]):
@@ -21,7 +21,7 @@ class Workers(AbstractContextManager["Workers"]):
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
         self._federation = federation
-        self.together: Together | None = None
+        self.together: Packer | None = None
         self._pool = Pool(federation, jobs) if jobs > 1 else None
 
     @property
@@ -45,7 +45,7 @@ class Workers(AbstractContextManager["Workers"]):
             return
         calls = (partial(self._numbered, index, make()) for index, make in enumerate(tasks))
         if self.together is not None:
-            yield from abreast(calls, self.together.size, self.together)
+            yield from interleave(calls, self.together.size, self.together)
             return
         for call in calls:
             yield call()

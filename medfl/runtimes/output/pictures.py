@@ -26,7 +26,7 @@ from medfl.report import pictures
 from medfl.report.pictures import Floats, Labels, Picture
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import overlays, worst
-from medfl.training.site import evaluating
+from medfl.training.layers import evaluating
 
 _COLUMNS = 8  # generated images of a class in a grid
 _ITEMS, _PIXELS, _LEAST = 1000, 1000 * 64 * 64, 25  # test items at most; their pixels; items a class at least

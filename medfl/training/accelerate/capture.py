@@ -10,7 +10,7 @@ shapes, so it is found once, and the recording serves them all from their second
 (`medfl.training.accelerate.recordings`).
 
 Two more ways of doing a step begin here, as they need the same verdict: compiled
-(`medfl.training.accelerate.compiled`), and together with the same step of other sites
+(`medfl.training.accelerate.compiled`), and packed with the same step of other sites
 (`medfl.training.accelerate.pack_sites`).
 
 After "CUDA Graphs", whole-network capture, in PyTorch's documentation.
@@ -18,12 +18,12 @@ After "CUDA Graphs", whole-network capture, in PyTorch's documentation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,36 +31,35 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
 from medfl.core.seeding import snapshot_rng
-from medfl.training.accelerate.compiled import of_visit, wanted
-from medfl.training.accelerate.cuda_graphs import GRAPHS, Graph, NoGraph, Warming
-from medfl.training.accelerate.interleave import current
-from medfl.training.accelerate.pack_sites import QUEUED, Request
-from medfl.training.accelerate.recordings import Home, Recording, forget, keep, kept
-from medfl.training.accelerate.replayable import Remembered, Storages, Watch, indexed
-from medfl.training.accelerate.vmapped import CannotBeNoted
+from medfl.training.accelerate import recordings
+from medfl.training.accelerate.compiled import compile_enabled, compile_for_visit
+from medfl.training.accelerate.cuda_graphs import GRAPHS, count_in_tensors
+from medfl.training.accelerate.interleave import current_visit
+from medfl.training.accelerate.pack_sites import QUEUE_LENGTH, Request
+from medfl.training.accelerate.recordings import Graph, Recording, VisitMemory
+from medfl.training.accelerate.replayable import OperationLog, ReachableState, StorageIds, with_index
+from medfl.training.accelerate.vmapped import CannotBeTraced, Step
+from medfl.training.site import Site
 
-Step = Callable[..., Tensor]
-"""The tensors of a batch -> its loss, detached; trains the network on the way."""
-
-ENOUGH = 32
+MIN_STEPS = 32
 """Steps of one shape in a visit from which a capture pays even if no other visit is like it. An estimate."""
 
-_KNOWN = 4096  # verdicts kept
-_WATCHED = 4  # steps of a visit in which a verdict can be found: one makes what lasts, two are watched, one is captured
-_ALONE = 64  # verdicts that no second visit asked for, from which on short visits are not watched
+_MAX_VERDICTS = 4096
+_VERDICT_STEPS = 4  # steps of a visit in which a verdict is found: one makes what lasts, two are logged, one captured
+_MAX_UNSHARED = 64  # verdicts that no second visit asked for, from which on short visits are not looked at
 
-_ALLOWED: ContextVar[bool] = ContextVar("capturing", default=False)
+_ENABLED: ContextVar[bool] = ContextVar("capturing", default=False)
 _FAILED: dict[str, str] = {}
 
 
 @contextmanager
-def allowed(yes: bool = True) -> Iterator[None]:
+def capture_steps(enabled: bool = True) -> Iterator[None]:
     """Let `fit` capture its steps inside the block, or keep it from it."""
-    token = _ALLOWED.set(yes)
+    token = _ENABLED.set(enabled)
     try:
         yield
     finally:
-        _ALLOWED.reset(token)
+        _ENABLED.reset(token)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Verdict:
 
     Attributes:
         obstacle: why it cannot be captured, "" if it can.
-        used: which of the tensors that it reaches it uses, by their place (`Remembered.tensors`).
+        used: the indices of the tensors that it uses among those that it reaches (`ReachableState.tensors`).
         complete: whether these are all that it uses besides its batch, all on its device.
         draws: whether it draws random numbers.
     """
@@ -84,34 +83,34 @@ class Verdicts:
     """The verdicts of a process, by code, numbers and shapes of a step."""
 
     def __init__(self) -> None:
-        """Know none."""
-        self._known: dict[Hashable, Verdict] = {}
-        self._unused: set[Hashable] = set()
+        """Start without verdicts."""
+        self._verdicts: dict[Hashable, Verdict] = {}
+        self._unshared: set[Hashable] = set()
 
     def get(self, key: Hashable) -> Verdict | None:
         """Return a verdict that an earlier visit found."""
-        self._unused.discard(key)
-        return self._known.get(key)
+        self._unshared.discard(key)
+        return self._verdicts.get(key)
 
     def add(self, key: Hashable, verdict: Verdict) -> None:
         """Keep a verdict."""
-        if len(self._known) >= _KNOWN:
-            self._known.clear()
-            self._unused.clear()
-        self._known[key] = verdict
-        self._unused.add(key)
+        if len(self._verdicts) >= _MAX_VERDICTS:
+            self._verdicts.clear()
+            self._unshared.clear()
+        self._verdicts[key] = verdict
+        self._unshared.add(key)
 
     @property
     def useful(self) -> bool:
         """Whether it pays to look at the steps of a short visit, as others like it come."""
-        return len(self._unused) < _ALONE
+        return len(self._unshared) < _MAX_UNSHARED
 
 
 _VERDICTS = Verdicts()
 
 
-class Steps:
-    """The steps of one visit, each done eagerly or by a replay.
+class StepRunner:
+    """Does the steps of one visit, each eagerly or by a replay.
 
     Attributes:
         replayed: how many were replays.
@@ -125,9 +124,9 @@ class Steps:
         device: torch.device,
         expected: int,
         obstacle: str = "",
-        varies: bool = False,
+        varying_rates: bool = False,
     ) -> None:
-        """Be about to train.
+        """Prepare the optimiser if steps may be captured or compiled.
 
         Args:
             step: does one step; everything that it uses is reached from it.
@@ -135,236 +134,264 @@ class Steps:
             device: where the network is.
             expected: steps with the shape of the first one.
             obstacle: why it cannot be captured, as far as the caller knows.
-            varies: whether the optimiser's learning rates are others in other rounds.
+            varying_rates: whether the optimiser's learning rates are others in other rounds.
         """
         self.replayed, self.eager = 0, ""
         self._step, self._device, self._expected = step, device, expected
-        self._graph: Warming | None = None
+        self._eager_only = True
+        self._graph: Graph | None = None
         self._recording: Recording | None = None
-        self._asked: Request | None = None  # steps that were promised
+        self._request: Request | None = None  # steps that were promised
         self._compiled: Step | None = None
-        self._loss = torch.float32
-        self._home: Home | None = None
+        self._loss_dtype = torch.float32
+        self._memory: VisitMemory | None = None
         self._form: Any = None
-        self._first: Watch | None = None
+        self._log: OperationLog | None = None
         self._verdict: Verdict | None = None
         self._key: Hashable = None
-        self._seen: tuple[Tensor, ...] = ()
-        self._storages = Storages()
-        self._records = _ALLOWED.get() and device.type in GRAPHS
-        if not (self._records or wanted()) or expected < (_WATCHED if wanted() else 2):
+        self._last_batch: tuple[Tensor, ...] = ()
+        self._storage_ids = StorageIds()
+        captures = _ENABLED.get() and device.type in GRAPHS
+        if not (captures or compile_enabled()) or expected < (_VERDICT_STEPS if compile_enabled() else 2):
             return
-        self.eager = obstacle or (_FAILED.get(device.type, "") if self._records else "") or _listened()
+        self.eager = obstacle or (_FAILED.get(device.type, "") if captures else "") or _listener()
         if not self.eager:
-            self._device = indexed(device)
-            self._graph = GRAPHS[device.type](self._device) if self._records else NoGraph(self._device)
-            self._graph.prepare(optimizer, varies)
+            self._eager_only, self._device = False, with_index(device)
+            self._graph = GRAPHS[device.type](self._device) if captures else None
+            prepare = self._graph.prepare if self._graph else count_in_tensors
+            prepare(optimizer, varying_rates)
 
     def __call__(self, *batch: Any) -> Tensor:
         """Do the step of a batch and return its loss, which no later step overwrites."""
-        if self._graph is None:
+        if self._eager_only:
             return self._step(*batch)
         form = _form(batch)
         if form is None:
-            return self._refuse("a batch is not made of plain tensors")(*batch)
+            return self._give_up("a batch is not made of plain tensors")(*batch)
         if self._form is None:  # the first step makes what lasts
-            self._form, self._seen = form, batch
-            with self._graph.warming():
+            self._form, self._last_batch = form, batch
+            with self._warming():
                 loss = self._step(*batch)
-            self._loss = loss.dtype
+            self._loss_dtype = loss.dtype
             return loss
         if form != self._form:
             self.finish()
             return self._step(*batch)
-        if self._asked is not None:
-            return self._queue(self._asked, batch)
-        if wanted() and self._compiled is None and self._recording is None:
-            done = self._compile(self._graph, batch)
-            if done is not None:
-                return done
-        if self._compiled is not None and not self._records:
+        if self._request is not None:
+            return self._promise(self._request, batch)
+        if compile_enabled() and self._compiled is None and self._recording is None:
+            loss_of_eager = self._compile(batch)
+            if loss_of_eager is not None:
+                return loss_of_eager
+        if self._compiled is not None and self._graph is None:
             self.replayed += 1
             return self._compiled(*batch)
         if self._recording is None:
-            return self._warm(self._graph, batch)
+            return self._warm_up(batch)
         return self._replay(self._recording, batch)
 
     def finish(self) -> None:
-        """Bring the values home that replays left in the recording's memory; to be called after the last step."""
+        """Copy the values back that replays left in the recording's memory; to be called after the last step."""
         self.flush()
-        if self._recording is not None and self._home is not None and self._recording.busy:
-            self._recording.leave(self._home)
+        if self._recording is not None and self._memory is not None and self._recording.busy:
+            self._recording.store(self._memory)
 
     def flush(self) -> None:
         """Have the steps done whose losses were promised; to be called before one of these is looked at."""
-        visit = current()
-        if visit is None or self._asked is None or not self._asked.batches:
+        visit = current_visit()
+        if visit is None or self._request is None or not self._request.batches:
             return
-        asked, self._asked = self._asked, self._asking(self._asked)
-        asked.losses = asked.losses[: len(asked.batches)]
-        visit.meet(asked)
-        self.replayed += asked.replayed
-        self.eager = asked.eager
+        request, self._request = self._request, self._new_request(self._request)
+        request.losses = request.losses[: len(request.batches)]
+        visit.wait_for(request)
+        self.replayed += request.replayed
+        self.eager = request.eager
 
-    def _queue(self, asked: Request, batch: tuple[Tensor, ...]) -> Tensor:
-        """Promise a step that is done together with those of other visits."""
-        asked.batches.append(batch)
-        loss = asked.losses[len(asked.batches) - 1]
-        if len(asked.batches) == QUEUED:
+    def _promise(self, request: Request, batch: tuple[Tensor, ...]) -> Tensor:
+        """Queue a step that is done at once with those of other visits; return where its loss will be."""
+        request.batches.append(batch)
+        loss = request.losses[len(request.batches) - 1]
+        if len(request.batches) == QUEUE_LENGTH:
             self.flush()
         return loss
 
-    def _asking(self, like: Request) -> Request:
-        return replace(like, batches=[], losses=torch.empty(QUEUED, dtype=self._loss, device=self._device))
+    def _new_request(self, like: Request) -> Request:
+        losses = torch.empty(QUEUE_LENGTH, dtype=self._loss_dtype, device=self._device)
+        return replace(like, batches=[], losses=losses)
 
     def _replay(self, recording: Recording, batch: tuple[Tensor, ...]) -> Tensor:
-        assert self._home is not None
+        assert self._memory is not None
         if not recording.busy:
-            recording.enter(self._home)
+            recording.load(self._memory)
         recording.replay(batch)
         self.replayed += 1
         return recording.loss
 
-    def _warm(self, graph: Warming, batch: tuple[Tensor, ...]) -> Tensor:
+    def _warming(self) -> AbstractContextManager[None]:
+        return self._graph.warming() if self._graph else nullcontext()
+
+    def _look(self) -> tuple[ReachableState, tuple[Any, ...]]:
+        """Return what the step reaches now, and the key of its verdict."""
+        state = ReachableState(self._step, self._last_batch, self._storage_ids, self._device)
+        return state, (state.signature, self._form, self._device, _kernel_settings())
+
+    def _warm_up(self, batch: tuple[Tensor, ...]) -> Tensor:
         """Do a step before there is a recording: look for one, for a verdict, or make them."""
-        before = Remembered(self._step, self._seen, self._storages, self._device)
-        key = (before.kind, self._form, self._device, _arithmetic())
-        another = self._verdict is not None and not self._verdict.obstacle and key != self._key
-        if self._first is None or another:  # an eager step since the verdict can have made it another step
-            self._key, self._first, self._verdict = key, None, _VERDICTS.get(key)
+        before, key = self._look()
+        changed = self._verdict is not None and not self._verdict.obstacle and key != self._key
+        if self._log is None or changed:  # an eager step since the verdict can have made it another step
+            self._key, self._log, self._verdict = key, None, _VERDICTS.get(key)
         if self._verdict is None:
-            few = self._few() if self._first is None else ""
-            return self._refuse(few)(*batch) if few else self._watch(graph, key, before, batch)
+            too_few = self._too_few_steps() if self._log is None else ""
+            return self._give_up(too_few)(*batch) if too_few else self._judge(key, before, batch)
         if self._verdict.obstacle:
-            return self._refuse(self._verdict.obstacle)(*batch)
-        self._home = Home([before.tensors[place] for place in self._verdict.used])
-        if current() is not None and self._verdict.complete and not self._verdict.draws:
-            make = partial(GRAPHS[self._device.type], self._device)
-            whole = self._step if self._compiled else None
-            shape, step = (*key[1:], self._home.layout), self._compiled or self._step
-            self._asked = self._asking(Request((key, self._home.layout), shape, step, self._home, make, whole=whole))
-            return self._queue(self._asked, batch)
-        self._recording = kept((key, self._home.layout)) if self._verdict.complete else None
+            return self._give_up(self._verdict.obstacle)(*batch)
+        self._memory = VisitMemory([before.tensors[index] for index in self._verdict.used])
+        recording_key = (key, self._memory.layout)
+        if current_visit() is not None and self._verdict.complete and not self._verdict.draws:
+            make_graph = partial(GRAPHS[self._device.type], self._device)
+            shape, step = (*key[1:], self._memory.layout), self._compiled or self._step
+            eager_step = self._step if self._compiled else None
+            request = Request(recording_key, shape, step, self._memory, make_graph, eager_step=eager_step)
+            self._request = self._new_request(request)
+            return self._promise(self._request, batch)
+        self._recording = recordings.find_free(recording_key) if self._verdict.complete else None
         if self._recording is not None:
             return self._replay(self._recording, batch)
-        return self._capture(cast("Graph", graph), key, batch)
+        return self._capture(recording_key, batch)
 
-    def _compile(self, graph: Warming, batch: tuple[Tensor, ...]) -> Tensor | None:
+    def _compile(self, batch: tuple[Tensor, ...]) -> Tensor | None:
         """Have the step compiled; if it cannot be, do it, and all others of the visit, eagerly.
 
         Which steps are compiled must not depend on what the process has seen, for they have other last bits. So a step
         that is only looked at is undone.
         """
-        before = Remembered(self._step, self._seen, self._storages, self._device)
-        key = (before.kind, self._form, self._device, _arithmetic())
-        verdict, done = _VERDICTS.get(key), None
+        before, key = self._look()
+        verdict, loss = _VERDICTS.get(key), None
         if verdict is None:
-            verdict, done = self._looked_at(graph, before, batch)
+            verdict, loss = self._judge_and_undo(before, batch)
             _VERDICTS.add(key, verdict)
         why = verdict.obstacle or ("" if verdict.complete else "it uses tensors that cannot be reached from it")
         why = why or ("it draws random numbers" if verdict.draws else "")
         if not why:
-            self._home = Home([before.tensors[place] for place in verdict.used])
+            self._memory = VisitMemory([before.tensors[index] for index in verdict.used])
             try:
-                self._compiled = of_visit(key, self._step, self._home, batch)
+                self._compiled = compile_for_visit(key, self._step, self._memory, batch)
                 return None
-            except CannotBeNoted as error:
+            except CannotBeTraced as error:
                 why = str(error)
-        self._refuse(why)
-        return self._step(*batch) if done is None else done
+        self._give_up(why)
+        return self._step(*batch) if loss is None else loss
 
-    def _looked_at(
-        self, graph: Warming, before: Remembered, batch: tuple[Tensor, ...]
-    ) -> tuple[Verdict, Tensor | None]:
-        """Look at a step, and at its repetition where both can be undone; return its loss if it was not undone."""
-        reached = Home([tensor for tensor in before.tensors if tensor.device == self._device])
-        kept, back, watches = [part.clone() for part in reached.parts], snapshot_rng(), list[Watch]()
+    def _judge_and_undo(self, before: ReachableState, batch: tuple[Tensor, ...]) -> tuple[Verdict, Tensor | None]:
+        """Log a step, and its repetition where both can be undone; return the loss of one that was not undone."""
+        memory = VisitMemory([tensor for tensor in before.tensors if tensor.device == self._device])
+        blocks, restore_rng, logs = [block.clone() for block in memory.blocks], snapshot_rng(), list[OperationLog]()
         obstacle, verdict = before.obstacle, Verdict(before.obstacle)
-        while not obstacle and len(watches) < 2:
-            watches.append(Watch(self._device, batch, self._storages))
-            with graph.warming(), watches[-1]:
+        while not obstacle and len(logs) < 2:
+            logs.append(OperationLog(self._device, batch, self._storage_ids))
+            with self._warming(), logs[-1]:
                 loss = self._step(*batch)
-            after = Remembered(self._step, self._seen, self._storages, self._device)
-            obstacle = _found(before, after, watches)
-            verdict = Verdict(obstacle, *after.among(watches[-1].outside), watches[-1].draws)
+            after, _ = self._look()
+            obstacle = _obstacle(before, after, logs)
+            verdict = Verdict(obstacle, *after.find(logs[-1].outside), logs[-1].draws)
             if not verdict.complete or verdict.draws:
                 break
-        if not watches or (len(watches) == 1 and (obstacle or not verdict.complete or verdict.draws)):
-            return verdict, loss if watches else None
-        if reached.parts:
-            torch._foreach_copy_(reached.parts, kept)
-        back()
+        if not logs or (len(logs) == 1 and (obstacle or not verdict.complete or verdict.draws)):
+            return verdict, loss if logs else None
+        if memory.blocks:
+            torch._foreach_copy_(memory.blocks, blocks)
+        restore_rng()
         return verdict, None
 
-    def _few(self) -> str:
-        """Return why steps of which nothing is known are not watched."""
-        if self._expected >= ENOUGH or (self._expected >= _WATCHED and _VERDICTS.useful):
+    def _too_few_steps(self) -> str:
+        """Return why steps of which nothing is known are not looked at."""
+        if self._expected >= MIN_STEPS or (self._expected >= _VERDICT_STEPS and _VERDICTS.useful):
             return ""
-        if self._expected < _WATCHED:
-            return f"a visit has fewer than {_WATCHED} steps of the same shape"
+        if self._expected < _VERDICT_STEPS:
+            return f"a visit has fewer than {_VERDICT_STEPS} steps of the same shape"
         return "each visit has few steps, with code or numbers of its own"
 
-    def _watch(self, graph: Warming, key: Hashable, before: Remembered, batch: tuple[Tensor, ...]) -> Tensor:
-        """Do a step and look at it; the second one of two gives the verdict."""
-        watch = Watch(self._device, batch, self._storages)
-        with graph.warming(), watch:
+    def _judge(self, key: Hashable, before: ReachableState, batch: tuple[Tensor, ...]) -> Tensor:
+        """Do a step and log it; the second one of two gives the verdict."""
+        log = OperationLog(self._device, batch, self._storage_ids)
+        with self._warming(), log:
             loss = self._step(*batch)
-        self._seen = batch
-        after = Remembered(self._step, self._seen, self._storages, self._device)
-        obstacle = _found(before, after, [self._first or watch, watch])
-        if obstacle or self._first is not None:
-            used, complete = after.among(watch.outside)
-            self._verdict = Verdict(obstacle, used, complete, watch.draws)
+        self._last_batch = batch
+        after, _ = self._look()
+        obstacle = _obstacle(before, after, [self._log or log, log])
+        if obstacle or self._log is not None:
+            used, complete = after.find(log.outside)
+            self._verdict = Verdict(obstacle, used, complete, log.draws)
             _VERDICTS.add(key, self._verdict)
-        self._first = watch
+        self._log = log
         return loss
 
-    def _capture(self, graph: Graph, key: Hashable, batch: tuple[Tensor, ...]) -> Tensor:
+    def _capture(self, recording_key: Hashable, batch: tuple[Tensor, ...]) -> Tensor:
         """Capture this step; if that fails, do it eagerly, and all others of the process too."""
-        assert self._home is not None
+        assert self._graph is not None
+        assert self._memory is not None
         assert self._verdict is not None
         try:
-            self._recording = Recording(graph, self._compiled or self._step, self._home, batch)
+            self._recording = Recording(self._graph, self._compiled or self._step, self._memory, batch)
         except RuntimeError as error:
             _FAILED[self._device.type] = f"a capture failed: {str(error).splitlines()[0]}"
-            forget()
-            return self._refuse(_FAILED[self._device.type])(*batch)
+            recordings.forget()
+            return self._give_up(_FAILED[self._device.type])(*batch)
         if self._verdict.complete:
-            keep((key, self._home.layout), self._recording)
+            recordings.keep(recording_key, self._recording)
         self._recording.busy = True
         self.replayed += 1
         return self._recording.loss
 
-    def _refuse(self, why: str) -> Step:
-        self._graph, self._first, self.eager = None, None, why
+    def _give_up(self, why: str) -> Step:
+        """Return the step, which is done eagerly from now on."""
+        self._eager_only, self._log, self.eager = True, None, why
         return self._step
 
 
-def _found(before: Remembered, after: Remembered, watches: Sequence[Watch]) -> str:
-    """Return why a step cannot be repeated: by what was before and after it, and by the first and the last watch."""
-    obstacle = before.obstacle or after.obstacle or watches[-1].obstacle
+def runner_of_visit(step: Step, optimizer: Optimizer, site: Site, epoch_factor: float) -> StepRunner:
+    """Return the runner of `fit`'s steps at a site, which decides how many are expected and what obstacle there is."""
+    settings = site.settings
+    expected = settings.epochs * max(1, len(site.train) // settings.batch_size)
+    obstacle = visit_obstacle(site, epoch_factor)
+    return StepRunner(step, optimizer, site.device, expected, obstacle, settings.lr_decay != 1)
+
+
+def visit_obstacle(site: Site, epoch_factor: float) -> str:
+    """Return why the steps of a visit cannot be captured, as far as the settings tell, "" for no reason."""
+    if site.settings.amp and site.device.type == "cuda":
+        return "mixed precision in float16 reads back whether gradients are finite"
+    if epoch_factor != 1 and site.settings.epochs > 1:
+        return "the learning rate changes within a visit"
+    return ""
+
+
+def _obstacle(before: ReachableState, after: ReachableState, logs: Sequence[OperationLog]) -> str:
+    """Return why a step cannot be repeated: by what was before and after it, and by the first and the last log."""
+    obstacle = before.obstacle or after.obstacle or logs[-1].obstacle
     if not obstacle and before.state != after.state:
         obstacle = "it remembers something from one step to the next"
-    if not obstacle and watches[0].operations != watches[-1].operations:
+    if not obstacle and logs[0].operations != logs[-1].operations:
         obstacle = "two steps in a row differ in what they do"
     return obstacle
 
 
 def _form(batch: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return shapes and types of a batch, None if it is not made of plain tensors."""
-    if any(type(part) is not Tensor for part in batch):
+    if any(type(tensor) is not Tensor for tensor in batch):
         return None
-    return tuple((part.shape, part.stride(), part.dtype, part.device) for part in batch)
+    return tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in batch)
 
 
-def _listened() -> str:
-    """Tell whether something wants to hear of every step of every optimiser, which replays do not tell of."""
+def _listener() -> str:
+    """Return an obstacle if something listens to every step of every optimiser, as replays do not call it."""
     hooks = (_optimizers._global_optimizer_pre_hooks, _optimizers._global_optimizer_post_hooks)
     return "every step of an optimiser is listened to (--profile)" if any(hooks) else ""
 
 
-def _arithmetic() -> tuple[Any, ...]:
+def _kernel_settings() -> tuple[Any, ...]:
     """Return the settings of the process that choose the kernels of a step."""
-    backends, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    chosen = (backends.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, torch.get_num_threads())
-    return (wanted(), *chosen, torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled())
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    chosen = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, torch.get_num_threads())
+    return (compile_enabled(), *chosen, torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled())

@@ -1,10 +1,10 @@
 """A training step compiled by TorchInductor: its operations fused, its memory planned, Python left out.
 
-The operations of the whole step, those of the backward pass and of the optimiser among them, are noted once
-(`medfl.training.accelerate.vmapped.noted`) and compiled as one function of the tensors that it uses and of its batch.
-So the function serves every site and round whose steps have the same code, numbers and shapes; its arithmetic is that
-of the step, the order of some sums is not. It pays where launching operations is a large part of a step, as in small
-networks; compiled convolutions of large ones can be slower (docs/performance.md).
+The operations of the whole step, those of the backward pass and of the optimiser among them, are traced once
+(`medfl.training.accelerate.vmapped.trace_step`) and compiled as one function of the tensors that it uses and of its
+batch. So the function serves every site and round whose steps have the same code, numbers and shapes; its arithmetic is
+that of the step, the order of some sums is not. It pays where launching operations is a large part of a step, as in
+small networks; compiled convolutions of large ones can be slower (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from medfl.training.accelerate.recordings import Home, moved
-from medfl.training.accelerate.vmapped import CannotBeNoted, Step, noted
+from medfl.training.accelerate.recordings import VisitMemory, relocated
+from medfl.training.accelerate.vmapped import CannotBeTraced, Step, trace_step
 
-Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+CompiledStep = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(tensors that the step uses, its batch) -> loss; changes the former in place."""
 
-_MOST = 64
-_KEPT: OrderedDict[Hashable, Compiled | CannotBeNoted] = OrderedDict()
-_ALLOWED: ContextVar[bool] = ContextVar("compiling", default=False)
+_MAX_STEPS = 64
+_STEPS: OrderedDict[Hashable, CompiledStep | CannotBeTraced] = OrderedDict()
+_ENABLED: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def compile_steps() -> Iterator[None]:
     """Let `fit` compile its steps inside the block."""
-    token = _ALLOWED.set(True)
+    token = _ENABLED.set(True)
     try:
         yield
     finally:
-        _ALLOWED.reset(token)
+        _ENABLED.reset(token)
 
 
-def wanted() -> bool:
-    """Tell whether steps are to be compiled."""
-    return _ALLOWED.get()
+def compile_enabled() -> bool:
+    """Return whether steps are to be compiled."""
+    return _ENABLED.get()
 
 
-def compiled(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> Compiled:
+def compile_step(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> CompiledStep:
     """Compile a step; it is done once, on these tensors.
 
     Args:
@@ -52,45 +52,45 @@ def compiled(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> 
         batch: its arguments.
 
     Raises:
-        CannotBeNoted: its operations cannot be noted or compiled; says why.
+        CannotBeTraced: its operations cannot be traced or compiled; says why.
     """
     from torch import _inductor  # takes seconds to import
 
-    operations = noted(step, tensors, batch)
+    operations = trace_step(step, tensors, batch)
     try:
         with torch.no_grad(), _inductor.config.patch(compile_threads=1):  # type: ignore[no-untyped-call]
             function = _inductor.compile(operations, [value.detach() for value in (*tensors, *batch)])
     except Exception as error:  # of the compiler, or of whatever else is not there
-        raise CannotBeNoted(f"it cannot be compiled: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise CannotBeTraced(f"it cannot be compiled: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
-    def done(tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> Tensor:
+    def compiled(tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> Tensor:
         with torch.no_grad():
-            made = function(*[value.detach() for value in (*tensors, *batch)])
-        loss: Tensor = made if isinstance(made, Tensor) else made[0]
+            result = function(*[value.detach() for value in (*tensors, *batch)])
+        loss: Tensor = result if isinstance(result, Tensor) else result[0]
         return loss
 
-    return done
+    return compiled
 
 
-def of_visit(key: Hashable, step: Step, home: Home, batch: Sequence[Tensor]) -> Step:
+def compile_for_visit(key: Hashable, step: Step, memory: VisitMemory, batch: Sequence[Tensor]) -> Step:
     """Return the step of a visit, compiled now or for another visit with the same key.
 
     Raises:
-        CannotBeNoted: as `compiled`.
+        CannotBeTraced: as `compile_step`.
     """
-    name = (key, home.layout)
-    if name not in _KEPT:
+    key = (key, memory.layout)
+    if key not in _STEPS:
         try:
-            if len(home.parts) < len(home.tensors):
-                raise CannotBeNoted("two of its tensors share memory")
-            with moved(home, [part.clone() for part in home.parts]):
-                _KEPT[name] = compiled(step, home.tensors, batch)
-        except CannotBeNoted as error:
-            _KEPT[name] = error
-    _KEPT.move_to_end(name)
-    while len(_KEPT) > _MOST:
-        _KEPT.popitem(last=False)
-    found = _KEPT[name]
-    if isinstance(found, CannotBeNoted):
-        raise found
-    return lambda *batch: found(home.tensors, batch)
+            if len(memory.blocks) < len(memory.tensors):
+                raise CannotBeTraced("two of its tensors share memory")
+            with relocated(memory, [block.clone() for block in memory.blocks]):
+                _STEPS[key] = compile_step(step, memory.tensors, batch)
+        except CannotBeTraced as error:
+            _STEPS[key] = error
+    _STEPS.move_to_end(key)
+    while len(_STEPS) > _MAX_STEPS:
+        _STEPS.popitem(last=False)
+    compiled = _STEPS[key]
+    if isinstance(compiled, CannotBeTraced):
+        raise compiled
+    return lambda *batch: compiled(memory.tensors, batch)

@@ -1,46 +1,32 @@
-"""What records a training step and repeats it: CUDA graphs, and nothing where there are none."""
+"""CUDA graphs, which record a training step and replay it, and optimisers whose steps can be recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, ClassVar, Protocol
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from medfl.core.importing import without_gc
-from medfl.training.accelerate.recordings import Repeatable
+from medfl.training.accelerate.recordings import Graph
 
 
-class Warming(Protocol):
-    """What has a say in the steps before there is a recording."""
-
-    def prepare(self, optimizer: Optimizer, varies: bool) -> None:
-        """Make an optimiser that has not stepped yet fit to be captured; its rates may vary between rounds."""
-
-    def warming(self) -> AbstractContextManager[None]:
-        """Return the context of the eager steps before the capture."""
-
-
-class Graph(Warming, Repeatable, Protocol):
-    """What records a step and repeats it."""
-
-
-def countable(optimizer: Optimizer, varies: bool) -> None:
+def count_in_tensors(optimizer: Optimizer, varying_rates: bool) -> None:
     """Let an optimiser that has not stepped yet keep in tensors what differs from step to step or from round to round.
 
-    So its steps can be repeated without Python. To be called on one whose learning rates are set.
+    So its steps can be repeated without Python. To be called when its learning rates are set.
 
     Args:
-        optimizer: to be used inside `by_tensors` from now on.
-        varies: whether learning rates change between rounds: as tensors they are no numbers of the step.
+        optimizer: to be used inside `without_readback` from now on.
+        varying_rates: whether learning rates change between rounds: as tensors they are no numbers of the step.
     """
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
-        if varies:
+        if varying_rates:
             group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # one parameter after the other takes numbers only
@@ -48,7 +34,7 @@ def countable(optimizer: Optimizer, varies: bool) -> None:
 
 
 @contextmanager
-def by_tensors(optimizer: Optimizer) -> Iterator[None]:
+def without_readback(optimizer: Optimizer) -> Iterator[None]:
     """Let an optimiser step inside the block without reading its tensors back.
 
     For that PyTorch has to take the step for one that it is compiling: outside of that a CPU's optimiser may not count
@@ -74,21 +60,21 @@ class CudaGraph:
     """A step as a CUDA graph; all graphs of a device share one pool of memory."""
 
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
-    _sides: ClassVar[dict[torch.device, list[torch.cuda.Stream]]] = {}
+    _branch_streams: ClassVar[dict[torch.device, list[torch.cuda.Stream]]] = {}
     _pools: ClassVar[dict[torch.device, Any]] = {}
     _last: ClassVar[dict[torch.device, CudaGraph]] = {}  # a pool lives as long as one of its graphs does
 
     def __init__(self, device: torch.device) -> None:
-        """Be about to capture on an `indexed` device, on the stream of the warm-up (libraries tie handles to one)."""
+        """Take a device `with_index`; warm-up and capture share a stream (libraries tie handles to one)."""
         self._device = device
         if self._device not in self._streams:
             self._streams[self._device] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._pools[self._device] = torch.cuda.graph_pool_handle()
         self._graph = torch.cuda.CUDAGraph()
 
-    def prepare(self, optimizer: Optimizer, varies: bool) -> None:
-        """Let the optimiser keep on the device what it reckons with."""
-        countable(optimizer, varies)
+    def prepare(self, optimizer: Optimizer, varying_rates: bool) -> None:
+        """Let the optimiser keep its counters, and rates that vary, on the device."""
+        count_in_tensors(optimizer, varying_rates)
 
     @contextmanager
     def warming(self) -> Iterator[None]:
@@ -102,7 +88,7 @@ class CudaGraph:
     def capture(self, step: Callable[[], Tensor]) -> Tensor:
         """Record a step, then do it by its first replay."""
         generator = torch.cuda.default_generators[self._device.index]
-        drawn = generator.get_state()
+        before = generator.get_state()
         try:
             with self.warming(), without_gc():  # which could free device memory amid a capture
                 self._graph.capture_begin(pool=self._pools[self._device], capture_error_mode="thread_local")
@@ -114,8 +100,8 @@ class CudaGraph:
                     raise
                 self._graph.capture_end()
         except RuntimeError:
-            fresh = torch.Generator(self._device)  # the old one may take itself to be captured still
-            fresh.set_state(drawn)
+            fresh = torch.Generator(self._device)  # the old one may still count as captured
+            fresh.set_state(before)
             generator.graphsafe_set_state(fresh.graphsafe_get_state())
             raise
         self._last[self._device] = self
@@ -127,34 +113,19 @@ class CudaGraph:
         self._graph.replay()
 
     @contextmanager
-    def branch(self, place: int) -> Iterator[None]:
+    def branch(self, index: int) -> Iterator[None]:
         """Run a block of a capture on a stream of its own, after all that the capture did before its branches."""
-        sides = self._sides.setdefault(self._device, [])
-        while len(sides) <= place:
-            sides.append(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
-        sides[place].wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(sides[place]):
+        streams = self._branch_streams.setdefault(self._device, [])
+        while len(streams) <= index:
+            streams.append(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        streams[index].wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(streams[index]):
             yield
 
     def join(self, count: int) -> None:
         """Let the stream of the capture wait for the branches."""
-        for side in self._sides[self._device][:count]:
-            torch.cuda.current_stream(self._device).wait_stream(side)
-
-
-class NoGraph:
-    """Records nothing: for steps that are compiled only."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Be of no effect."""
-
-    def prepare(self, optimizer: Optimizer, varies: bool) -> None:
-        """Let the optimiser keep in tensors what it reckons with."""
-        countable(optimizer, varies)
-
-    def warming(self) -> AbstractContextManager[None]:
-        """Return no context."""
-        return nullcontext()
+        for stream in self._branch_streams[self._device][:count]:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
 
 
 GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}

@@ -1,9 +1,9 @@
-"""Visits abreast: several tasks in turn, each up to where it needs what can be done for all of them at once.
+"""Interleaved visits: several tasks in turn, each up to where it needs what can be done for all of them at once.
 
 A training step of one site leaves most of a GPU idle; the same step of several sites at once does not. For that their
-visits must reach the step together. Each visit is a thread, and only one of them runs at any moment: it hands on when
-it `meet`s the others or has ended, in an order that only the tasks decide. So nothing has to be made safe for threads,
-and each finds the random generators as it left them.
+visits must reach the step at the same time. Each visit is a thread, and only one of them runs at any moment: it hands
+on when it waits for a request to be served or has ended, in an order that only the tasks decide. So nothing has to be
+made safe for threads, and each finds the random generators as it left them.
 """
 
 from __future__ import annotations
@@ -17,93 +17,98 @@ from medfl.core.seeding import snapshot_rng
 
 T = TypeVar("T")
 Task = Callable[[], T]
-Together = Callable[[Sequence[Any]], None]
-"""Does what the visits ask for that wait for each other: one request of each, in their order."""
+ServeAll = Callable[[Sequence[Any]], None]
+"""Serves the requests of all waiting visits: one of each, in their order."""
 
 
-class Abandoned(BaseException):
-    """A visit is to end, for nobody waits for its result; no error, so that no handler of errors takes it for one."""
+class Cancelled(BaseException):
+    """A visit is to end, for nobody waits for its result; no Exception, so that no handler of errors catches it."""
 
 
 class Visit(Generic[T]):
-    """A task in a thread that runs only when it is its turn."""
+    """A task in a thread that runs only when it is its turn.
+
+    Attributes:
+        request: what it waits for, None if for nothing.
+        ended: whether its task has returned or raised.
+    """
 
     def __init__(self, task: Task[T]) -> None:
-        """Be about to begin."""
+        """Start the thread, which waits for its first turn."""
         self.request: Any = None
         self.ended = False
         self._result: list[T] = []
         self._error: BaseException | None = None
-        self._abandoned = False
-        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
-        self._task, self._back = task, snapshot_rng()
+        self._cancelled = False
+        self._own_turn, self._main_turn = threading.Semaphore(0), threading.Semaphore(0)
+        self._task, self._restore_rng = task, snapshot_rng()
         context = copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True)
         self._thread.start()
 
-    def go_on(self) -> None:
-        """Let the visit run until it meets the others or ends."""
-        ours, self.request = snapshot_rng(), None
-        self._back()
-        self._mine.release()
-        self._theirs.acquire()
-        self._back = snapshot_rng()
-        ours()
+    def resume(self) -> None:
+        """Let the visit run until it waits or ends."""
+        restore_main, self.request = snapshot_rng(), None
+        self._restore_rng()
+        self._own_turn.release()
+        self._main_turn.acquire()
+        self._restore_rng = snapshot_rng()
+        restore_main()
 
-    def meet(self, request: Any) -> None:
-        """Wait until something has been done for this visit and for others that ask for the like; of its own thread."""
-        if not self._abandoned:
+    def wait_for(self, request: Any) -> None:
+        """Wait until a request has been served, with those of the other visits; to be called in the visit's thread."""
+        if not self._cancelled:
             self.request = request
-            self._theirs.release()
-            self._mine.acquire()
-        if self._abandoned:
-            raise Abandoned
+            self._main_turn.release()
+            self._own_turn.acquire()
+        if self._cancelled:
+            raise Cancelled
 
     def result(self) -> T:
-        """Return what the task gave, or raise what it raised."""
+        """Return what the task returned, or raise what it raised."""
         if self._error is not None:
             raise self._error
         return self._result[0]
 
-    def abandon(self) -> None:
-        """Let it end where it is."""
-        self._abandoned = True
+    def cancel(self) -> None:
+        """End the visit where it is."""
+        self._cancelled = True
         while not self.ended:
-            self.go_on()
+            self.resume()
         self._thread.join()
 
     def _run(self) -> None:
-        self._mine.acquire()
+        self._own_turn.acquire()
         token = _VISIT.set(self)
         try:
-            if not self._abandoned:
+            if not self._cancelled:
                 self._result.append(self._task())
         except BaseException as error:  # it is raised again where the result is asked for
             self._error = error
         finally:
             _VISIT.reset(token)
             self.ended = True
-            self._theirs.release()
+            self._main_turn.release()
 
 
 _VISIT: ContextVar[Visit[Any] | None] = ContextVar("visit", default=None)
 
 
-def current() -> Visit[Any] | None:
+def current_visit() -> Visit[Any] | None:
     """Return the visit that this code is part of, None outside."""
     return _VISIT.get()
 
 
-def abreast(tasks: Iterator[Task[T]], count: int, together: Together) -> Iterator[T]:
+def interleave(tasks: Iterator[Task[T]], count: int, serve_all: ServeAll) -> Iterator[T]:
     """Do tasks, up to `count` at a time, and yield their results as they are ready.
 
     Args:
-        tasks: are taken when there is room for one.
-        count: how many may have begun and not ended.
-        together: is called when each of these waits for the others.
+        tasks: one is taken when fewer than `count` are under way.
+        count: how many may be under way.
+        serve_all: is called when each of these waits for a request.
 
     Raises:
-        BaseException: what a task raised; all others are abandoned.
+        BaseException: what a task raised; all others are cancelled.
     """
     visits: list[Visit[T]] = []
     try:
@@ -114,15 +119,15 @@ def abreast(tasks: Iterator[Task[T]], count: int, together: Together) -> Iterato
                 return
             for visit in visits:
                 if visit.request is None:
-                    visit.go_on()
-            over = [visit for visit in visits if visit.ended]
+                    visit.resume()
+            ended = [visit for visit in visits if visit.ended]
             visits = [visit for visit in visits if not visit.ended]
-            for visit in over:
+            for visit in ended:
                 yield visit.result()
-            if not over:
-                together([visit.request for visit in visits])
+            if not ended:
+                serve_all([visit.request for visit in visits])
                 for visit in visits:
                     visit.request = None
     finally:
         for visit in visits:
-            visit.abandon()
+            visit.cancel()

@@ -1,9 +1,9 @@
-"""Recordings of a step that outlive the visit they were made in.
+"""Recordings of a training step that outlive the visit they were made in.
 
 A recording repeats operations on the memory on which they were recorded. So that it may serve other sites, rounds and
 networks, and can overwrite nothing that somebody else holds, that memory is its own: while a step is recorded the
-tensors of the visit lie there; afterwards their values move in before the first replay of a visit, and home after its
-last one, in one copy each way.
+tensors of the visit lie there; later visits copy their values in before their first replay and back after the last one,
+in one copy each way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
-_MOST = 16  # recordings kept, each with the memory of a network and its optimiser
-_KEPT: OrderedDict[Hashable, Recording] = OrderedDict()
+_MAX_RECORDINGS = 16  # each has the memory of a network and its optimiser
+_RECORDINGS: OrderedDict[Hashable, Recording] = OrderedDict()
 
 
-class Repeatable(Protocol):
-    """What records a step and repeats it."""
+class Graph(Protocol):
+    """Records a step after some eager ones, and repeats it."""
+
+    def prepare(self, optimizer: Optimizer, varying_rates: bool) -> None:
+        """Make an optimiser that has not stepped yet fit to be captured; its rates may vary between rounds."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        """Return the context of the eager steps before the capture."""
 
     def capture(self, step: Callable[[], Tensor]) -> Tensor:
         """Do a step and record it.
@@ -37,34 +44,34 @@ class Repeatable(Protocol):
     def replay(self) -> None:
         """Repeat the recorded operations."""
 
-    def branch(self, place: int) -> AbstractContextManager[None]:
-        """Return the context of operations of a capture that may be done beside those of its other branches."""
+    def branch(self, index: int) -> AbstractContextManager[None]:
+        """Return the context of operations of a capture that may run in parallel with its other branches."""
 
     def join(self, count: int) -> None:
         """Let what follows in a capture wait for its branches, 0 to count - 1."""
 
 
-class Home:
-    """Where the tensors of a visit live.
+class VisitMemory:
+    """The memory of the tensors that a visit's steps use.
 
     Attributes:
         tensors: of one device, in an order that all visits share.
-        layout: equal for visits of which one can take the other's place: who shares memory with whom, and where.
-        parts: the pieces of memory, as bytes.
+        layout: equal for visits of which one can take the other's place: which tensors share memory, and where.
+        blocks: the blocks of memory, as bytes.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Look at where they are."""
-        places: dict[int, int] = {}
-        self.tensors, self.parts = list(tensors), list[Tensor]()
+        """Find the blocks in which the tensors lie."""
+        indices: dict[int, int] = {}
+        self.tensors, self.blocks = list(tensors), list[Tensor]()
         layout = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            name = StorageWeakRef(storage).cdata  # type: ignore[no-untyped-call]
-            if name not in places:
-                places[name] = len(places)
-                self.parts.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-            layout.append((places[name], tensor.storage_offset(), storage.nbytes()))
+            storage_id = StorageWeakRef(storage).cdata  # type: ignore[no-untyped-call]
+            if storage_id not in indices:
+                indices[storage_id] = len(indices)
+                self.blocks.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            layout.append((indices[storage_id], tensor.storage_offset(), storage.nbytes()))
         self.layout = tuple(layout)
 
 
@@ -74,22 +81,23 @@ class Recording:
     Args:
         graph: has recorded nothing yet.
         step: to be recorded.
-        home: the memory that it uses.
+        memory: the memory that it uses.
         batch: its arguments; those of later steps have the same shapes.
+
+    Attributes:
+        busy: whether the values of a visit are in it.
 
     Raises:
         RuntimeError: the step cannot be recorded; it was not done.
     """
 
-    def __init__(self, graph: Repeatable, step: Callable[..., Tensor], home: Home, batch: Sequence[Tensor]) -> None:
+    def __init__(self, graph: Graph, step: Callable[..., Tensor], memory: VisitMemory, batch: Sequence[Tensor]) -> None:
         """Do the step and record it."""
         self._graph = graph
-        self._inputs = [torch.empty_like(part) for part in batch]
-        self._own = [part.clone() for part in home.parts]
+        self._inputs = [tensor.detach().clone() for tensor in batch]
+        self._blocks = [block.clone() for block in memory.blocks]
         self.busy = False
-        for mine, given in zip(self._inputs, batch, strict=True):
-            mine.copy_(given)
-        with moved(home, self._own):
+        with relocated(memory, self._blocks):
             self._loss = graph.capture(lambda: step(*self._inputs))
 
     @property
@@ -97,56 +105,56 @@ class Recording:
         """Loss of the newest step, which no later one overwrites."""
         return self._loss.clone()
 
-    def enter(self, home: Home) -> None:
-        """Take the values over from where they live; until `leave` it belongs to them."""
+    def load(self, memory: VisitMemory) -> None:
+        """Copy the values of a visit in; until `store` the recording belongs to it."""
         self.busy = True
-        if home.parts:
-            torch._foreach_copy_(self._own, home.parts)
+        if memory.blocks:
+            torch._foreach_copy_(self._blocks, memory.blocks)
 
     def replay(self, batch: Sequence[Tensor]) -> None:
         """Do the step of another batch."""
-        for mine, given in zip(self._inputs, batch, strict=True):
-            mine.copy_(given, non_blocking=True)
+        for recorded, tensor in zip(self._inputs, batch, strict=True):
+            recorded.copy_(tensor, non_blocking=True)
         self._graph.replay()
 
-    def leave(self, home: Home) -> None:
-        """Bring the values home."""
-        if home.parts:
-            torch._foreach_copy_(home.parts, self._own)
+    def store(self, memory: VisitMemory) -> None:
+        """Copy the values back to the visit."""
+        if memory.blocks:
+            torch._foreach_copy_(memory.blocks, self._blocks)
         self.busy = False
 
 
 @contextmanager
-def moved(home: Home, memory: Sequence[Tensor]) -> Iterator[None]:
-    """Let the tensors of a visit lie in other memory, pieces as long as its own, inside the block."""
-    before = [tensor.data for tensor in home.tensors]
+def relocated(memory: VisitMemory, blocks: Sequence[Tensor]) -> Iterator[None]:
+    """Let the tensors of a visit lie in other blocks, as long as their own, inside the block of code."""
+    before = [tensor.data for tensor in memory.tensors]
     try:
-        for tensor, (place, offset, _) in zip(home.tensors, home.layout, strict=True):
-            there = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            start = memory[place].storage_offset() // tensor.element_size() + offset
-            tensor.data = there.set_(memory[place].untyped_storage(), start, tensor.shape, tensor.stride())
+        for tensor, (index, offset, _) in zip(memory.tensors, memory.layout, strict=True):
+            view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            start = blocks[index].storage_offset() // tensor.element_size() + offset
+            tensor.data = view.set_(blocks[index].untyped_storage(), start, tensor.shape, tensor.stride())
         yield
     finally:
-        for tensor, data in zip(home.tensors, before, strict=True):
+        for tensor, data in zip(memory.tensors, before, strict=True):
             tensor.data = data
 
 
 def keep(key: Hashable, recording: Recording) -> None:
     """Keep a recording for later visits with the same key; the one that was not used for longest goes."""
-    _KEPT[key] = recording
-    while len(_KEPT) > _MOST:
-        _KEPT.popitem(last=False)
+    _RECORDINGS[key] = recording
+    while len(_RECORDINGS) > _MAX_RECORDINGS:
+        _RECORDINGS.popitem(last=False)
 
 
-def kept(key: Hashable) -> Recording | None:
-    """Return the recording of a key, None if there is none or somebody is using it."""
-    found = _KEPT.get(key)
-    if found is None or found.busy:
+def find_free(key: Hashable) -> Recording | None:
+    """Return the recording of a key, None if there is none or a visit is using it."""
+    recording = _RECORDINGS.get(key)
+    if recording is None or recording.busy:
         return None
-    _KEPT.move_to_end(key)
-    return found
+    _RECORDINGS.move_to_end(key)
+    return recording
 
 
 def forget() -> None:
-    """Keep none."""
-    _KEPT.clear()
+    """Keep no recording."""
+    _RECORDINGS.clear()

@@ -1,6 +1,6 @@
 """One training step of several networks at once: each operation of a step done for all of them.
 
-The operations of a step are noted while it is done once (`make_fx`), those of the backward pass and of the optimiser
+The operations of a step are traced while it is done once (`make_fx`), those of the backward pass and of the optimiser
 among them, and repeated on tensors that hold the values of all networks, one operation after the other by `torch.vmap`:
 the convolutions of K networks become one with K groups, and the sums of K optimisers one. The arithmetic of each
 network is the same as alone; the order of some sums is not, so the last bits differ.
@@ -19,26 +19,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 Step = Callable[..., Tensor]
+"""The tensors of a batch -> its loss, detached; trains the network on the way."""
 
-
-_NUMBER_BY_NUMBER = (
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "addcmul",
-    "addcdiv",
-    "lerp",
-    "sqrt",
-    "neg",
-    "reciprocal",
-    "zero",
-    "copy",
-)
+_ELEMENTWISE = (
+    "add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp", "sqrt", "neg", "reciprocal", "zero", "copy",
+)  # fmt: skip
 """Operations on lists of tensors that may be done on the tensors of all networks as on those of one."""
 
 
-class CannotBeNoted(RuntimeError):
+class CannotBeTraced(RuntimeError):
     """A step does something that its operations do not tell."""
 
 
@@ -46,7 +35,7 @@ class CannotBeGrouped(RuntimeError):
     """A step does something that is done for one network at a time."""
 
 
-def noted(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> GraphModule:
+def trace_step(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> GraphModule:
     """Do a step and return its operations, as a function of the tensors that it uses and of its batch.
 
     Args:
@@ -55,30 +44,30 @@ def noted(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> Gra
         batch: its arguments.
 
     Raises:
-        CannotBeNoted: it draws random numbers, or uses other tensors.
+        CannotBeTraced: it draws random numbers, or uses other tensors.
     """
 
-    def named(*given: Tensor) -> Tensor:
-        return step(*given[len(tensors) :])
+    def of_all(*arguments: Tensor) -> Tensor:
+        return step(*arguments[len(tensors) :])
 
     try:
-        made: GraphModule = make_fx(named, tracing_mode="real")(*tensors, *batch)
+        operations: GraphModule = make_fx(of_all, tracing_mode="real")(*tensors, *batch)
     except RuntimeError as error:
-        raise CannotBeNoted(f"its operations cannot be noted: {str(error).splitlines()[0]}") from error
-    for node in made.graph.nodes:
-        made_of_numbers = {str(user.target).partition(".")[2].startswith("lift_fresh") for user in node.users}
-        if node.op == "get_attr" and made_of_numbers != {True}:
-            raise CannotBeNoted("it uses a tensor that is not seen from outside")
+        raise CannotBeTraced(f"its operations cannot be traced: {str(error).splitlines()[0]}") from error
+    for node in operations.graph.nodes:
+        lifted = {str(user.target).partition(".")[2].startswith("lift_fresh") for user in node.users}
+        if node.op == "get_attr" and lifted != {True}:  # a tensor that the step does not make of a number
+            raise CannotBeTraced("it uses a tensor that is not seen from outside")
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise CannotBeNoted(f"{node.target} draws random numbers")
-    return made
+            raise CannotBeTraced(f"{node.target} draws random numbers")
+    return operations
 
 
-class Grouped(Interpreter):
+class GroupedStep(Interpreter):
     """The operations of a step on the values of several networks.
 
     Args:
-        operations: as `noted`.
+        operations: from `trace_step`.
         count: networks, K.
     """
 
@@ -102,7 +91,7 @@ class Grouped(Interpreter):
         """
         try:
             with torch.no_grad(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "There is a performance drop")  # what is slow is not taken
+                warnings.filterwarnings("ignore", "There is a performance drop")  # a slow way is not chosen
                 losses: Tensor = self.run(*tensors, *batch)
         except torch.OutOfMemoryError:
             raise
@@ -111,14 +100,14 @@ class Grouped(Interpreter):
         return losses
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a tensor that the step makes of a number, for all."""
+        """Return a tensor that the step makes of a number, for all networks."""
         return self._repeated(super().get_attr(target, args, kwargs))  # type: ignore[no-untyped-call]
 
     def _repeated(self, value: Any) -> Any:
         return value.expand(self._count, *value.shape).clone() if isinstance(value, Tensor) else value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do one operation for all."""
+        """Do one operation for all networks."""
         if not isinstance(target, torch._ops.OpOverload):
             return target(*args, **kwargs)  # takes a member of a tuple
         if target.namespace == "profiler":
@@ -128,54 +117,54 @@ class Grouped(Interpreter):
             return args[0]  # `_repeated` has made it
         if name.startswith("_foreach_"):
             plain = name.removeprefix("_foreach_")
-            if plain.rstrip("_") in _NUMBER_BY_NUMBER and _alike(args):
+            if plain.rstrip("_") in _ELEMENTWISE and _same_shapes(args):
                 return target(*args, **kwargs)
             return self._each(plain, args, kwargs)
-        if "batch_norm" in name and not all(one.is_contiguous() for one in args if _of_channels(one)):
+        if "batch_norm" in name and not all(arg.is_contiguous() for arg in args if _is_channel_statistic(arg)):
             raise CannotBeGrouped("running statistics that do not lie in one piece would not be updated")
-        return self._mapped(target, args, kwargs)
+        return self._vmapped(target, args, kwargs)
 
-    def _mapped(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def _vmapped(self, target: Any, args: Any, kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if not places:
+        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if not indices:
             return tree_map(self._repeated, target(*args, **kwargs))
-        results: list[Any] = []
+        result: list[Any] = []
 
-        def one(*tensors: Tensor) -> tuple[Tensor, ...]:
-            for place, tensor in zip(places, tensors, strict=True):
-                leaves[place] = tensor
+        def of_one_network(*tensors: Tensor) -> tuple[Tensor, ...]:
+            for index, tensor in zip(indices, tensors, strict=True):
+                leaves[index] = tensor
             positional, named = tree_unflatten(leaves, form)
             flat, shape = tree_flatten(target(*positional, **named))
-            results.extend((flat, shape))
+            result.extend((flat, shape))
             return tuple(leaf for leaf in flat if isinstance(leaf, Tensor))
 
-        grouped = iter(torch.vmap(one, randomness="error")(*[leaves[place] for place in places]))
-        flat, shape = results
+        grouped = iter(torch.vmap(of_one_network, randomness="error")(*[leaves[index] for index in indices]))
+        flat, shape = result
         return tree_unflatten([next(grouped) if isinstance(leaf, Tensor) else leaf for leaf in flat], shape)
 
     def _each(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do an operation on lists of tensors, as optimisers do them, on one tensor after the other."""
         operation = getattr(torch.ops.aten, name)
-        length = next(len(argument) for argument in args if isinstance(argument, list | tuple))
-        made = []
-        for place in range(length):
-            given = [argument[place] if isinstance(argument, list | tuple) else argument for argument in args]
+        length = next(len(arg) for arg in args if isinstance(arg, list | tuple))
+        results = []
+        for index in range(length):
+            positional = [arg[index] if isinstance(arg, list | tuple) else arg for arg in args]
             named = dict(kwargs)
-            if name.startswith(("addcmul", "addcdiv")) and len(given) == 4:
-                named["value"] = given.pop()
-            made.append(self._mapped(operation, tuple(given), named))
-        return None if name.endswith("_") else made
+            if name.startswith(("addcmul", "addcdiv")) and len(positional) == 4:
+                named["value"] = positional.pop()
+            results.append(self._vmapped(operation, tuple(positional), named))
+        return None if name.endswith("_") else results
 
 
-def _alike(args: Sequence[Any]) -> bool:
-    """Tell whether lists have tensors of the same shapes at the same places, and the rest are numbers."""
-    lists = [one for one in args if isinstance(one, list | tuple) and one and isinstance(one[0], Tensor)]
-    if any(isinstance(one, Tensor) for one in args):
+def _same_shapes(args: Sequence[Any]) -> bool:
+    """Return whether lists have tensors of the same shapes at the same places, and the rest are numbers."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor)]
+    if any(isinstance(arg, Tensor) for arg in args):
         return False
-    return all(len({tensor.shape for tensor in together}) == 1 for together in zip(*lists, strict=True))
+    return all(len({tensor.shape for tensor in row}) == 1 for row in zip(*lists, strict=True))
 
 
-def _of_channels(value: Any) -> bool:
-    """Tell whether this may be a running statistic of all networks, which `torch.vmap` updates only in one piece."""
+def _is_channel_statistic(value: Any) -> bool:
+    """Return whether this may be a running statistic of all networks, which `torch.vmap` updates only in one piece."""
     return isinstance(value, Tensor) and value.ndim == 2

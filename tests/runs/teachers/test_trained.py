@@ -22,7 +22,7 @@ from medfl.core.task import Task
 from medfl.runs.teachers.answers import obtain, open_teacher
 from medfl.runs.teachers.questions import Questions
 from medfl.runs.teachers.trained import foreground
-from medfl.training.site import Networks
+from medfl.training.network_pool import Networks
 from tests.support.questions import asked, opened
 from tests.support.toy import run_record
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from medfl.core.seeding import stream
 from medfl.training.accelerate import capture as capturing
 from medfl.training.accelerate import recordings
-from medfl.training.accelerate.capture import allowed
+from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.cuda_graphs import CudaGraph
 from medfl.training.loop import clip, fit, in_turn, pull, push
 from medfl.training.site import snapshot
@@ -199,7 +199,7 @@ def two(**changes: Any) -> Toy:
 def test_one_recording_serves_all_sites_and_rounds_with_the_same_code_and_numbers(recorders: list[Recorder]) -> None:
     """The first visit warms up with three steps of twelve, each later one with one; other numbers ask again."""
     toy = two()
-    with allowed():
+    with capture_steps():
         counts = [replayed(toy, *visit) for visit in (("a", 1), ("b", 1), ("a", 2), ("b", 2, 0.5), ("a", 3))]
     assert counts == [9, 11, 11, 9, 11]
     assert recorded(recorders) == 2
@@ -208,7 +208,7 @@ def test_one_recording_serves_all_sites_and_rounds_with_the_same_code_and_number
 def test_short_visits_are_served_too() -> None:
     """Four steps: the verdict and the recording are found in the first visit, and replayed in the others."""
     toy = two(epochs=1)
-    with allowed():
+    with capture_steps():
         assert [replayed(toy, *visit) for visit in (("a", 1), ("b", 1), ("a", 2))] == [1, 3, 3]
 
 
@@ -219,10 +219,10 @@ def test_visits_too_short_for_a_verdict_say_so() -> None:
 
 
 def test_short_visits_that_nothing_is_like_are_looked_at_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "_ALONE", 2)
-    monkeypatch.setattr(capturing, "ENOUGH", 20)
+    monkeypatch.setattr(capturing, "_MAX_UNSHARED", 2)
+    monkeypatch.setattr(capturing, "MIN_STEPS", 20)
     toy = two()
-    with allowed():
+    with capture_steps():
         assert [replayed(toy, "a", 1, factor) for factor in (1.0, 0.5, 0.25)] == [9, 9, 0]
         assert replayed(toy, "a", 2, 0.5) == 11
         assert [replayed(toy, "a", 1, factor) for factor in (0.25, 0.125)] == [9, 0]
@@ -249,7 +249,7 @@ def test_a_recording_has_memory_of_its_own() -> None:
 
     counts: list[int] = []
     eager = visits()
-    with allowed():
+    with capture_steps():
         assert visits() == eager
     assert counts[3:] == [9, 11, 11]
 
@@ -280,7 +280,7 @@ def test_a_recording_serves_only_who_shares_memory_in_the_same_way(recorders: li
         return report.replayed, bits([snapshot(model)])
 
     eager = {shared: trained_as(shared)[1] for shared in (False, True)}
-    with allowed():
+    with capture_steps():
         found = [trained_as(shared) for shared in (False, True, False, True)]
     assert [weights for _, weights in found] == [eager[shared] for shared in (False, True, False, True)]
     assert [count for count, _ in found] == [9, 11, 11, 11]
@@ -288,13 +288,13 @@ def test_a_recording_serves_only_who_shares_memory_in_the_same_way(recorders: li
 
 
 def test_only_so_many_recordings_are_kept(recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "_MOST", 2)
+    monkeypatch.setattr(recordings, "_MAX_RECORDINGS", 2)
     toy, factors = two(), [1.0, 2.0, 3.0, 1.0, 3.0]
-    with allowed():
+    with capture_steps():
         for factor in factors:
             replayed(toy, "a", 1, factor)
     assert recorded(recorders) == 4, "the first was gone, the last was not"
-    assert len(recordings._KEPT) == 2
+    assert len(recordings._RECORDINGS) == 2
 
 
 # The recorder, and what of the CUDA graph needs no GPU

@@ -17,7 +17,7 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.training.accelerate import capture
-from medfl.training.accelerate.capture import allowed
+from medfl.training.accelerate.capture import capture_steps
 from tests.support.graph_recorder import Recorder, installed
 from tests.support.toy import WITHOUT_IMAGES, Toy, bits, blobs, classifier, cross_entropy, public_blobs, sgd, simulate
 
@@ -69,16 +69,16 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
 
 @pytest.fixture
-def visits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[capture.Steps]]:
+def visits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[capture.StepRunner]]:
     """Collect all visits."""
-    made: list[capture.Steps] = []
-    begin = capture.Steps.__init__
+    made: list[capture.StepRunner] = []
+    begin = capture.StepRunner.__init__
 
-    def noted(self: capture.Steps, *arguments: Any) -> None:
+    def noted(self: capture.StepRunner, *arguments: Any) -> None:
         made.append(self)
         begin(self, *arguments)
 
-    monkeypatch.setattr(capture.Steps, "__init__", noted)
+    monkeypatch.setattr(capture.StepRunner, "__init__", noted)
     return made
 
 
@@ -89,7 +89,7 @@ def federation(dropout: float, seed: int = 0) -> Toy:
 
 
 def obstacles(
-    name: str, options: Mapping[str, Any], dropout: float, visits: list[capture.Steps]
+    name: str, options: Mapping[str, Any], dropout: float, visits: list[capture.StepRunner]
 ) -> tuple[list[str], int]:
     """Compare two rounds with captured steps and without; return why visits were eager, and how many were not."""
     method = methods.load(name, {**OPTIONS.get(name, {}), **options})
@@ -100,14 +100,14 @@ def obstacles(
 
     eager = run()
     visits.clear()
-    with allowed():
+    with capture_steps():
         assert run() == eager
     return [visit.eager for visit in visits if visit.eager], sum(visit.replayed > 0 for visit in visits)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["silent", "dropout"])
 @pytest.mark.parametrize("name", methods.names())
-def test_each_method_gives_the_same_bits(name: str, dropout: float, visits: list[capture.Steps]) -> None:
+def test_each_method_gives_the_same_bits(name: str, dropout: float, visits: list[capture.StepRunner]) -> None:
     why, captured = obstacles(name, {}, dropout, visits)
     told, count = (WITH_DROPOUT if dropout else LIMITS).get(name, ("", 0))
     assert len(why) == count
@@ -117,7 +117,7 @@ def test_each_method_gives_the_same_bits(name: str, dropout: float, visits: list
 
 @pytest.mark.parametrize(("name", "options"), MORE)
 def test_other_ways_through_a_step_are_captured(
-    name: str, options: Mapping[str, Any], visits: list[capture.Steps]
+    name: str, options: Mapping[str, Any], visits: list[capture.StepRunner]
 ) -> None:
     why, captured = obstacles(name, options, 0.0, visits)
     assert not why
@@ -135,11 +135,11 @@ SERVED = [
 
 @pytest.mark.parametrize(("name", "options", "replayed"), SERVED)
 def test_one_recording_serves_other_draws(
-    name: str, options: Mapping[str, Any], replayed: list[int], visits: list[capture.Steps]
+    name: str, options: Mapping[str, Any], replayed: list[int], visits: list[capture.StepRunner]
 ) -> None:
     """Seeds, counts and draws are none of the numbers in a recording: later visits replay all but their first step."""
     method = methods.load(name, {**OPTIONS.get(name, {}), **options})
-    with allowed():
+    with capture_steps():
         for seed in (0, 1):
             visits.clear()
             simulate(method, federation(0.0, seed).adapted(method))
@@ -156,7 +156,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *pooled)
 
 
-def test_grey_public_images_are_captured_where_sites_have_coloured_ones(visits: list[capture.Steps]) -> None:
+def test_grey_public_images_are_captured_where_sites_have_coloured_ones(visits: list[capture.StepRunner]) -> None:
     """Their channels are one in memory; in a recording they are three."""
     x, y = coloured(12, 0, channels=1)
     shard = Shard.of(Stacked([{"id": f"{i}"} for i in range(12)], x, y), range(12))
@@ -167,6 +167,6 @@ def test_grey_public_images_are_captured_where_sites_have_coloured_ones(visits: 
     method = methods.load("fedhelp", large="a", alpha="uniform")
     eager = simulate(method, toy)
     visits.clear()
-    with allowed():
+    with capture_steps():
         assert bits(simulate(method, toy).replies) == bits(eager.replies)
     assert [(visit.eager, visit.replayed > 0) for visit in visits] == [("", True), ("", True)]

@@ -33,7 +33,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def forget() -> None:
         monkeypatch.setattr(capture, "_VERDICTS", capture.Verdicts())
-        monkeypatch.setattr(compiling, "_KEPT", OrderedDict())
+        monkeypatch.setattr(compiling, "_STEPS", OrderedDict())
 
     forget()
     return forget
@@ -45,7 +45,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     made: list[int] = []
 
     def plain(step: Any, tensors: Any, batch: Any) -> Any:
-        operations = compiling.noted(step, tensors, batch)
+        operations = compiling.trace_step(step, tensors, batch)
         made.append(1)
 
         def done(tensors: Any, batch: Any) -> Tensor:
@@ -55,7 +55,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
         return done
 
-    monkeypatch.setattr(compiling, "compiled", plain)
+    monkeypatch.setattr(compiling, "compile_step", plain)
     return made
 
 
@@ -69,7 +69,7 @@ def trained(made: Toy, name: str, compile_: bool, **arguments: Any) -> tuple[Fit
         model = made.site(name).model(made.initial)
         if not compile_:
             return fit(model, made.site(name), **arguments), snapshot(model)
-        with compiling.compiling():
+        with compiling.compile_steps():
             return fit(model, made.site(name), **arguments), snapshot(model)
 
 
@@ -119,7 +119,7 @@ def test_one_compilation_serves_rounds_with_other_learning_rates(kind: str, coun
                 site = made.site("a", round_)
                 site = replace(site, settings=replace(site.settings, lr_decay=0.5))
                 model = site.model(made.initial)
-                with compiling.compiling() if compile_ else nullcontext():
+                with compiling.compile_steps() if compile_ else nullcontext():
                     report = fit(model, site)
                 found.append((report, snapshot(model)))
     assert counted == [1]

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from medfl.core.seeding import stream
-from medfl.training.accelerate.interleave import Abandoned, abreast, current
+from medfl.training.accelerate.interleave import Cancelled, current_visit, interleave
 
 
 def meeting(name: str, times: int, log: list[str]) -> str:
-    visit = current()
+    visit = current_visit()
     assert visit is not None
     for number in range(times):
         log.append(f"{name}{number}")
-        visit.meet(f"{name}{number}")
+        visit.wait_for(f"{name}{number}")
     log.append(f"{name} ends")
     return name
 
@@ -31,7 +31,7 @@ def test_all_that_wait_are_served_together_and_others_take_the_place_of_who_has_
     log: list[str] = []
     met: list[list[str]] = []
     tasks = (partial(meeting, name, times, log) for name, times in (("a", 1), ("b", 3), ("c", 2), ("d", 0)))
-    results = list(abreast(tasks, 2, lambda requests: met.append(list(requests))))
+    results = list(interleave(tasks, 2, lambda requests: met.append(list(requests))))
     assert results == ["a", "b", "c", "d"]
     assert met == [["a0", "b0"], ["b1", "c0"], ["b2", "c1"]]
     assert log == ["a0", "b0", "a ends", "b1", "c0", "b2", "c1", "b ends", "c ends", "d ends"]
@@ -45,16 +45,16 @@ def test_tasks_are_taken_when_there_is_room() -> None:
             taken.append(number)
             yield partial(meeting, str(number), 1, [])
 
-    results = abreast(tasks(), 2, lambda requests: None)
+    results = interleave(tasks(), 2, lambda requests: None)
     next(results)
     assert len(taken) == 2
     assert len(list(results)) == 4
 
 
 def test_there_is_no_visit_outside() -> None:
-    assert current() is None
-    assert list(abreast(iter([lambda: current() is not None]), 1, lambda requests: None)) == [True]
-    assert current() is None
+    assert current_visit() is None
+    assert list(interleave(iter([lambda: current_visit() is not None]), 1, lambda requests: None)) == [True]
+    assert current_visit() is None
 
 
 def test_each_visit_draws_what_it_draws_alone_and_nothing_of_others() -> None:
@@ -67,9 +67,9 @@ def test_each_visit_draws_what_it_draws_alone_and_nothing_of_others() -> None:
         return found
 
     def visiting(name: str) -> list[float]:
-        visit = current()
+        visit = current_visit()
         assert visit is not None
-        return draws(name, partial(visit.meet, name))
+        return draws(name, partial(visit.wait_for, name))
 
     def disturbing(requests: Sequence[str]) -> None:
         torch.rand(7)
@@ -78,9 +78,9 @@ def test_each_visit_draws_what_it_draws_alone_and_nothing_of_others() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    assert list(abreast((partial(visiting, name) for name in "abc"), 3, lambda requests: None)) == alone
+    assert list(interleave((partial(visiting, name) for name in "abc"), 3, lambda requests: None)) == alone
     assert torch.equal(torch.rand(3), expected)
-    assert list(abreast((partial(visiting, name) for name in "abc"), 2, disturbing)) == alone
+    assert list(interleave((partial(visiting, name) for name in "abc"), 2, disturbing)) == alone
 
 
 def test_context_variables_are_those_of_the_caller_and_stay_with_the_visit() -> None:
@@ -88,13 +88,13 @@ def test_context_variables_are_those_of_the_caller_and_stay_with_the_visit() -> 
     variable.set("outer")
 
     def visiting(name: str) -> list[str]:
-        visit, before = current(), variable.get()
+        visit, before = current_visit(), variable.get()
         assert visit is not None
         variable.set(name)
-        visit.meet(name)
+        visit.wait_for(name)
         return [before, variable.get()]
 
-    made = list(abreast((partial(visiting, name) for name in "ab"), 2, lambda requests: None))
+    made = list(interleave((partial(visiting, name) for name in "ab"), 2, lambda requests: None))
     assert made == [["outer", "a"], ["outer", "b"]]
     assert variable.get() == "outer"
 
@@ -116,8 +116,8 @@ def test_an_error_ends_all_visits(error: BaseException) -> None:
 
     before = threading.active_count()
     with pytest.raises(type(error)):
-        list(abreast(iter([waiting, failing]), 2, lambda requests: None))
-    assert [type(ended) for ended in left] == [Abandoned]
+        list(interleave(iter([waiting, failing]), 2, lambda requests: None))
+    assert [type(ended) for ended in left] == [Cancelled]
     assert threading.active_count() == before
 
 
@@ -127,13 +127,13 @@ def test_an_error_of_what_is_done_together_ends_all_visits() -> None:
 
     before = threading.active_count()
     with pytest.raises(RuntimeError, match="out of memory"):
-        list(abreast((partial(meeting, name, 2, []) for name in "abc"), 2, together))
+        list(interleave((partial(meeting, name, 2, []) for name in "abc"), 2, together))
     assert threading.active_count() == before
 
 
 def test_visits_end_when_nobody_wants_the_rest() -> None:
     before = threading.active_count()
-    results = abreast((partial(meeting, name, times, []) for name, times in (("a", 1), ("b", 9))), 2, lambda r: None)
+    results = interleave((partial(meeting, name, times, []) for name, times in (("a", 1), ("b", 9))), 2, lambda r: None)
     assert next(results) == "a"
     results.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before

@@ -17,7 +17,7 @@ from medfl.networks import build
 from medfl.runs.launch import federate
 from medfl.runtimes import federation
 from medfl.training.accelerate import max_pool
-from medfl.training.accelerate.max_pool import pooling_faster, pooling_plain
+from medfl.training.accelerate.max_pool import use_fast_max_pool, use_torch_max_pool
 
 LAYERS: list[tuple[str, Callable[..., nn.Module], tuple[int, ...], dict[str, Any]]] = [
     ("2x2", nn.MaxPool2d, (4, 32, 28, 28), {"kernel_size": 2}),
@@ -25,14 +25,12 @@ LAYERS: list[tuple[str, Callable[..., nn.Module], tuple[int, ...], dict[str, Any
     ("ceil", nn.MaxPool2d, (4, 32, 29, 27), {"kernel_size": 2, "ceil_mode": True}),
     ("overlapping", nn.MaxPool2d, (4, 64, 20, 20), {"kernel_size": 3, "stride": 2, "padding": 1}),
     ("dilated", nn.MaxPool2d, (4, 64, 20, 20), {"kernel_size": (3, 2), "stride": (1, 2), "dilation": 2}),
-    ("3D", nn.MaxPool3d, (2, 16, 16, 20, 12), {"kernel_size": 2}),
-    ("3D overlapping", nn.MaxPool3d, (2, 16, 16, 20, 12), {"kernel_size": 3, "stride": 2, "padding": 1}),
 ]
 
 
 def _both(make: Callable[..., nn.Module], settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
     plain = make(**settings)
-    return plain, pooling_faster(copy.deepcopy(plain))
+    return plain, use_fast_max_pool(copy.deepcopy(plain))
 
 
 def _images(*shape: int) -> Tensor:
@@ -43,13 +41,13 @@ def _images(*shape: int) -> Tensor:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the images that took the faster way."""
     sizes: list[int] = []
-    inner = max_pool._Pooled.apply
+    inner = max_pool._MaxPoolFunction.apply
 
     def noted(x: Tensor, *rest: Any) -> Any:
         sizes.append(x.numel())
         return inner(x, *rest)
 
-    monkeypatch.setattr(max_pool._Pooled, "apply", noted)
+    monkeypatch.setattr(max_pool._MaxPoolFunction, "apply", noted)
     return sizes
 
 
@@ -115,7 +113,8 @@ def test_layers_that_return_places_or_are_of_another_class_stay() -> None:
     class Own(nn.MaxPool2d):
         """Somebody's own."""
 
-    assert type(pooling_faster(Own(2))) is Own
+    assert type(use_fast_max_pool(Own(2))) is Own
+    assert type(use_fast_max_pool(nn.MaxPool3d(2))) is nn.MaxPool3d
     plain, faster = _both(nn.MaxPool2d, {"kernel_size": 2, "return_indices": True})
     x = _images(4, 32, 28, 28)
     assert all(torch.equal(a, b) for a, b in zip(plain(x), faster(x), strict=True))
@@ -124,11 +123,11 @@ def test_layers_that_return_places_or_are_of_another_class_stay() -> None:
 def test_a_network_keeps_its_names_and_values() -> None:
     network = build("small_cnn", 3, 8, 2)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    after = pooling_faster(network).state_dict()
+    after = use_fast_max_pool(network).state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert nn.MaxPool2d not in map(type, network.modules())
-    assert nn.MaxPool2d in map(type, pooling_plain(network).modules())
+    assert nn.MaxPool2d in map(type, use_torch_max_pool(network).modules())
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +135,9 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=32)
 
 
-@pytest.mark.parametrize("dims", [2, 3])
-def test_a_traced_layer_is_the_plain_one(dims: int) -> None:
-    plain, faster = _both(nn.MaxPool2d if dims == 2 else nn.MaxPool3d, {"kernel_size": 2})
-    x = _images(4, 32, 28, 28) if dims == 2 else _images(2, 16, 16, 20, 12)
+def test_a_traced_layer_is_the_plain_one() -> None:
+    plain, faster = _both(nn.MaxPool2d, {"kernel_size": 2})
+    x = _images(4, 32, 28, 28)
     traced = torch.jit.trace(faster, x)  # type: ignore[no-untyped-call]
     exported = torch.export.export(faster, (x,)).module()
     assert torch.equal(traced(x), plain(x))
@@ -158,7 +156,7 @@ def test_a_run_gives_the_weights_that_it_gives_with_plain_pooling(
 
     faster = weights("faster")
     assert used
-    monkeypatch.setattr(federation, "pooling_faster", lambda network: network)
+    monkeypatch.setattr(federation, "use_fast_max_pool", lambda network: network)
     count = len(used)
     plain = weights("plain")
     assert len(used) == count

@@ -19,12 +19,21 @@ from medfl.methods import Method
 from medfl.networks import build
 from medfl.runs.launch import federate
 from medfl.runtimes import simulator
-from medfl.training.accelerate.capture import allowed
-from medfl.training.accelerate.interleave import abreast
-from medfl.training.accelerate.pack_sites import ALONE, BESIDE, EAGER, GROUPED, Pack, Request, Rows, Together
-from medfl.training.accelerate.recordings import Home
-from medfl.training.accelerate.vmapped import CannotBeGrouped, CannotBeNoted, Grouped, noted
-from medfl.training.loop import fit, learning_rate
+from medfl.training.accelerate.capture import capture_steps
+from medfl.training.accelerate.interleave import interleave
+from medfl.training.accelerate.pack_sites import (
+    ALONE,
+    BESIDE,
+    EAGER,
+    GROUPED,
+    PackedStep,
+    Packer,
+    Request,
+    StackedMemory,
+)
+from medfl.training.accelerate.recordings import VisitMemory
+from medfl.training.accelerate.vmapped import CannotBeGrouped, CannotBeTraced, GroupedStep, trace_step
+from medfl.training.loop import fit
 from medfl.training.site import snapshot
 from tests.support.graph_recorder import Recorder, installed
 from tests.support.toy import (
@@ -54,13 +63,13 @@ def toy(**changes: Any) -> Toy:
     return Toy(blobs(SITES), **{**settings, "batch_size": 4, "epochs": 3, **changes})
 
 
-def _each(made: Toy, together: Together, visit: Callable[[str], Any]) -> list[Any]:
+def _each(made: Toy, together: Packer, visit: Callable[[str], Any]) -> list[Any]:
     def visiting(name: str) -> Any:
         with made.networks.scope():
             return visit(name)
 
-    with allowed():
-        return list(abreast((partial(visiting, name) for name in made.names), together.size, together))
+    with capture_steps():
+        return list(interleave((partial(visiting, name) for name in made.names), together.size, together))
 
 
 def _fitted(made: Toy, name: str, **arguments: Any) -> Any:
@@ -118,9 +127,9 @@ def test_grouped_operations_train_each_network_as_alone(name: str, optimiser: st
     step(*batches[0])
     used = _used(network, optimizer)
     start = [[t.detach().clone() if not t.is_floating_point() else t.detach() * f for t in used] for f in (1, 1.1, 0.9)]
-    operations = noted(step, used, batches[0])
+    operations = trace_step(step, used, batches[0])
     stacked = [torch.stack(values) for values in zip(*start, strict=True)]
-    losses = Grouped(operations, 3)(stacked, [torch.stack(part) for part in zip(*batches, strict=True)])
+    losses = GroupedStep(operations, 3)(stacked, [torch.stack(part) for part in zip(*batches, strict=True)])
     for place, values in enumerate(start):
         with torch.no_grad():
             for tensor, value in zip(used, values, strict=True):
@@ -143,14 +152,16 @@ def test_lists_of_tensors_are_taken_as_a_whole_where_they_may_be(monkeypatch: py
         torch._foreach_mul_(weights, torch.tensor(2.0))
         return x.sum()
 
-    operations = noted(step, [*weights, *factors], [torch.zeros(1)])
+    operations = trace_step(step, [*weights, *factors], [torch.zeros(1)])
     for tensor in weights:
         tensor.fill_(1.0)
     one_by_one: list[str] = []
-    inner = Grouped._each
-    monkeypatch.setattr(Grouped, "_each", lambda self, name, *rest: one_by_one.append(name) or inner(self, name, *rest))
+    inner = GroupedStep._each
+    monkeypatch.setattr(
+        GroupedStep, "_each", lambda self, name, *rest: one_by_one.append(name) or inner(self, name, *rest)
+    )
     start = [torch.stack([tensor, 3 * tensor]) for tensor in (*weights, *factors)]
-    losses = Grouped(operations, 2)(start, [torch.zeros(2, 1)])
+    losses = GroupedStep(operations, 2)(start, [torch.zeros(2, 1)])
     assert losses.tolist() == [0, 0]
     assert one_by_one == ["mul_", "mul_"]
     step(torch.zeros(1))
@@ -167,8 +178,8 @@ def test_lists_of_tensors_are_taken_as_a_whole_where_they_may_be(monkeypatch: py
 def test_a_step_that_draws_cannot_be_grouped() -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     step = _step_of(network, torch.optim.SGD(network.parameters(), 0.1))
-    with pytest.raises(CannotBeNoted, match="draws random numbers"):
-        noted(step, list(network.parameters()), [torch.randn(3, 4), torch.randint(4, (3,))])
+    with pytest.raises(CannotBeTraced, match="draws random numbers"):
+        trace_step(step, list(network.parameters()), [torch.randn(3, 4), torch.randint(4, (3,))])
 
 
 def test_running_statistics_that_would_not_be_updated_are_refused() -> None:
@@ -176,10 +187,10 @@ def test_running_statistics_that_would_not_be_updated_are_refused() -> None:
     optimizer = torch.optim.SGD(network.parameters(), 0.1)
     step, batch = _step_of(network, optimizer), [torch.randn(3, 4), torch.randint(4, (3,))]
     used = _used(network, optimizer)
-    operations = noted(step, used, batch)
+    operations = trace_step(step, used, batch)
     apart = [torch.stack([t.detach()] * 2, -1).movedim(-1, 0) for t in used]
     with pytest.raises(CannotBeGrouped, match="running statistics"):
-        Grouped(operations, 2)(apart, [torch.stack([part] * 2) for part in batch])
+        GroupedStep(operations, 2)(apart, [torch.stack([part] * 2) for part in batch])
 
 
 def test_a_step_with_a_tensor_that_nobody_names_cannot_be_grouped() -> None:
@@ -193,8 +204,8 @@ def test_a_step_with_a_tensor_that_nobody_names_cannot_be_grouped() -> None:
         optimizer.step()
         return loss.detach()
 
-    with pytest.raises(CannotBeNoted, match="not seen from outside"):
-        noted(step, list(network.parameters()), [torch.randn(3, 4), torch.randint(4, (3,))])
+    with pytest.raises(CannotBeTraced, match="not seen from outside"):
+        trace_step(step, list(network.parameters()), [torch.randn(3, 4), torch.randint(4, (3,))])
 
 
 # Memory
@@ -202,15 +213,15 @@ def test_a_step_with_a_tensor_that_nobody_names_cannot_be_grouped() -> None:
 
 def test_rows_lie_apart_and_share_memory_as_the_home_does() -> None:
     whole = torch.arange(12.0)
-    home = Home([whole[:6].view(2, 3), whole[4:], torch.tensor(7)])
-    rows = Rows(home, 3)
+    home = VisitMemory([whole[:6].view(2, 3), whole[4:], torch.tensor(7)])
+    rows = StackedMemory(home, 3)
     assert [tuple(tensor.shape) for tensor in rows.stacked] == [(3, 2, 3), (3, 8), (3,)]
     rows.stacked[0][1] += 100  # the values 0 to 5 of the second row
     assert rows.stacked[1][:, :3].tolist() == [[4, 5, 6], [104, 105, 6], [4, 5, 6]]
-    rows.leave(1, home)
+    rows.store(1, home)
     assert whole.tolist() == [100, 101, 102, 103, 104, 105, *range(6, 12)]
     whole.zero_()
-    rows.enter(2, home)
+    rows.load(2, home)
     assert rows.stacked[1][2].tolist() == [0.0] * 8
     assert rows.stacked[2].tolist() == [7, 7, 7]
 
@@ -221,7 +232,7 @@ def test_rows_lie_apart_and_share_memory_as_the_home_does() -> None:
 @pytest.mark.parametrize("way", [ALONE, BESIDE])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_sites_together_give_the_bits_of_sites_one_by_one(way: str, size: int) -> None:
-    expected, together = _alone(toy()), Together(size, ways=[way])
+    expected, together = _alone(toy()), Packer(size, ways=[way])
     found = _each(toy(), together, partial(_fitted, toy()))
     assert {name: rest[:3] for name, *rest in found} == expected
     assert all(rest[3] > 0 for _, *rest in found)
@@ -234,7 +245,7 @@ def test_grouped_sites_are_near_sites_one_by_one() -> None:
         report = fit(model, made.site(name))
         return name, snapshot(model), report.replayed
 
-    made, together = toy(), Together(3, ways=[GROUPED])
+    made, together = toy(), Packer(3, ways=[GROUPED])
     found = {name: (weights, replayed) for name, weights, replayed in _each(made, together, trained)}
     assert [choice.way for choice in together.choices] == [GROUPED]
     assert not together.choices[0].refused
@@ -248,7 +259,7 @@ def test_grouped_sites_are_near_sites_one_by_one() -> None:
 
 def test_steps_that_draw_are_not_done_together() -> None:
     made = toy(network=classifier(norm=True, dropout=0.4))
-    expected, together = _alone(made), Together(3)
+    expected, together = _alone(made), Packer(3)
     found = _each(made, together, partial(_fitted, made))
     assert {name: rest[:3] for name, *rest in found} == expected
     assert not together.choices
@@ -262,7 +273,7 @@ def test_a_hook_and_a_feed_work_together_too() -> None:
             parameter.grad.mul_(0.5)
 
     arguments: dict[str, Any] = {"gradient_hook": shrinking, "feed": lambda x, y: (x * 2, y)}
-    expected, together = _alone(toy(), **arguments), Together(3, ways=[BESIDE])
+    expected, together = _alone(toy(), **arguments), Packer(3, ways=[BESIDE])
     found = _each(toy(), together, partial(_fitted, toy(), **arguments))
     assert {name: rest[:3] for name, *rest in found} == expected
     assert together.choices
@@ -272,7 +283,7 @@ def test_a_loss_that_is_no_number_names_its_site_and_step() -> None:
     made = toy()
     x, _ = made.data["b"]
     x[:] = float("nan")
-    together = Together(3, ways=[BESIDE])
+    together = Packer(3, ways=[BESIDE])
     with pytest.raises(Exception, match="site 'b', round 1: the training loss is nan at step 1"):
         _each(made, together, partial(_fitted, made))
 
@@ -283,7 +294,7 @@ def test_what_cannot_be_recorded_is_done_eagerly(monkeypatch: pytest.MonkeyPatch
 
     expected = _alone(toy())
     monkeypatch.setattr(Recorder, "capture", broken)
-    together = Together(3)
+    together = Packer(3)
     found = _each(toy(), together, partial(_fitted, toy()))
     assert {name: rest[:3] for name, *rest in found} == expected
     (choice,) = together.choices
@@ -320,7 +331,7 @@ def _clock(seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Callab
     ],
 )
 def test_the_fastest_way_is_taken(seconds: dict[str, float], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = Together(3, _clock(seconds, monkeypatch))
+    together = Packer(3, _clock(seconds, monkeypatch))
     _each(toy(), together, partial(_fitted, toy()))
     (choice,) = together.choices
     assert choice.way == way
@@ -331,15 +342,15 @@ def test_the_fastest_way_is_taken(seconds: dict[str, float], way: str, monkeypat
 
 def test_few_sites_are_done_one_by_one_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pack of three in 2.5 s is faster than three steps of 1 s, slower than the two that are left."""
-    together = Together(3, _clock({ALONE: 1, BESIDE: 2.5, GROUPED: 9}, monkeypatch))
+    together = Packer(3, _clock({ALONE: 1, BESIDE: 2.5, GROUPED: 9}, monkeypatch))
     done: list[int] = []
-    inner = Pack.do
+    inner = PackedStep.serve
 
-    def noted_do(self: Pack, requests: Sequence[Request]) -> None:
+    def noted_serve(self: PackedStep, requests: Sequence[Request]) -> None:
         done.append(len(requests))
         inner(self, requests)
 
-    monkeypatch.setattr(Pack, "do", noted_do)
+    monkeypatch.setattr(PackedStep, "serve", noted_serve)
     found = _each(toy(), together, partial(_fitted, toy()))
     assert {name: rest[:3] for name, *rest in found} == _alone(toy())
     assert done
@@ -349,7 +360,7 @@ def test_few_sites_are_done_one_by_one_where_that_is_faster(monkeypatch: pytest.
 # Methods
 
 
-def _abreast(method: Method, made: Toy, rounds: int, together: Together) -> Outcome:
+def _abreast(method: Method, made: Toy, rounds: int, together: Packer) -> Outcome:
     """Run both halves of a method as `simulate` does, its sites abreast."""
     names = ["central"] if method.pools_data else made.names
     with made.networks.scope():
@@ -367,10 +378,10 @@ def _abreast(method: Method, made: Toy, rounds: int, together: Together) -> Outc
                 state = method.init_site(site) if state is None else state
                 return name, *method.local_update(site, state, outcome.down[name])
 
-        with allowed():
-            for name, state, reply in abreast((partial(visit, name) for name in names), together.size, together):
+        with capture_steps():
+            for name, state, reply in interleave((partial(visit, name) for name in names), together.size, together):
                 outcome.states[name], outcome.replies[name] = state, reply
-        with made.networks.scope(), allowed():
+        with made.networks.scope(), capture_steps():
             ordered = {name: outcome.replies[name] for name in names}
             outcome.server = method.aggregate(made.host(round_), outcome.server, ordered, len(names))
     return outcome
@@ -385,7 +396,7 @@ def test_each_method_gives_the_same_bits_beside_others(name: str) -> None:
         return bits([outcome.server, outcome.states, outcome.replies])
 
     expected = found(simulate(method, replace(made).adapted(method), 2))
-    assert found(_abreast(method, replace(made).adapted(method), 2, Together(3, ways=[BESIDE]))) == expected
+    assert found(_abreast(method, replace(made).adapted(method), 2, Packer(3, ways=[BESIDE]))) == expected
 
 
 # Runs
@@ -411,7 +422,7 @@ def test_a_run_packs_its_sites_and_says_how(
         return load_weights(tmp_path / name / "weights.safetensors"), said
 
     plain, _ = run("plain")
-    monkeypatch.setattr(simulator, "Together", partial(Together, ways=[way]))
+    monkeypatch.setattr(simulator, "Packer", partial(Packer, ways=[way]))
     packed, said = run("packed", pack=2)
     record = json.loads((tmp_path / "packed" / "run.json").read_text())
     assert record["pack"] == 2
@@ -426,11 +437,11 @@ def test_a_run_packs_its_sites_and_says_how(
 
 
 def test_learning_rates_that_decay_make_a_step_of_their_own() -> None:
-    made, together = toy(lr_decay=0.5), Together(3, ways=[BESIDE])
+    made, together = toy(lr_decay=0.5), Packer(3, ways=[BESIDE])
     rates = []
     for round_ in (1, 2):
         site = made.site("a", round_)
-        rates.append(learning_rate(site, site.model(made.initial)))
+        rates.append(site.learning_rate(site.model(made.initial)))
 
         def visit(name: str, round_: int = round_) -> Any:
             model = made.site(name, round_).model(made.initial)
@@ -444,7 +455,7 @@ def test_learning_rates_that_decay_make_a_step_of_their_own() -> None:
 
 
 def test_only_so_many_groups_keep_their_memory() -> None:
-    made, together = toy(lr_decay=0.5), Together(3, ways=[ALONE, BESIDE])
+    made, together = toy(lr_decay=0.5), Packer(3, ways=[ALONE, BESIDE])
     for round_ in range(1, 8):
 
         def visit(name: str, round_: int = round_) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from medfl.core.seeding import stream
 from medfl.training.accelerate import capture
-from medfl.training.accelerate.capture import allowed
-from medfl.training.accelerate.replayable import Remembered, Storages
-from medfl.training.loop import _obstacle
+from medfl.training.accelerate.capture import capture_steps, visit_obstacle
+from medfl.training.accelerate.replayable import ReachableState, StorageIds
+from medfl.training.network_pool import Networks
 from tests.support.graph_recorder import Arguments, Recorder, compared, installed, make, of, trained
 from tests.support.toy import (
     adam,
@@ -156,8 +157,10 @@ def test_a_learning_rate_that_changes_within_the_visit_runs_eagerly() -> None:
 
 def test_scaled_gradients_are_an_obstacle() -> None:
     site = make().site("a")
-    assert "float16" in _obstacle(site, torch.amp.GradScaler("cpu"), 1.0)
-    assert not _obstacle(site, torch.amp.GradScaler("cpu", enabled=False), 1.0)
+    on_gpu = replace(site, networks=Networks(classifier(), 0, torch.device("cuda")))
+    with_amp = [replace(one, settings=replace(one.settings, amp=True)) for one in (site, on_gpu)]
+    assert [bool(visit_obstacle(one, 1.0)) for one in (site, on_gpu, *with_amp)] == [False, False, False, True]
+    assert "float16" in visit_obstacle(with_amp[1], 1.0)
 
 
 def test_steps_that_somebody_listens_to_run_eagerly() -> None:
@@ -173,7 +176,7 @@ def test_steps_that_somebody_listens_to_run_eagerly() -> None:
 
 
 def test_without_leave_nothing_is_captured(recorders: list[Recorder]) -> None:
-    with allowed(), allowed(False):
+    with capture_steps(), capture_steps(False):
         report, _ = trained(make(), False, lambda model: {}, None)
     assert (report.replayed, report.eager, recorders) == (0, "", [])
 
@@ -194,10 +197,10 @@ def test_without_the_verdict_it_would_be_wrong(arguments: Arguments, monkeypatch
 
 
 def test_values_of_tensors_are_nobodys_memory() -> None:
-    network, storages, cpu = classifier(norm=True)(), Storages(), torch.device("cpu")
+    network, storages, cpu = classifier(norm=True)(), StorageIds(), torch.device("cpu")
 
-    def look(*inputs: Tensor) -> Remembered:
-        return Remembered(network, inputs, storages, cpu)
+    def look(*inputs: Tensor) -> ReachableState:
+        return ReachableState(network, inputs, storages, cpu)
 
     before = look()
     with torch.no_grad():
@@ -205,8 +208,8 @@ def test_values_of_tensors_are_nobodys_memory() -> None:
     assert look().state == before.state
     network.eval()
     assert look().state != before.state
-    assert look().kind != before.kind
+    assert look().signature != before.signature
     network.train()
     network[0].weight = nn.Parameter(network[0].weight.detach().clone())
     assert look().state != before.state
-    assert look().kind == before.kind
+    assert look().signature == before.signature

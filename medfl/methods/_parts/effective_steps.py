@@ -1,0 +1,32 @@
+"""How many plain gradient steps the local steps of any optimiser were worth (Wang et al. 2020, FedNova)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from medfl.training.site import Site
+
+
+def effective_steps(site: Site, model: nn.Module, steps: int, mu: float = 0.0) -> float:
+    """Return ||a_k||_1 of FedNova.
+
+    Measured: the way, in learning rates, that the site's optimiser carries a parameter whose loss has the gradient 1.
+    Plain SGD gives `steps`, momentum rho the sum of c over the steps with c <- rho c + 1, a proximal term without
+    momentum a <- a (1 - eta mu) + 1, Adam `steps` again. Weight decay counts as part of the gradient, so not here.
+
+    Args:
+        site: the first parameter group of its optimiser stands for all.
+        model: the network that was trained; its gradients are dropped, its parameters stay.
+        steps: optimiser updates.
+        mu: strength of a proximal term that `pull` added.
+    """
+    optimizer = site.settings.optimizer(model)
+    optimizer.zero_grad()  # a parameter without gradient is not stepped
+    probe = nn.Parameter(torch.zeros((), dtype=torch.float64, device=site.device))
+    optimizer.add_param_group({**optimizer.param_groups[0], "params": [probe], "lr": 1.0, "weight_decay": 0.0})
+    rate = site.learning_rate(model)
+    for _ in range(steps):
+        probe.grad = 1 + rate * mu * probe.detach()
+        optimizer.step()
+    return -probe.item()

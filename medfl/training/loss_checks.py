@@ -1,0 +1,36 @@
+"""Checks of the training loss: that it is one number, and finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medfl.core.errors import InputError, RunError
+from medfl.training.site import Site
+
+
+def check_one_number(loss: Any, site: Site) -> Tensor:
+    """Return the loss of a step; raise InputError if a method's objective gave anything but one number."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    given = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+    raise InputError(
+        f"the loss of method {site.method!r} {given}",
+        "a loss is one number, the mean over the batch",
+        "take its mean()",
+    )
+
+
+def check_finite(losses: list[Tensor], start: int, site: Site) -> None:
+    """Raise RunError if a loss from `start` on is not finite: an epoch at once, so that no step stops a GPU."""
+    if len(losses) == start:
+        return
+    bad = (~torch.isfinite(torch.stack(losses[start:]))).nonzero()
+    if len(bad):
+        step = start + int(bad[0]) + 1
+        raise RunError(
+            f"site {site.name!r}, round {site.round}: the training loss is {float(losses[step - 1])} at step {step}; "
+            "the last good round is kept; lower the learning rate or look at this site's data"
+        )

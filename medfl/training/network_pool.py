@@ -1,0 +1,113 @@
+"""Networks: the networks of one worker, built once from the bundle and filled with the weights that a step asks for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from medfl.core.message import Weights
+from medfl.core.seeding import stream
+
+
+class Networks:
+    """The networks of one worker: built once from the bundle, weights swapped in place.
+
+    Within one `scope` every `lease` is a different network, so a method may hold several; when the scope ends all of
+    them go back to the pool.
+    """
+
+    def __init__(self, factory: Callable[[], nn.Module], seed: int, device: torch.device) -> None:
+        """Take the bundle's network factory; every network starts from the same weights, drawn on the run's stream."""
+        self._factory, self._seed, self.device = factory, seed, device
+        self._free: list[_PooledNetwork] = []
+        self._leased = _Leased()
+        self._initial: dict[str, Tensor] | None = None
+
+    def fresh(self, *path: str | int) -> nn.Module:
+        """Build a new network with the run's initial weights; it belongs to the caller.
+
+        Args:
+            path: names another draw of the weights, the same one in every round of the run.
+        """
+        with stream(self._seed, "network", *path):
+            return self._factory().to(self.device)
+
+    @property
+    def initial(self) -> dict[str, Tensor]:
+        """The run's initial weights (a copy kept on the device); read only."""
+        if self._initial is None:
+            pooled = _PooledNetwork(self.fresh())
+            self._initial = {name: tensor.clone() for name, tensor in pooled.tensors.items()}
+            self._free.append(pooled)
+        return self._initial
+
+    def lease(self, weights: Weights) -> nn.Module:
+        """Return a pooled network in training mode holding a copy of `weights`, a complete state dict.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape.
+        """
+        _ = self.initial
+        pooled = self._free.pop() if self._free else _PooledNetwork(self.fresh())
+        self._leased.networks.append(pooled)
+        pooled.load(weights)
+        return pooled.network
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Take every network leased inside back when the block ends."""
+        outer, self._leased.networks = self._leased.networks, []
+        try:
+            yield
+        finally:
+            self._free.extend(self._leased.networks)
+            self._leased.networks = outer
+
+
+class _Leased(threading.local):
+    """The networks leased in the innermost scope of each thread: interleaved visits have threads of their own."""
+
+    def __init__(self) -> None:
+        self.networks: list[_PooledNetwork] = []
+
+
+class _PooledNetwork:
+    """A network, its state tensors, and a copy of all other state from when it was built."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.tensors = {name: t.detach() for name, t in network.state_dict().items()}
+        self.trainable = [(p, p.requires_grad) for p in network.parameters()]
+        self.buffers = [(module, dict(module._buffers)) for module in network.modules() if module._buffers]
+        self.unsaved = [
+            (buffer, buffer.detach().clone())
+            for module, buffers in self.buffers
+            for name, buffer in buffers.items()
+            if buffer is not None and name in module._non_persistent_buffers_set
+        ]
+
+    def load(self, weights: Weights) -> None:
+        if weights.keys() != self.tensors.keys():
+            odd = sorted(weights.keys() ^ self.tensors.keys())
+            raise ValueError(
+                f"these weights do not fit the network: {odd[0]!r} is in one of them only ({len(odd)} such)"
+            )
+        for module, buffers in self.buffers:  # a forward pass may put another tensor in a buffer's place
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in self.unsaved:
+                buffer.copy_(value)
+            for name, target in self.tensors.items():
+                if weights[name].shape != target.shape:
+                    raise ValueError(
+                        f"{name!r} has shape {tuple(weights[name].shape)}; the network's is {tuple(target.shape)}"
+                    )
+                target.copy_(weights[name])
+        for parameter, flag in self.trainable:
+            parameter.requires_grad_(flag)
+        self.network.train()
