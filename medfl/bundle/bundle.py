@@ -39,6 +39,12 @@ from medfl.evaluation.metrics import KEY_METRICS
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
+def protocol_of(name_or_path: str) -> Mapping[str, Any]:
+    """Return the content of a bundle's federated.yaml, empty if there is none; InputError if there is no bundle."""
+    path = config_file(find(name_or_path), "federated")
+    return read(path) if path else {}
+
+
 class Bundle:
     """A MONAI bundle with a supervised trainer.
 
@@ -67,6 +73,11 @@ class Bundle:
         self._sections = Sections(self.root, self._trainer, self._config, self._with_evaluate)
         self._embeddings: dict[str, tuple[Tensor, str]] = {}
 
+    def override(self, config: Mapping[str, Any]) -> None:
+        """Override further ids of the configuration; call it before the data, task or loss are asked for."""
+        self._overrides |= config
+        self._config.override(config)
+
     def get(self, key: str) -> Any:
         """Return the object that a configuration id stands for.
 
@@ -92,8 +103,7 @@ class Bundle:
     @cached_property
     def protocol(self) -> Mapping[str, Any]:
         """The content of federated.yaml, the defaults of a run; empty if there is none."""
-        path = config_file(self.root, "federated")
-        return read(path) if path else {}
+        return protocol_of(str(self.root))
 
     @cached_property
     def sha256(self) -> str:

@@ -104,24 +104,32 @@ class Configuration:
         device: torch.device,
     ) -> None:
         """Read the files; nothing in them is evaluated yet."""
-        self.root, self.file = root, files[-1]
+        self.root, self.file, self._first_file, self._metadata = root, files[-1], files[0].name, dict(metadata)
         self.dropped: set[str] = set()
-        parser = ConfigParser({})
+        self._merged = parser = ConfigParser({})
         for file in files:
             for key, value in read(file).items():
                 with _told(f"{file}: {key!r} cannot be merged", "its parent ids exist in the training configuration"):
                     merge_kv(parser, key, value)
-        ids = list(parser.get())
         fixed = {"bundle_root": str(root), "device": f"$torch.device('{device}')"}
-        for key, value in {**{k: v for k, v in fixed.items() if k in ids}, **overrides}.items():
-            if key not in parser:
+        self.override({**{k: v for k, v in fixed.items() if k in parser}, **overrides})
+
+    def override(self, values: Mapping[str, Any]) -> None:
+        """Give ids other values; nothing is evaluated, and what was evaluated before is forgotten.
+
+        Raises:
+            InputError: there is no such id.
+        """
+        ids = list(self._merged.get())
+        for key, value in values.items():
+            if key not in self._merged:
                 raise InputError(
-                    f"configuration id {key!r} of bundle {root.name!r}",
-                    f"{files[0].name} has {', '.join(ids)}",
+                    f"configuration id {key!r} of bundle {self.root.name!r}",
+                    f"{self._first_file} has {', '.join(ids)}",
                     did_you_mean(key, ids, "override one of these ids"),
                 )
-            parser[key] = value
-        self._content = self._harmless({**parser.get(), "_meta_": dict(metadata)})
+            self._merged[key] = value
+        self._content = self._harmless({**self._merged.get(), "_meta_": self._metadata})
         self._parser = self._parse()
 
     def _parse(self) -> ConfigParser:

@@ -89,6 +89,7 @@ def with_data(
     say: Print = str,
     seed: int = 0,
     preferred: str | None = None,
+    bundle: Bundle | None = None,
 ) -> Opened:
     """Open a bundle on its images.
 
@@ -100,15 +101,17 @@ def with_data(
         say: where lines for the user go.
         seed: of splits that are drawn.
         preferred: the split to take where the folder offers it.
+        bundle: the bundle with this configuration, if it was opened before; its data must not have been asked for.
 
     Raises:
         InputError: no such images, or another bundle's phantom is asked for.
     """
     if name not in shipped():
-        return _foreign(name, data, config, device)
+        return _foreign(bundle or Bundle(name, config, device), data, config)
     folder = _folder(name, data, say)
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
-    bundle = Bundle(name, {**config, "dataset_dir": str(folder), "split": split}, device)
+    bundle = bundle or Bundle(name, config, device)
+    bundle.override({"dataset_dir": str(folder), "split": split})
     return Opened(bundle, str(folder), split, (f"split: {split}", *datasets.notes(name, folder)))
 
 
@@ -132,20 +135,21 @@ def _split(name: str, folder: Path, preferred: str | None) -> str:
     return str(preferred) if preferred in offered else offered[0]
 
 
-def _foreign(name: str, data: str | None, config: Mapping[str, Any], device: str) -> Opened:
+def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any]) -> Opened:
     if data == PHANTOM:
         raise InputError(
             "--data phantom", "phantoms exist for the shipped bundles", "give this bundle's data folder, or omit --data"
         )
+    folder = str(config.get("dataset_dir", ""))
     if data is not None:
-        config = {**config, "dataset_dir": str(Path(data).expanduser().resolve())}
-    bundle = Bundle(name, config, device)
+        folder = str(Path(data).expanduser().resolve())
+        bundle.override({"dataset_dir": folder})
     notes = bundle.notes
-    if _cohort(bundle, str(config.get("dataset_dir", ""))):
+    if _cohort(bundle, folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
     if not bundle.has_test:
         notes += ("this bundle names no test data: the validation items serve as test items, so 'best' is optimistic",)
-    return Opened(bundle, str(config.get("dataset_dir", "")), OWN_SPLIT, notes)
+    return Opened(bundle, folder, OWN_SPLIT, notes)
 
 
 def _foreign_checksum(bundle: Bundle) -> str:

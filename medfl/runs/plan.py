@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from medfl import methods
-from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, protocol_of, shipped
 from medfl.bundle.open import PHANTOM, bundle_of, checked, with_data
 from medfl.bundle.protocol import options_for, resolved
 from medfl.bundle.sections import SECTIONS
@@ -107,9 +107,9 @@ def make_plan(request: Request, say: Print = str) -> Plan:
     _check_numbers(request)
     messages, aggregation = str(Compression.parse(request.messages)), str(Aggregation.parse(request.aggregation))
     device = device_named(request.device)
-    protocol = resolved(request.bundle, Bundle(request.bundle).protocol, request.presets)
+    protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
     config = {**protocol["config"], **{key: _value(value) for key, value in request.config.items()}}
-    checked(request.bundle, config, device)
+    bundle = checked(request.bundle, config, device)
     chosen = {
         name: protocol[name] if (value := getattr(request, name)) is None else value
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
@@ -118,10 +118,9 @@ def make_plan(request: Request, say: Print = str) -> Plan:
     method = methods.load(request.method, {**schedule, **options_for(protocol, request.method), **request.options})
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
-    opened = with_data(
-        request.bundle, request.data, config, device, say=say, seed=request.seed, preferred=protocol["split"]
-    )
-    bundle, sections = opened.bundle, _items(opened.bundle)
+    seed, split = request.seed, protocol["split"]
+    opened = with_data(request.bundle, request.data, config, device, say=say, seed=seed, preferred=split, bundle=bundle)
+    sections = _items(bundle)
     sites = None if kind in OWN_SITES else protocol["sites"]
     partition = assign(
         spec,
@@ -176,7 +175,7 @@ def again(
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)
     presets = requested.get("presets", ())
-    offered = Bundle(bundle or bundle_of(run)).protocol.get("presets") or {}
+    offered = protocol_of(bundle or bundle_of(run)).get("presets") or {}
     for name in {key for preset in presets for key in offered.get(preset, {})}:
         recorded.pop(name, None)  # what a preset asks for is compared with what was recorded
     other = requested.get("method", run.method) != run.method
@@ -211,7 +210,7 @@ def repeat(run: Run, data: str | None = None, say: Print = str, folder: Path | N
             "restore it, or start a new run",
         )
     method = methods.load(run.method, run.options)
-    opened = with_data(name, data or _recorded_data(run, known), config, device, say=say)
+    opened = with_data(name, data or _recorded_data(run, known), config, device, say=say, bundle=bundle)
     record = opened.record()
     if record.checksum != run.data.checksum:
         raise InputError(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from medfl import datasets
+from medfl.bundle.bundle import Bundle
 from medfl.core.run import PartitionRecord
 from medfl.runs import launch
 from medfl.runs.launch import federate
@@ -52,3 +54,21 @@ def test_a_run_with_hundreds_of_sites_ends_with_its_report(tmp_path: Path) -> No
     first, last = (json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines())
     assert list(first["sites"]) == first["cohort"]
     assert len(last["cohort"]) == 4
+
+
+def test_a_run_reads_its_bundle_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is new, resumed or repeated; its images are given to the bundle that is open already."""
+    opened, init = list[str](), Bundle.__init__
+
+    def counted(bundle: Bundle, name: str, *rest: Any) -> None:
+        opened.append(name)
+        init(bundle, name, *rest)
+
+    monkeypatch.setattr(Bundle, "__init__", counted)
+    config = {"network": "small_cnn", "image_size": 16}
+    requested = {"data": "phantom", "sites": 2, "partition": "iid", "rounds": 1, "batch_size": 16, "eval_every": 0}
+    federate("pneumonia", config=config, requested=requested, out=tmp_path / "a", jobs=1)
+    assert opened == ["pneumonia"]
+    federate(out=tmp_path / "a", resume=True, requested={"rounds": 2}, jobs=1)
+    federate(source=tmp_path / "a", out=tmp_path / "b", jobs=1)
+    assert opened == ["pneumonia"] * 3
