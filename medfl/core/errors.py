@@ -40,14 +40,14 @@ class RunError(MedflError):
 
 
 def did_you_mean(given: str, known: Iterable[str], advice: str) -> str:
-    """Return the advice about an unknown name; where a known one is near to it, that comes first."""
+    """Return advice on an unknown name: the most similar known name, if there is one, then `advice`."""
     near = difflib.get_close_matches(given, list(known), 1)
     return f"did you mean {near[0]}? else {advice}" if near else advice
 
 
 @contextmanager
 def errors_safe_to_send() -> Iterator[None]:
-    """Mark what is raised within as being about what another machine sent."""
+    """Mark errors raised in the block as safe to send: they are only about data from the other machine."""
     try:
         yield
     except MedflError as error:
@@ -56,9 +56,7 @@ def errors_safe_to_send() -> Iterator[None]:
 
 
 def error_id(error: BaseException) -> str:
-    """Return the random id of an error, the same each time: told in the place of its text, and beside it in a log."""
-    known: str | None = getattr(error, "_medfl_identity", None)
-    if known is None:
-        known = secrets.token_hex(4)
-        error._medfl_identity = known  # type: ignore[attr-defined]  # on the error itself: whoever tells it asks anew
-    return known
+    """Return the random id of an error, the same at each call: sent in place of its text, which the log has."""
+    if not hasattr(error, "_medfl_id"):
+        error._medfl_id = secrets.token_hex(4)  # type: ignore[attr-defined]
+    return str(error._medfl_id)  # type: ignore[attr-defined]

@@ -29,12 +29,12 @@ CONTEXT_BYTES = GIB
 OUT_OF_MEMORY_EXIT = 3
 """Exit code of a process that ran out of a device's memory."""
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-_SHORT = re.compile(r"CUDA out of memory|CUDA error: out of memory|(CUBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = re.compile(r"CUDA out of memory|CUDA error: out of memory|(CUBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device: its name ("cuda" or "cuda:1"), its bytes, and those that processes may share among them."""
+    """A CUDA device: its name ("cuda" or "cuda:1"), its bytes in all, and those that processes may share."""
 
     name: str
     total: int
@@ -42,19 +42,19 @@ class Gpu:
 
     @classmethod
     def query(cls, name: str) -> Gpu:
-        """Ask for the memory of a device; what other programs hold is not there to be shared.
+        """Return a device with its free memory, which leaves out what other programs hold.
 
         Raises:
-            InputError: this process has used CUDA, so that none that it forks can.
+            InputError: this process has used CUDA, so its forks cannot use it.
         """
         free, total = in_forked_process(partial(torch.cuda.mem_get_info, _index(name)))
         return cls(name, total, free)
 
     def limit_process(self, allowance: int) -> int:
-        """Hold this process to an allowance, and return the bytes that its tensors may take of it.
+        """Limit this process to an allowance, and return the bytes of it that its tensors may take.
 
-        Past them torch raises `OutOfMemoryError`. A process that may take everything needs nothing kept back for its
-        context, which was there when the memory was asked for.
+        Beyond these torch raises `OutOfMemoryError`. A process that may take all free memory needs no part of it for
+        its context, which existed when the free memory was measured.
         """
         tensors = allowance if allowance >= self.memory else max(0, allowance - CONTEXT_BYTES)
         torch.cuda.set_per_process_memory_fraction(min(1.0, tensors / self.total), _index(self.name))
@@ -62,9 +62,9 @@ class Gpu:
 
 
 def peak_memory(device: str) -> dict[str, int]:
-    """Return {"peak_device_bytes": the most that this process has held of a CUDA device}, {} on a CPU.
+    """Return {"peak_device_bytes": this process's peak on a CUDA device}, {} on a CPU.
 
-    That is the allocator's largest reservation and `OUTSIDE`.
+    It is the allocator's largest reservation plus `CONTEXT_BYTES`.
     """
     if torch.device(device).type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
@@ -72,36 +72,36 @@ def peak_memory(device: str) -> dict[str, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error was caused by a CUDA device without memory left, for the allocator or for a library."""
-    seen: BaseException | None = error
-    while seen is not None:
+    """Return whether a CUDA device without free memory caused an error, in the allocator or in a library."""
+    cause: BaseException | None = error
+    while cause is not None:
         # an error of a site reaches the server as text
-        if isinstance(seen, torch.OutOfMemoryError) or _SHORT.search(str(seen)):
+        if isinstance(cause, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(cause)):
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
 def format_gib(number: float) -> str:
-    """Return bytes as people read them."""
+    """Return bytes as text in GiB."""
     return f"{number / GIB:.1f} GiB"
 
 
 def in_forked_process(function: Callable[[], T]) -> T:
-    """Call a function in a forked process, so that CUDA is not initialised in this one, and return what it returns.
+    """Return a function's result, computed in a forked process so that CUDA is not initialised in this one.
 
     Raises:
-        InputError: this process has used CUDA, so that none that it forks can.
+        InputError: this process has used CUDA, so its forks cannot use it.
         RunError: the process ended without an answer.
     """
     context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(function, there), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(function, sender), daemon=True)
     process.start()
-    there.close()
+    sender.close()
     answer: T
     try:
-        answer, error = here.recv()
+        answer, error = receiver.recv()
     except EOFError:
         process.join()
         raise RunError(f"the process that asked for the CUDA devices ended with {process.exitcode}") from None
@@ -128,7 +128,7 @@ def _answer(function: Callable[[], object], link: Connection) -> None:
 
 @contextmanager
 def without_cuda_init() -> Iterator[None]:
-    """Have `torch.cuda.is_available`, which expressions of bundles call, ask NVML and leave CUDA uninitialised."""
+    """Let `torch.cuda.is_available`, which bundles' expressions call, ask NVML and so leave CUDA uninitialised."""
     before = os.environ.get(_NVML)
     os.environ[_NVML] = "1"
     try:

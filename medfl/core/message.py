@@ -36,7 +36,7 @@ class Message:
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse names that could not be told apart once flat, and make the mappings read-only."""
+        """Refuse group names that would be ambiguous once flat, and make the mappings read-only."""
         bad = [group for group in self.tensors if group in ("", _SCALARS) or "/" in group]
         if bad:
             raise ValueError(f"message group {bad[0]!r}: a group name has no '/' and is neither empty nor {_SCALARS!r}")
@@ -50,11 +50,11 @@ class Message:
         return self.tensors[group]
 
     def __contains__(self, group: object) -> bool:
-        """Tell whether the message has this group."""
+        """Return whether the message has this group."""
         return group in self.tensors
 
     def __reduce__(self) -> tuple[type[Message], tuple[dict[str, dict[str, Tensor]], dict[str, float]]]:
-        """Let worker processes of one machine exchange messages (a read-only mapping does not pickle)."""
+        """Pickle with plain dicts for worker processes: a read-only mapping does not pickle."""
         return Message, ({group: dict(named) for group, named in self.tensors.items()}, dict(self.scalars))
 
     def flat(self) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ class Message:
         """Invert `flat` for names that are not trusted yet.
 
         Raises:
-            RunError: a name has no group, or a number is none; names the sender.
+            RunError: a name without a group, or a number that is not a scalar; names the sender.
         """
         for key, tensor in named.items():
             group, _, name = key.partition("/")
@@ -100,18 +100,18 @@ class Message:
 
         Args:
             data: what arrived.
-            limits: how much of it is taken; None: the defaults.
+            limits: of its size; None: the defaults.
             sender: who sent it, for the error text.
 
         Raises:
-            RunError: it is not a message, or more than the limits; nothing was allocated for it.
+            RunError: it is not a message, or exceeds the limits; nothing was allocated for it.
         """
         (limits or MessageLimits()).check_document(data, sender)
         try:
             return cls.from_flat(safetensors.torch.load(data))
         except Exception as error:  # the Rust reader raises its own type for each kind of damage
-            told = f"a received message of {len(data)} bytes is not a safetensors document: {error}"
-            raise RunError(f"{sender}: {told}" if sender else told) from error
+            problem = f"a received message of {len(data)} bytes is not a safetensors document: {error}"
+            raise RunError(f"{sender}: {problem}" if sender else problem) from error
 
     @property
     def num_bytes(self) -> int:
@@ -128,12 +128,12 @@ class Message:
 
 @lru_cache(maxsize=256)
 def _encoded_length(shapes: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> int:
-    """The length depends on names, dtypes and shapes alone, so one encoding per signature tells it."""
+    """Return the length of an encoding, which depends on names, dtypes and shapes alone."""
     return len(safetensors.torch.save({name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in shapes}))
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether a tensor has neither NaN nor infinity (always true for integers and empty tensors)."""
+    """Return whether a tensor has neither NaN nor infinity (always true for integers and empty tensors)."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     if bool(torch.isfinite(tensor.sum())):  # the fastest pass; finite numbers may still overflow in it
@@ -153,13 +153,13 @@ def verify(message: Message, expected: Message, sender: str) -> None:
     Raises:
         RunError: naming the sender and the first tensor or number that differs.
     """
-    got, want = message.flat(), expected.flat()
-    for label, names in (("unexpected", got.keys() - want.keys()), ("missing", want.keys() - got.keys())):
+    received, wanted = message.flat(), expected.flat()
+    for label, names in (("unexpected", received.keys() - wanted.keys()), ("missing", wanted.keys() - received.keys())):
         if names:
             raise RunError(f"{sender}: {label} {min(names)!r} in its message ({len(names)} such)")
-    for name, tensor in got.items():
-        form, wanted = (tuple(tensor.shape), tensor.dtype), (tuple(want[name].shape), want[name].dtype)
-        if form != wanted:
-            raise RunError(f"{sender}: {name!r} has shape and dtype {form}; expected {wanted}")
+    for name, tensor in received.items():
+        form, wanted_form = ((tuple(t.shape), t.dtype) for t in (tensor, wanted[name]))
+        if form != wanted_form:
+            raise RunError(f"{sender}: {name!r} has shape and dtype {form}; expected {wanted_form}")
         if not is_finite(tensor):
             raise RunError(f"{sender}: {name!r} has NaN or infinite values")

@@ -1,7 +1,7 @@
-"""Message limits: how much of a received message is taken, decided before anything is allocated for it.
+"""MessageLimits: how large a received message may be, checked before anything is allocated for it.
 
-What arrives is either a safetensors document, whose header is read here before the library is asked, or tensors under
-names that some transport has restored already. Both are held to the same limits, and refused with one kind of error.
+A message arrives either as a safetensors document, whose header is checked here before the library reads it, or as
+named tensors that a transport has restored. Both have the same limits, and raise the same error.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_KINDS = frozenset(_TYPES.values())
+_DTYPES = frozenset(_TYPES.values())
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _FACTOR, _FLOOR = 8, 2**28
 
 
 @dataclass(frozen=True)
 class MessageLimits:
-    """What is taken of one message at most; nothing that a method sends comes near.
+    """The largest message that is accepted; far above what any method sends.
 
     Attributes:
-        size: bytes of all its tensors together.
+        size: bytes of all tensors together.
         header: bytes of a document's header.
-        tensors: how many.
-        name: characters of a tensor's name, with that of its group.
+        tensors: number of tensors.
+        name: characters of a tensor's name, including its group's.
         dimensions: of a tensor.
     """
 
@@ -49,8 +49,8 @@ class MessageLimits:
     def for_networks(cls, *networks: Mapping[str, Tensor]) -> MessageLimits:
         """Return the limits of a run: eight times its largest network, and at least 256 MiB.
 
-        Methods send up to four tensors for each of the network's, and beside them prototypes, images or scores, which
-        small networks' messages consist of.
+        Methods send up to four tensors for each of the network's, and besides prototypes, images or scores, which make
+        up most of a small network's messages.
         """
         size = max((sum(tensor.nbytes for tensor in network.values()) for network in networks), default=0)
         most = max((len(network) for network in networks), default=0)
@@ -59,16 +59,16 @@ class MessageLimits:
     # A document
 
     def check_document(self, data: bytes, sender: str = "") -> None:
-        """Read the header of a safetensors document, and nothing else.
+        """Check the header of a safetensors document; the rest is not read.
 
         Raises:
-            RunError: the document is none, claims what is not there, or is more than these limits; names the sender.
+            RunError: it is no such document, its header contradicts its size, or it exceeds a limit; names the sender.
         """
         try:
             self._check_header(data)
         except (ValueError, RecursionError) as error:
-            told = f"a received message of {len(data)} bytes is not taken: {' '.join(str(error).split())[:300]}"
-            raise RunError(f"{sender}: {told}" if sender else told) from error
+            problem = f"a received message of {len(data)} bytes is not taken: {' '.join(str(error).split())[:300]}"
+            raise RunError(f"{sender}: {problem}" if sender else problem) from error
 
     def _check_header(self, data: bytes) -> None:
         length, room = int.from_bytes(data[:8], "little"), len(data) - 8
@@ -86,7 +86,7 @@ class MessageLimits:
         _require(end == room - length, f"its tensors claim {end} bytes; {room - length} are there")
 
     def _span(self, name: str, entry: Any) -> tuple[int, int]:
-        """Return where a tensor begins and ends, after a look at its name and form."""
+        """Return where a tensor begins and ends, after checking its name, dtype and shape."""
         self._check_name(name)
         group, slash, _ = name.partition("/")
         _require(bool(group and slash), f"{name!r} is not named group/name")
@@ -103,35 +103,35 @@ class MessageLimits:
     def _check_name(self, name: str) -> None:
         _require(len(name) <= self.name, f"a name of {len(name)} characters, {name[:40]!r}…; at most {self.name}")
 
-    # What a transport has restored
+    # Restored tensors
 
     def checked(self, named: Mapping[Any, Any], sender: str) -> dict[str, Tensor]:
-        """Return what arrived under its names, as dense tensors of real numbers on the device where they are.
+        """Return received values as dense tensors of real numbers, each on the device where it is.
 
         Args:
             named: tensors, or NumPy arrays or numbers.
             sender: who sent it, for the error text.
 
         Raises:
-            RunError: something is none of these, or all of it more than these limits; names the sender.
+            RunError: a value is none of these, or they exceed a limit; names the sender.
         """
         try:
             _require(len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}")
-            left, out = self.size, {}
+            left, tensors = self.size, {}
             for name, value in named.items():
                 _require(isinstance(name, str), f"the name {str(name)[:40]!r} is no text")
                 self._check_name(name)
                 left -= _size(name, value)
                 _require(left >= 0, f"its tensors have more than {self.size} bytes")
                 _require(value.ndim <= self.dimensions, f"{name!r} has {value.ndim} dimensions")
-                out[name] = _tensor(name, value)
+                tensors[name] = _tensor(name, value)
         except ValueError as error:
             raise RunError(f"{sender}: {error}") from error
-        return out
+        return tensors
 
 
 def _size(name: str, value: Any) -> int:
-    """Return the bytes that a value takes once it is a tensor of its own, after a look at what it is."""
+    """Return the bytes of a value as a tensor, after checking its type."""
     if isinstance(value, np.ndarray | np.number):
         _require(value.dtype.kind in "fiub", f"{name!r} has the type {value.dtype}")
         return int(value.nbytes)
@@ -148,7 +148,7 @@ def _tensor(name: str, value: Any) -> Tensor:
             tensor = torch.as_tensor(np.array(value))
         except (TypeError, ValueError) as error:  # of a type, or in an order of bytes, that a tensor cannot have
             raise ValueError(f"{name!r}: {error}") from error
-    _require(tensor.dtype in _KINDS, f"{name!r} has the type {tensor.dtype}")
+    _require(tensor.dtype in _DTYPES, f"{name!r} has the type {tensor.dtype}")
     return tensor
 
 
@@ -158,12 +158,12 @@ def _require(holds: bool, what: str) -> None:
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the mapping of a JSON document; a name that comes twice is refused."""
-    found: dict[str, Any] = {}
+    """Return the mapping of a JSON object, refusing a name that comes twice."""
+    mapping: dict[str, Any] = {}
     for name, value in pairs:
-        _require(name not in found, f"{name[:80]!r} comes twice")
-        found[name] = value
-    return found
+        _require(name not in mapping, f"{name[:80]!r} comes twice")
+        mapping[name] = value
+    return mapping
 
 
 def _are_sizes(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Whether a run's folder is as the run left it: looked at before it goes on, so that damage costs no round.
+"""Check that a run's folder is as the run left it, before the run continues.
 
-What a run goes on with are its record, its rounds, and the States of its last round; what it ends with besides are the
-weights and the server's State of its best round.
+A run continues from its record, its rounds and the States of its last round, and ends with the weights and the
+server's State of its best round.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from medfl.core.run import Run
 from medfl.core.run_folder import MANIFEST, RunFolder, read_run
 from medfl.core.storage import file_sha256, state_round
 
-_SETTLED = 10**9  # ns since a file's last change, after which its time tells a later one
+_SETTLED = 10**9  # ns since a file's last change, after which another change has another time
 _ANEW = "restore it, or start the run anew in another folder"
 
 
 def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
-    """Read a run's record: the run, and all that the file says.
+    """Return the run in a run.json and the whole document.
 
     Raises:
-        InputError: it is not there, damaged, or another run than the one that its hash was taken of.
+        InputError: the file is missing or damaged, or its settings do not give the hash in it.
     """
     run, document = read_run(path)
-    told = document.get("run_hash", run.run_hash)
-    if told != run.run_hash:
+    recorded = document.get("run_hash", run.run_hash)
+    if recorded != run.run_hash:
         raise InputError(
-            f"{path}, whose settings give the run hash {run.run_hash[:12]} and not its own, {str(told)[:12]}",
+            f"{path}, whose settings give the run hash {run.run_hash[:12]} and not its own, {str(recorded)[:12]}",
             "a recorded run as medfl wrote it: its settings are not edited",
             "restore the file, or start a run with these settings",
         )
@@ -43,11 +43,11 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | 
 
     Args:
         folder: of the run.
-        sums: compare the SHA-256 of the States' files; older folders have none. A file is read once in a process as
-            long as it stays the same by its time and size: a run is looked at when it is planned and when it begins.
+        sums: compare the SHA-256 of the State files; older folders have none. A process reads a file again only if
+            its time or size changed: a run is checked when it is planned and again when it starts.
 
     Raises:
-        InputError: something is missing or damaged that the run goes on with; names the file. Nothing was changed.
+        InputError: a file that the run needs is missing or damaged; names the file. Nothing was changed.
         RunError: the manifest is damaged.
     """
     manifest = folder.manifest()
@@ -56,9 +56,9 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | 
         return None
     done, entries = manifest["round"], folder.rounds()
     if [entry["round"] for entry in entries[:done]] != [*range(1, done + 1)]:
-        whole = next((i for i, entry in enumerate(entries[:done]) if entry["round"] != i + 1), len(entries))
+        bad = next((i for i, entry in enumerate(entries[:done], 1) if entry["round"] != i), len(entries) + 1)
         raise InputError(
-            f"{folder.path / 'rounds.jsonl'}, whose line {whole + 1} is not that of round {whole + 1}",
+            f"{folder.path / 'rounds.jsonl'}, whose line {bad} is not that of round {bad}",
             f"{done} rounds are done, and the file has a line of each",
             _ANEW,
         )
@@ -84,7 +84,7 @@ def _known_sum(path: Path, *version: int) -> str:
 
 
 def _refuse_lost(folder: RunFolder) -> None:
-    """Raise an InputError if rounds were committed: before the first, there is at most its line and its files."""
+    """Raise an InputError if the folder shows committed rounds: before the first there are only its line and files."""
     rounds, state = folder.path / "rounds.jsonl", folder.state
     lines = rounds.read_bytes().count(b"\n") if rounds.is_file() else 0
     later = any(state_round(path) > 1 for path in state.glob("*.safetensors"))
@@ -97,9 +97,9 @@ def _refuse_lost(folder: RunFolder) -> None:
 
 
 def _needed(folder: RunFolder, manifest: dict[str, Any]) -> Iterator[tuple[Path, str | None]]:
-    """Give the files that a run goes on with, and their SHA-256 where it is known.
+    """Yield the files that a run continues from, each with its SHA-256 if that is known.
 
-    Of the sites' States only those with one are in this folder for sure: a site of FLARE keeps its own.
+    Only the site States with a SHA-256 must be in this folder: a FLARE site keeps its own.
     """
     known = manifest.get("sha256") or {}
     yield folder.state / manifest["server"], known.get(manifest["server"])

@@ -46,16 +46,16 @@ def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
 
 
 def snapshot_rng() -> Callable[[], None]:
-    """Return what brings all global generators back to where they are now."""
-    host, numbers, python = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    """Return a function that puts all global generators back into their present state."""
+    cpu_state, numpy_state, python_state = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = [(one, one.get_state()) for one in torch.cuda.default_generators] if used else []
+    cuda_states = [(generator, generator.get_state()) for generator in torch.cuda.default_generators] if used else []
 
-    def back() -> None:
-        torch.default_generator.set_state(host)
-        np.random.set_state(numbers)
-        random.setstate(python)
-        for generator, state in devices:
+    def restore() -> None:
+        torch.default_generator.set_state(cpu_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        for generator, state in cuda_states:
             generator.set_state(state)
 
-    return back
+    return restore

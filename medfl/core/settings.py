@@ -1,4 +1,4 @@
-"""The settings of a run, each declared once: its kind, default, limits, flag and help.
+"""The settings of a run, each declared once: its type, default, limits, flag and help.
 
 From these declarations come the fields of `Run` and of `runs.plan.Request`, the flags of the verbs, what a record
 leaves out, what `again` repeats, and what a site of a FLARE job accepts. `GeneralSettings` have the same type in a
@@ -22,14 +22,14 @@ class Setting:
     """One setting.
 
     Attributes:
-        name: of the field; the flag is it with dashes.
+        name: of the field; the flag is the same with dashes.
         kind: int, float, str or bool.
         help: of the flag.
         metavar: of the flag, "" for a switch.
-        group: which flags it stands with.
+        group: of flags in the help.
         default: None where the bundle's protocol has one.
-        later: whether it came after the first release: a record has none where it is the default, so that hashes stay.
-        least, above, most: limits of a number; `above` is not allowed itself.
+        later: added after the first release: records leave it out at its default, so that their hashes stay.
+        least, above, most: limits of a number; `above` is exclusive.
         optional: whether a run may have None.
     """
 
@@ -52,14 +52,14 @@ class Setting:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """What a value is, as JSON Schema."""
-        limits = {"minimum": self.least, "exclusiveMinimum": self.above, "maximum": self.most}
-        given = {name: value for name, value in limits.items() if value is not None}
+        """The allowed values, as JSON Schema."""
+        bounds = {"minimum": self.least, "exclusiveMinimum": self.above, "maximum": self.most}
+        limits = {name: value for name, value in bounds.items() if value is not None}
         kinds: Mapping[type, dict[str, Any]] = {
             bool: {"type": "boolean"},
             str: {"type": "string", "maxLength": 200},
-            int: {"type": "integer", **given},
-            float: {"type": "number", **given},
+            int: {"type": "integer", **limits},
+            float: {"type": "number", **limits},
         }
         return {"anyOf": [{"type": "null"}, kinds[self.kind]]} if self.optional else kinds[self.kind]
 
@@ -126,16 +126,16 @@ class ProtocolSettings:
 
 
 def _declared() -> dict[str, Setting]:
-    found = {}
+    settings = {}
     for holder in (ProtocolSettings, GeneralSettings):
         kinds = get_type_hints(holder)
         for field in dataclasses.fields(holder):
             kind, optional = (float, True) if kinds[field.name] == float | None else (kinds[field.name], False)
             default = None if field.default is dataclasses.MISSING else field.default
-            found[field.name] = Setting(field.name, kind, default=default, optional=optional, **field.metadata)
-    return found
+            settings[field.name] = Setting(field.name, kind, default=default, optional=optional, **field.metadata)
+    return settings
 
 
 SETTINGS: Mapping[str, Setting] = _declared()
-ADDED_LATER: Mapping[str, Any] = {name: one.default for name, one in SETTINGS.items() if one.later}
-"""Settings that came later: where they are their default a record has none, and its hash is what it was."""
+ADDED_LATER: Mapping[str, Any] = {name: entry.default for name, entry in SETTINGS.items() if entry.later}
+"""Defaults of the settings with `later`."""

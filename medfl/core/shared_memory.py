@@ -1,7 +1,7 @@
-"""Bytes between the processes of one machine; never read from a network (see `message` for that).
+"""Values passed between processes of one machine; never read from a network (see `message` for that).
 
-Tensors travel as NumPy buffers, large ones through memory that both processes share. PyTorch's own way, a file handle
-each, runs out of handles with thousands of tensors.
+Tensors are pickled as NumPy buffers, large ones placed in memory that both processes share. PyTorch's own way takes a
+file handle for each tensor, and thousands of tensors exhaust the handles.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import Tensor, nn
 
 _ALIGNED = 64
 _SMALL = 4096
-"""Bytes below which a tensor travels with the rest."""
+"""Bytes below which a tensor is pickled with the rest."""
 
 
 class SharedBuffer:
-    """Memory for the tensors of one packed value, shared with the processes forked after it was made.
+    """Memory for the tensors of one packed value, shared with processes forked later.
 
-    One process packs into it, the other unpacks, in turn. What is never touched takes no memory.
+    One process packs into it, then the other unpacks. Pages that are never written take no memory.
 
     Args:
-        size: bytes; tensors that no longer fit travel with the rest.
+        size: bytes; tensors that do not fit are pickled with the rest.
     """
 
     def __init__(self, size: int) -> None:
-        """Reserve the memory; it is given back when no tensor points to it any more."""
+        """Reserve the memory; it is freed when no tensor points to it any more."""
         self.bytes = torch.frombuffer(mmap.mmap(-1, max(size, _ALIGNED)), dtype=torch.uint8)
         self.used = 0
 
     def put(self, tensor: Tensor) -> tuple[int, torch.dtype, torch.Size] | None:
-        """Copy a tensor in and return where it is, None if there is no room."""
+        """Copy a tensor in and return its place, None if it is small or does not fit."""
         start = -(-self.used // _ALIGNED) * _ALIGNED
         if tensor.nbytes < _SMALL or start + tensor.nbytes > len(self.bytes):
             return None
@@ -43,7 +43,7 @@ class SharedBuffer:
         return start, tensor.dtype, tensor.shape
 
     def at(self, place: tuple[int, torch.dtype, torch.Size]) -> Tensor:
-        """Return the tensor of a place; it is the memory itself."""
+        """Return the tensor at a place, a view of the memory."""
         start, dtype, shape = place
         return self.bytes[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
@@ -58,12 +58,12 @@ def pack(value: Any, shared: SharedBuffer | None = None) -> bytes:
 
 
 def unpack(data: bytes, shared: SharedBuffer | None = None, *, copy: bool = True) -> Any:
-    """Invert `pack`; only for bytes that a process of this run made.
+    """Invert `pack`; only for bytes made by a process of this run.
 
     Args:
         data: the bytes.
         shared: the memory that the value was packed into.
-        copy: False: tensors in shared memory are that memory, good until the next value is packed into it.
+        copy: False: tensors in shared memory are views of it, valid until the next value is packed.
     """
     return _Unpickler(io.BytesIO(data), shared, copy).load()
 
@@ -94,8 +94,8 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, place: Any) -> Tensor:
         assert self._shared is not None, "packed into shared memory, which the reader does not have"
-        found = self._shared.at(place)
-        return found.clone() if self._copy else found
+        tensor = self._shared.at(place)
+        return tensor.clone() if self._copy else tensor
 
 
 def _is_plain(obj: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Files that are either the old or the new one, never half-written; states and weights as safetensors."""
+"""Files replaced atomically, never half-written; States and weights as safetensors."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def _write_tensors(path: Path, named: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, as `write_atomic`; unlike its bytes, the file needs no second copy of the tensors."""
+    """Write a safetensors file atomically; `save_file` needs no second copy of the tensors, unlike its bytes."""
     with atomic_replace(path, sum(tensor.nbytes for tensor in named.values())) as temporary:
         safetensors.torch.save_file(named, temporary, metadata=metadata)
 
 
 @contextmanager
 def atomic_replace(path: Path, size: int) -> Iterator[Path]:
-    """Give a sibling file to be written, which takes the place of `path` at the end."""
+    """Yield a sibling file to write, which replaces `path` at the end of the block."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
@@ -63,9 +63,9 @@ def atomic_replace(path: Path, size: int) -> Iterator[Path]:
 
 
 def _reason(error: Exception) -> str:
-    """Say why a file cannot be written; the Rust writer tells the system's error number in its text only."""
-    told = re.search(r"os error (\d+)", str(error))
-    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    """Return why a file cannot be written; the Rust writer has the system's error number only in its text."""
+    in_text = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "no space left on the disk"
     return os.strerror(number) if number else str(error)

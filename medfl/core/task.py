@@ -1,4 +1,4 @@
-"""Task: what both halves of a method may know of the problem before any training: its kind, classes and class texts."""
+"""Task: what server and sites know of the problem before training: its kind, its classes and their text embeddings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from medfl.core.errors import InputError
 
 
-def _none(plm: str) -> Tensor:
+def _no_embeddings(plm: str) -> Tensor:
     raise InputError(f"text embeddings {plm!r}", "this bundle ships none", "see medfl concepts")
 
 
@@ -26,9 +26,9 @@ class Task:
 
     kind: str = "classification"
     classes: tuple[str, ...] = ()
-    embeddings: Callable[[str], Tensor] = field(default=_none, compare=False)
+    embeddings: Callable[[str], Tensor] = field(default=_no_embeddings, compare=False)
 
     @property
     def num_classes(self) -> int:
-        """K."""
+        """Number of classes, K."""
         return len(self.classes)

@@ -13,16 +13,16 @@ WIDTH = 100
 
 
 def width() -> int:
-    """Return the columns that output may take: the terminal's, at most 100; 100 where stdout is a file or a pipe."""
+    """Return the width of output in columns: the terminal's, at most 100; 100 where stdout is a file or a pipe."""
     return max(60, min(WIDTH, shutil.get_terminal_size().columns)) if sys.stdout.isatty() else WIDTH
 
 
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH, spare: Sequence[str] = ()
 ) -> list[str]:
-    """Align cells under their head, columns of numbers to the right.
+    """Return the lines of a table, columns of numbers aligned to the right.
 
-    Where lines are too long the widest columns wrap; where even that does not help, `spare` columns are left out.
+    Where lines are too long the widest columns wrap; if that does not suffice, `spare` columns are left out.
     """
     columns = [*zip(head, *rows, strict=True)]
     for name in [*spare, ""]:
@@ -59,31 +59,31 @@ def _wrap(text: str, width: int, first: str = "", others: str = "") -> list[str]
 
 
 def definitions(named: Mapping[str, str], width: int = WIDTH) -> list[str]:
-    """Return names and what they stand for, in two columns."""
+    """Return names and their descriptions in two columns."""
     indent = max(map(len, named)) + 2
     return [line for name, text in named.items() for line in hanging_indent(name.ljust(indent), text, width)]
 
 
 def wrap_to_terminal(text: str) -> list[str]:
-    """Break a line at the terminal's width, the rest indented."""
+    """Wrap a line at the terminal's width, further lines indented."""
     return _wrap(text, shutil.get_terminal_size().columns, "", "  ") or [""]
 
 
 def hanging_indent(label: str, text: str, width: int = WIDTH) -> list[str]:
-    """Fill lines with a text whose first one begins with a label, the others indented to it."""
+    """Wrap a text after a label, further lines indented by the label's length."""
     return _wrap(text, width, label, " " * len(label))
 
 
 def wrap_docstring(text: str, width: int = WIDTH) -> list[str]:
-    """Return a docstring's lines; paragraphs too wide are filled anew, aligned ones (equations) line by line."""
+    """Return a docstring's lines; wide paragraphs are wrapped, aligned ones (equations) line by line."""
     lines: list[str] = []
     for paragraph in textwrap.dedent(text).strip().split("\n\n"):
-        kept = paragraph.split("\n")
+        originals = paragraph.split("\n")
         lines.append("")
-        if max(map(len, kept)) <= width:
-            lines += kept
+        if max(map(len, originals)) <= width:
+            lines += originals
         elif "   " in paragraph:
-            lines += [part for line in kept for part in hanging_indent("", line, width)]
+            lines += [part for line in originals for part in hanging_indent("", line, width)]
         else:
             lines += _wrap(paragraph, width)
     return lines[1:]

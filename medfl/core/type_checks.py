@@ -1,4 +1,4 @@
-"""Whether values are of the kinds that are declared for them: records read from JSON, and what a caller gives."""
+"""Type checks at run time: of records read from JSON, and of a caller's arguments."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _WORDS = {
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function refuse arguments that are not of the kinds that it declares: InputError, names the argument."""
+    """Decorate a function to raise an InputError for an argument that is not of its declared type."""
     signature = inspect.signature(function)
 
     @wraps(function)
-    def call(*given: P.args, **named: P.kwargs) -> R:
-        for name, value, allowed in type_mismatches(function, signature.bind(*given, **named).arguments):
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value, allowed in type_mismatches(function, signature.bind(*args, **kwargs).arguments):
             raise InputError(f"{name}={value!r:.60}", f"{name} takes {allowed}", "change this argument")
-        return function(*given, **named)
+        return function(*args, **kwargs)
 
     return call
 
 
 def type_mismatches(declared: type | Callable[..., Any], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and what it has to be, of values that are not of their field's or argument's kind.
+    """Yield (name, value, allowed type in words) for each value that is not of its field's or argument's type.
 
-    A whole number is a number too, a list may stand for a tuple; True and False are no numbers.
+    An int passes for a float and a list for a tuple; True and False are not numbers.
 
     Args:
         declared: a dataclass, or a function.
@@ -57,7 +57,7 @@ def _hints(declared: type | Callable[..., Any]) -> dict[str, Any]:
 
 
 def matches_type(value: Any, kind: Any) -> bool:
-    """Tell whether a value is of a kind, as `type_mismatches`."""
+    """Return whether a value is of a type, by the rules of `type_mismatches`."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
@@ -81,7 +81,7 @@ def matches_type(value: Any, kind: Any) -> bool:
 
 
 def describe_type(kind: Any) -> str:
-    """Say in words what a kind is."""
+    """Return a type in words."""
     inner = get_args(kind)
     if get_origin(kind) in (types.UnionType, Union):
         return " or ".join(describe_type(each) for each in inner)

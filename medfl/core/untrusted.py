@@ -1,4 +1,4 @@
-"""JSON and YAML that somebody else wrote, as plain values: no tags, no duplicate keys, nothing invisible, no bombs."""
+"""Read untrusted JSON and YAML as plain values: no tags, duplicate keys, invisible characters or alias bombs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _YAML = "tag:yaml.org,2002:"
 
 
 class Refused(Exception):
-    """What is read is refused; says why in a few words."""
+    """The text is refused; the message says why in a few words."""
 
 
 def printable(text: object, length: int = 100) -> str:
-    """Return a text from a file that is not trusted for a line of output: printable ASCII, of limited length."""
+    """Return untrusted text for a line of output: printable ASCII of limited length."""
     plain = ascii(str(text))[1:-1]
     return plain if len(plain) <= length else plain[: length - 3] + "..."
 
 
 def check_visible(text: str) -> None:
-    """Check that a text shows all that it holds.
+    """Check that all characters of a text are visible.
 
     Raises:
         Refused: it has control, format (zero width, right-to-left), line-separating, private or unassigned characters.
@@ -40,7 +40,7 @@ def decode_text(data: bytes) -> str:
     """Return bytes as text.
 
     Raises:
-        Refused: they are not UTF-8, or hold what does not show.
+        Refused: they are not UTF-8, or have invisible characters.
     """
     try:
         text = data.decode("utf-8")
@@ -56,11 +56,11 @@ def read_plain(text: str, *, is_json: bool, nodes: int, depth: int) -> Plain:
     Args:
         text: one document.
         is_json: else YAML, safely loaded.
-        nodes: at most so many values, each alias counted with all that it stands for.
-        depth: at most so many levels.
+        nodes: most values, an alias counted as all the values it stands for.
+        depth: most levels.
 
     Raises:
-        Refused: it is not valid, or holds what a plain configuration has no use for.
+        Refused: it is not valid, or has something that a plain configuration does not need.
     """
     try:
         if is_json:
