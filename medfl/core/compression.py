@@ -11,9 +11,9 @@ topk:F (Stich et al., 2018; Seide et al., 2014), replies only, over all numbers 
     a = d + e;  the share F of a with the largest |a| leaves;  e <- a - what left  (2)
     e, the error feedback, is the site's own and never leaves. Broadcasts are lossless.
 
-What goes as it is: integers; numbers; tensors so small that their names take as much room; of the network all but
-matrices and kernels, for biases and what normalises are few, and a rounded variance is a divisor (a small one becomes
-0); and groups of which the method does not say that noise does them no harm.
+Sent unchanged: integers; numbers; tensors so small that their names take as much room; all parameters of the network
+but matrices and kernels (biases and normalisation are few, and a small variance, a divisor, would round to 0); and
+groups that the method does not declare tolerant of noise.
 
 On the wire the group `weights@int8@float32` has what was float32 before; the number of bytes is that of this message.
 """
@@ -98,19 +98,19 @@ class Compression:
     # The sending ends
 
     def broadcast(self, message: Message, seed: int) -> Message:
-        """Return what crosses in the place of a broadcast.
+        """Return a broadcast as it is sent.
 
         Args:
-            message: what the server says.
+            message: the server's message.
             seed: of the rounding.
         """
         return message if self.lossless or self.kind == "topk" else self._rounded(message, {}, seed)
 
     def reply(self, message: Message, received: Message, seed: int, unsent: Weights) -> tuple[Message, Weights]:
-        """Return what crosses in the place of a reply, and the error feedback after it.
+        """Return a reply as it is sent, and the error feedback after it.
 
         Args:
-            message: what the site says.
+            message: the site's message.
             received: the broadcast as the site received it.
             seed: of the rounding.
             unsent: the error feedback so far; empty before the first round.
@@ -176,7 +176,7 @@ class Compression:
         """Return a broadcast as the site uses it.
 
         Raises:
-            RunError: it is none that `broadcast` makes; names the sender and the tensor.
+            RunError: `broadcast` cannot have made it; names the sender and the tensor.
         """
         return wire if self.lossless or self.kind == "topk" else self._opened(wire, {}, sender)
 
@@ -189,7 +189,7 @@ class Compression:
             sender: who replied, for the error text.
 
         Raises:
-            RunError: it is none that `reply` makes; names the sender and the tensor.
+            RunError: `reply` cannot have made it; names the sender and the tensor.
         """
         return wire if self.lossless else self._opened(wire, sent.tensors.get("weights", {}), sender)
 
@@ -267,7 +267,7 @@ def _label(group: str, kind: str, dtype: torch.dtype) -> str:
 
 
 def _changes(group: str, name: str, tensor: Tensor, base: Weights) -> bool:
-    """Tell whether a tensor travels as the change of what was received."""
+    """Return whether a tensor is sent as its change from what was received."""
     held = base.get(name) if group == "weights" else None
     return held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype)
 
@@ -303,11 +303,11 @@ def _scales(wire: Message, label: str, scales: str, dtype: torch.dtype, sender: 
     sizes = [len(_rowed(wire[label][name])) for name in sorted(wire[label])]
     if scales not in wire or wire[scales].keys() != {_SCALES}:
         raise RunError(f"{sender}: {scales!r} is not one tensor {_SCALES!r} in its message")
-    found = wire[scales][_SCALES]
-    _check(found, f"{scales}/{_SCALES}", dtype, torch.Size([sum(sizes)]), sender)
-    if bool((found < 0).any()) or not is_finite(found * (_LEVELS + 1)):
+    values = wire[scales][_SCALES]
+    _check(values, f"{scales}/{_SCALES}", dtype, torch.Size([sum(sizes)]), sender)
+    if bool((values < 0).any()) or not is_finite(values * (_LEVELS + 1)):
         raise RunError(f"{sender}: '{scales}/{_SCALES}' has a scale below 0, or too large a one")
-    return iter(torch.split(found, sizes))
+    return iter(torch.split(values, sizes))
 
 
 def _check(tensor: Tensor, name: str, dtype: torch.dtype, shape: torch.Size, sender: str) -> None:
@@ -318,6 +318,6 @@ def _check(tensor: Tensor, name: str, dtype: torch.dtype, shape: torch.Size, sen
 
 
 def _cut(whole: Tensor, names: Sequence[str], like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that lie one after the other in `whole`."""
+    """Split `whole` into consecutive tensors of the shapes in `like`."""
     parts = torch.split(whole, [like[name].numel() for name in names])
     return ((name, part.reshape(like[name].shape)) for name, part in zip(names, parts, strict=True))

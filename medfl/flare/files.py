@@ -1,4 +1,4 @@
-"""Small files around a FLARE job: the run that it carries, what ended it, and what a startup kit lets FLARE make."""
+"""Small files of a FLARE job: its run, the error that ended it, and a startup kit's list of allowed classes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RUN_FILE = "run.json"
 
 
 def participants(run: Run) -> list[str]:
-    """Return who trains in a run, as `Federation.participants`."""
+    """Return the participants of a run, as `Federation.participants`."""
     return [POOLED] if methods.load(run.method, run.options).pools_data else list(run.partition.sites)
 
 
 def read_run(app: str) -> Run:
-    """Read the run that a job carries."""
+    """Return the run of a job."""
     path = Path(app) / "config" / RUN_FILE
     try:
         return Run.from_dict(json.loads(path.read_text()))
@@ -46,12 +46,12 @@ def raise_error(document: dict[str, Any]) -> None:
 
 
 def allow_classes(resources: Path, classes: Sequence[str], never: Sequence[str] = ()) -> None:
-    """Set which classes FLARE makes at a site, keeping what the file says else.
+    """Change the list of classes that FLARE may make at a site, keeping the file's other entries.
 
     Args:
         resources: `local/resources.json` of a startup kit.
-        classes: to be added.
-        never: to be taken out.
+        classes: to add.
+        never: to remove.
     """
     from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 

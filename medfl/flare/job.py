@@ -57,13 +57,13 @@ def recipe(run: Run, carried: Sequence[Path], clients: list[str], controller: An
         """A run of medfl."""
 
     job = FedJob(name=f"medfl-{run.run_hash[:16]}", min_clients=least)
-    job.set_app_packages([_PACKAGE])  # installed at every site, never shipped
+    job.set_app_packages([_PACKAGE])  # installed at every site, never sent
     job.to_server(controller)
     job.to_server({"server": {"task_request_interval": REQUEST_INTERVAL}})
     job.to_clients(executor, tasks=["*"])
-    for give in (job.to_server, job.to_clients):
-        for path in carried:
-            give(_ConfigFile(path))
+    for path in carried:
+        job.to_server(_ConfigFile(path))
+        job.to_clients(_ConfigFile(path))
     return MedflRecipe(job)
 
 
@@ -74,12 +74,12 @@ class _ConfigFile:
         self.path = path
 
     def add_to_fed_job(self, job: Any, ctx: Any, **_: Any) -> None:
-        """Take it along."""
+        """Add the file to the job."""
         job.add_file_source(str(self.path), None, "config", ctx)
 
 
 def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: Any) -> tuple[Any, list[str]]:
-    """Return the recipe of a run whose processes all see the data and the run folder, and FLARE's names of its sites.
+    """Return the recipe of a run on one machine, whose processes share data and run folder, and its sites' FLARE names.
 
     Raises:
         InputError: it has more sites than there can be processes.
@@ -100,15 +100,15 @@ def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: An
 
 
 def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings: Any) -> dict[str, Any]:
-    """Execute the run in a folder on FLARE, in processes of its own on this machine, and return the summary.
+    """Execute the run in a folder on FLARE, in processes on this machine, and return the summary.
 
-    Their output goes to `flare/` in the folder, which is removed unless the run fails.
+    The processes' output goes to `flare/` in the folder, which is removed unless the run fails.
 
     Args:
         run: the run.
         folder: where its run.json is.
-        say: where lines for the user go.
-        poc: a federation with certificates, a server and sites, instead of FLARE's simulator.
+        say: takes lines for the user.
+        poc: run a federation with certificates, server and sites instead of FLARE's simulator.
         settings: further arguments of `MedflController`.
 
     Raises:
@@ -117,10 +117,10 @@ def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings
     beside = folder.resolve() / FLARE_FOLDER
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
-    made, clients = local_recipe(run, folder, **settings)
-    write_job(made, beside)
-    where = _on_poc(beside, made.name, clients, say) if poc else _on_simulator(beside, made.name, clients, say)
-    return _result(folder, f"its output is in {where}")
+    job, clients = local_recipe(run, folder, **settings)
+    write_job(job, beside)
+    output = (_on_poc if poc else _on_simulator)(beside, job.name, clients, say)
+    return _result(folder, f"its output is in {output}")
 
 
 def _executed(asked: Execution, poc: bool) -> dict[str, Any]:
@@ -135,15 +135,15 @@ SIMULATOR = Runtime(partial(_executed, poc=False), _PROCESSES, remote=True, requ
 POC = Runtime(partial(_executed, poc=True), _PROCESSES, remote=True, require=require_flare)
 
 
-def write_job(made: Any, folder: Path) -> Path:
-    """Write a recipe's job into a folder and return the job's own."""
+def write_job(recipe: Any, folder: Path) -> Path:
+    """Write a recipe's job into a folder and return the job's subfolder."""
     with contextlib.redirect_stdout(io.StringIO()):
-        made.export(str(folder))
-    return folder / str(made.name)
+        recipe.export(str(folder))
+    return folder / str(recipe.name)
 
 
 def _on_simulator(beside: Path, job: str, clients: list[str], say: Print) -> Path:
-    """Run a job as `SimEnv` does, but for the output and the end; return where the output is."""
+    """Run a job as `SimEnv` does, except for output and end; return the output's file."""
     from medfl.flare.parts import SIMULATED
 
     workspace, log = beside / "workspace", beside / "output.txt"
@@ -162,7 +162,7 @@ def _on_simulator(beside: Path, job: str, clients: list[str], say: Print) -> Pat
 
 
 def _on_poc(beside: Path, job: str, clients: list[str], say: Print) -> Path:
-    """Run a job in a federation of its own on this machine; return where the output is."""
+    """Run a job in a local federation; return the folder of the output."""
     from medfl.flare.local_federation import LocalFederation
     from medfl.flare.parts import SIMULATED
 
@@ -176,7 +176,7 @@ def _on_poc(beside: Path, job: str, clients: list[str], say: Print) -> Path:
 
 
 def _result(folder: Path, where: str) -> dict[str, Any]:
-    """Return the summary that the server wrote, or raise what ended it; remove what is of no use any more."""
+    """Return the server's summary and remove FLARE's files, or raise the error that ended the run."""
     beside = folder / FLARE_FOLDER
     if (beside / ERROR_FILE).is_file():
         raise_error(json.loads((beside / ERROR_FILE).read_text()))
@@ -187,11 +187,11 @@ def _result(folder: Path, where: str) -> dict[str, Any]:
 
 
 def _follow(ended: Callable[[], bool], beside: Path, say: Print) -> None:
-    """Say what the server says, until the run is over; FLARE itself would take seconds more to end."""
-    seen, over, said = 0, False, beside / LINES_FILE
+    """Pass on the server's lines until the run is over; FLARE itself would take seconds more to end."""
+    seen, over, file = 0, False, beside / LINES_FILE
     while not over:
         over = (beside / DONE_FILE).is_file() or ended()
-        lines = said.read_text().splitlines() if said.is_file() else []
+        lines = file.read_text().splitlines() if file.is_file() else []
         for line in lines[seen:]:
             say(json.loads(line))
         seen = len(lines)
@@ -199,7 +199,7 @@ def _follow(ended: Callable[[], bool], beside: Path, say: Print) -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the simulator and what it started in the same session; the sites' processes end when it is gone."""
+    """End the simulator and the processes in its session; the sites' processes end after it."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         if child.poll() is None:
             with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""A startup kit made safe: what FLARE lets a job, and the server's people, do at a site of medfl.
+"""Restrict a startup kit: what a job, and the server's operators, may do at a site.
 
-A job may name medfl's own classes and no others, brings no code, and gets no shell, and FLARE sends no logs. Two files
-in the kit's `local/` say so: `resources.json`, written anew each time, and `authorization.json`, which is written where
+A job may name only listed classes, brings no code and gets no shell, and FLARE sends no logs. Two files in the kit's
+`local/` configure that: `resources.json`, written anew each time, and `authorization.json`, which is written where
 there is none; one that grants more is refused.
 """
 
@@ -21,14 +21,14 @@ _ROLES = ("project_admin", "org_admin", "lead", "member")
 _CODE = ("byoc", "server-predeployed-flwr")
 _SHELL = ("shell_commands", "pwd", "ls", "cat", "head", "tail", "grep")
 _NEVER = {"site": (*_CODE, *_SHELL), "server": _CODE}
-"""Rights that nobody has, by whose kit it is."""
+"""Rights that nobody has, by the kind of the kit."""
 _JOBS = ("submit_job", "clone_job", "manage_job", "download_job", "view")
 _OPERATION = ("operate", "shell_commands")
 _WITHHELD = (*_OPERATION, "show_errors", "configure_job_log", "configure_site_log", "call", *_CODE)
 
 
 def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
-    """Write and check what a kit grants.
+    """Write and check the permissions of a kit.
 
     Args:
         kit: the startup kit.
@@ -36,7 +36,7 @@ def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
         classes: all class paths that a job may name.
 
     Raises:
-        InputError: the kit's own authorization grants code or commands, or it takes jobs that nobody has signed.
+        InputError: the kit's own authorization grants code or commands, or the kit accepts unsigned jobs.
     """
     if kind == "site":
         _require_signed(kit / "startup" / "fed_client.json")
@@ -64,22 +64,22 @@ def _authorize(path: Path, kind: str) -> None:
 
 
 def _permissions(path: Path, kind: str) -> dict[str, Any]:
-    """Return a site's policy; at a server the one that came with the kit, but for what nobody may."""
-    rights = {**dict.fromkeys(_JOBS, "any"), **dict.fromkeys(_WITHHELD, "none")}
+    """Return a site's policy, or a server kit's own without the rights that nobody has."""
     if kind == "site":
+        rights = {**dict.fromkeys(_JOBS, "any"), **dict.fromkeys(_WITHHELD, "none")}
         return {"format_version": "1.0", "permissions": {role: rights for role in _ROLES}}
     default = path.with_name(f"{path.name}.default")
     known = _read(default).get("permissions", {}) if default.is_file() else {"project_admin": "any"}
     never = dict.fromkeys(_CODE, "none")
     roles = {
-        role: {**(given if isinstance(given, dict) else dict.fromkeys((*_JOBS, *_OPERATION), given)), **never}
-        for role, given in known.items()
+        role: {**(rights if isinstance(rights, dict) else dict.fromkeys((*_JOBS, *_OPERATION), rights)), **never}
+        for role, rights in known.items()
     }
     return {"format_version": "1.0", "permissions": roles}
 
 
 def _granted(document: dict[str, Any], never: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (role, right) of what a policy grants, as FLARE itself reads it."""
+    """Yield the (role, right) pairs of `never` that a policy grants, as FLARE reads it."""
     from nvflare.fuel.sec.authz import parse_policy_config
     from nvflare.security.security import COMMAND_CATEGORIES
 
@@ -94,8 +94,8 @@ def _granted(document: dict[str, Any], never: Sequence[str]) -> Iterator[tuple[s
 
 
 def _nobody(expression: Any) -> bool:
-    """Tell whether an expression of FLARE's is true of nobody."""
-    words = [str(one).lower().split() for one in ([expression] if isinstance(expression, str) else expression)]
+    """Return whether a condition of FLARE's applies to nobody."""
+    words = [str(term).lower().split() for term in ([expression] if isinstance(expression, str) else expression)]
     if any(word in (["not", "any"], ["not", "all"]) for word in words):
         return True
     allowed = [word for word in words if word[:1] != ["not"]]

@@ -1,8 +1,8 @@
-"""What NVIDIA FLARE makes and runs in the processes of a job: the controller at the server, the executor at a site.
+"""The components that NVIDIA FLARE runs in the processes of a job: a controller at the server, an executor at a site.
 
 FLARE makes them by their class paths, which a site lists in the `class_allow_list` of its resources: `ALLOWED` where
 sites have images of their own, `SIMULATED` where one machine plays all sites. medfl is installed at every site: a job
-of ours carries the run's record (`config/run.json`), its text embeddings (`config/text.json`) and no code.
+carries the run's record (`config/run.json`), its text embeddings (`config/text.json`) and no code.
 """
 
 from __future__ import annotations
@@ -59,44 +59,44 @@ class _Controller(ModelController):  # type: ignore[misc]
 
     Args:
         min_replies: sites of a cohort that have to reply; 0: all of them.
-        deadline: seconds a round that the sites have; 0 for as long as they need.
+        deadline: seconds that the sites have for a round; 0 for no limit.
     """
 
     def __init__(self, min_replies: int = 0, deadline: float = 0.0) -> None:
-        """Keep the arguments under their names: FLARE writes them into the job from there."""
+        """Store the arguments as attributes, from which FLARE writes them into the job."""
         super().__init__(persistor_id="", task_check_period=0.1)
         self.min_replies, self.deadline = min_replies, deadline
         self._questions: dict[int, tuple[Task, set[str]]] = {}  # with the sites that have not answered
         self._count, self._lock = 0, threading.Lock()
-        self._gone: dict[str, str] = {}
-        self._called: dict[str, str] = {}
+        self._disconnected: dict[str, str] = {}
+        self._flare_names: dict[str, str] = {}
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Let FLARE take tensors apart."""
+        """Register the transfer of tensors."""
         flare_tensors.register()
         super().start_controller(fl_ctx)
 
     def run(self) -> None:
-        """Execute the run; what ends it is written beside what it said, for who started the job."""
-        beside: Path | None = None
+        """Execute the run; its lines, and the error that ends it, are written for the process that started the job."""
+        folder: Path | None = None
 
         def say(text: str) -> None:
-            if beside is not None:
-                with (beside / LINES_FILE).open("a") as file:
+            if folder is not None:
+                with (folder / LINES_FILE).open("a") as file:
                     file.write(json.dumps(text) + "\n")
             self.info(text)
 
         try:
             path = self._place()
-            beside = path / FLARE_FOLDER
-            beside.mkdir(exist_ok=True)
+            folder = path / FLARE_FOLDER
+            folder.mkdir(exist_ok=True)
             for name in (LINES_FILE, ERROR_FILE, DONE_FILE):
-                (beside / name).unlink(missing_ok=True)
+                (folder / name).unlink(missing_ok=True)
             self._execute(path, say)
-            (beside / DONE_FILE).touch()
-        except Exception as error:  # told to who started the job, as well as to FLARE
-            if beside is not None:
-                write_atomic(beside / ERROR_FILE, json.dumps(error_document(error)).encode())
+            (folder / DONE_FILE).touch()
+        except Exception as error:  # reported to the process that started the job, and to FLARE
+            if folder is not None:
+                write_atomic(folder / ERROR_FILE, json.dumps(error_document(error)).encode())
             if not isinstance(error, MedflError):
                 raise
             self.panic(str(error))
@@ -110,8 +110,8 @@ class _Controller(ModelController):  # type: ignore[misc]
         """Execute the run in its folder."""
 
     def _simulate(self, federation: Federation, folder: RunFolder, say: Print, shown: bool, **settings: Any) -> None:
-        """Let a simulator run the rounds, with the sites of this job."""
-        self._called = wire.wire_names(federation.participants)
+        """Run the rounds in a simulator whose workers are the sites of this job."""
+        self._flare_names = wire.wire_names(federation.participants)
 
         def workers(whole: Federation, _: int) -> FlareWorkers:
             found = FlareWorkers(whole, self, shown)
@@ -125,46 +125,46 @@ class _Controller(ModelController):  # type: ignore[misc]
 
     # Link
 
-    def ask(self, word: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]) -> int:
-        """Schedule one task for these sites; FLARE's threads put what comes into the queue."""
+    def ask(self, task_name: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]) -> int:
+        """Schedule one task for these sites; FLARE's threads put the answers into the queue."""
         with self._lock:
             self._count += 1
             number = self._count
-        inverse, waiting = {self._called[site]: site for site in sites}, set(sites)
+        inverse, waiting = {self._flare_names[site]: site for site in sites}, set(sites)
 
         def arrived(client_task: ClientTask, fl_ctx: FLContext) -> None:
             site, result, client_task.result = inverse[client_task.client.name], client_task.result, None
             waiting.discard(site)
             answers.put(Answer(number, site, _read(result, site)))
 
-        task = Task(name=word, data=FLModelUtils.to_shareable(to_model(payload)), result_received_cb=arrived)
+        task = Task(name=task_name, data=FLModelUtils.to_shareable(to_model(payload)), result_received_cb=arrived)
         self._questions[number] = (task, waiting)
         self.broadcast(task=task, fl_ctx=self.fl_ctx, targets=list(inverse), min_responses=0)
         return number
 
     def drop(self, question: int) -> None:
-        """Cancel a task that is not over: a site that works on it yet is told so when it is done."""
+        """Cancel an unfinished task; a site still working on it learns that when it answers."""
         task, waiting = self._questions.pop(question)
         if waiting and task.completion_status is None:
             self.cancel_task(task, fl_ctx=self.fl_ctx)
 
     def lost(self, site: str) -> str:
-        """Say whether FLARE holds a site for disconnected."""
-        return self._gone.get(self._called[site], "")
+        """Return that a site is disconnected, "" if FLARE does not say so."""
+        return self._disconnected.get(self._flare_names[site], "")
 
     def over(self) -> bool:
-        """Tell whether FLARE aborts the job."""
+        """Return whether FLARE aborts the job."""
         return bool(self.abort_signal.triggered)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Remember the sites that went away."""
+        """Remember the sites that disconnect."""
         if event_type == EventType.CLIENT_DISCONNECTED:
-            self._gone[str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME))] = "it has vanished"
+            self._disconnected[str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME))] = "it has vanished"
 
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
-        """Drop what comes too late, and say so."""
+        """Drop a late answer, with a warning."""
         self.warning(f"site {client.name!r}: its answer to {task_name!r} came too late and is dropped")
 
 
@@ -172,10 +172,10 @@ class MedflController(_Controller):
     """The server of a run on one machine, whose processes all see the data.
 
     Args:
-        folder: the run folder, where run.json lies already.
-        start: folder that relative paths of the run are meant from.
+        folder: the run folder, which has the run.json.
+        start: folder that relative paths of the run start from.
         save_predictions: write the masks that are predicted for the test items.
-        track: where the numbers go besides, as `--track` says; "" for nowhere.
+        track: tracker for the numbers, as `--track`; "" for none.
         min_replies, deadline: as in every run.
     """
 
@@ -188,7 +188,7 @@ class MedflController(_Controller):
         min_replies: int = 0,
         deadline: float = 0.0,
     ) -> None:
-        """Keep the arguments under their names."""
+        """Store the arguments as attributes."""
         super().__init__(min_replies, deadline)
         self.folder, self.start, self.save_predictions, self.track = folder, start, save_predictions, track
 
@@ -199,16 +199,15 @@ class MedflController(_Controller):
         run = read_run(self.get_app_dir())
         os.chdir(self.start)
         torch.set_num_threads(run.threads)
-        made = repeat(run, say=say, folder=path)
-        made = replace(made, run=replace(made.run, rounds=run.rounds))
-        public = made.public.prepare(say=say) if made.public else None
-        federation = Federation(made.bundle, made.method, made.run, public=public)
+        plan = repeat(run, say=say, folder=path)
+        public = plan.public.prepare(say=say) if plan.public else None
+        federation = Federation(plan.bundle, plan.method, replace(plan.run, rounds=run.rounds), public=public)
         folder = RunFolder.existing(path)
         self._simulate(federation, folder, say, True, save_predictions=self.save_predictions, track=self.track or None)
 
 
 class RemoteController(_Controller):
-    """The server of sites with images of their own; what it is to know of its own machine is in `local/medfl.yaml`.
+    """The server of sites with images of their own; its machine's settings are in `local/medfl.yaml`.
 
     Args:
         resume: go on with the run if it is there.
@@ -216,7 +215,7 @@ class RemoteController(_Controller):
     """
 
     def __init__(self, resume: bool = False, min_replies: int = 0, deadline: float = 0.0) -> None:
-        """Keep the arguments under their names."""
+        """Store the arguments as attributes."""
         super().__init__(min_replies, deadline)
         self.resume = resume
 
@@ -259,14 +258,14 @@ class _Executor(Executor):  # type: ignore[misc]
         self._carried: Path | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Let FLARE take tensors apart, and let go of everything at the end."""
+        """Register the transfer of tensors at the start, and free everything at the end."""
         if event_type == EventType.START_RUN:
             flare_tensors.register()
         elif event_type == EventType.END_RUN and self._site is not None:
             self._site.algo.finalize()
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """Answer one question; a failure is an answer too."""
+        """Answer one question, with a failure if need be."""
         try:
             if self._site is None:
                 workspace = fl_ctx.get_engine().get_workspace()
@@ -277,16 +276,16 @@ class _Executor(Executor):  # type: ignore[misc]
             with errors_safe_to_send():
                 question = from_model(FLModelUtils.from_shareable(shareable), "the server")
             answer = self._site.answer(task_name, question, lambda: bool(abort_signal.triggered))
-        except Exception as error:  # FLARE fails the whole job for what is raised here
+        except Exception as error:  # FLARE would fail the whole job
             answer = self._failed(error, str(fl_ctx.get_identity_name()))
         return FLModelUtils.to_shareable(to_model(answer))
 
     @abstractmethod
-    def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
-        """Return the site that FLARE calls so."""
+    def _opened(self, run: Run, flare_name: str, workspace: Any) -> FlareSite:
+        """Return the site that has this name in FLARE."""
 
-    def _failed(self, error: Exception, called: str) -> Payload:
-        """Return what the server is told of an error outside of the site's own answers."""
+    def _failed(self, error: Exception, flare_name: str) -> Payload:
+        """Return the failure that the server gets for an error outside of the site's answers."""
         return wire.failure(error if isinstance(error, MedflError) else f"{type(error).__name__}: {error}")
 
 
@@ -295,77 +294,77 @@ class MedflExecutor(_Executor):
 
     Args:
         folder: the run folder.
-        start: folder that relative paths of the run are meant from.
+        start: folder that relative paths of the run start from.
     """
 
     def __init__(self, folder: str, start: str) -> None:
-        """Keep the arguments under their names, as the controller."""
+        """Store the arguments as attributes, as the controller."""
         super().__init__()
         self.folder, self.start = folder, start
 
-    def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
-        from medfl.flare.site import FlareSite  # imports all of MONAI FL, which the server does without
+    def _opened(self, run: Run, flare_name: str, workspace: Any) -> FlareSite:
+        from medfl.flare.site import FlareSite  # imports all of MONAI FL, which the server does not need
         from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
         os.chdir(self.start)
         folder = Path(self.folder)
-        made = repeat(run, folder=folder)
+        plan = repeat(run, folder=folder)
         names = {there: name for name, there in wire.wire_names(participants(run)).items()}
-        if called not in names:
-            raise InputError(f"site {called!r}", f"sites are {', '.join(names)}", "use these names")
+        if flare_name not in names:
+            raise InputError(f"site {flare_name!r}", f"sites are {', '.join(names)}", "use these names")
 
         def federation() -> Federation:
-            public = made.public.prepare() if made.public else None
-            federation = Federation(made.bundle, made.method, made.run, public=public)
+            public = plan.public.prepare() if plan.public else None
+            federation = Federation(plan.bundle, plan.method, plan.run, public=public)
             federation.hold()
             return federation
 
-        algo = MedflClientAlgo(federation, names[called], folder=folder / SITES)
-        return FlareSite(algo, names[called], RunFolder(folder))
+        algo = MedflClientAlgo(federation, names[flare_name], folder=folder / SITES)
+        return FlareSite(algo, names[flare_name], RunFolder(folder))
 
 
 class RemoteExecutor(_Executor):
-    """A site with images of its own; all but the run's numbers and names is in `local/medfl.yaml`."""
+    """A site with images of its own; its settings are in `local/medfl.yaml`."""
 
     def __init__(self) -> None:
         """Begin with nothing prepared."""
         super().__init__()
         self._config: SiteConfig | None = None
 
-    def _opened(self, run: Run, called: str, workspace: Any) -> FlareSite:
+    def _opened(self, run: Run, flare_name: str, workspace: Any) -> FlareSite:
         from medfl.flare.site import FlareSite
         from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
         self._config = config = SiteConfig.read(Path(workspace.get_site_config_dir()) / CONFIG_FILE)
         policy = config.checked_policy()
         algo = MedflClientAlgo(
-            lambda: open_site(run, called, config, self._carried), called,
+            lambda: open_site(run, flare_name, config, self._carried), flare_name,
             folder=config.folder, outbound=policy.outbound, audit=config.audit or None, say=self._say,
         )  # fmt: skip
-        accepted_run(run, called, config)
-        return FlareSite(algo, called)
+        accepted_run(run, flare_name, config)
+        return FlareSite(algo, flare_name)
 
     def _say(self, text: str) -> None:
         self.logger.info(text)  # FLARE's log at the site; `self.log_info` would make an event of it
 
-    def _failed(self, error: Exception, called: str) -> Payload:
+    def _failed(self, error: Exception, flare_name: str) -> Payload:
         from medfl.flare.site import hidden_failure
         from medfl.runtimes.monai_fl.guard import Doing, Guard
 
         if self._config is not None and self._config.audit:
-            with suppress(MedflError):  # said in the log of the process anyway
-                Guard(None, self._config.audit, None, str, called).refused(Doing("open", 0), error)
-        return hidden_failure(called, error)
+            with suppress(MedflError):  # it is in the log of the process anyway
+                Guard(None, self._config.audit, None, str, flare_name).refused(Doing("open", 0), error)
+        return hidden_failure(flare_name, error)
 
 
 def _read(result: Shareable, site: str) -> Payload:
-    """Return what a client sent, or why it is nothing."""
+    """Return a client's answer, or a failure if there is none."""
     code = result.get_return_code()
     if code not in (None, ReturnCode.OK):
         return wire.failure(f"FLARE says {code}")
     try:
         return from_model(FLModelUtils.from_shareable(result), f"site {site!r}")
-    except Exception as error:  # whatever a client made of it
+    except Exception as error:  # a client may send anything
         return wire.failure(error)
 
 
@@ -376,4 +375,4 @@ def _paths(*parts: type) -> list[str]:
 ALLOWED = _paths(RemoteController, RemoteExecutor)
 """Class paths for the allow-list of a site, or a server, with images of its own."""
 SIMULATED = _paths(MedflController, MedflExecutor)
-"""Class paths for one machine: they take folders from the job, and have no place on any other allow-list."""
+"""Class paths for one machine: they take folders from the job, and belong on no other allow-list."""

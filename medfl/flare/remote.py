@@ -1,4 +1,4 @@
-"""A run whose server holds no images of the sites: names, numbers that they tell, and perhaps images of its own."""
+"""A run whose server has the sites' names and reported metrics, but no images except perhaps its own."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def federation_of_names(bundle: Bundle, method: Method, run: Run, held_out: bool
         run: its partition has no items.
         held_out: score the global model on the bundle's validation and test items, which no site trains on.
     """
-    nothing: dict[str, Prepared] = dict.fromkeys(SECTIONS, _Nothing([], torch.empty(0), torch.empty(0)))
-    own = prepared_sections(bundle) if held_out else nothing
-    return Federation(bundle, method, run, prepared={**own, "train": nothing["train"]})
+    empty: dict[str, Prepared] = dict.fromkeys(SECTIONS, _NoItems([], torch.empty(0), torch.empty(0)))
+    sections = prepared_sections(bundle) if held_out else empty
+    return Federation(bundle, method, run, prepared={**sections, "train": empty["train"]})
 
 
-class _Nothing(Stacked):
-    """No items, of no shape."""
+class _NoItems(Stacked):
+    """A section without items."""
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield nothing."""
@@ -44,16 +44,16 @@ class _Nothing(Stacked):
 
 
 class ReportedRunFolder(RunFolder):
-    """A run folder with what the sites told of their own items: `told` and `samples` of each site.
+    """A run folder with the metrics that sites reported of their own items: `told` and `samples` of each site.
 
-    Means over sites are weighted by the number of cases; of metrics that are no means over cases, as AUROC, such a mean
-    is not what the pooled cases would give.
+    Means over sites are weighted by their numbers of cases. For metrics that are not means over cases, such as AUROC,
+    this mean differs from the value of the pooled cases.
     """
 
     workers: FlareWorkers | None = None
 
     def append_round(self, entry: Mapping[str, Any]) -> None:
-        """Append a line, with what was told in this round."""
+        """Append a line, with the metrics reported in this round."""
         assert isinstance(entry, dict)
         workers, sites = self.workers, entry["sites"]
         assert workers is not None
@@ -69,43 +69,39 @@ class ReportedRunFolder(RunFolder):
         workers.reported = {}
 
     def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a table; that of the sites with what they told last."""
+        """Write a table; that of the sites with the metrics reported last."""
         workers = self.workers
         if name == "sites.csv" and workers is not None:
-            told = {**(self.rounds()[-1]["sites"] if self.rounds() else {})}
-            rows = [{"site": row["site"], **_row(told.get(row["site"], {}), workers, row["site"])} for row in rows]
+            sites = self.rounds()[-1]["sites"] if self.rounds() else {}
+            rows = [{"site": row["site"], **_row(sites.get(row["site"], {}), workers, row["site"])} for row in rows]
         if rows:
             super().write_table(name, rows)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary, with the means of what was told last."""
+        """Write the summary, with the means of the metrics reported last."""
         last = self.rounds()[-1]["told"] if self.rounds() else {}
         final = mean_reported(self.workers.reported) if self.workers else {}
         super().write_summary({**summary, "told": {**last, **final}})
 
 
-def mean_reported(told: Mapping[str, Reported]) -> dict[str, float]:
-    """Return the mean of what sites told, weighted by the number of cases, which are added."""
-    keys = dict.fromkeys(key for metrics in told.values() for key in metrics)
-    found: dict[str, float] = {}
-    for key in keys:
+def mean_reported(reported: Mapping[str, Reported]) -> dict[str, float]:
+    """Return the means of the sites' metrics, weighted by their numbers of cases, and the sums of these."""
+    means: dict[str, float] = {}
+    for key in dict.fromkeys(key for metrics in reported.values() for key in metrics):
         section, _, metric = key.partition("/")
-        counts = {name: int(metrics.get(f"{section}/cases", 0)) for name, metrics in told.items() if key in metrics}
-        found[key] = (
-            float(sum(counts.values()))
-            if metric == "cases"
-            else _mean({name: told[name][key] for name in counts}, counts)
-        )
-    return found
+        values = {name: metrics[key] for name, metrics in reported.items() if key in metrics}
+        counts = {name: int(reported[name].get(f"{section}/cases", 0)) for name in values}
+        means[key] = float(sum(counts.values())) if metric == "cases" else _mean(values, counts)
+    return means
 
 
 def _mean(values: Mapping[str, float], weights: Mapping[str, int]) -> float:
-    """Return the weighted mean of those that are numbers, NaN if there are none."""
+    """Return the weighted mean of the values that are not NaN, NaN if there are none."""
     known = {name: value for name, value in values.items() if value == value}
     total = sum(weights[name] for name in known)
     return sum(value * weights[name] for name, value in known.items()) / total if total else math.nan
 
 
 def _row(site: Mapping[str, Any], workers: FlareWorkers, name: str) -> dict[str, Any]:
-    told = {**site.get("told", {}), **workers.reported.get(name, {})}
-    return {"train": site.get("samples", workers.samples.get(name, 0)), **{f"told_{k}": v for k, v in told.items()}}
+    reported = {**site.get("told", {}), **workers.reported.get(name, {})}
+    return {"train": site.get("samples", workers.samples.get(name, 0)), **{f"told_{k}": v for k, v in reported.items()}}

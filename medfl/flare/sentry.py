@@ -1,8 +1,8 @@
-"""What stands at a site before FLARE takes a job: no code, no class but the listed ones, no commands.
+"""A site's check of every job before FLARE accepts it: no code, no unlisted class, no commands.
 
-FLARE asks its site's authorization policy whether a job may bring code, by the role that the server names, and looks at
-no list of classes where it may. A shell command is not even asked for where the server's message leaves that out. So a
-site of medfl does not rely on either: `medfl.flare.serve` names this validator in the kit's `local/resources.json`.
+FLARE lets a job bring code if the site's authorization policy allows it to the role that the server names, and then
+ignores the list of classes; a shell command skips that policy where the server's message omits the request. A site of
+medfl relies on neither: `medfl.flare.serve` names this validator in the kit's `local/resources.json`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from nvflare.private.fed.client.training_cmds import ConfigureJobLogProcessor
 
 from medfl.core.untrusted import printable
 
-_KINDS = (".json", ".crt")  # configuration, and the signature of who submitted it
+_SUFFIXES = (".json", ".crt")  # configuration, and the signature of who submitted it
 _CONFIGURATION = "config_fed_client.json"
 _BYTES = 1_000_000
 _COMMANDS = (ShellCommandProcessor, ClientInfoProcessor, ReportEnvProcessor, ConfigureJobLogProcessor)
-"""What shows files, errors with their texts and paths, or sets loggers, which are classes too."""
+"""Commands that show files, or errors with texts and paths, or set loggers, which are classes too."""
 
 
 class Sentry(AppValidator):  # type: ignore[misc]
-    """Refuses every job but those of medfl, whoever submits them.
+    """Refuses every job that is not medfl's, whoever submits it.
 
     Args:
         classes: class paths that a job's configuration may name.
     """
 
     def __init__(self, classes: Sequence[str]) -> None:
-        """Take the list, and take the commands off FLARE's that read or change a site's files."""
+        """Store the list, and remove FLARE's commands that read or change a site's files."""
         self.classes = frozenset(classes)
-        known = ClientRequestProcessors.request_processors
-        known[:] = [one for one in known if not isinstance(one, _COMMANDS)]
+        processors = ClientRequestProcessors.request_processors
+        processors[:] = [processor for processor in processors if not isinstance(processor, _COMMANDS)]
 
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
-        """Return why an app is refused, "" if it is not, and nothing about it."""
+        """Return (why an app is refused or "", no further details)."""
         return next(self._problems(Path(app_folder)), ""), {}
 
     def _problems(self, app: Path) -> Iterator[str]:
@@ -50,7 +50,7 @@ class Sentry(AppValidator):  # type: ignore[misc]
             name = printable(path.relative_to(app))
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 yield f"{name} is neither a file nor a folder"
-            elif path.name == "custom" or (path.is_file() and path.suffix not in _KINDS):
+            elif path.name == "custom" or (path.is_file() and path.suffix not in _SUFFIXES):
                 yield f"{name}: a job brings no code here, only JSON"
             elif path.name == _CONFIGURATION:
                 yield from (f"{name}: {why}" for why in self._unlisted(path))
@@ -70,6 +70,6 @@ class Sentry(AppValidator):  # type: ignore[misc]
                 todo += node
             elif isinstance(node, dict):
                 todo += node.values()
-                for key in ("path", "class_path", "name"):  # all that FLARE makes components by
+                for key in ("path", "class_path", "name"):  # the keys by which FLARE makes components
                     if key in node and not (isinstance(node[key], str) and node[key] in self.classes):
                         yield f"class {printable(node[key])!r} is not on this site's list"

@@ -1,7 +1,7 @@
 """NVIDIA FLARE, the server's half: a `Simulator` whose sites are the clients of a FLARE job.
 
-The round loop, the run folder, the scores and the resume are the simulator's own. What differs is who runs a task at a
-site: `FlareWorkers` asks the site's process and waits. What FLARE itself is needed for hides behind `Link`.
+Round loop, run folder, scores and resume are the simulator's. Only the running of a site's task differs: `FlareWorkers`
+asks the site's process and waits. Calls to FLARE itself are behind `Link`.
 """
 
 from __future__ import annotations
@@ -42,18 +42,17 @@ from medfl.runtimes.tasks import (
 )
 
 FLARE_FOLDER, LINES_FILE, ERROR_FILE, DONE_FILE = "flare", "said.txt", "failed.json", "done"
-"""In a run folder: what goes with a job; in it what the server says, what ended the run, and that it is finished."""
+"""Folder of a job in the run folder; in it the server's lines for the user, its error, and a mark that it is done."""
 _SILENCE = 1.0
-"""Seconds between two looks at whether sites are still there."""
-_NOTHING: Mapping[type[Task], Any] = {ScoreSiteOnAll: Cases((), {}), CopyWeights: {}, SegmentSite: {}}
-"""What is not asked for outside of a simulation, and what stands for it."""
+"""Seconds between two checks that the sites are still connected."""
+_EMPTY_RESULTS: Mapping[type[Task], Any] = {ScoreSiteOnAll: Cases((), {}), CopyWeights: {}, SegmentSite: {}}
+"""Tasks that sites run only in a simulation, with the results that stand in elsewhere."""
 _START = 300.0
-"""Seconds beyond the deadline for the first question of a job, with which a site prepares its images."""
-"""Round, site, file of the site's State, broadcast."""
+"""Seconds added to the deadline of a job's first question, during which a site prepares its images."""
 
 
 class Answer(NamedTuple):
-    """What came back from a site: a payload, or why none comes."""
+    """A site's answer; the payload of a failure says why there is none."""
 
     question: int
     site: str
@@ -61,19 +60,19 @@ class Answer(NamedTuple):
 
 
 class Link(Protocol):
-    """What the server can do with its sites."""
+    """The server's connection to its sites."""
 
-    def ask(self, word: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]) -> int:
+    def ask(self, task_name: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]) -> int:
         """Send one question to some sites at once; their answers come into the queue with the number returned."""
 
     def drop(self, question: int) -> None:
-        """Take no more answers to a question."""
+        """Accept no more answers to a question."""
 
     def lost(self, site: str) -> str:
-        """Say why no answer of a site will come any more; "" while it is there."""
+        """Return why a site will not answer any more, "" while it is connected."""
 
     def over(self) -> bool:
-        """Tell whether the job is being ended from outside."""
+        """Return whether the job is being aborted from outside."""
 
 
 @dataclass
@@ -82,18 +81,18 @@ class _Question:
 
     Attributes:
         index: position of its task.
-        site: to whom.
-        word: what is asked for.
-        numbers: that go with it.
-        message: what the method says, as it crosses; None at the introduction.
-        read: makes the task's result of the answer.
+        site: name of the site.
+        task_name: one of `wire.TASKS`.
+        numbers: sent with it.
+        message: the method's message as it is sent; None at the introduction.
+        read: makes the task's result from the answer.
         extra: further tensors.
-        kept: round of the site's newest reply that was taken with a State, 0 for none.
+        kept: round of the State that the site continues from, 0 for none.
     """
 
     index: int
     site: str
-    word: str
+    task_name: str
     numbers: Mapping[str, float]
     message: Message | None
     read: Callable[[Payload], Any]
@@ -101,10 +100,10 @@ class _Question:
     kept: int
 
     def same_as(self, other: _Question) -> bool:
-        """Tell whether two sites are told the same."""
+        """Return whether two sites are sent the same."""
         here, there = (q.message.flat() if q.message else {} for q in (self, other))
         return (
-            (self.word, self.numbers, self.extra.keys()) == (other.word, other.numbers, other.extra.keys())
+            (self.task_name, self.numbers, self.extra.keys()) == (other.task_name, other.numbers, other.extra.keys())
             and not self.extra
             and here.keys() == there.keys()
             and all(_same(here[name], there[name]) for name in here)
@@ -112,32 +111,32 @@ class _Question:
 
 
 class FlareWorkers(Workers):
-    """What a `Simulator` runs its tasks with: the sites of a FLARE job, which all work at the same time.
+    """The workers of a `Simulator` that are the sites of a FLARE job; all sites work at the same time.
 
-    The sites keep their States; in the run folder are the names that the files would have, and so the round from whose
-    State each site goes on, which it is told with every question. A site that fails, vanishes, misses the deadline or
-    sends what is refused is `Absent`.
+    The sites keep their States. The run folder has the names of their files, and so the round whose State each site
+    continues from, which every question says. A site that fails, disconnects, misses the deadline or sends what is
+    refused is `Absent`.
 
     Args:
         federation: the run, as the server sees it.
         link: to the sites.
-        shown: the sites are a simulation's and show cases, masks and weights; else they tell metrics, nothing is asked
-            for that they would not show, and it counts as empty.
+        shown: the sites belong to a simulation and show cases, masks and weights; otherwise they report metrics, and
+            are not asked for anything else.
 
     Attributes:
-        deadline: seconds a round that the sites have, None for as long as they need.
+        deadline: seconds that the sites have for a round, None for no limit.
         reported: site -> metrics of its own items that it reported, where sites send no cases.
-        samples: site -> number of its training items, as it told.
+        samples: site -> number of its training items that it reported.
     """
 
     def __init__(self, federation: Federation, link: Link, shown: bool = True) -> None:
-        """Start nothing: the sites are there."""
+        """Start nothing: the sites run already."""
         super().__init__(federation, 1)
         self._link, self._shown = link, shown
         self.samples: dict[str, int] = {}
         self.deadline: float | None = None
         self.reported: dict[str, dict[str, float]] = {}
-        self._begun = False
+        self._started = False
 
     def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
         """Run tasks, those at sites all at once, and yield (position, result) as they are ready."""
@@ -146,8 +145,8 @@ class FlareWorkers(Workers):
             task = make()
             if not isinstance(task, SiteTask):
                 yield index, task.run(self._federation)
-            elif type(task) in _NOTHING and not self._shown:
-                yield index, _NOTHING[type(task)]
+            elif type(task) in _EMPTY_RESULTS and not self._shown:
+                yield index, _EMPTY_RESULTS[type(task)]
             else:
                 questions.append(self._question(index, task))
         yield from self._answers(questions)
@@ -185,13 +184,13 @@ class FlareWorkers(Workers):
         raise TypeError(f"no site of a FLARE job is asked for a {type(task).__name__}")
 
     def _ask(
-        self, index: int, word: str, task: RoundTask, read: Callable[[Payload], Any], sections: Sequence[str] = ()
+        self, index: int, task_name: str, task: RoundTask, read: Callable[[Payload], Any], sections: Sequence[str] = ()
     ) -> _Question:
         message, numbers = self._wire(task), wire.question_numbers(task.round, sections)
-        return _Question(index, task.site, word, numbers, message, read, {}, _state_round(task))
+        return _Question(index, task.site, task_name, numbers, message, read, {}, _state_round(task))
 
     def _wire(self, task: RoundTask) -> Message:
-        """Return a broadcast as it crosses."""
+        """Return a broadcast as it is sent."""
         federation = self._federation
         with profiling.during(profiling.MESSAGES):
             seed = derive(federation.host(task.round).seed, "messages", task.site)
@@ -200,17 +199,19 @@ class FlareWorkers(Workers):
     # Waiting
 
     def _answers(self, questions: Sequence[_Question]) -> Iterator[tuple[int, Any]]:
-        """Send the questions, what is the same for several sites once, and yield results as they come."""
+        """Send the questions, equal ones to several sites at once, and yield results as they arrive."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         waiting: dict[tuple[int, str], _Question] = {}
         for group in _grouped(questions):
             first = group[0]
             extra = {**first.extra, **wire.state_rounds({question.site: question.kept for question in group})}
             payload = wire.message_payload(first.message or Message(), first.numbers, extra)
-            number = self._link.ask(first.word, [question.site for question in group], payload, answers)
+            number = self._link.ask(first.task_name, [question.site for question in group], payload, answers)
             waiting |= {(number, question.site): question for question in group}
-        given = None if self.deadline is None else self.deadline + (0.0 if self._begun else _START)
-        end, self._begun = None if given is None else time.monotonic() + given, True
+        end = None
+        if self.deadline is not None:
+            end = time.monotonic() + self.deadline + (0.0 if self._started else _START)
+        self._started = True
         numbers = {number for number, _ in waiting}
         try:
             while waiting:
@@ -224,7 +225,7 @@ class FlareWorkers(Workers):
     def _next(
         self, answers: queue.SimpleQueue[Answer], waiting: Mapping[tuple[int, str], _Question], end: float | None
     ) -> list[tuple[tuple[int, str], Payload]]:
-        """Return what has come since, or who will not answer any more."""
+        """Return the next answer, or failures for the sites that will not answer any more."""
         patience = _SILENCE if end is None else max(0.0, min(_SILENCE, end - time.monotonic()))
         try:
             with profiling.during(None):
@@ -235,8 +236,8 @@ class FlareWorkers(Workers):
                 return [(key, wire.failure(late)) for key in list(waiting)]
             lost = {key: self._link.lost(key[1]) for key in waiting}
             if not any(lost.values()) and self._link.over():
-                told = "the job was ended from outside; the last round is intact, continue with --resume"
-                raise RunError(told) from None
+                problem = "the job was ended from outside; the last round is intact, continue with --resume"
+                raise RunError(problem) from None
             return [(key, wire.failure(why)) for key, why in lost.items() if why]
         key = (answer.question, answer.site)
         if key not in waiting:
@@ -244,7 +245,7 @@ class FlareWorkers(Workers):
         return [(key, answer.payload)]
 
     def _result(self, question: _Question, payload: Payload) -> Any:
-        """Return the task's result, or who is absent and why."""
+        """Return the task's result, or the site as `Absent` with the reason."""
         sender = f"site {question.site!r}"
         try:
             if payload.failed:
@@ -279,7 +280,7 @@ class FlareWorkers(Workers):
             federation.check(name, reply)
             cases = self._cases(name, judge)(payload)
             steps, self.samples[name] = payload.whole_number(wire.STEPS), payload.whole_number(wire.SAMPLES)
-            loss = float(payload.numbers.get(wire.LOSS, float("nan")))  # a site need not tell it
+            loss = float(payload.numbers.get(wire.LOSS, float("nan")))  # a site's policy may withhold it
             renewed = bool(payload.whole_number(wire.RENEWED))
             return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
@@ -301,11 +302,11 @@ class FlareWorkers(Workers):
 
     def _masks(self, name: str, ids: Sequence[str]) -> Callable[[Payload], dict[str, Masks]]:
         def read(payload: Payload) -> dict[str, Masks]:
-            found: dict[int, dict[str, torch.Tensor]] = {}
+            parts: dict[int, dict[str, torch.Tensor]] = {}
             for key, tensor in payload.group("masks").items():
-                at, _, part = key.partition("/")
-                found.setdefault(int(at), {})[part] = tensor
-            return {ids[i]: Masks(m["prediction"], m["reference"], int(m["classes"])) for i, m in found.items()}
+                position, _, part = key.partition("/")
+                parts.setdefault(int(position), {})[part] = tensor
+            return {ids[i]: Masks(m["prediction"], m["reference"], int(m["classes"])) for i, m in parts.items()}
 
         return read
 
@@ -315,7 +316,7 @@ class FlareWorkers(Workers):
 
 
 def _state_round(task: RoundTask) -> int:
-    """Return the round of the State that a site goes on from, 0 for none."""
+    """Return the round of the State that a site continues from, 0 for none."""
     return 0 if task.state is None else task.state.round
 
 
@@ -324,12 +325,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, float]:
-    """Return the metrics of these sections that a site told; others are not looked at."""
+    """Return the metrics that a site reported of these sections, ignoring others."""
     return {name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections}
 
 
 def _grouped(questions: Sequence[_Question]) -> list[list[_Question]]:
-    """Put questions together that are the same for several sites."""
+    """Group questions that are the same for several sites."""
     groups: list[list[_Question]] = []
     for question in questions:
         group = next((group for group in groups if group[0].same_as(question)), None)

@@ -1,7 +1,7 @@
-"""NVIDIA FLARE, the site's half: answer what the server asks, with a `MedflClientAlgo`, and never die of it.
+"""NVIDIA FLARE, the site's half: answer the server's questions with a `MedflClientAlgo`.
 
-FLARE fails the whole job when one site's process ends, so every error becomes an answer: in a simulation one that says
-why, else a word and an id, by which the site's administrator finds the reason in the site's logs.
+FLARE fails the whole job when one site's process ends, so every error becomes an answer: in a simulation with its text,
+otherwise with an id by which the site's administrator finds the text in the site's log.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class FlareSite:
     Args:
         algo: the site, not yet initialized.
         name: its name in the run.
-        shows: where a simulation's run folder is: the site then shows cases, masks and its own weights as the simulator
-            does. None: it tells metrics of its own items, and nothing else but what the method sends.
+        shows: a simulation's run folder: the site then shows cases, masks and its own weights as the simulator does.
+            None: it reports metrics of its own items, and sends only what the method sends.
     """
 
     def __init__(self, algo: MedflClientAlgo, name: str, shows: RunFolder | None = None) -> None:
-        """Take the parts; the site is prepared with the first question."""
+        """Store the arguments; the first question prepares the site."""
         self.algo, self.name, self._shows, self._ready = algo, name, shows, False
 
-    def answer(self, word: str, payload: Payload, stop: Callable[[], bool] | None = None) -> Payload:
-        """Return the answer to a question, or that there is none; raises nothing.
+    def answer(self, task_name: str, payload: Payload, stop: Callable[[], bool] | None = None) -> Payload:
+        """Return the answer to a question, or a failure; raises nothing.
 
         Args:
-            word: what is asked for, of `wire.TASKS`.
-            payload: what the server says with it.
-            stop: tells whether to stop.
+            task_name: one of `wire.TASKS`.
+            payload: sent by the server with it.
+            stop: returns whether to stop.
         """
         answers: Mapping[str, Callable[[Payload], Payload]] = {
             wire.INTRODUCE: self._introduce,
@@ -67,18 +67,18 @@ class FlareSite:
         }
         try:
             with errors_safe_to_send():
-                if word not in answers:
-                    asked = f"site {self.name!r} is asked for '{printable(word, 40)}'"
+                if task_name not in answers:
+                    asked = f"site {self.name!r} is asked for '{printable(task_name, 40)}'"
                     raise RunError(f"{asked}; it answers {', '.join(answers)}")
             with _stopped(self.algo, stop):
                 self._prepare()
-                return answers[word](payload)
+                return answers[task_name](payload)
         except Exception as error:  # an answer, too: the process must not end, see above
             if self._shows is not None:
                 expected = isinstance(error, MedflError)
-                return wire.failure(error if expected else f"site {self.name!r}: {word}: {in_words(error)}")
-            with suppress(MedflError):  # a log that cannot be written stops what leaves, and this says nothing
-                self.algo.failed(printable(word, 40), error)
+                return wire.failure(error if expected else f"site {self.name!r}: {task_name}: {in_words(error)}")
+            with suppress(MedflError):  # an audit log that cannot be written stops replies; a failure has no data
+                self.algo.failed(printable(task_name, 40), error)
             return hidden_failure(self.name, error)
 
     def _prepare(self) -> None:
@@ -87,26 +87,26 @@ class FlareSite:
             self._ready = True
 
     def _introduce(self, payload: Payload) -> Payload:
-        told = self.algo.get_weights()
-        return Payload(_prefixed(told.weights or {}), {wire.SAMPLES: told.statistics[FlStatistics.DATA_COUNT]})
+        reply = self.algo.get_weights()
+        return Payload(_prefixed(reply.weights or {}), {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]})
 
     def _train(self, payload: Payload) -> Payload:
         data, sections = self._said(payload), payload.sections
         metrics = {} if self._shows else self._metrics(data, sections)
         self.algo.train(data, {JUDGE: sections if self._shows else ()})
-        told, cases = self.algo.get_weights(), self.algo.cases
-        loss = told.statistics.get(LOSS)
+        reply, cases = self.algo.get_weights(), self.algo.cases
+        loss = reply.statistics.get(LOSS)
         numbers = {
-            **({} if loss is None else {wire.LOSS: loss}),  # the site's policy may keep it back
-            wire.STEPS: told.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS],
-            wire.SAMPLES: told.statistics[FlStatistics.DATA_COUNT],
+            **({} if loss is None else {wire.LOSS: loss}),  # the site's policy may withhold it
+            wire.STEPS: reply.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS],
+            wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT],
             wire.RENEWED: int(self.algo.renewed),
         }
-        answer = Payload(_prefixed(told.weights or {}), numbers, metrics=metrics)
+        answer = Payload(_prefixed(reply.weights or {}), numbers, metrics=metrics)
         return wire.with_cases(answer, cases) if self._shows else answer
 
     def _try(self, payload: Payload) -> Payload:
-        """Train once more only to score what comes out."""
+        """Train once more, only to score the result."""
         return self._scored(self.algo.visit(site_step, self._said(payload), payload.sections).cases)
 
     def _judge(self, payload: Payload) -> Payload:
@@ -122,7 +122,7 @@ class FlareSite:
         return Payload(wire.cpu_copies({f"own/{name}": tensor for name, tensor in named.items()}))
 
     def _masks(self, payload: Payload) -> Payload:
-        """Segment; the wanted cases are given by their positions among the site's test items."""
+        """Segment the test items at the positions that the server asks for."""
         folder = self._in_simulation(wire.MASKS)
         wanted = [int(i) for i in payload.group("positions").get("test", torch.empty(0)).tolist()]
         target = str(folder.predictions_folder(self.name)) if payload.numbers.get(wire.SAVE) else None
@@ -162,10 +162,9 @@ class FlareSite:
 
 
 def hidden_failure(name: str, error: BaseException) -> Payload:
-    """Return what the server is told of an error at a site, and write all of it into the log of the site's process.
+    """Return the failure that the server gets for an error at a site, and log the whole error at the site.
 
-    Texts of errors have names of files, and of patients in them: the server gets a word and a random id instead, but
-    for what is about its own message.
+    Errors may name files and patients: the server gets a random id instead, unless the error is about its own message.
     """
     if isinstance(error, MedflError) and error.safe_to_send:
         return wire.failure(error)
@@ -174,13 +173,13 @@ def hidden_failure(name: str, error: BaseException) -> Payload:
 
 
 def _metrics_of(cases: Mapping[str, Cases]) -> dict[str, float]:
-    """Return the metrics and the number of cases of each section that has any: all that a site tells of its items."""
-    told: dict[str, float] = {}
-    for section, found in cases.items():
-        if len(found):
-            metrics = {f"{section}/{name}": float(value) for name, value in summarise(found).items()}
-            told |= {f"{section}/cases": len(found), **{k: v for k, v in metrics.items() if v == v}}
-    return told
+    """Return metrics and number of cases of each section that has any: all that a site reports of its items."""
+    report: dict[str, float] = {}
+    for section, outcomes in cases.items():
+        if len(outcomes):
+            metrics = {f"{section}/{name}": float(value) for name, value in summarise(outcomes).items()}
+            report |= {f"{section}/cases": len(outcomes), **{k: v for k, v in metrics.items() if v == v}}
+    return report
 
 
 def _prefixed(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +188,7 @@ def _prefixed(named: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _stopped(algo: MedflClientAlgo, stop: Callable[[], bool] | None) -> Iterator[None]:
-    """Abort what the site does once `stop` says so, which a thread of its own asks twice a second."""
+    """Abort the site's work once `stop` returns true; a thread asks it twice a second."""
     over = threading.Event()
 
     def watch() -> None:

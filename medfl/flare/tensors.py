@@ -1,7 +1,7 @@
-"""How tensors cross in FLARE: as FLARE's own, except that those which cannot be read stop nobody.
+"""FLARE's own transfer of tensors, except that unreadable ones do not end the job.
 
-FLARE ends the server's job process, and with it everybody's job, when a site's tensors are no safetensors. Here they
-arrive as `Unreadable`, which `flare_wire.from_model` refuses by the name of the tensor and of the site.
+FLARE ends the server's job process, and so the whole job, when a site's tensors are not valid safetensors. Here they
+arrive as `Unreadable`, which `wire.from_model` refuses, naming tensor and site.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from nvflare.fuel.utils import fobs
 
 
 class Unreadable:
-    """Stands for a tensor that could not be read."""
+    """Stands in for a tensor that could not be read."""
 
 
 class _AllUnreadable(dict[str, Any]):
-    """What a download gave that could not be read: whatever is asked for."""
+    """The result of an unreadable download: has an `Unreadable` under every name."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return what stands for it."""
+        """Return an `Unreadable`."""
         return Unreadable()
 
 
 class Tensors(TensorDecomposer):  # type: ignore[misc]
-    """FLARE's tensors."""
+    """FLARE's decomposer with `Unreadable` in place of errors."""
 
     def download(self, *args: Any, **settings: Any) -> tuple[str, Any]:
         """Return ("", tensors by name)."""
@@ -51,5 +51,5 @@ class Tensors(TensorDecomposer):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Let FLARE take tensors apart in this process."""
+    """Have FLARE use `Tensors` in this process."""
     fobs.register(Tensors)

@@ -1,8 +1,8 @@
-"""What crosses between server and sites on NVIDIA FLARE, as both ends write and read it: named tensors, few numbers.
+"""The format of what server and sites exchange on NVIDIA FLARE: named tensors and a few numbers.
 
 An `FLModel` has all tensors in `params`, which FLARE streams: a message (`Message.flat`) under `message/`, the outcomes
-of single cases under `cases/`. Its `meta` has numbers only, from a fixed list. What is asked for is FLARE's task name,
-one of `TASKS`. There are no paths, no texts but names, no configuration; a site that fails says why in one line.
+of single cases under `cases/`. Its `meta` has only numbers from a fixed list. A question is FLARE's task name, one of
+`TASKS`. There are no paths, no texts but names, no configuration; a site that fails says why in one line.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from medfl.evaluation.metrics import Cases
 INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = TASKS = (
     "introduce", "train", "try", "judge", "abroad", "weights", "masks",
 )  # fmt: skip
-"""What a site may be asked for. The last three are for a simulation, where the sites show what stays with them else."""
+"""Questions to a site. The last three are for simulations: elsewhere their answers stay at the sites."""
 
 ROUND, LOSS, STEPS, SAMPLES, SAVE, FAILED = "round", "train_loss", "steps", "samples", "save", "failed"
 RENEWED = "renewed"
 NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, RENEWED, *SECTIONS})
-"""Names of the numbers in `meta`: 1 for a section that is asked for, and for `RENEWED` where training left a State."""
+"""Names of the numbers in `meta`: a section is 1 if it is asked for, `RENEWED` if training left a State."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", re.ASCII)
 _RESERVED = frozenset({"server", "admin", "relay"})
@@ -39,13 +39,13 @@ _WHY = 400
 
 @dataclass(frozen=True)
 class Payload:
-    """What one end says to the other.
+    """A question or an answer.
 
     Attributes:
-        tensors: under their names on the wire.
-        numbers: names of `NUMBERS`.
-        failed: why a site has nothing to say; "" if it has.
-        metrics: names with numbers, of a site that shows no cases.
+        tensors: by their names on the wire.
+        numbers: by names in `NUMBERS`.
+        failed: why a site has no answer; "" if it has one.
+        metrics: by name, from a site that shows no cases.
     """
 
     tensors: Weights = field(default_factory=dict)
@@ -54,14 +54,14 @@ class Payload:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def group(self, group: str) -> dict[str, Tensor]:
-        """Return the tensors of `group/...` without that beginning."""
+        """Return the tensors named `group/...`, without that prefix."""
         return {name[len(group) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{group}/")}
 
     def whole_number(self, name: str) -> int:
-        """Return a number that is whole and not negative.
+        """Return a number that has to be whole and not negative.
 
         Raises:
-            RunError: it is missing, or another one.
+            RunError: it is missing or another number.
         """
         value = self.numbers.get(name)
         if value is None or value != int(value) or value < 0:
@@ -75,7 +75,7 @@ class Payload:
 
 
 def message_payload(message: Message, numbers: Mapping[str, float], extra: Weights) -> Payload:
-    """Return a payload with a message; its tensors are copies on the CPU, since a network's own go on changing."""
+    """Return a payload with a message, its tensors copied to the CPU: a network's own continue to change."""
     named = {f"message/{name}": tensor for name, tensor in message.flat().items()}
     return Payload(cpu_copies({**named, **extra}), dict(numbers))
 
@@ -91,27 +91,27 @@ def question_numbers(round_: int, sections: Iterable[str] = (), **numbers: float
 
 
 def state_rounds(kept: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return what tells each site the round of the State that it goes on from (0: none), as `kept/<site>`.
+    """Return the round of the State that each site continues from (0: none), as tensors `kept/<site>`.
 
-    In a tensor for each, so that what is the same for several sites still crosses as one question.
+    As tensors they leave questions to several sites equal, so that these are sent as one.
     """
     return {f"kept/{site}": torch.tensor(round_, dtype=torch.int64) for site, round_ in kept.items()}
 
 
 def state_round(payload: Payload, site: str) -> int:
-    """Return the round of the State that a site goes on from.
+    """Return the round of the State that a site continues from.
 
     Raises:
-        RunError: the server does not say it.
+        RunError: the server did not send it.
     """
-    told = payload.tensors.get(f"kept/{site}")
-    if told is None or told.dtype != torch.int64 or told.ndim or told < 0:
+    round_ = payload.tensors.get(f"kept/{site}")
+    if round_ is None or round_.dtype != torch.int64 or round_.ndim or round_ < 0:
         raise RunError(f"site {site!r}: the server does not say which of its States it is to go on from")
-    return int(told)
+    return int(round_)
 
 
 def failure(why: object) -> Payload:
-    """Return what a site says that could not do what it was asked for."""
+    """Return the answer of a site that failed."""
     return Payload(failed=_line(str(why)) or "it does not say why")
 
 
@@ -129,14 +129,14 @@ def to_model(payload: Payload) -> Any:
 
 
 def from_model(model: Any, sender: str) -> Payload:
-    """Return what arrived, after a look at its kinds; names, forms and values of a message are checked later.
+    """Return the payload of a received model, its types checked; a message's names, shapes and values come later.
 
     Args:
         model: an FLModel.
         sender: who sent it, for the error text.
 
     Raises:
-        RunError: something in it is neither a dense tensor of real numbers nor a number.
+        RunError: a value is neither a dense tensor of real numbers nor a number.
     """
     params, meta, metrics = model.params or {}, model.meta or {}, model.metrics or {}
     for what in (params, meta, metrics):
@@ -158,7 +158,7 @@ def from_model(model: Any, sender: str) -> Payload:
 
 
 def _line(text: str) -> str:
-    """Return a text that another machine sent as one line of printable characters, not too long."""
+    """Return another machine's text as one line of printable characters, shortened."""
     plain = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     return plain if len(plain) <= _WHY else plain[: _WHY - 3] + "..."
 
@@ -172,8 +172,8 @@ def _require(holds: bool, sender: str, what: str) -> None:
 
 
 def with_cases(payload: Payload, cases: Mapping[str, Cases]) -> Payload:
-    """Add outcomes, section -> cases, under `cases/<section>/<value>`; their ids stay: both ends know them."""
-    named = {f"cases/{section}/{name}": t for section, found in cases.items() for name, t in found.values.items()}
+    """Add outcomes, section -> cases, as `cases/<section>/<value>`, without their ids, which both ends know."""
+    named = {f"cases/{section}/{name}": t for section, outcome in cases.items() for name, t in outcome.values.items()}
     numbers = {**payload.numbers, **dict.fromkeys(cases, 1)}
     return replace(payload, tensors={**payload.tensors, **cpu_copies(named)}, numbers=numbers)
 
@@ -187,7 +187,7 @@ def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) 
         sender: for the error text.
 
     Raises:
-        RunError: there are other sections, or not one outcome for each case.
+        RunError: sections that were not asked for, or a number of outcomes other than that of the cases.
     """
     values: dict[str, dict[str, Tensor]] = {section: {} for section in payload.sections}
     for key, tensor in payload.group("cases").items():
@@ -207,12 +207,12 @@ def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) 
 
 
 def wire_names(participants: Sequence[str]) -> dict[str, str]:
-    """Return participant -> its name in FLARE: the same, unless FLARE could not take one of them."""
+    """Return participant -> its name in FLARE: the same, unless FLARE does not allow one of them."""
     if all(_NAME.fullmatch(name) and name.lower() not in _RESERVED for name in participants):
         return {name: name for name in participants}
     return {name: f"participant-{index}" for index, name in enumerate(participants, 1)}
 
 
 def is_flare_name(name: str) -> bool:
-    """Tell whether a site may be called so in a FLARE federation."""
+    """Return whether FLARE allows a site's name."""
     return bool(_NAME.fullmatch(name)) and name.lower() not in _RESERVED
