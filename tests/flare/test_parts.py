@@ -134,7 +134,7 @@ def test_an_error_is_the_same_after_it_was_written() -> None:
 
 def test_one_task_goes_to_all_and_its_answers_are_put_where_they_are_waited_for(job: Path, tmp_path: Path) -> None:
     made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
-    made._called = {"St. A": "participant-1", "b": "participant-2"}
+    made._flare_names = {"St. A": "participant-1", "b": "participant-2"}
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     number = made.ask(wire.TRAIN, ["St. A", "b"], Payload({"message/weights/a": torch.ones(2)}, {"round": 1}), answers)
     ((task, targets),) = made.sent
@@ -148,7 +148,7 @@ def test_one_task_goes_to_all_and_its_answers_are_put_where_they_are_waited_for(
         client_task = SimpleNamespace(client=SimpleNamespace(name=called), result=result)
         task.result_received_cb(client_task, None)
         answer = answers.get_nowait()
-        assert (answer.question, made._called[answer.site], answer.payload.failed) == (number, called, text)
+        assert (answer.question, made._flare_names[answer.site], answer.payload.failed) == (number, called, text)
         assert client_task.result is None
     made.drop(number)
     assert made.cancelled == []
@@ -156,7 +156,7 @@ def test_one_task_goes_to_all_and_its_answers_are_put_where_they_are_waited_for(
 
 def test_a_task_that_somebody_still_works_on_is_cancelled(job: Path, tmp_path: Path) -> None:
     made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
-    made._called = {"a": "a"}
+    made._flare_names = {"a": "a"}
     number = made.ask(wire.TRAIN, ["a"], Payload({}, {"round": 1}), queue.SimpleQueue())
     made.drop(number)
     assert made.cancelled == [made.sent[0][0]]
@@ -164,7 +164,7 @@ def test_a_task_that_somebody_still_works_on_is_cancelled(job: Path, tmp_path: P
 
 def test_sites_that_went_away_and_a_job_that_is_aborted_are_known(job: Path, tmp_path: Path) -> None:
     made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
-    made._called = {"a": "participant-1", "b": "participant-2"}
+    made._flare_names = {"a": "participant-1", "b": "participant-2"}
     made.handle_event("_client_disconnected", SimpleNamespace(get_prop=lambda key: "participant-2"))
     assert (made.lost("a"), made.lost("b")) == ("", "it has vanished")
     assert not made.over()
