@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests.support.toy import Toy, blobs, classifier, cross_entropy, public_blobs, regression, sgd
+if TYPE_CHECKING:
+    from tests.support.toy import Toy
+
+# torch is imported in the fixtures: the process that hands the tests out to workers runs none and has to start quickly.
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Sums of several threads may differ in the last bits."""
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -40,6 +45,8 @@ def real_data() -> Path:
 @pytest.fixture
 def lines() -> Toy:
     """Four sites with a linear regression each: quadratics with different minimisers, float64, one full batch."""
+    from tests.support.toy import Toy, regression, sgd
+
     return Toy(regression({"a": 6, "b": 12, "c": 18, "d": 24}), optimizer=sgd(0.1))
 
 
@@ -49,5 +56,7 @@ def classes() -> Toy:
 
     The public data are of four other classes.
     """
+    from tests.support.toy import Toy, blobs, classifier, cross_entropy, public_blobs, sgd
+
     network, public = classifier(norm=True, dropout=0.3), public_blobs()
     return Toy(blobs({"a": 9, "b": 6, "c": 11}), network, cross_entropy, sgd(0.1), batch_size=4, public=public)

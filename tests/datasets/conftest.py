@@ -1,22 +1,12 @@
-"""Real images where they are at hand, and one small phantom cohort per data set."""
+"""One small phantom cohort per data set."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 import medfl.datasets as datasets
-
-
-@pytest.fixture(scope="session")
-def real_data() -> Path:
-    default = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-    folder = Path(os.environ.get("MEDFL_DATA", default))
-    if not (folder / "ham10000" / "labels.csv").is_file():
-        pytest.skip(f"no real images in {folder}; set MEDFL_DATA")
-    return folder
 
 
 @pytest.fixture(scope="session")
