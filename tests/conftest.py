@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 # torch is imported in the fixtures: the process that hands the tests out to workers runs none and has to start quickly.
 
 
+LONGEST = ("flare/test_faults.py", "benchmarks/test_gpu_day.py", "flare/", "product/test_docs_commands.py", "product/")
+"""Files and folders that are begun first, so that no worker is left alone with them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        file = item.nodeid.removeprefix("tests/")
+        return next((at for at, start in enumerate(LONGEST) if file.startswith(start)), len(LONGEST))
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Sums of several threads may differ in the last bits."""
@@ -30,6 +42,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def figures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave the figures blank of runs whose pictures no test of the file looks at."""
+    from tests.support.figures import are_blank, leave_blank
+
+    with pytest.MonkeyPatch.context() as patch:
+        if are_blank(request.path):
+            leave_blank(patch)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -52,11 +75,7 @@ def lines() -> Toy:
 
 @pytest.fixture
 def classes() -> Toy:
-    """Three sites with three classes, a float32 network with BatchNorm and dropout; batches of 4, so some are short.
+    """Return `tests.support.toy.three_classes`."""
+    from tests.support.toy import three_classes
 
-    The public data are of four other classes.
-    """
-    from tests.support.toy import Toy, blobs, classifier, cross_entropy, public_blobs, sgd
-
-    network, public = classifier(norm=True, dropout=0.3), public_blobs()
-    return Toy(blobs({"a": 9, "b": 6, "c": 11}), network, cross_entropy, sgd(0.1), batch_size=4, public=public)
+    return three_classes()

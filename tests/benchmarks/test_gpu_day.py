@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 import zipfile
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import pytest
 from PIL import Image
 
 from medfl import datasets
+from medfl.bundle.open import phantom_folder
 from medfl.cli import main
 from tests.benchmarks.test_gpu import loaded
+from tests.support.phantoms import draw_small
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,11 +53,15 @@ def test_the_stages_are_listed_with_what_they_answer() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["busy"], ["--out", "here"]])
-def test_what_is_missing_is_said_in_a_line(arguments: list[str]) -> None:
-    done = day(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
+def test_what_is_missing_is_said_in_a_line(
+    arguments: list[str], script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", *arguments])
+    assert script.main() == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert len(printed.err.splitlines()) == 1
 
 
 def test_a_command_is_cut_when_the_time_is_over_and_goes_on(script: Any, tmp_path: Path) -> None:
@@ -141,9 +149,25 @@ def test_a_run_travels_in_pieces_and_goes_on(script: Any, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_all_stages_run_dry(tmp_path: Path) -> None:
-    done = day("--dry", "--out", tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:]
+@pytest.mark.filterwarnings("ignore")
+def test_all_stages_run_dry(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage starts programs as the day does; the runs of the others are made in this process."""
+    started = script.Day.command
+
+    def command(day: Any, *words: str | Path) -> tuple[int, str]:
+        if day.stage == "environment" or words[:2] != ("-m", "medfl"):
+            return started(day, *words)
+        said = io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            code = main([str(word) for word in words[2:]])
+        return code, said.getvalue()
+
+    monkeypatch.setattr(script.Day, "command", command)
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--dry", "--out", str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    draw_small(monkeypatch)
+    phantom_folder("mednist")  # small also for the programs
+    assert script.main() == 0, [path.read_text()[-2000:] for path in tmp_path.glob("*.log")]
     found = documents(tmp_path)
     assert {name: one["status"] for name, one in found.items()} == dict.fromkeys(found, "done")
     assert len(found) == 8

@@ -568,8 +568,9 @@ def test_the_real_training_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@every_bundle
+@pytest.mark.parametrize("name", ["cifar10", "hippocampus"])
 def test_the_real_commands(name: str, tmp_path: Path) -> None:
+    """What they do is called in this process for every bundle, above; a program of its own adds the imports."""
     meta = ("--meta_file", "configs/metadata.json")
     command(name, "verify_metadata", *meta, "--filepath", str(SCHEMA))
     command(name, "verify_net_in_out", "--net_id", "network_def", *meta, "--config_file", "configs/inference.yaml")

@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = {"network": "small_cnn", "image_size": 20}
 
 pytestmark = [
+    pytest.mark.xdist_group("exported runs"),
     pytest.mark.filterwarnings("ignore:.*no allow list.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),

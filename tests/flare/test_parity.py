@@ -23,14 +23,13 @@ from tests.support.toy import bits
 pytest.importorskip("nvflare")
 pytestmark = pytest.mark.flare
 
-SIX: dict[str, dict[str, Any]] = {
-    "fedavg": {},
+OPTIONS: dict[str, dict[str, Any]] = {
     "scaffold": {},
     "fedbm": {"g_iterations": 2, "g_batch": 4, "synthetic_batch": 2},
-    "fedmr": {},
     "pfedpm": {},
     "fedhelp": {"large": "site-1", "large_network": "resnet20"},
 }
+"""Methods that send more than weights, send none, and have other networks; every other one is in test_server.py."""
 CONFIG = {"network": "small_cnn", "image_size": 16}
 
 
@@ -46,7 +45,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(scans: Path, out: Path, method: str, runtime: str, **changes: Any) -> dict[str, Any]:
-    options, resume = changes.pop("options", SIX.get(method, {})), changes.pop("resume", False)
+    options, resume = changes.pop("options", OPTIONS.get(method, {})), changes.pop("resume", False)
     requested = {
         "method": method, "data": str(scans), "sites": 2, "partition": "iid", "cohort": 1.0, "rounds": 2,
         "local_epochs": 1, "batch_size": 8, **changes,
@@ -69,9 +68,9 @@ def left(out: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("method", SIX)
+@pytest.mark.parametrize("method", OPTIONS)
 def test_law1_flare_gives_the_simulator_s_bits(scans: Path, digits: Path, tmp_path: Path, method: str) -> None:
-    options = {**SIX[method], **({"public": f"mnist:{digits}"} if method == "fedhelp" else {})}
+    options = {**OPTIONS[method], **({"public": f"mnist:{digits}"} if method == "fedhelp" else {})}
     for runtime in ("simulator", "flare"):
         run(scans, tmp_path / runtime, method, runtime, options=options)
     assert left(tmp_path / "flare") == left(tmp_path / "simulator")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from medfl.core.storage import load_state, save_state
 from medfl.methods import Method
 from tests.support.toy import (
     WITHOUT_IMAGES,
+    Outcome,
     Toy,
     adam,
     bits,
@@ -27,6 +29,7 @@ from tests.support.toy import (
     public_blobs,
     sgd,
     simulate,
+    three_classes,
 )
 
 COMPOSED = ("fedsm",)
@@ -48,11 +51,21 @@ def load(name: str, options: dict | None = None) -> Method:
     return methods.load(name, {**WITHOUT_IMAGES.get(name, {}), **(options or {})})
 
 
+@cache
+def sites(name: str) -> Toy:
+    """Return the three sites with the network that a method makes, the same for all tests."""
+    return three_classes().adapted(load(name))
+
+
+@cache
+def played(name: str) -> Outcome:
+    """Play two rounds of a method once; no test changes what they leave, and one sees to it that no method does."""
+    return simulate(load(name), sites(name), 2)
+
+
 @pytest.fixture
-def classes(classes: Toy, request: pytest.FixtureRequest) -> Toy:
-    """The three sites with the network that the method makes."""
-    name = request.node.callspec.params.get("name")
-    return classes.adapted(load(name)) if name else classes
+def classes(name: str) -> Toy:
+    return sites(name)
 
 
 def finite(tree: object) -> bool:
@@ -110,8 +123,7 @@ def test_its_options_are_documented_and_checked(name: str) -> None:
 
 @every_method
 def test_two_rounds_learn_and_stay_finite(name: str, classes: Toy) -> None:
-    method = load(name)
-    outcome = simulate(method, classes, 2)
+    method, outcome = load(name), played(name)
     assert finite(outcome.server)
     assert finite(outcome.states)
     for site in participants(method, classes):
@@ -122,8 +134,7 @@ def test_two_rounds_learn_and_stay_finite(name: str, classes: Toy) -> None:
 
 @every_method
 def test_it_repeats_bit_for_bit_on_networks_used_before(name: str, classes: Toy) -> None:
-    method = load(name)
-    first = simulate(method, classes, 2)
+    method, first = load(name), played(name)
     torch.rand(3)
     second, fresh = simulate(method, classes, 2), simulate(method, replace(classes), 2)
     for other in (second, fresh):
@@ -132,8 +143,7 @@ def test_it_repeats_bit_for_bit_on_networks_used_before(name: str, classes: Toy)
 
 @every_method
 def test_states_survive_files_and_messages_the_wire(name: str, classes: Toy, tmp_path: Path) -> None:
-    method = load(name)
-    outcome = simulate(method, classes, 2)
+    method, outcome = load(name), played(name)
     for index, state in enumerate([outcome.server, *outcome.states.values()]):
         save_state(tmp_path / str(index), state)
         assert bits(load_state(tmp_path / str(index))) == bits(state)
@@ -170,8 +180,7 @@ def test_a_run_continues_from_saved_states(name: str, classes: Toy, tmp_path: Pa
 
 @every_method
 def test_the_order_of_replies_is_no_matter(name: str, classes: Toy) -> None:
-    method = load(name)
-    outcome = simulate(method, classes, 2)
+    method, outcome = load(name), played(name)
     turned = dict(reversed(outcome.replies.items()))
     server = method.aggregate(classes.host(2), outcome.history[1], turned, len(turned))
     assert bits(server) == bits(outcome.server)
@@ -199,8 +208,7 @@ def test_it_changes_nothing_that_it_is_given(name: str, classes: Toy) -> None:
 
 @every_method
 def test_personal_tensors_are_in_no_message(name: str, classes: Toy) -> None:
-    method = load(name)
-    outcome = simulate(method, classes, 2)
+    method, outcome = load(name), played(name)
     personal = method.personal_names(classes.networks.fresh())
     assert personal <= set(classes.initial)
     for message in [*outcome.down.values(), *outcome.replies.values()]:

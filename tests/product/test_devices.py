@@ -33,6 +33,7 @@ from tests.runtimes.test_monai_fl import left
 from tests.runtimes.test_smaller_messages import Wide
 from tests.support import pretended_device as pretended
 from tests.support.questions import asked, opened
+from tests.support.sweeps import mostly_slow
 from tests.support.toy import WITHOUT_IMAGES, Toy, ToyBundle, bits, judged, public_blobs, run_record, simulate
 
 pytestmark = pytest.mark.skipif(not pretended.available(), reason="this torch has no devices written in Python")
@@ -156,7 +157,7 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("method", sorted(set(names()) - {"fedhelp"}))
+@pytest.mark.parametrize("method", mostly_slow(sorted(set(names()) - {"fedhelp"})))
 def test_every_method_gives_the_cpus_bits(method: str, tmp_path: Path) -> None:
     """FedHelp, whose sites have different networks, follows on images."""
     assert run(tmp_path / "there", method, pretended.NAME) == run(tmp_path / "here", method, "cpu")
@@ -181,9 +182,7 @@ def segmentation(name: str, device: torch.device) -> Any:
     return bits(on_cpu([found.server, found.states, weights]))
 
 
-@pytest.mark.parametrize(
-    "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SEGMENTING]
-)
+@pytest.mark.parametrize("method", mostly_slow(SEGMENTING, QUICK))
 def test_every_method_segments_as_on_the_cpu(method: str, device: torch.device) -> None:
     assert segmentation(method, device) == segmentation(method, CPU)
 
@@ -268,10 +267,9 @@ def images(chest: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[st
     return go
 
 
-@pytest.mark.parametrize(
-    "method", [name if name in ("fedbm", "fedhelp") else pytest.param(name, marks=pytest.mark.slow) for name in names()]
-)
+@pytest.mark.parametrize("method", mostly_slow(sorted({*names()} - {*SEGMENTING} | {"fedhelp"}), ("fedbm", "fedhelp")))
 def test_every_method_gives_the_cpus_bits_on_images(method: str, images: Any, tmp_path: Path) -> None:
+    """Those that segment had images above; FedHelp has only here sites of different networks."""
     there = images(method, pretended.NAME, tmp_path / "there")
     assert there == images(method, "cpu", tmp_path / "here")
 

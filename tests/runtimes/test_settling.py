@@ -297,9 +297,8 @@ def test_any_reply_is_taken_or_refused_by_name(
 @pytest.mark.parametrize("method", names())
 def test_each_change_of_each_tensor_is_taken_or_refused_by_name(method: str) -> None:
     for what in CHANGES:
-        for at in range(3):
-            for round_, sites in ((1, 3), (3, 2), (2, 1)):
-                outcome(method, round_, sites, [(what, at)], 1)
+        for at, (round_, sites) in enumerate(((1, 3), (3, 2), (2, 1))):
+            outcome(method, round_, sites, [(what, at)], 1)
 
 
 # Who is refused, and what is said

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from medfl.cli import verbs as cli
+from tests.support.phantoms import draw_small
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -154,7 +155,8 @@ def draw_pictures(folder: Path) -> None:
 
 
 def alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give an empty folder without real data, where a page's modules can be imported."""
+    """Give an empty folder without real data, with small phantoms, where a page's modules can be imported."""
+    draw_small(monkeypatch)
     before = set(sys.modules)
     monkeypatch.chdir(folder)
     monkeypatch.delenv("MEDFL_DATA", raising=False)

@@ -200,6 +200,15 @@ class Toy:
         return {name: tensor.clone() for name, tensor in self.networks.initial.items()}
 
 
+def three_classes() -> Toy:
+    """Return three sites with three classes, a float32 network with BatchNorm and dropout; some batches are short.
+
+    The public data are of four other classes.
+    """
+    network, public = classifier(norm=True, dropout=0.3), public_blobs()
+    return Toy(blobs({"a": 9, "b": 6, "c": 11}), network, cross_entropy, sgd(0.1), batch_size=4, public=public)
+
+
 @dataclass
 class Outcome:
     """What `simulate` leaves: the last State of the server and of the sites, the last messages, all server States."""

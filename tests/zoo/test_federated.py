@@ -85,11 +85,11 @@ def test_reads_what_is_true(name: str, tmp_path: Path) -> None:
     assert y.ndim == (1 if record.task == "classification" else record.dims + 2)
 
 
-@pytest.mark.parametrize("name", ["seg2d_csv_flat", *(pytest.param(n, marks=pytest.mark.slow) for n in ZOO)])
+@pytest.mark.parametrize("name", [n if n == "seg2d_csv_flat" else pytest.param(n, marks=pytest.mark.slow) for n in ZOO])
 def test_deterministic(name: str, tmp_path: Path) -> None:
-    """The same run twice, and with two worker processes, ends in the same bits."""
+    """The same run twice, the second time in two worker processes, has the same bits; of another seed it has others."""
     bundle = ZOO[name](tmp_path)
-    hashes = {run(bundle, tmp_path / f"out{i}", jobs=jobs)["weights_sha256"] for i, jobs in enumerate((1, 1, 2))}
+    hashes = {run(bundle, tmp_path / f"out{jobs}", jobs=jobs)["weights_sha256"] for jobs in (1, 2)}
     assert len(hashes) == 1
     assert run(bundle, tmp_path / "other", seed=1)["weights_sha256"] not in hashes
 
@@ -105,7 +105,7 @@ def test_all_methods(method: str, tmp_path: Path) -> None:
 def test_all_methods_in_3d(method: str, tmp_path: Path) -> None:
     """BatchNorm, several samples an item, sliding windows."""
     bundle = ZOO["seg3d_decathlon_json"](tmp_path)
-    assert 0 <= run(bundle, tmp_path / "out", method)["last"]["dice"] <= 1
+    assert 0 <= run(bundle, tmp_path / "out", method, rounds=1)["last"]["dice"] <= 1
 
 
 def test_command_line_with_data_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

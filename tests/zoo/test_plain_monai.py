@@ -145,9 +145,9 @@ def test_every_configuration_has_a_builder() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(ZOO))
+@pytest.mark.parametrize("name", ["cls2d_glob_yaml", "seg2d_own_scripts_yaml"])
 def test_command_line(name: str, tmp_path: Path) -> None:
-    """`python -m monai.bundle run` trains it from inside its folder."""
+    """`python -m monai.bundle run` trains it from inside its folder, as the workflow above does each."""
     bundle = ZOO[name](tmp_path)
     command = [sys.executable, "-m", "monai.bundle", "run", bundle.run_id, "--config_file", bundle.config]
     command += [part for key, value in bundle.overrides.items() for part in (f"--{key}", value)]

@@ -19,6 +19,7 @@ from medfl.data.public import Public
 from medfl.training.accelerate import capture
 from medfl.training.accelerate.capture import capture_steps
 from tests.support.graph_recorder import Recorder, installed
+from tests.support.sweeps import mostly_slow
 from tests.support.toy import WITHOUT_IMAGES, Toy, bits, blobs, classifier, cross_entropy, public_blobs, sgd, simulate
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -106,7 +107,7 @@ def obstacles(
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["silent", "dropout"])
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("name", mostly_slow(methods.names()))
 def test_each_method_gives_the_same_bits(name: str, dropout: float, visits: list[capture.StepRunner]) -> None:
     why, captured = obstacles(name, {}, dropout, visits)
     told, count = (WITH_DROPOUT if dropout else LIMITS).get(name, ("", 0))

@@ -36,6 +36,7 @@ from medfl.training.accelerate.vmapped import CannotBeGrouped, CannotBeTraced, G
 from medfl.training.loop import fit
 from medfl.training.site import snapshot
 from tests.support.graph_recorder import Recorder, installed
+from tests.support.sweeps import mostly_slow
 from tests.support.toy import (
     WITHOUT_IMAGES,
     Outcome,
@@ -387,7 +388,7 @@ def _abreast(method: Method, made: Toy, rounds: int, together: Packer) -> Outcom
     return outcome
 
 
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("name", mostly_slow(methods.names()))
 def test_each_method_gives_the_same_bits_beside_others(name: str) -> None:
     method = methods.load(name, WITHOUT_IMAGES.get(name, {}))
     made = toy(public=public_blobs(classes=3), epochs=2)

@@ -1,0 +1,53 @@
+"""Blank figures: what a run draws is drawn, but not rendered, where the pictures are not what a test is about."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+WHOLE_RUNS = {
+    "benchmarks", "bundle", "cli", "compare", "export", "flare", "product", "runs", "runtimes", "training", "zoo",
+}  # fmt: skip
+"""Folders whose tests run federations."""
+
+RENDERED = {
+    "cli/test_report.py", "compare/test_curves.py", "compare/test_gains.py", "compare/test_side_by_side.py",
+    "product/test_deploy.py", "product/test_docs.py", "product/test_laws.py", "runtimes/test_overlays.py",
+    "runtimes/test_pictures.py",
+}  # fmt: skip
+"""Files in them whose figures are rendered; those of report/ and partner/ are too."""
+
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"><g/></svg>'
+
+
+def are_blank(path: Path) -> bool:
+    """Tell whether the figures of a test file are left blank."""
+    folder, _, file = path.as_posix().rpartition("tests/")[2].partition("/")
+    return folder in WHOLE_RUNS and f"{folder}/{file}" not in RENDERED
+
+
+def leave_blank(patch: pytest.MonkeyPatch) -> None:
+    """Let matplotlib's figures be saved as a pixel, with the same words in them."""
+    from matplotlib.figure import Figure
+
+    rendered = Figure.savefig
+
+    def savefig(self: Figure, file: str | Path | IO[Any], **given: Any) -> None:
+        form = given.get("format") or Path(str(file)).suffix[1:]
+        if form == "svg" and isinstance(file, io.StringIO):
+            file.write(SVG)
+        elif form == "png":
+            words = PngInfo()
+            for key, word in (given.get("metadata") or {}).items():
+                if word is not None:
+                    words.add_itxt(key, word)
+            Image.new("L", (1, 1)).save(file, "png", pnginfo=words)
+        else:
+            rendered(self, file, **given)
+
+    patch.setattr(Figure, "savefig", savefig)
