@@ -67,9 +67,16 @@ def test_the_tables_are_installed_with_the_package() -> None:
 
 
 @pytest.mark.parametrize("key", names())
-def test_a_table_asks_for_what_exists(key: str) -> None:
-    """Bundles, presets, partitions, methods, options and configuration ids; `Request` takes what is requested."""
+def test_a_table_is_whole_and_can_be_run(key: str) -> None:
     table = load(key)
+    asks_for_what_exists(table)
+    the_runs_of_its_grids_are_told_apart(table)
+    every_figure_has_runs_or_a_note_and_every_run_a_figure(table)
+    one_row_of_a_comparison_meets_one_figure_a_metric(table)
+
+
+def asks_for_what_exists(table: PaperTable) -> None:
+    """Bundles, presets, partitions, methods, options and configuration ids; `Request` takes what is requested."""
     assert table.grids
     assert table.figures
     assert table.round in ("last", "best")
@@ -90,10 +97,8 @@ def test_a_table_asks_for_what_exists(key: str) -> None:
             Bundle(grid.bundle, grid.config)  # refuses an id that its configuration has not
 
 
-@pytest.mark.parametrize("key", names())
-def test_the_runs_of_a_grid_are_told_apart(key: str) -> None:
+def the_runs_of_its_grids_are_told_apart(table: PaperTable) -> None:
     """No two entries are the same run, and of those with options only the right one fits a run's options first."""
-    table = load(key)
     for grid in table.grids:
         ran = {entry.label: (entry.method, options(grid, entry)) for entry in grid.entries}
         assert len({json.dumps(run) for run in ran.values()}) == len(grid.entries)
@@ -111,9 +116,8 @@ def test_the_runs_of_a_grid_are_told_apart(key: str) -> None:
     assert len(labels) == len(table.names), "a label has one name in a table"
 
 
-@pytest.mark.parametrize("key", names())
-def test_every_figure_has_runs_or_a_note_and_every_run_a_figure(key: str) -> None:
-    table, told = load(key), " ".join(load(key).notes)
+def every_figure_has_runs_or_a_note_and_every_run_a_figure(table: PaperTable) -> None:
+    told = " ".join(table.notes)
     met = {(grid.bundle, table.names[entry.label]): 0 for grid in table.grids for entry in grid.entries}
     places: dict[str, set[tuple[str, int]]] = {}
     for grid in table.grids:
@@ -135,10 +139,9 @@ def test_every_figure_has_runs_or_a_note_and_every_run_a_figure(key: str) -> Non
     assert all(met.values()), f"no figure of {[name for name, count in met.items() if not count]}"
 
 
-@pytest.mark.parametrize("key", names())
-def test_one_row_of_a_comparison_meets_one_figure_a_metric(key: str) -> None:
+def one_row_of_a_comparison_meets_one_figure_a_metric(table: PaperTable) -> None:
     """Figures are told apart by bundle, partition, number of sites and name."""
-    figures = load(key).figures
+    figures = table.figures
     assert len({(f.bundle, f.partition, f.num_sites, f.name, f.metric) for f in figures}) == len(figures)
     general = {(f.bundle, f.name, f.metric) for f in figures if f.partition is None and f.num_sites is None}
     assert not general & {(f.bundle, f.name, f.metric) for f in figures if f.partition is not None}
