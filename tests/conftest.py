@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,27 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def monai_is_scanned_once() -> Iterator[None]:
+    """Keep the table of MONAI's classes, which each of its configurations makes anew from all of its modules."""
+    if "monai.bundle" not in sys.modules:
+        yield
+        return
+    from monai.bundle.config_item import ComponentLocator
+
+    scan, tables = ComponentLocator._find_classes_or_functions, {}
+
+    def scanned(self: ComponentLocator, modules: Sequence[str] | str) -> dict[str, list[str]]:
+        names = (modules,) if isinstance(modules, str) else tuple(modules)
+        if names not in tables:
+            tables[names] = scan(self, names)
+        return tables[names]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ComponentLocator, "_find_classes_or_functions", scanned)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

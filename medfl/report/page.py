@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
+@cache
 def environment() -> jinja2.Environment:
     """Return the templates' environment: what is not in a template's context is an error, and names are text."""
     made = jinja2.Environment(
