@@ -104,7 +104,9 @@ def test_law1_a_provisioned_federation_gives_the_simulator_s_bits(
     assert left(job.out) == left(job.twin)
 
 
-def test_what_a_site_sends_is_refused_and_the_others_go_on(federation: LocalFederation, scans: Path, tmp_path: Path) -> None:
+def test_what_a_site_sends_is_refused_and_the_others_go_on(
+    federation: LocalFederation, scans: Path, tmp_path: Path
+) -> None:
     """The bytes of the sixth round are cut off; from then on site-2 sends nothing else."""
     does = {1: "nan", 2: "shape", 3: "extra", 4: "pickle", 6: "truncated"}
     job = Job(scans, tmp_path, "fedavg", 7)
@@ -127,7 +129,9 @@ def test_what_a_site_sends_is_refused_and_the_others_go_on(federation: LocalFede
     assert json.loads((job.out / "summary.json").read_text())["left_out"] == {"site-2": 6}
 
 
-def test_bytes_that_claim_to_be_gigabytes_stop_nobody_else(federation: LocalFederation, scans: Path, tmp_path: Path) -> None:
+def test_bytes_that_claim_to_be_gigabytes_stop_nobody_else(
+    federation: LocalFederation, scans: Path, tmp_path: Path
+) -> None:
     """The header says that two gigabytes follow; from then on site-2 sends nothing else."""
     job = Job(scans, tmp_path, "fedavg", 2)
     status = federation.wait(federation.submit(job.exported({1: "claim"}, min_replies=1)))
