@@ -40,7 +40,7 @@ _SCALES, _SPARSE = "scales", ("indices", "values")
 
 @dataclass(frozen=True)
 class Compression:
-    """How messages are made smaller and restored; both ends of the wire have the same one.
+    """How messages are compressed and restored, the same at both ends.
 
     Attributes:
         kind: one of `KINDS`.
@@ -90,7 +90,7 @@ class Compression:
         return self.kind == "lossless"
 
     def takes(self, group: str, name: str, dtype: torch.dtype, size: int) -> bool:
-        """Tell whether a tensor of so many numbers is made smaller."""
+        """Return whether a tensor of `size` numbers is compressed."""
         groups = ("weights",) if self.kind == "topk" else self.groups
         fits = group in groups and dtype in _EXACT.values() and size >= _LEAST
         return not self.lossless and fits and name not in self.exact

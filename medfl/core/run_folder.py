@@ -61,7 +61,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Point at a folder; nothing is read or made yet."""
+        """Store the path; nothing is read or written yet."""
         self.path = path
         self.state = path / "state"
         self._files: dict[str, StateFile] | None = None  # site -> its newest State

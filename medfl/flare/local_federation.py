@@ -1,6 +1,6 @@
-"""A whole FLARE federation on one machine: certificates, a server and sites as processes of their own, TLS on loopback.
+"""A whole FLARE federation on one machine: certificates, a server and sites as processes, TLS on loopback.
 
-What `medfl flare poc` runs, and what the tests break.
+`medfl flare poc` runs it, and the tests break it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _BUILDERS: list[Mapping[str, Any]] = [
 
 
 class LocalFederation:
-    """A federation in a folder; as a context it ends all its processes.
+    """A federation in a folder; as a context manager it ends all its processes.
 
     Args:
-        folder: for everything that it writes; new.
+        folder: a new folder, for all its files.
         sites: FLARE's names.
-        allowed: class paths that FLARE may make besides its own, at the server and the sites.
+        allowed: class paths that FLARE may make besides its own, at server and sites.
         environment: further variables of the processes.
-        builders: further builders of FLARE's provisioning; what they make is signed.
+        builders: further builders of FLARE's provisioning; their output is signed.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class LocalFederation:
     # Jobs
 
     def ready(self, timeout: float = 120.0) -> None:
-        """Wait until the server is up and all sites that were started are known to it.
+        """Wait until the server is up and knows all sites that were started.
 
         Raises:
-            RunError: they are not in time; names those that are missing.
+            RunError: after the timeout; names the missing sites.
         """
         wanted = {name for name in self._processes if name != SERVER}
         there, why = set[str](), ""
@@ -155,7 +155,7 @@ class LocalFederation:
         return str(self._admin().submit_job(str(job)))
 
     def status(self, job: str) -> str:
-        """Return what FLARE says of a job."""
+        """Return a job's status in FLARE."""
         try:
             return str(self._admin().get_job_meta(job).get("status", ""))
         except Exception:  # the server is away
@@ -166,7 +166,7 @@ class LocalFederation:
         """Wait until a job is over and return its last status.
 
         Raises:
-            RunError: it is not over in time.
+            RunError: it is not over after the timeout.
         """
         end = time.monotonic() + timeout
         while time.monotonic() < end:
@@ -177,7 +177,7 @@ class LocalFederation:
         raise RunError(f"job {job} is not over after {timeout:g} s; its status is {self.status(job) or 'unknown'}")
 
     def log(self, name: str) -> str:
-        """Return what a participant's processes wrote."""
+        """Return the output of a participant's processes."""
         return (self.folder / f"{name}.txt").read_text(errors="replace")
 
     def _admin(self) -> Any:
@@ -196,7 +196,7 @@ class LocalFederation:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes below one."""
+    """Return the ids of all child processes."""
     import psutil  # type: ignore[import-untyped]  # comes with FLARE
 
     try:

@@ -1,4 +1,4 @@
-"""A run that is offered to sites with images of their own, as a FLARE job: numbers and names."""
+"""A run offered as a FLARE job to sites with images of their own: only numbers and names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def offer(
     requested: Mapping[str, Any] | None = None,
     rehearsal: bool = False,
 ) -> Run:
-    """Return the run; it is planned on the bundle's phantom, of which nothing is in it.
+    """Return the run, planned on the bundle's phantom, of which it keeps nothing.
 
     Args:
         bundle: a shipped bundle's name, or the folder of one that names its data itself.
@@ -82,15 +82,15 @@ def export(
     deadline: float | None = None,
     **asked: Any,
 ) -> dict[str, Any]:
-    """Write the job of an offered run into a new folder and say what it is.
+    """Write the job of an offered run into a new folder and return its description.
 
     Args:
         bundle: as for `offer`.
         sites: as for `offer`.
         out: the folder.
-        resume: the server goes on with the run if it has it already.
+        resume: the server continues the run if it has it already.
         min_replies: sites of a cohort that have to reply; None: all of them.
-        deadline: seconds a round that the sites have; None: as long as they take.
+        deadline: seconds that the sites have for a round; None: no limit.
         asked: further arguments of `offer`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A site with images of its own in a FLARE federation: what it keeps to itself, and what it takes of a run.
+"""A site with images of its own in a FLARE federation: its settings, and the runs that it accepts.
 
 The site's file, `local/medfl.yaml` in its startup kit, never comes over a wire:
 
@@ -13,8 +13,8 @@ The site's file, `local/medfl.yaml` in its startup kit, never comes over a wire:
     classes: []                    # further class paths that a job may name, besides medfl's own
     track: mlflow                  # at the server: where its numbers go besides the run folder, as medfl run --track
 
-`bundle` and `folder` are needed; paths are meant from the folder of the file. Of a run the site takes numbers and names
-from a fixed list, and only for the very bundle that it has: no path, no component, no expression.
+`bundle` and `folder` are required; paths start from the folder of the file. Of a run the site accepts numbers and names
+from a fixed list, and only for its own bundle: no path, no component, no expression.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ ,:=.+-]{0,200}", re.ASCII)
 
 @dataclass(frozen=True)
 class SiteConfig:
-    """What a site, or the server, has said about itself.
+    """The settings of a site, or of the server, in its `medfl.yaml`.
 
     Attributes:
         bundle: name of a shipped bundle, or a folder.
@@ -86,7 +86,7 @@ class SiteConfig:
         """Read a site's file.
 
         Raises:
-            InputError: it cannot be read, or says something that it cannot say.
+            InputError: it cannot be read, or has an entry that is not allowed.
         """
         advice = "see docs/deploy.md, Across machines with NVIDIA FLARE"
         try:
@@ -223,7 +223,7 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
     Args:
         offered: as it came with the job.
         name: the site.
-        config: what the site has said about itself.
+        config: of the site.
         carried: folder of the job's configuration, which may have the run's text embeddings.
 
     Raises:
@@ -253,7 +253,7 @@ def open_server(offered: Run, config: SiteConfig, carried: Path | None = None) -
 
     Args:
         offered: as it came with the job.
-        config: what the server has said about itself.
+        config: of the server.
         carried: as for `open_site`.
 
     Raises:
@@ -270,7 +270,7 @@ def open_server(offered: Run, config: SiteConfig, carried: Path | None = None) -
 
 
 class _BundleWithoutImages(Bundle):
-    """A bundle whose images are elsewhere; of one that is not shipped, its images have to tell the task."""
+    """A bundle whose images are elsewhere; the task of one that is not shipped is read from its images."""
 
     def items(self, section: str) -> list[Item]:
         """Return no items."""
@@ -278,5 +278,5 @@ class _BundleWithoutImages(Bundle):
 
 
 def without_round_limit(run: Run) -> Run:
-    """Return a run whatever its number of rounds: it may go on for more than were asked for."""
+    """Return a run with 0 rounds, to compare runs that differ in their number of rounds alone."""
     return replace(run, rounds=0)
