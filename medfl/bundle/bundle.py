@@ -160,13 +160,13 @@ class Bundle:
         template, names = self._optimizer
         own = dict(network.named_parameters())
         known = {key: own[name] for key, name in names.items() if name in own}  # a method may have left one out
-        made: torch.optim.Optimizer = copy.deepcopy(template, known)
+        optimizer: torch.optim.Optimizer = copy.deepcopy(template, known)
         added = [parameter for name, parameter in own.items() if name not in set(names.values())]  # or put some in
-        made.param_groups[0]["params"] += added
+        optimizer.param_groups[0]["params"] += added
         if lr is not None:
-            for group in made.param_groups:
+            for group in optimizer.param_groups:
                 group["lr"] = lr
-        return made
+        return optimizer
 
     @cached_property
     def _optimizer(self) -> tuple[torch.optim.Optimizer, dict[int, str]]:
@@ -176,15 +176,15 @@ class Bundle:
         take other networks' parameters in.
         """
         with stream(0, "optimizer"):
-            network, made = self._network_with(f"{self._trainer}#optimizer")
-        if not isinstance(made, torch.optim.Optimizer):
+            network, optimizer = self._network_with(f"{self._trainer}#optimizer")
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError(
-                f"{self._file}: id '{self._trainer}#optimizer' is a {type(made).__name__}",
+                f"{self._file}: id '{self._trainer}#optimizer' is a {type(optimizer).__name__}",
                 "it is a torch optimiser",
                 "let its _target_ build a torch.optim.Optimizer",
             )
         empty = {id(p): (nn.Parameter(p.new_empty(0)), name) for name, p in network.named_parameters()}
-        template = copy.deepcopy(made, {key: parameter for key, (parameter, _) in empty.items()})
+        template = copy.deepcopy(optimizer, {key: parameter for key, (parameter, _) in empty.items()})
         return template, {id(parameter): name for parameter, name in empty.values()}
 
     @property
@@ -347,8 +347,8 @@ class Bundle:
             InputError: the bundle has no text, the file is for another one, or the language model is not here.
         """
         if plm not in self._embeddings:
-            found = text_embeddings.obtain(plm, self.text, self.root / "embeddings")
-            self._embeddings[plm] = found.values, found.plm
+            embeddings = text_embeddings.obtain(plm, self.text, self.root / "embeddings")
+            self._embeddings[plm] = embeddings.values, embeddings.plm
         return self._embeddings[plm][0]
 
     def plm_of(self, plm: str) -> str:
@@ -394,7 +394,7 @@ class Bundle:
         """What the user should know: what runs here, and what of the bundle's own training does not."""
         if self.is_shipped:
             return ()
-        said = [*notes(self.root, self._config, self._trainer, self._sections["train"])]
+        texts = [*notes(self.root, self._config, self._trainer, self._sections["train"])]
         if self.key_metric == "loss":
-            said.append("it has no key metric: the best round has the lowest validation loss")
-        return tuple(f"bundle {self.name}: {text}" for text in said)
+            texts.append("it has no key metric: the best round has the lowest validation loss")
+        return tuple(f"bundle {self.name}: {text}" for text in texts)

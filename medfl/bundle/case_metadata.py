@@ -44,21 +44,21 @@ def read(bundle: Bundle, section: str, folder: str) -> dict[str, dict[str, Any]]
         folder: of the data; "" where the bundle says it.
     """
     items = bundle.items(section)
-    found: dict[str, dict[str, Any]] = {
+    cases: dict[str, dict[str, Any]] = {
         str(item["id"]): {name: str(item[name]) for name in ("centre", "group") if name in item} for item in items
     }
     entries = bundle.data(section)
     if isinstance(entries, list):
         for item, entry in zip(items, entries, strict=True):
-            found[str(item["id"])] |= _columns(entry) if isinstance(entry, Mapping) else {}
+            cases[str(item["id"])] |= _columns(entry) if isinstance(entry, Mapping) else {}
     for rows in _tables(Path(folder)) if folder and Path(folder).is_dir() else ():
-        by_name = _by_name(rows, list(found))
+        by_name = _by_name(rows, list(cases))
         for ident, row in by_name.items():
-            found[ident] = {**_columns(row), **found[ident]}
-    known = [name for name in COLUMNS if any(name in row for row in found.values())]
-    for row in found.values():
+            cases[ident] = {**_columns(row), **cases[ident]}
+    known = [name for name in COLUMNS if any(name in row for row in cases.values())]
+    for row in cases.values():
         row |= {name: None if name == "age" else UNKNOWN for name in known if name not in row}
-    return found
+    return cases
 
 
 def band(age: float | None) -> str:
@@ -76,7 +76,7 @@ BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a row that are known here, under the names that they have here."""
     lower = {str(key).strip().lower(): value for key, value in row.items()}
-    made: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name, others in COLUMNS.items():
         value = next((lower[other] for other in others if other in lower), None)
         if value is None:
@@ -84,10 +84,10 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
         text = str(value).strip().lower()
         missing = text in ("", "nan", "none", "na", "n/a", "unknown")
         if name == "age":
-            made[name] = None if missing else _years(text)
+            columns[name] = None if missing else _years(text)
         else:
-            made[name] = UNKNOWN if missing else text
-    return made
+            columns[name] = UNKNOWN if missing else text
+    return columns
 
 
 def _years(text: str) -> float | None:

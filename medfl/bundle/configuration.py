@@ -53,9 +53,9 @@ def shipped_folders() -> dict[str, Path]:
     root = shipped_root()
     if root is None:
         return {}
-    found = [path.parents[1] for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")]
+    folders = [path.parents[1] for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")]
     ours = set(datasets.names())
-    return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name) if folder.name in ours}
+    return {folder.name: folder for folder in sorted(folders, key=lambda folder: folder.name) if folder.name in ours}
 
 
 def shipped() -> tuple[str, ...]:
@@ -178,8 +178,8 @@ class Configuration:
 
     def within(self, key: str, part: str) -> str:
         """Return where a component's argument is written, or the component's id where it has none."""
-        found, node = self.raw(f"{key}#{part}")
-        return key if node is None else found
+        place, node = self.raw(f"{key}#{part}")
+        return key if node is None else place
 
     def nodes(self, target: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield id and content of every component whose class has this name, wherever it stands."""
@@ -193,14 +193,14 @@ class Configuration:
 
     def depends(self, key: str) -> dict[str, Any]:
         """Return the unevaluated content of an id and of everything that it refers to."""
-        found: dict[str, Any] = {}
+        contents: dict[str, Any] = {}
         todo = [key.replace("#", "::")]
         while todo:
             key = todo.pop()
-            if key not in found and key in self._parser:
-                found[key] = self._parser.get(key)
-                todo += ReferenceResolver.find_refs_in_config(found[key], key)
-        return found
+            if key not in contents and key in self._parser:
+                contents[key] = self._parser.get(key)
+                todo += ReferenceResolver.find_refs_in_config(contents[key], key)
+        return contents
 
     # Evaluating
 

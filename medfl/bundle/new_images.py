@@ -58,19 +58,19 @@ def masks(bundle: Bundle, network: nn.Module, shard: Shard, device: torch.device
         InputError: the bundle segments nothing.
     """
     evaluator = bundle.evaluator
-    made: list[dict[str, Any]] = []
+    predicted: list[dict[str, Any]] = []
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         raise InputError(f"masks of bundle {bundle.name!r}, a {bundle.task} task", "a segmentation", "give such a run")
     geometry = shard.prepared.geometry
-    found = zip(shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True)
-    for index, ident, mask in found:
+    evaluated = zip(shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True)
+    for index, ident, mask in evaluated:
         drawn = None if mask is None else mask.prediction.cpu()
         on_file = drawn is not None and bool(geometry) and len(geometry[index].original_shape) == drawn.ndim
         if drawn is None:
-            made.append({"id": ident, "mask": None})
+            predicted.append({"id": ident, "mask": None})
         else:
-            made.append({"id": ident, "mask": to_original(drawn, geometry[index]) if on_file else drawn.numpy()})
-    return made
+            predicted.append({"id": ident, "mask": to_original(drawn, geometry[index]) if on_file else drawn.numpy()})
+    return predicted
 
 
 class _Unlabelled(Transform):
@@ -91,11 +91,11 @@ def _transforms(bundle: Bundle) -> tuple[Any, ...]:
         chain: tuple[Any, ...] = (bundle.get("validate#preprocessing"),)
     except InputError:  # another style of bundle: as its validation data set has them
         chain = bundle.section("validate").source.transforms
-    made = deepcopy(Compose(chain).flatten())  # type: ignore[no-untyped-call]
-    for transform in made.transforms:
+    transforms = deepcopy(Compose(chain).flatten())  # type: ignore[no-untyped-call]
+    for transform in transforms.transforms:
         if isinstance(transform, MapTransform):
             transform.allow_missing_keys = True
-    return (made,)
+    return (transforms,)
 
 
 @contextmanager
@@ -106,31 +106,31 @@ def _as_files(images: Images) -> Iterator[dict[str, Path]]:
     """
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
-        found: list[tuple[str, Path]] = []
+        named: list[tuple[str, Path]] = []
         for number, given in enumerate(listed):
             if isinstance(given, str | Path):
-                found += _found(Path(given).expanduser())
+                named += _files_in(Path(given).expanduser())
             else:
                 name = f"image-{number}"
-                found.append((name, _written(np.asarray(given), Path(folder) / name)))
-        if not found:
+                named.append((name, _written(np.asarray(given), Path(folder) / name)))
+        if not named:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
-        times, files = Counter(name for name, _ in found), dict[str, Path]()
-        for name, path in found:
+        times, files = Counter(name for name, _ in named), dict[str, Path]()
+        for name, path in named:
             ident = name if times[name] == 1 else str(path)
             files[f"{ident}#{len(files)}" if ident in files else ident] = path  # as `preparing.records` tells them
         yield files
 
 
-def _found(path: Path) -> list[tuple[str, Path]]:
+def _files_in(path: Path) -> list[tuple[str, Path]]:
     if path.is_file() or (path.is_dir() and any(path.glob("*.dcm"))):
         return [(str(path), path)]
     if not path.is_dir():
         raise InputError(f"{path} is no file and no folder", "images that are there", "check the path")
-    found = sorted(file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(_ENDINGS))
-    if not found:
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(_ENDINGS))
+    if not files:
         raise InputError(f"folder {path} holds no image", f"files that end in {', '.join(_ENDINGS)}", "check the path")
-    return [(file.relative_to(path).as_posix(), file) for file in found]
+    return [(file.relative_to(path).as_posix(), file) for file in files]
 
 
 def _written(pixels: NDArray[Any], path: Path) -> Path:

@@ -42,7 +42,7 @@ def phantom_folder(name: str) -> Path:
     return folder
 
 
-def checked(name: str, config: Mapping[str, Any], device: str) -> Bundle:
+def without_data(name: str, config: Mapping[str, Any], device: str) -> Bundle:
     """Open a bundle without its data; build a shipped one's network once, so that a bad setting of it is told early."""
     for key, instead in _INSTEAD.items():
         if key in config and name in shipped():

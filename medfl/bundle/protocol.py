@@ -28,7 +28,7 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
     Raises:
         InputError: no such preset, or one that sets what no run has.
     """
-    found, offered = {**_DEFAULTS, **values}, values.get("presets") or {}
+    settled, offered = {**_DEFAULTS, **values}, values.get("presets") or {}
     for name in presets:
         if name not in offered:
             raise InputError(
@@ -43,15 +43,15 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
                 f"a preset sets {', '.join(sorted(_DEFAULTS))}",
                 f"take {unknown[0]!r} out of the bundle's federated.yaml",
             )
-        before, given = dict(found), preset.get("methods") or {}
-        options = {method: {**(found["methods"].get(method) or {}), **given[method]} for method in given}
-        found |= preset
-        found["methods"] = {**before["methods"], **options}
-        found["config"] = {**before["config"], **(preset.get("config") or {})}
-    return found
+        before, given = dict(settled), preset.get("methods") or {}
+        options = {method: {**(settled["methods"].get(method) or {}), **given[method]} for method in given}
+        settled |= preset
+        settled["methods"] = {**before["methods"], **options}
+        settled["config"] = {**before["config"], **(preset.get("config") or {})}
+    return settled
 
 
 def options_for(protocol: Mapping[str, Any], method: str) -> Mapping[str, Any]:
     """Return the options that a protocol gives a method."""
-    found: Mapping[str, Any] = protocol["methods"].get(method) or {}
-    return found
+    options: Mapping[str, Any] = protocol["methods"].get(method) or {}
+    return options

@@ -37,8 +37,8 @@ _KINDS = {"labelled": "labelled pictures", "pictures": "pictures with masks", "v
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What was seen of a folder of images.
+class Survey:
+    """What a folder of images holds.
 
     Attributes:
         kind: "labelled" pictures, or "pictures" or "volumes" with masks.
@@ -68,7 +68,7 @@ class Seen:
     notes: tuple[str, ...] = ()
 
 
-def look(images: str | Path, masks: str | Path | None = None, *, progress: bool = False) -> Seen:
+def survey(images: str | Path, masks: str | Path | None = None, *, progress: bool = False) -> Survey:
     """Read every image, and its mask, once.
 
     Args:
@@ -90,7 +90,7 @@ def look(images: str | Path, masks: str | Path | None = None, *, progress: bool 
     return _segmented(place, other, progress)
 
 
-def write(target: str | Path, seen: Seen, *, network: str | None = None, size: int | None = None) -> Path:
+def write(target: str | Path, seen: Survey, *, network: str | None = None, size: int | None = None) -> Path:
     """Write a bundle for what was seen and return its folder, whole or not at all.
 
     Args:
@@ -103,7 +103,7 @@ def write(target: str | Path, seen: Seen, *, network: str | None = None, size: i
         InputError: the folder exists, or no such network or size.
     """
     root = Path(target).expanduser()
-    refuse(root)
+    check_target(root)
     chosen = network or _NETWORKS[seen.kind]
     fits = (chosen in networks.SEGMENTERS) == (seen.kind != "labelled")
     if chosen not in networks.names() or not fits:
@@ -121,20 +121,20 @@ def write(target: str | Path, seen: Seen, *, network: str | None = None, size: i
         keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["yaml"] = json.dumps  # a JSON value is a YAML value, whatever a class is called
-    made = {f"configs/{name}": environment.get_template(f"new_{name}.j2").render(words) for name in _FILES}
-    made["docs/README.md"] = environment.get_template("new_readme.md.j2").render(words)
-    made["configs/metadata.json"] = json.dumps(_metadata(root.name, seen, side), indent=2) + "\n"
+    files = {f"configs/{name}": environment.get_template(f"new_{name}.j2").render(words) for name in _FILES}
+    files["docs/README.md"] = environment.get_template("new_readme.md.j2").render(words)
+    files["configs/metadata.json"] = json.dumps(_metadata(root.name, seen, side), indent=2) + "\n"
     try:
-        for name, text in made.items():
+        for name, text in files.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(root / name, text.encode())
     except OSError as error:
         shutil.rmtree(root, ignore_errors=True)
-        raise InputError(f"{root} cannot be made: {error.strerror}", "a new folder", "check its rights") from error
+        raise InputError(f"{root} cannot be files: {error.strerror}", "a new folder", "check its rights") from error
     return root
 
 
-def refuse(root: Path) -> None:
+def check_target(root: Path) -> None:
     """Raise an InputError if no bundle can be written into this folder."""
     if root.exists():
         raise InputError(f"{root} exists", "a new folder for the bundle", "give a path that does not exist")
@@ -142,7 +142,7 @@ def refuse(root: Path) -> None:
         raise InputError(f"bundle name {root.name!r}", "letters, digits, '_', '-' and '.'", "drop other characters")
 
 
-def _labelled(place: Path, progress: bool) -> Seen:
+def _labelled(place: Path, progress: bool) -> Survey:
     classes = own.class_folders(place)
     if classes:
         own_folder.refuse_other_folders(place, classes)
@@ -166,10 +166,10 @@ def _labelled(place: Path, progress: bool) -> Seen:
     drawn = str(own.cohort_of(uri for _, uri in files) or "")
     left = own_folder.left_out(place, (uri for _, uri in files), tables.IMAGE_SUFFIXES, "in no class folder")
     notes = (*left, *_depths(seen))
-    return Seen("labelled", str(place), tuple(classes), counts, *_pixels(seen), phantom=drawn, notes=notes)
+    return Survey("labelled", str(place), tuple(classes), counts, *_pixels(seen), phantom=drawn, notes=notes)
 
 
-def _segmented(place: Path, other: Path, progress: bool) -> Seen:
+def _segmented(place: Path, other: Path, progress: bool) -> Survey:
     records, solid = own.pairs_of(place, other), own.is_volumes(place)
     try:
         seen = _each(records, _volume if solid else _picture, progress)
@@ -201,9 +201,9 @@ def _segmented(place: Path, other: Path, progress: bool) -> Seen:
     if solid:
         shapes = [one.shape for one in shown]
         about = (1, 0, _sides(shapes), _patch(shapes), place.name, other.name, drawn, notes)
-        return Seen("volumes", where, names, counts, *about)
+        return Survey("volumes", where, names, counts, *about)
     notes += _depths(shown)
-    return Seen("pictures", where, names, counts, *_pixels(shown), (), place.name, other.name, drawn, notes)
+    return Survey("pictures", where, names, counts, *_pixels(shown), (), place.name, other.name, drawn, notes)
 
 
 class _Picture(NamedTuple):
@@ -306,7 +306,7 @@ def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(int(min(_PATCH, max(16, math.floor(side / _STEP) * _STEP))) for side in median)
 
 
-def _metadata(name: str, seen: Seen, side: int) -> Mapping[str, Any]:
+def _metadata(name: str, seen: Survey, side: int) -> Mapping[str, Any]:
     segments = seen.kind != "labelled"
     shape = list(seen.patch) if seen.kind == "volumes" else [side, side]
     colours = ["red", "green", "blue"] if seen.channels == 3 else ["grey value"]

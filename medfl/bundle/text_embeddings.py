@@ -96,11 +96,11 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             header, values = file.metadata() or {}, file.get_tensor("embeddings")
-        made = Text(tuple(json.loads(header["concepts"])), tuple(json.loads(header["prompts"])))
-        found = Embeddings(unit(values), header["plm"], header["weights_sha256"], made, header["pooling"])
-        if values.ndim != 3 or values.shape[:2] != (len(made.concepts), len(made.prompts)):
+        stored = Text(tuple(json.loads(header["concepts"])), tuple(json.loads(header["prompts"])))
+        embeddings = Embeddings(unit(values), header["plm"], header["weights_sha256"], stored, header["pooling"])
+        if values.ndim != 3 or values.shape[:2] != (len(stored.concepts), len(stored.prompts)):
             raise ValueError(f"its tensor has shape {tuple(values.shape)}")
-        if not found.values.any(2).all() or not found.values.isfinite().all():
+        if not embeddings.values.any(2).all() or not embeddings.values.isfinite().all():
             raise ValueError("an embedding in it is no direction")
     except Exception as error:  # the Rust reader raises its own type for each kind of damage
         raise InputError(
@@ -108,17 +108,17 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
         ) from error
     if text is not None:
         for what, has, wanted, shown in (
-            ("classes", made.concepts, text.concepts, 8),
-            ("prompts", made.prompts, text.prompts, 2),
+            ("classes", stored.concepts, text.concepts, 8),
+            ("prompts", stored.prompts, text.prompts, 2),
         ):
             if has != wanted:
                 raise InputError(
                     f"{path}: made for other {what}: {unlike(has, wanted, shown)}",
                     f"the bundle has {unlike(wanted, has, shown)}",
-                    f"make {'it anew' if own else 'another'}: medfl concepts BUNDLE --plm {found.plm} "
+                    f"make {'it anew' if own else 'another'}: medfl concepts BUNDLE --plm {embeddings.plm} "
                     f"--out {path if own else 'FILE.safetensors'}",
                 )
-    return found
+    return embeddings
 
 
 def unlike(texts: Sequence[str], others: Sequence[str], shown: int) -> str:
@@ -151,8 +151,8 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     for path in ([shipped / f"{plm}.safetensors"] if shipped else []) + [cached(plm, text)]:
         if path.is_file():
             return load(path, text, own=True)
-    made = build(plm, text)
-    return replace(made, values=unit(made.values.half()))  # as from the file that it would be kept in
+    built = build(plm, text)
+    return replace(built, values=unit(built.values.half()))  # as from the file that it would be kept in
 
 
 def cached(plm: str, text: Text) -> Path:

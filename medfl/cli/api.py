@@ -105,12 +105,12 @@ def compare(
     if not seeds:
         raise InputError("no seeds", "whole numbers, as (0, 1, 2)", "give at least one")
     grid = Grid(str(bundle), entries, specs, tuple(seeds), dict(options or {}), dict(config or {}), requested)
-    found, failed = run_grid(grid, Path(out), at_once=jobs, progress=sys.stderr.isatty(), say=say)
-    if failed or found is None:
-        told = "; ".join(f"{title}: {text}" for title, text in failed.items())
-        raise RunError(f"{len(failed)} runs failed, the others are kept in {out}: {told}")
-    write_tables(found, Path(out))
-    return found
+    comparison, failed = run_grid(grid, Path(out), at_once=jobs, progress=sys.stderr.isatty(), say=say)
+    if failed or comparison is None:
+        failures = "; ".join(f"{title}: {text}" for title, text in failed.items())
+        raise RunError(f"{len(failed)} runs failed, the others are kept in {out}: {failures}")
+    write_tables(comparison, Path(out))
+    return comparison
 
 
 def bundles() -> tuple[str, ...]:

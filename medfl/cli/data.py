@@ -33,8 +33,8 @@ def add(verbs: Any) -> None:
 def _make(options: Any) -> int:
     from medfl import datasets
 
-    given = {name: value for name in ("per_class", "size", "seed") if (value := getattr(options, name)) is not None}
-    folder = datasets.write_phantom(options.bundle, options.out, **given)
+    sizes = {name: value for name in ("per_class", "size", "seed") if (value := getattr(options, name)) is not None}
+    folder = datasets.write_phantom(options.bundle, options.out, **sizes)
     document = {"name": options.bundle, "folder": str(folder), "source": "phantom"}
     return show(options, document, lambda: f"PHANTOM cohort (drawn images) of {options.bundle}: {folder}")
 

@@ -57,10 +57,10 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
     for one in document["bundles"]:
         whose = f"site {one['site']}" if one["site"] else "global model"
         lines += [f"bundle: {one['folder']} (version {one['version']})", f"  {whose}, round {one['round']}"]
-        for name, found in one["agreement"].items():
+        for name, agreement in one["agreement"].items():
             lines.append(
-                f"  {name}: differs by {tiny(found['probabilities'])} at most (allowed {found['limit']:.0e}), "
-                f"on {found['images']} {one['measured_on']}"
+                f"  {name}: differs by {tiny(agreement['probabilities'])} at most (allowed {agreement['limit']:.0e}), "
+                f"on {agreement['images']} {one['measured_on']}"
             )
         same = one["predictions"]
         if same:

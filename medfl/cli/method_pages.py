@@ -108,12 +108,12 @@ def _in_order(groups: Mapping[str, Any]) -> list[str]:
 
 def _withheld(personal: frozenset[str]) -> list[str]:
     """Name the layer types of the toy network all of whose tensors stay."""
-    found = []
+    withheld = []
     for prefix, module in _toy_network().named_modules():
         own = {f"{prefix}.{name}" for name in module.state_dict()}
         if prefix and own and own <= personal:
-            found.append(re.sub(r"\dd$", "", type(module).__name__))
-    return found
+            withheld.append(re.sub(r"\dd$", "", type(module).__name__))
+    return withheld
 
 
 def _travels_text(entry: Document) -> str:
@@ -132,8 +132,8 @@ def _tasks_text(entry: Document) -> str:
 
 def _defaults(entry: Document) -> list[str]:
     """Return the first options of a method with their defaults; of prototype sharing only that it can be had."""
-    given = [f"{option['name']}={typed(option['default'])}" for option in entry["options"]]
-    return [*given[:_SHOWN], *(["prototypes=false"] if entry["prototype_options"] else [])]
+    defaults = [f"{option['name']}={typed(option['default'])}" for option in entry["options"]]
+    return [*defaults[:_SHOWN], *(["prototypes=false"] if entry["prototype_options"] else [])]
 
 
 def _more(entry: Document) -> str:
@@ -143,8 +143,8 @@ def _more(entry: Document) -> str:
 
 def _authors(paper: str) -> str:
     """Return the authors and the year that end a paper's title in brackets; the whole text where there are none."""
-    found = re.search(r"\(([^()]*\d{4})\)$", paper)
-    return found[1] if found else paper
+    authors = re.search(r"\(([^()]*\d{4})\)$", paper)
+    return authors[1] if authors else paper
 
 
 def methods_text(document: Document, width: int = terminal.WIDTH) -> str:

@@ -11,7 +11,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 
 if TYPE_CHECKING:
-    from medfl.bundle.starter import Seen
+    from medfl.bundle.starter import Survey
 
 _EXAMPLES = """\
 examples
@@ -35,8 +35,8 @@ def add(verbs: Any) -> None:
 def _new(options: Any) -> int:
     from medfl.bundle import starter
 
-    starter.refuse(options.bundle.expanduser())  # told before every image is read
-    seen = starter.look(options.images, options.masks, progress=sys.stderr.isatty())
+    starter.check_target(options.bundle.expanduser())  # before every image is read
+    seen = starter.survey(options.images, options.masks, progress=sys.stderr.isatty())
     folder = starter.write(options.bundle, seen, network=options.network, size=options.size)
     command = shlex.join(["medfl", "run", str(folder), "--data", seen.folder, "--out", f"runs/{folder.name}"])
     document = {
@@ -48,7 +48,7 @@ def _new(options: Any) -> int:
     return show(options, document, lambda: _text(folder, seen, command))
 
 
-def _text(folder: Path, seen: Seen, command: str) -> str:
+def _text(folder: Path, seen: Survey, command: str) -> str:
     counts = ", ".join(f"{name} {count}" for name, count in zip(seen.classes, seen.counts, strict=True))
     colour = {1: "grey", 3: "colour"}.get(seen.channels, f"{seen.channels} channels")
     unit = "voxels" if seen.kind == "volumes" else "pixels"

@@ -49,10 +49,10 @@ def _report(options: Any) -> int:
         return show(options, {"reports": written}, lambda: "\n".join(written))
     from medfl.compare.gains import write_gains
 
-    found, file = write_gains(options.folders, options.gains)
+    gains, file = write_gains(options.folders, options.gains)
     written.append(str(file))
     document = {
-        "reports": written, "gains": found.gains, "values": found.values, "small": sorted(found.small),
-        "notes": found.notes,
+        "reports": written, "gains": gains.gains, "values": gains.values, "small": sorted(gains.small),
+        "notes": gains.notes,
     }  # fmt: skip
-    return show(options, document, lambda: "\n".join([found.table(), "", *found.summary(), *written]))
+    return show(options, document, lambda: "\n".join([gains.table(), "", *gains.summary(), *written]))

@@ -173,10 +173,10 @@ def _config(texts: list[str]) -> dict[str, Any]:
 
 def _check(options: Any) -> int:
     from medfl.partner.connection import address
-    from medfl.partner.preflight import Asked, check
+    from medfl.partner.preflight import PreflightOptions, check
     from medfl.policy.policy import Policy
 
-    asked = Asked(
+    preflight = PreflightOptions(
         options.bundle,
         options.data,
         None if options.policy is None else Policy.read(options.policy),
@@ -187,9 +187,9 @@ def _check(options: Any) -> int:
         _config(options.config),
         options.folder,
     )
-    found = check(asked, progress=sys.stderr.isatty())
-    show(options, found.as_dict(), lambda: "\n".join(found.text(terminal.width())))
-    found.require()
+    report = check(preflight, progress=sys.stderr.isatty())
+    show(options, report.as_dict(), lambda: "\n".join(report.text(terminal.width())))
+    report.require()
     return 0
 
 
@@ -202,23 +202,23 @@ def _stats(options: Any) -> int:
         _check_new_file("--out", options.out)
     from medfl.bundle.configuration import shipped_folders
     from medfl.bundle.open import with_data
-    from medfl.partner.statistics import Asked, bins_of, encoded, gather, text
+    from medfl.partner.statistics import StatisticsOptions, bins_of, encoded, gather, text
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
     from medfl.runtimes.monai_fl.data_stats import OWN_BINS
 
     policy = Policy.read(options.policy) if options.policy is not None else Policy()
     inspect(shipped_folders().get(options.bundle, Path(options.bundle)), policy).require()
-    given = 10 if options.min_count is None else options.min_count
-    if given < 0:
-        raise InputError(f"--min-count {given}", "a whole number of at least 0", "give for example 10, or 0 for all")
+    min_count = 10 if options.min_count is None else options.min_count
+    if min_count < 0:
+        raise InputError(f"--min-count {min_count}", "a whole number of at least 0", "give 10, or 0 for all")
     if options.noise is not None and not 0 < options.noise < 100:
         raise InputError(f"--noise {options.noise:g}", "epsilon, above 0 and below 100", "give for example --noise 1")
-    least = max(given, policy.outbound.min_count)
+    least = max(min_count, policy.outbound.min_count)
     opened = with_data(options.bundle, options.data, _config(options.config), "cpu")
     bins = bins_of(opened.bundle, OWN_BINS if options.bins is None else options.bins, options.range)
-    asked = Asked(bins, least, options.noise)
-    document = gather(opened.bundle, opened.folder, asked, progress=sys.stderr.isatty())
+    rules = StatisticsOptions(bins, least, options.noise)
+    document = gather(opened.bundle, opened.folder, rules, progress=sys.stderr.isatty())
     lines = text(document, terminal.width())
     if options.out is None:
         lines += ["", "Nothing was written; with --out FILE, exactly this is."]
@@ -235,20 +235,20 @@ def _collect(options: Any) -> int:
         raise InputError("--collect with a bundle or --data", "it reads what sites have written", "drop them")
     from medfl.partner.heterogeneity import draw, read
 
-    found = read(options.collect)
-    lines = found.table(terminal.width())
+    federation = read(options.collect)
+    lines = federation.table(terminal.width())
     if options.out is not None:
-        draw(found, options.out)
+        draw(federation, options.out)
         lines += ["", f"picture: {options.out}"]
-    return show(options, found.as_dict(), lambda: "\n".join(lines))
+    return show(options, federation.as_dict(), lambda: "\n".join(lines))
 
 
 def _audit(options: Any) -> int:
     from medfl.policy import audit
 
-    found = audit.verified(options.file, options.noted)
-    show(options, found.as_dict(), lambda: "\n".join(audit.text(found, terminal.width())))
-    found.require()
+    log = audit.verify(options.file, options.noted)
+    show(options, log.as_dict(), lambda: "\n".join(audit.text(log, terminal.width())))
+    log.require()
     return 0
 
 

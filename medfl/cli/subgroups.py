@@ -39,39 +39,39 @@ def _subgroups(options: Any) -> int:
     from medfl.runs.subgroups import MIN_COUNT
 
     run = load_run(options.run)
-    found = run.subgroups(options.by, MIN_COUNT if options.min_count is None else options.min_count)
+    subgroups = run.subgroups(options.by, MIN_COUNT if options.min_count is None else options.min_count)
     source = run.run.data.source
     document = {
-        "run": str(run.path), "run_hash": run.run.run_hash, "data_source": source, "by": found.by,
-        "min_count": found.min_count, "groups": found.records(), "notes": found.notes(),
+        "run": str(run.path), "run_hash": run.run.run_hash, "data_source": source, "by": subgroups.by,
+        "min_count": subgroups.min_count, "groups": subgroups.records(), "notes": subgroups.notes(),
         "areas": {
             group.name: {
                 name: {"auroc": area.value, "low": area.low, "high": area.high, "cases": area.positives}
                 for name, area in group.areas.items()
             }
-            for group in (*found.groups, found.told) if group.areas
+            for group in (*subgroups.groups, subgroups.told) if group.areas
         },
     }  # fmt: skip
     last = "PHANTOM data: images drawn by a program" if source == "phantom" else f"real data: {run.run.bundle}"
-    return show(options, document, lambda: "\n".join([*text(found, terminal.width()), last]))
+    return show(options, document, lambda: "\n".join([*text(subgroups, terminal.width()), last]))
 
 
-def text(found: Subgroups, width: int) -> list[str]:
+def text(subgroups: Subgroups, width: int) -> list[str]:
     """Return the groups as a table with 95 % intervals, and what a reader must know."""
     from medfl.evaluation.metrics import title
 
-    names = [name for name in found.told.metrics if name not in _BESIDE]
+    names = [name for name in subgroups.told.metrics if name not in _BESIDE]
     rows = [
         [
             group.name,
             "not told" if group.count is None else str(group.count),
             *(_cell(group.metrics.get(name)) for name in names),
         ]
-        for group in (*found.groups, found.told)
+        for group in (*subgroups.groups, subgroups.told)
     ]
     spare = [title(name) for name in reversed(names[2:])]
-    lines = terminal.table([found.by, "cases", *map(title, names)], rows, width, spare)
-    for note in found.notes():
+    lines = terminal.table([subgroups.by, "cases", *map(title, names)], rows, width, spare)
+    for note in subgroups.notes():
         lines += terminal.hanging_indent("note: ", note, width)
     return lines
 

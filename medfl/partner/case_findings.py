@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.untrusted import printable
-from medfl.partner.scanning import Seen, sections
+from medfl.partner.scanning import ScannedItem, sections
 
 
 class Finding(NamedTuple):
@@ -59,17 +59,17 @@ class Findings:
         self._flat: list[str] = []
         self._hashes: dict[str, list[tuple[str, str]]] = defaultdict(list)
 
-    def add(self, seen: Seen) -> None:
+    def add(self, item: ScannedItem) -> None:
         """Take an item in."""
-        if seen.image is None:
-            self.unreadable.append(seen.problem)
+        if item.image is None:
+            self.unreadable.append(item.problem)
             return
-        image, name = seen.image, f"{seen.section} {seen.id}"
-        self._read[seen.section] += 1
-        self.bytes[seen.section] += image.nbytes + (seen.label.nbytes if isinstance(seen.label, Tensor) else 0)
-        self._shapes[name] = seen.shape
-        if seen.spacing:
-            self._spacing[name] = seen.spacing
+        image, name = item.image, f"{item.section} {item.id}"
+        self._read[item.section] += 1
+        self.bytes[item.section] += image.nbytes + (item.label.nbytes if isinstance(item.label, Tensor) else 0)
+        self._shapes[name] = item.shape
+        if item.spacing:
+            self._spacing[name] = item.spacing
         self._channels[image.shape[0]].append(name)
         values = image.float()
         if not bool(torch.isfinite(values).all()):
@@ -81,8 +81,8 @@ class Findings:
             if bool((rows.amin(1) == rows.amax(1)).all()):
                 self._flat.append(name)
             else:
-                self._hashes[seen.content].append((seen.section, seen.id))
-        self._label(seen.label)
+                self._hashes[item.content].append((item.section, item.id))
+        self._label(item.label)
 
     def _label(self, label: Any) -> None:
         if isinstance(label, int):

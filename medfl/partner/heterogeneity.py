@@ -33,8 +33,8 @@ _ROOM = 24  # sites whose names and numbers fit
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one site has told.
+class SiteStatistics:
+    """The statistics of one site.
 
     Attributes:
         name: the file's.
@@ -64,11 +64,11 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Federation:
+class FederationStatistics:
     """Statistics of several sites of one bundle."""
 
     bundle: str
-    sites: tuple[Told, ...]
+    sites: tuple[SiteStatistics, ...]
     least: int
 
     @property
@@ -125,14 +125,14 @@ class Federation:
         return [*terminal.table(head, rows, width), "", *terminal.hanging_indent("", note, width)]
 
 
-def read(paths: Sequence[Path]) -> Federation:
+def read(paths: Sequence[Path]) -> FederationStatistics:
     """Read the files that sites have written.
 
     Raises:
         InputError: a file is none, or they are of different bundles.
     """
     documents = [_document(path) for path in paths]
-    sites = tuple(_told(document, path) for document, path in zip(documents, paths, strict=True))
+    sites = tuple(_site(document, path) for document, path in zip(documents, paths, strict=True))
     histograms = next((site for site in sites if site.shares is not None), sites[0])
     for path, document, site in zip(paths, documents, sites, strict=True):
         pairs = [
@@ -143,14 +143,16 @@ def read(paths: Sequence[Path]) -> Federation:
         if site.shares is not None and histograms.shares is not None:
             pairs.append(("range of intensities", (site.low, site.high), (histograms.low, histograms.high)))
             pairs.append(("form of histograms", site.shares.shape, histograms.shares.shape))
-        for what, here, other in pairs:
-            if here != other:
+        for what, value, expected in pairs:
+            if value != expected:
                 raise InputError(
                     f"{printable(path)} has another {what} than the others",
                     "sites of one federation use one bundle, --bins and --range",
                     "ask the site to write it again with those of the others",
                 )
-    return Federation(str(documents[0]["bundle"]), sites, max(int(document["min_count"]) for document in documents))
+    return FederationStatistics(
+        str(documents[0]["bundle"]), sites, max(int(document["min_count"]) for document in documents)
+    )
 
 
 def _document(path: Path) -> Mapping[str, Any]:
@@ -165,7 +167,7 @@ def _document(path: Path) -> Mapping[str, Any]:
     return document
 
 
-def _told(document: Mapping[str, Any], path: Path) -> Told:
+def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
     try:
         parts = {str(name): part for name, part in document["sections"].items() if name in TITLES}
         train = parts["train"]
@@ -184,7 +186,7 @@ def _told(document: Mapping[str, Any], path: Path) -> Told:
             f"{printable(path)}: it lacks {printable(error)} or has it in another form",
             "a file that medfl site stats --out wrote", "ask the site to write it again",
         ) from error  # fmt: skip
-    return Told(path.stem, images, classes, low, high, shares)
+    return SiteStatistics(path.stem, images, classes, low, high, shares)
 
 
 def _distances(rows: Sequence[NDArray[np.float64]]) -> list[float]:
@@ -207,30 +209,30 @@ def _number(value: float) -> str:
 # The picture
 
 
-def draw(found: Federation, path: Path) -> None:
+def draw(federation: FederationStatistics, path: Path) -> None:
     """Draw class shares, sizes and intensities of the sites; the kind of picture follows the ending of `path`."""
     from matplotlib.figure import Figure  # importing it takes longer than most verbs of the command line
 
-    sites, classes = found.sites, found.classes
+    sites, classes = federation.sites, federation.classes
     channels = min(_CHANNELS, max((len(s.shares) for s in sites if s.shares is not None), default=0))
     high = max(1.6, 0.36 * min(len(sites), 60))
     columns = max(4.0, 0.85 * len(classes))
     size = (columns + 5.4, high + (3.1 if channels else 0) + 1.7)
     figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
     figure.suptitle(
-        f"{shorten(found.bundle, 40)}: {len(sites)} sites", x=0.01, ha="left", size=13, weight="bold", color=INK
+        f"{shorten(federation.bundle, 40)}: {len(sites)} sites", x=0.01, ha="left", size=13, weight="bold", color=INK
     )
     grid = figure.add_gridspec(2 if channels else 1, 1, height_ratios=(high + 1.0, 2.8) if channels else None)
     if classes:
         upper = grid[0].subgridspec(1, 2, width_ratios=(columns, 3.0))
-        _draw_classes(figure.add_subplot(upper[0]), found)
-        _draw_sizes(figure.add_subplot(upper[1]), found)
+        _draw_classes(figure.add_subplot(upper[0]), federation)
+        _draw_sizes(figure.add_subplot(upper[1]), federation)
     else:
-        _draw_sizes(figure.add_subplot(grid[0]), found, named=True)
+        _draw_sizes(figure.add_subplot(grid[0]), federation, named=True)
     if channels:
         lower = grid[1].subgridspec(1, channels)
         for channel in range(channels):
-            _draw_intensities(figure.add_subplot(lower[channel]), found, channel, channels)
+            _draw_intensities(figure.add_subplot(lower[channel]), federation, channel, channels)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -241,57 +243,57 @@ def draw(found: Federation, path: Path) -> None:
         ) from error
 
 
-def _sites(axes: Axes, found: Federation) -> list[str]:
+def _sites(axes: Axes, federation: FederationStatistics) -> list[str]:
     """Make bare axes with a row a site, and return the rows' names."""
-    names = [shorten(site.name, 24) for site in found.sites]
+    names = [shorten(site.name, 24) for site in federation.sites]
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
     axes.set_yticks(range(len(names)), names, size=9)
     return names
 
 
-def _draw_classes(axes: Axes, found: Federation) -> None:
+def _draw_classes(axes: Axes, federation: FederationStatistics) -> None:
     """Draw a heat map of each site's class shares, with counts; what a site does not tell is hatched."""
     from matplotlib.patches import Rectangle
 
-    names = _sites(axes, found)
+    names = _sites(axes, federation)
     axes.set_title("Training images of each class; colour: share of the site's", loc="left", size=10, color=INK)
-    counts = np.stack([site.estimated for site in found.sites])
+    counts = np.stack([site.estimated for site in federation.sites])
     totals = counts.sum(1, keepdims=True)
     shares = np.divide(counts, totals, out=np.full_like(counts, math.nan), where=totals > 0)
     axes.imshow(np.nan_to_num(shares), cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    distances = found.class_distances()
-    for y, site in enumerate(found.sites):
+    distances = federation.class_distances()
+    for y, site in enumerate(federation.sites):
         for x, count in enumerate(site.classes.values()):
             if count is None:
                 axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="////", edgecolor="#b8bec8", lw=0))
-            if len(found.sites) <= _ROOM:
+            if len(federation.sites) <= _ROOM:
                 text = "?" if count is None else f"{count:,}"
                 color = "white" if count is not None and shares[y, x] > 0.55 else INK
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if count is None else None
                 axes.text(x, y, text, ha="center", va="center", size=8, color=color, bbox=box)
-        if len(found.sites) <= _ROOM and math.isfinite(distances[y]):
+        if len(federation.sites) <= _ROOM and math.isfinite(distances[y]):
             label = f"{distances[y]:.2f}"
             axes.annotate(label, (1, y), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
                           va="center", size=8, color=SOFT, annotation_clip=False)  # fmt: skip
     axes.annotate("JS", (1, 1), (6, 4), xycoords="axes fraction", textcoords="offset points", size=8, color=SOFT)
     slant: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(range(len(found.classes)), [shorten(name, 24) for name in found.classes], size=9, **slant)
-    axes.set_xticks(np.arange(len(found.classes) + 1) - 0.5, minor=True)
+    axes.set_xticks(range(len(federation.classes)), [shorten(name, 24) for name in federation.classes], size=9, **slant)
+    axes.set_xticks(np.arange(len(federation.classes) + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(len(names) + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="white", linewidth=1.5)
     axes.tick_params(which="minor", length=0)
 
 
-def _draw_sizes(axes: Axes, found: Federation, *, named: bool = False) -> None:
+def _draw_sizes(axes: Axes, federation: FederationStatistics, *, named: bool = False) -> None:
     """Draw how many images each site has in each section."""
-    names = _sites(axes, found)
-    start = np.zeros(len(found.sites))
-    for name in found.sites[0].images:
-        part = np.array([site.images.get(name) or 0 for site in found.sites], np.float64)
-        axes.barh(range(len(found.sites)), part, left=start, height=0.62, color=TINTS[name], label=TITLES[name])
+    names = _sites(axes, federation)
+    start = np.zeros(len(federation.sites))
+    for name in federation.sites[0].images:
+        part = np.array([site.images.get(name) or 0 for site in federation.sites], np.float64)
+        axes.barh(range(len(federation.sites)), part, left=start, height=0.62, color=TINTS[name], label=TITLES[name])
         start += part
-    for y, site in enumerate(found.sites):
+    for y, site in enumerate(federation.sites):
         if any(count is None for count in site.images.values()):
             axes.annotate("+ ?", (start[y], y), (4, 0), textcoords="offset points", va="center", size=8, color=SOFT)
     if not named:
@@ -303,17 +305,17 @@ def _draw_sizes(axes: Axes, found: Federation, *, named: bool = False) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_intensities(axes: Axes, found: Federation, channel: int, channels: int) -> None:
+def _draw_intensities(axes: Axes, federation: FederationStatistics, channel: int, channels: int) -> None:
     """Overlay the sites' histograms of one channel; a gap is a bin that is not told."""
     import matplotlib as mpl
 
-    colours = mpl.colormaps["viridis"](np.linspace(0, 0.8, len(found.sites)))
-    for site, colour in zip(found.sites, colours, strict=True):
+    colours = mpl.colormaps["viridis"](np.linspace(0, 0.8, len(federation.sites)))
+    for site, colour in zip(federation.sites, colours, strict=True):
         if site.shares is None or len(site.shares) <= channel:
             continue
         row = site.shares[channel]
         edges = np.linspace(site.low, site.high, len(row) + 1)
-        label = shorten(site.name, 20) if channel == channels - 1 and len(found.sites) <= _ROOM else None
+        label = shorten(site.name, 20) if channel == channels - 1 and len(federation.sites) <= _ROOM else None
         axes.stairs(row, edges, baseline=None, color=colour, linewidth=1.4, alpha=0.9, label=label)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0, labelcolor=SOFT, labelsize=8)
@@ -324,5 +326,5 @@ def _draw_intensities(axes: Axes, found: Federation, channel: int, channels: int
     axes.set_title(title if channel == 0 else f"channel {channel}", loc="left", size=10, color=INK)
     if channel == 0:
         axes.set_ylabel("share of an image", color=SOFT, size=8)
-    if channel == channels - 1 and len(found.sites) <= _ROOM:
+    if channel == channels - 1 and len(federation.sites) <= _ROOM:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)

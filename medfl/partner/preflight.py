@@ -66,7 +66,7 @@ class Preflight:
         self.lines.append(Finding(topic, level, " ".join(text.split()), advice))
 
     @contextmanager
-    def about(self, topic: str) -> Iterator[None]:
+    def errors_as(self, topic: str) -> Iterator[None]:
         """Turn an error in the block into a line that says FAILED."""
         try:
             yield
@@ -107,7 +107,7 @@ class Preflight:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PreflightOptions:
     """What to look at.
 
     Attributes:
@@ -131,72 +131,72 @@ class Asked:
     folder: Path = Path(".")
 
 
-def check(asked: Asked, *, progress: bool = False) -> Preflight:
+def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
     """Look at everything.
 
     Args:
-        asked: what to look at.
+        options: what to look at.
         progress: show bars on stderr.
 
     Raises:
         InputError: there is no such bundle.
     """
-    found = Preflight(asked.bundle, asked.data or "the data folder of the bundle")
-    accepted = _inspected(found, asked)
-    _versions(found)
+    report = Preflight(options.bundle, options.data or "the data folder of the bundle")
+    accepted = _check_inspection(report, options)
+    _report_versions(report)
     if accepted:
-        bundle = _opened(found, asked)
+        bundle = _open(report, options)
         if bundle is not None:
-            _required(found, bundle)
-            with found.about("images"):
+            _check_packages(report, bundle)
+            with report.errors_as("images"):
                 findings = Findings(bundle)
                 for section in sections(bundle):
                     for seen in scan(bundle, section, progress=progress):
                         findings.add(seen)
                 for finding in findings.lines():
-                    found.add(*finding)
+                    report.add(*finding)
                 if not findings.unreadable:
-                    with found.about("memory"):
-                        _memory(found, _sample(asked, bundle))
-                        _disk(found, asked, findings, sum(t.nbytes for t in snapshot(bundle.network()).values()))
-    if asked.server is not None or asked.kit is not None:
-        with found.about("server"):
-            found.add("server", OK, reach(asked.server, None if asked.kit is None else Kit.open(asked.kit)))
-    return found
+                    with report.errors_as("memory"):
+                        _memory(report, _one_batch(options, bundle))
+                        _disk(report, options, findings, sum(t.nbytes for t in snapshot(bundle.network()).values()))
+    if options.server is not None or options.kit is not None:
+        with report.errors_as("server"):
+            report.add("server", OK, reach(options.server, None if options.kit is None else Kit.open(options.kit)))
+    return report
 
 
-def _inspected(found: Preflight, asked: Asked) -> bool:
+def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
     """Say whether the bundle is accepted, and pinned."""
-    result = inspect(shipped_folders().get(asked.bundle, Path(asked.bundle)), asked.policy)
+    result = inspect(shipped_folders().get(options.bundle, Path(options.bundle)), options.policy)
     for refusal in result.refusals[:5]:
-        found.add("inspection", FAILED, str(refusal), f"see medfl site inspect {printable(asked.bundle)}")
+        report.add("inspection", FAILED, str(refusal), f"see medfl site inspect {printable(options.bundle)}")
     if result.refusals:
-        found.add("inspection", FAILED, f"REFUSED, for {len(result.refusals)} reasons: nothing of it was run")
+        report.add("inspection", FAILED, f"REFUSED, for {len(result.refusals)} reasons: nothing of it was run")
     elif result.pinned:
-        found.add("inspection", OK, f"accepted; all {len(result.files)} files are those that the policy pins")
+        report.add("inspection", OK, f"accepted; all {len(result.files)} files are those that the policy pins")
     else:
-        found.add(
+        report.add(
             "inspection", WARNING, "accepted, but not pinned: its files may change unnoticed",
             "medfl site inspect --write-policy FILE, then give --policy FILE",
         )  # fmt: skip
-    if result.accepted and asked.policy is not None:
-        for text in asked.policy.outbound.lines():
-            found.add("policy", OK, text)
-        if asked.policy.outbound.formal:
-            with found.about("policy"):
+    if result.accepted and options.policy is not None:
+        for text in options.policy.outbound.lines():
+            report.add("policy", OK, text)
+        if options.policy.outbound.formal:
+            with report.errors_as("policy"):
                 from medfl.policy.privacy import epsilon_of
 
-                first = epsilon_of({asked.policy.outbound.multiplier: 1}, asked.policy.outbound.delta)
-                found.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {asked.policy.outbound.delta:g}")
+                first = epsilon_of({options.policy.outbound.multiplier: 1}, options.policy.outbound.delta)
+                report.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {options.policy.outbound.delta:g}")
     return result.accepted
 
 
-def _versions(found: Preflight) -> None:
+def _report_versions(report: Preflight) -> None:
     here = ", ".join(f"{name} {version}" for name, version in versions().items())
-    found.add("versions", OK, f"{here}, Python {platform.python_version()}")
+    report.add("versions", OK, f"{here}, Python {platform.python_version()}")
 
 
-def _required(found: Preflight, bundle: Bundle) -> None:
+def _check_packages(report: Preflight, bundle: Bundle) -> None:
     """Compare the installed packages with those that the bundle was written for."""
     wanted = {package: str(bundle.metadata.get(key, "")) for key, package in _PACKAGES.items()}
     wanted |= {str(k): str(v) for k, v in (bundle.metadata.get("required_packages_version") or {}).items()}
@@ -204,7 +204,7 @@ def _required(found: Preflight, bundle: Bundle) -> None:
         try:
             here = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found.add(
+            report.add(
                 "versions",
                 WARNING,
                 f"{printable(package)} is not installed",
@@ -213,7 +213,7 @@ def _required(found: Preflight, bundle: Bundle) -> None:
             continue
         if _older(here, least):
             text = f"{package} {here} is older than the bundle's {printable(least)}"
-            found.add("versions", WARNING, text, "update it")
+            report.add("versions", WARNING, text, "update it")
 
 
 def _older(here: str, least: str) -> bool:
@@ -221,27 +221,27 @@ def _older(here: str, least: str) -> bool:
     return bool(parts[1]) and parts[0] < parts[1]
 
 
-def _opened(found: Preflight, asked: Asked) -> Bundle | None:
+def _open(report: Preflight, options: PreflightOptions) -> Bundle | None:
     """Open the bundle on its data, and say what layout they have."""
-    with found.about("data"):
-        opened = with_data(asked.bundle, asked.data, asked.config, device_named(asked.device))
+    with report.errors_as("data"):
+        opened = with_data(options.bundle, options.data, options.config, device_named(options.device))
         bundle = opened.bundle
-        found.data = opened.folder or found.data
+        report.data = opened.folder or report.data
         if bundle.is_shipped:
             layout = datasets.get(bundle.name).layout(Path(opened.folder))
             phantom = datasets.is_phantom(opened.folder)
-            found.add("data", WARNING if phantom else OK, f"{'PHANTOM: drawn images; ' if phantom else ''}layout: "
+            report.add("data", WARNING if phantom else OK, f"{'PHANTOM: drawn images; ' if phantom else ''}layout: "
                       f"{layout.text if layout else 'unknown'}", "give the real data with --data")  # fmt: skip
             table = read_table(bundle.name, opened.folder)
             for problem in table.problems[:20]:
-                found.add("data", FAILED, problem, "repair or remove it")
+                report.add("data", FAILED, problem, "repair or remove it")
             if table.problems:
-                found.add("data", FAILED, f"{len(table.problems)} problems in the tables of the folder")
+                report.add("data", FAILED, f"{len(table.problems)} problems in the tables of the folder")
                 return None
         counts = ", ".join(f"{len(bundle.items(name))} {name}" for name in sections(bundle))
-        found.add("data", OK, f"items: {counts}" + ("" if bundle.has_test else "; no test data of their own"))
+        report.add("data", OK, f"items: {counts}" + ("" if bundle.has_test else "; no test data of their own"))
         for note in opened.notes:
-            found.add("data", OK, note)
+            report.add("data", OK, note)
         return bundle
     return None
 
@@ -249,9 +249,9 @@ def _opened(found: Preflight, asked: Asked) -> Bundle | None:
 # Memory and disk
 
 
-def _sample(asked: Asked, bundle: Bundle) -> Federation:
+def _one_batch(options: PreflightOptions, bundle: Bundle) -> Federation:
     """Return a federation of one site with one batch of the training images, whose step is measured."""
-    size = asked.batch_size or int(bundle.protocol.get("batch_size") or bundle.batch_size)
+    size = options.batch_size or int(bundle.protocol.get("batch_size") or bundle.batch_size)
     data = bundle.section("train")
     items = data.items[:size]
     entries = data.source.entries[:size] if data.source.is_list else data.source.entries
@@ -263,15 +263,15 @@ def _sample(asked: Asked, bundle: Bundle) -> Federation:
     held = {section: ids if section == "train" else [] for section in SECTIONS}
     run = Run(
         bundle=bundle.name, bundle_path=str(bundle.root), bundle_sha256="", method="fedavg", options={},
-        config=dict(asked.config), data=DataRecord("real", "", "", "", {}),
+        config=dict(options.config), data=DataRecord("real", "", "", "", {}),
         partition=PartitionRecord("iid", 0, (), {"here": held}), cohort=1.0, rounds=1, local_epochs=1, batch_size=size,
-        lr=None, lr_decay=1.0, seed=0, device=device_named(asked.device), amp=False, threads=1, eval_every=1,
+        lr=None, lr_decay=1.0, seed=0, device=device_named(options.device), amp=False, threads=1, eval_every=1,
         versions={},
     )  # fmt: skip
     return Federation(bundle, methods.load("fedavg"), run, prepared=dict.fromkeys(SECTIONS, prepared))
 
 
-def _memory(found: Preflight, federation: Federation) -> None:
+def _memory(report: Preflight, federation: Federation) -> None:
     """Measure one training step: on a GPU its peak there, on the CPU what it adds to a process."""
     run = federation.run
     where = "on the GPU" if run.device.startswith("cuda") else "of memory"
@@ -281,11 +281,11 @@ def _memory(found: Preflight, federation: Federation) -> None:
     else:
         needed, free = step_bytes(federation), free_memory()
     if not needed:
-        found.add("memory", FAILED, "one training step fails", "see that the bundle trains by itself")
+        report.add("memory", FAILED, "one training step fails", "see that the bundle trains by itself")
         return
     text = f"one step with {run.batch_size} images takes {_gib(needed)} {where}; {_gib(free)} are free"
     level = OK if needed < 0.8 * free else WARNING if needed < free else FAILED
-    found.add("memory", level, text, "end other programs, or ask for a smaller --batch-size")
+    report.add("memory", level, text, "end other programs, or ask for a smaller --batch-size")
 
 
 def _cuda_step(federation: Federation) -> int:
@@ -303,19 +303,19 @@ def _cuda_step(federation: Federation) -> int:
     return int(torch.cuda.max_memory_allocated(federation.run.device)) + 4 * weights
 
 
-def _disk(found: Preflight, asked: Asked, findings: Findings, network: int) -> None:
+def _disk(report: Preflight, options: PreflightOptions, findings: Findings, network: int) -> None:
     """Compare what images that are too large for memory, and the State, take with what the disks have."""
     cache = sum(bytes_ for bytes_ in findings.bytes.values() if bytes_ > budget())
     for what, folder, needed in (
         ("cache of prepared images", cache_folder("prepared"), cache),
-        ("State", asked.folder, _STATES * network),
+        ("State", options.folder, _STATES * network),
     ):
         place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         free = shutil.disk_usage(place).free
         text = f"{what}: {_gib(needed)} needed, {_gib(free)} free in {place}"
         text = f"{what}: none, the images fit in memory" if what.startswith("cache") and not needed else text
         level = OK if needed < 0.8 * free else WARNING if needed < free else FAILED
-        found.add("disk", level, text, "free some space, or set XDG_CACHE_HOME to a larger disk")
+        report.add("disk", level, text, "free some space, or set XDG_CACHE_HOME to a larger disk")
 
 
 def _gib(size: float) -> str:

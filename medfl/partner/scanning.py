@@ -26,7 +26,7 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class ScannedItem:
     """An item.
 
     Attributes:
@@ -58,7 +58,7 @@ def sections(bundle: Bundle) -> list[str]:
     return [name for name in SECTIONS if name != "test" or bundle.has_test]
 
 
-def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[Seen]:
+def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[ScannedItem]:
     """Yield the items of a section, one after the other; nothing of them is kept.
 
     Args:
@@ -75,15 +75,15 @@ def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[Se
         try:
             sample = samples.fixed(index)
         except (MedflError, *UNREADABLE, RuntimeError) as error:
-            yield Seen(section, ident, None, None, (), (), " ".join(str(error).split()))
+            yield ScannedItem(section, ident, None, None, (), (), " ".join(str(error).split()))
             continue
         image, label = _parts(sample)
         if image is None:
-            yield Seen(section, ident, None, None, (), (), f"item {ident!r} has no image tensor")
+            yield ScannedItem(section, ident, None, None, (), (), f"item {ident!r} has no image tensor")
             continue
         shape, spacing = _file(image, entry)
         plain = torch.as_tensor(image).as_subclass(Tensor)
-        yield Seen(section, ident, plain, item.get("label", label), shape, spacing)
+        yield ScannedItem(section, ident, plain, item.get("label", label), shape, spacing)
 
 
 def _parts(sample: Any) -> tuple[Tensor | None, Any]:

@@ -1,9 +1,9 @@
 """A site's own statistics, as far as they may leave: counts, and of each channel mean, deviation and histogram.
 
 Everything is a table of images, each in one cell (`not recorded`, where nothing is known of it), so that two rules do
-for all: counts below a least one are not told (`suppression.told_counts`), and with noise each count is the true one
-plus a random whole number (`suppression.noised`). An intensity histogram tells, for each bin, the mean share of an
-image's pixels in it; a bin to which fewer images than the least count add is not told.
+for all: counts below a least one are not told (`suppression.suppress_counts`), and with noise each count is the true
+one plus a random whole number (`suppression.add_noise`). An intensity histogram tells, for each bin, the mean share of
+an image's pixels in it; a bin to which fewer images than the least count add is not told.
 
 With noise nothing may depend on the data but through the noise. So which tables there are, and their cells, is known
 beforehand (`_fixed`), empty cells have noise as well, and what has no such cells, as the names of centres, is left out;
@@ -30,8 +30,8 @@ from medfl.bundle.bundle import Bundle
 from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.untrusted import printable
-from medfl.partner.scanning import Seen, scan, sections
-from medfl.policy.suppression import Entropy, geometric, hidden_bins, noised, told_counts
+from medfl.partner.scanning import ScannedItem, scan, sections
+from medfl.policy.suppression import Entropy, add_noise, geometric, hidden_bins, suppress_counts
 from medfl.runtimes.monai_fl.data_stats import Bins, Sums, sums, value_range
 
 FORM = "medfl site statistics 1"
@@ -43,7 +43,7 @@ _UNIT = 1000  # of an image's share in a histogram
 
 
 @dataclass(frozen=True)
-class Asked:
+class StatisticsOptions:
     """What is told, and how.
 
     Attributes:
@@ -73,13 +73,13 @@ def bins_of(bundle: Bundle, number: int, given: str | None) -> Bins:
     return Bins.of({"hist_bins": number, "hist_range": ends}) or Bins(number, 0, 1)
 
 
-def gather(bundle: Bundle, folder: str, asked: Asked, *, progress: bool = False) -> dict[str, Any]:
+def gather(bundle: Bundle, folder: str, options: StatisticsOptions, *, progress: bool = False) -> dict[str, Any]:
     """Return what may leave, as plain JSON values.
 
     Args:
         bundle: open on its data.
         folder: of the data, whose tables may know age and sex.
-        asked: what is told.
+        options: what is told.
         progress: show bars on stderr.
 
     Raises:
@@ -88,18 +88,18 @@ def gather(bundle: Bundle, folder: str, asked: Asked, *, progress: bool = False)
     told = {}
     for section in sections(bundle):
         known = case_metadata.read(bundle, section, folder)
-        counts = _Counts(bundle, asked.bins)
-        for seen in scan(bundle, section, progress=progress):
-            counts.add(seen, known.get(seen.id, {}))
-        told[section] = counts.told(asked)
+        counts = _Counts(bundle, options.bins)
+        for item in scan(bundle, section, progress=progress):
+            counts.add(item, known.get(item.id, {}))
+        told[section] = counts.told(options)
     return {
         "form": FORM,
         "bundle": bundle.name,
         "bundle_sha256": bundle.sha256,
         "task": bundle.task,
-        "min_count": asked.least,
-        "epsilon": asked.epsilon,
-        "epsilon_of_one_image": None if asked.epsilon is None else asked.epsilon * _tables(told),
+        "min_count": options.least,
+        "epsilon": options.epsilon,
+        "epsilon_of_one_image": None if options.epsilon is None else options.epsilon * _tables(told),
         "sections": told,
     }
 
@@ -119,20 +119,20 @@ class _Counts:
         self._open: dict[str, Counter[str]] = {}
         self._sums: Sums | None = None
 
-    def add(self, seen: Seen, known: Mapping[str, Any]) -> None:
-        if seen.image is None:
-            raise InputError(f"{seen.section} {seen.id}: {seen.problem}", "every item can be read", "medfl site check")
+    def add(self, item: ScannedItem, known: Mapping[str, Any]) -> None:
+        if item.image is None:
+            raise InputError(f"{item.section} {item.id}: {item.problem}", "every item can be read", "medfl site check")
         self._images += 1
         if "class" in self._closed:
-            self._closed["class"][self._bundle.classes[int(seen.label)]] += 1
-        elif isinstance(seen.label, Tensor):
-            self._structures(seen.label)
+            self._closed["class"][self._bundle.classes[int(item.label)]] += 1
+        elif isinstance(item.label, Tensor):
+            self._structures(item.label)
         cells = {name: str(known[name]) for name in ("sex", "centre") if name in known}
         cells |= {"age": case_metadata.band(known["age"])} if "age" in known else {}
-        cells |= {"widest spacing": _band(max(seen.spacing), _SPACINGS, "mm")} if seen.spacing else {}
-        for name, cell in {"longest side": _band(max(seen.shape), _SIDES, "px"), **cells}.items():
+        cells |= {"widest spacing": _band(max(item.spacing), _SPACINGS, "mm")} if item.spacing else {}
+        for name, cell in {"longest side": _band(max(item.shape), _SIDES, "px"), **cells}.items():
             self._open.setdefault(name, Counter())[cell] += 1
-        one = sums(seen.image[None].float(), self._bins)
+        one = sums(item.image[None].float(), self._bins)
         self._sums = one if self._sums is None else self._sums.add(one)
 
     def _structures(self, mask: Tensor) -> None:
@@ -148,18 +148,18 @@ class _Counts:
             table = self._closed.setdefault(f"structure {name}", Counter({"present": 0, "absent": 0}))
             table["present" if there else "absent"] += 1
 
-    def told(self, asked: Asked) -> dict[str, Any]:
+    def told(self, options: StatisticsOptions) -> dict[str, Any]:
         images: int | None = self._images
-        if asked.epsilon is not None:
-            images = max(0, int(noised({"all": self._images}, asked.epsilon, asked.entropy)["all"]))
-        if images is None or images < asked.least:
+        if options.epsilon is not None:
+            images = max(0, int(add_noise({"all": self._images}, options.epsilon, options.entropy)["all"]))
+        if images is None or images < options.least:
             return {"images": None, "tables": {}, "intensity": None}
-        if asked.epsilon is not None:
-            tables = {name: _told(counts, asked) for name, counts in self._fixed().items()}
+        if options.epsilon is not None:
+            tables = {name: _told(counts, options) for name, counts in self._fixed().items()}
         else:
-            tables = {name: _told(self._whole(counts), asked) for name, counts in self._closed.items()}
-            tables |= {name: _merged(_told(self._whole(counts), asked)) for name, counts in self._open.items()}
-        return {"images": images, "tables": tables, "intensity": self._intensity(asked, images)}
+            tables = {name: _told(self._whole(counts), options) for name, counts in self._closed.items()}
+            tables |= {name: _merged(_told(self._whole(counts), options)) for name, counts in self._open.items()}
+        return {"images": images, "tables": tables, "intensity": self._intensity(options, images)}
 
     def _whole(self, counts: Mapping[str, int]) -> Counter[str]:
         """Return a table with all images: how many are not recorded would follow from the others."""
@@ -184,18 +184,18 @@ class _Counts:
             cells[UNRECORDED] += self._images - cells.total()
         return cells
 
-    def _intensity(self, asked: Asked, images: int) -> dict[str, Any] | None:
+    def _intensity(self, options: StatisticsOptions, images: int) -> dict[str, Any] | None:
         if self._sums is None:
             return None
         found, channels = self._sums, []
         for channel, thousandths in enumerate(found.shares):
             mean, deviation = found.mean[channel], found.deviation[channel]
             shares = thousandths / _UNIT / images
-            hidden = hidden_bins(found.images[channel].tolist(), asked.least)
-            if asked.epsilon is not None:
-                noise = geometric(len(shares), asked.epsilon / _UNIT, asked.entropy)
+            hidden = hidden_bins(found.images[channel].tolist(), options.least)
+            if options.epsilon is not None:
+                noise = geometric(len(shares), options.epsilon / _UNIT, options.entropy)
                 shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
-                mean, deviation = _moments(shares, asked.bins)
+                mean, deviation = _moments(shares, options.bins)
                 hidden = [False] * len(shares)
             channels.append(
                 {
@@ -204,7 +204,7 @@ class _Counts:
                     "shares": [None if hide else round(float(s), 5) for hide, s in zip(hidden, shares, strict=True)],
                 }
             )
-        return {"low": asked.bins.low, "high": asked.bins.high, "channels": channels}
+        return {"low": options.bins.low, "high": options.bins.high, "channels": channels}
 
 
 def _over(domain: Sequence[str], cells: Mapping[str, int], names: Mapping[str, str] | None = None) -> Counter[str]:
@@ -216,11 +216,11 @@ def _over(domain: Sequence[str], cells: Mapping[str, int], names: Mapping[str, s
     return made
 
 
-def _told(counts: Mapping[str, int], asked: Asked) -> dict[str, int | None]:
-    if asked.epsilon is None:
-        return told_counts(counts, asked.least)[0]
-    found = noised(counts, asked.epsilon, asked.entropy)
-    return {name: int(count) if count >= asked.least else None for name, count in found.items()}
+def _told(counts: Mapping[str, int], options: StatisticsOptions) -> dict[str, int | None]:
+    if options.epsilon is None:
+        return suppress_counts(counts, options.least)[0]
+    found = add_noise(counts, options.epsilon, options.entropy)
+    return {name: int(count) if count >= options.least else None for name, count in found.items()}
 
 
 def _merged(told: Mapping[str, int | None]) -> dict[str, int | None]:

@@ -108,7 +108,7 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
     return data
 
 
-def described(message: Message, *, norms: bool = False) -> dict[str, Any]:
+def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]:
     """Describe a message as it is encoded; with `norms` also how large each group is, in the L2 norm.
 
     Who sends it chooses its names: of many groups and numbers the first are described, and all are counted.
@@ -142,7 +142,7 @@ def numbers(named: Mapping[str, float]) -> dict[str, float]:
     return {printable(name, _NAME_LENGTH): value for name, value in sorted(named.items())[:_MOST_NUMBERS]}
 
 
-def document(content: Any) -> dict[str, Any]:
+def describe_document(content: Any) -> dict[str, Any]:
     """Describe what leaves as numbers alone: its sha256 and bytes as JSON."""
     encoded = json.dumps(content, sort_keys=True, default=str).encode()
     return {"sha256": hashlib.sha256(encoded).hexdigest(), "bytes": len(encoded), "tensors": 0}
@@ -175,7 +175,7 @@ def _sha256(line: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedLog:
     """What a log's file holds.
 
     Attributes:
@@ -217,7 +217,7 @@ class Verified:
             )
 
 
-def verified(path: Path, noted: str | None = None) -> Verified:
+def verify(path: Path, noted: str | None = None) -> VerifiedLog:
     """Read a log and verify its chain.
 
     Args:
@@ -256,20 +256,20 @@ def verified(path: Path, noted: str | None = None) -> Verified:
         raise InputError(
             f"audit log {printable(path)} ({error.strerror or error})", "a file that can be read", "check the path"
         ) from error
-    if noted is not None and not any(found.startswith(noted.lower()) for found in hashes):
+    if noted is not None and not any(digest.startswith(noted.lower()) for digest in hashes):
         problems.append(f"no line has the sha256 {printable(noted)}: lines are missing at the end")
-    return Verified(path, tuple(entries), tuple(problems), tuple(notes), hashes[-1] if hashes else "")
+    return VerifiedLog(path, tuple(entries), tuple(problems), tuple(notes), hashes[-1] if hashes else "")
 
 
 def _entry(line: bytes) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return entry if isinstance(entry, dict) else None
 
 
-def text(found: Verified, width: int) -> list[str]:
+def text(log: VerifiedLog, width: int) -> list[str]:
     """Return a log as a table."""
     head = ["time", "site", "round", "", "what", "bytes", "tensors", "sha256", "content"]
     rows = [
@@ -279,27 +279,27 @@ def text(found: Verified, width: int) -> list[str]:
             printable(str(entry.get("sha256", "-"))[:12]),
             _content(entry),
         ]
-        for entry in found.entries
+        for entry in log.entries
     ]
     lines = terminal.table(head, rows, max(width, 150), spare=["site"]) if rows else ["no line"]
-    lines += ["", *(f"note: {note}" for note in found.notes)]
-    words = [entry["privacy"] for entry in found.entries if isinstance(entry.get("privacy"), str)]
+    lines += ["", *(f"note: {note}" for note in log.notes)]
+    words = [entry["privacy"] for entry in log.entries if isinstance(entry.get("privacy"), str)]
     lines += terminal.hanging_indent("privacy: ", printable(words[-1], 1000), width) if words else []
-    lines.append(f"last line: sha256 {found.last or '-'}")
-    count = len(found.problems)
+    lines.append(f"last line: sha256 {log.last or '-'}")
+    count = len(log.problems)
     lines.append(f"BROKEN in {count} place{'s' if count > 1 else ''}" if count else "INTACT")
-    return lines + [f"  {problem}" for problem in found.problems]
+    return lines + [f"  {problem}" for problem in log.problems]
 
 
 def _content(entry: Mapping[str, Any]) -> str:
     """Return a line's groups and numbers, or why it was refused."""
     if "reason" in entry:
         return printable(entry["reason"], 300)
-    said = []
+    parts = []
     groups, numbers = entry.get("groups"), entry.get("numbers")
     for name, about in groups.items() if isinstance(groups, dict) else ():
         norm = about.get("norm") if isinstance(about, dict) else None
-        said.append(printable(name, 40) + (f" (norm {printable(norm, 20)})" if norm is not None else ""))
+        parts.append(printable(name, 40) + (f" (norm {printable(norm, 20)})" if norm is not None else ""))
     for name, value in numbers.items() if isinstance(numbers, dict) else ():
-        said.append(f"{printable(name, 40)} {value:.6g}" if isinstance(value, int | float) else printable(name, 40))
-    return ", ".join(said) or "-"
+        parts.append(f"{printable(name, 40)} {value:.6g}" if isinstance(value, int | float) else printable(name, 40))
+    return ", ".join(parts) or "-"

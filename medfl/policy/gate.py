@@ -26,7 +26,7 @@ from torch import Tensor
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
 from medfl.policy.outbound import Outbound
-from medfl.policy.privacy import Account, Overspent
+from medfl.policy.privacy import Account, BudgetExceeded
 from medfl.policy.suppression import Entropy, uniform
 
 _CHUNK = 1 << 20
@@ -79,7 +79,7 @@ class Gate:
         self._permit(message.flat())
         rules = self.rules
         if rules.clip is not None or rules.noise is not None:
-            weights = self._limited(message.tensors.get("weights", {}), received.tensors.get("weights", {}))
+            weights = self._clipped_and_noised(message.tensors.get("weights", {}), received.tensors.get("weights", {}))
             message = Message({**message.tensors, **({"weights": weights} if weights else {})}, message.scalars)
         if rules.formal:
             self._covered(_without_noise(message, samples))
@@ -131,7 +131,7 @@ class Gate:
         uncovered = Counter(_without_noise(message, samples)) if formal else {}
         try:
             self.account.spend(self.rules.multiplier if formal else None, uncovered, self.rules.epsilon)
-        except Overspent as error:
+        except BudgetExceeded as error:
             raise self._overspent(error.after) from error
 
     def told(self, numbers: Mapping[str, Any], optional: str) -> dict[str, Any]:
@@ -147,14 +147,14 @@ class Gate:
 
     def _covered(self, names: Iterable[str]) -> Counter[str]:
         """Return what leaves without noise; refuse it where a budget is to hold."""
-        found = Counter(names)
-        if found and self.rules.epsilon is not None:
+        uncovered = Counter(names)
+        if uncovered and self.rules.epsilon is not None:
             raise self._refusal(
-                f"'{min(found)}' would leave without noise, and epsilon is a budget for all that leaves"
+                f"'{min(uncovered)}' would leave without noise, and epsilon is a budget for all that leaves"
             )
-        return found
+        return uncovered
 
-    def _limited(self, weights: Weights, base: Weights) -> dict[str, Tensor]:
+    def _clipped_and_noised(self, weights: Weights, base: Weights) -> dict[str, Tensor]:
         """Return weights whose change is clipped and noised (1)."""
         changes: dict[str, Tensor] = {}
         for name in sorted(weights):
@@ -167,7 +167,7 @@ class Gate:
         norm = math.sqrt(sum(float(change.square().sum()) for change in changes.values()))
         clip, noise = self.rules.clip, self.rules.noise
         scale = 1.0 if clip is None or norm <= clip else clip / norm
-        made = dict(weights)
+        limited_weights = dict(weights)
         for name, change in changes.items():
             if scale < 1 or noise is not None:
                 limited = base[name].double() + scale * change
@@ -175,10 +175,11 @@ class Gate:
                     drawn = torch.from_numpy(normal(change.numel(), self._entropy)).reshape(change.shape)
                     limited += noise * drawn.to(change)
                     limited = limited.clamp(min=0) if name.endswith(_VARIANCE) else limited
-                made[name] = limited.to(weights[name].dtype)
+                limited_weights[name] = limited.to(weights[name].dtype)
         if noise is not None:
-            made |= {name: base[name].clone() for name in made.keys() - changes.keys()}
-        return made
+            unchanged = limited_weights.keys() - changes.keys()
+            limited_weights |= {name: base[name].clone() for name in unchanged}
+        return limited_weights
 
     def _overspent(self, after: float) -> RunError:
         return self._refusal(
@@ -194,11 +195,11 @@ def normal(count: int, entropy: Entropy = os.urandom) -> NDArray[np.float64]:
     """Return so many standard normal numbers, by the inverse distribution function of 52 random bits each."""
     from scipy.special import ndtri
 
-    made = np.empty(count)
+    values = np.empty(count)
     for start in range(0, count, _CHUNK):
-        part = made[start : start + _CHUNK]
+        part = values[start : start + _CHUNK]
         part[:] = ndtri(uniform(len(part), entropy))
-    return made
+    return values
 
 
 def _without_noise(message: Message, samples: int) -> list[str]:

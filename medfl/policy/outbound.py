@@ -99,23 +99,23 @@ class Outbound:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what differs from the default, as the policy file has it."""
-        given = {name: value for name, value in asdict(self).items() if value != getattr(Outbound(), name)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+        changed = {name: value for name, value in asdict(self).items() if value != getattr(Outbound(), name)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
 
     def lines(self) -> list[str]:
         """Say the rules, a line each."""
         keys = "everything that the method sends" if self.keys is None else ", ".join(self.keys) or "nothing"
-        said = [f"may leave: {printable(keys, 300)}"]
-        said += [] if self.max_bytes is None else [f"a reply has at most {self.max_bytes:,} bytes"]
-        said += [] if self.clip is None else [f"the change of the weights is clipped to an L2 norm of {self.clip:g}"]
+        lines = [f"may leave: {printable(keys, 300)}"]
+        lines += [] if self.max_bytes is None else [f"a reply has at most {self.max_bytes:,} bytes"]
+        lines += [] if self.clip is None else [f"the change of the weights is clipped to an L2 norm of {self.clip:g}"]
         if self.noise is not None:
-            said.append(f"Gaussian noise with a standard deviation of {self.noise:g} is added to each number of it")
+            lines.append(f"Gaussian noise with a standard deviation of {self.noise:g} is added to each number of it")
         if not self.formal:
-            said.append(f"no formal privacy: {'nothing is clipped' if self.clip is None else 'no noise is added'}")
+            lines.append(f"no formal privacy: {'nothing is clipped' if self.clip is None else 'no noise is added'}")
         if self.epsilon is not None:
-            said.append(f"the budget is epsilon {self.epsilon:g} at delta {self.delta:g}")
-        said += [f"of statistics, counts below {self.min_count} are not told"] if self.min_count else []
-        return said
+            lines.append(f"the budget is epsilon {self.epsilon:g} at delta {self.delta:g}")
+        lines += [f"of statistics, counts below {self.min_count} are not told"] if self.min_count else []
+        return lines
 
 
 def check_known(names: Iterable[Any], known: Collection[str], what: str) -> None:

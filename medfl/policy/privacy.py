@@ -55,7 +55,7 @@ def epsilon_of(replies: Mapping[float, int], delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
-class Overspent(Exception):
+class BudgetExceeded(Exception):
     """A budget would be exceeded; nothing was spent.
 
     Attributes:
@@ -99,9 +99,9 @@ class Account:
         Raises:
             RunError: the file is damaged; nothing may leave before somebody has looked.
         """
-        made = cls(path, delta)
-        made.refresh()
-        return made
+        account = cls(path, delta)
+        account.refresh()
+        return account
 
     def refresh(self) -> None:
         """Read the file again: other jobs on the same images spend too.
@@ -113,7 +113,7 @@ class Account:
             return
         self.noised, self.plain, self.uncovered = _read(self.path)
 
-    def take_in(self, other: Path) -> None:
+    def merge_site_account(self, other: Path) -> None:
         """Add what stands in the account of a site, as earlier versions kept it, and put that file aside.
 
         Raises:
@@ -121,7 +121,7 @@ class Account:
         """
         if self.path is None or not other.is_file():
             return
-        with self._held():
+        with self._locked():
             if other.is_file():
                 noised, plain, uncovered = _read(other)
                 self.noised.update(noised)
@@ -152,14 +152,14 @@ class Account:
             budget: the most that epsilon may be afterwards.
 
         Raises:
-            Overspent: it would be more.
+            BudgetExceeded: it would be more.
             RunError: it cannot be written.
         """
-        with self._held():
+        with self._locked():
             if budget is not None:
                 after = math.inf if multiplier is None or uncovered else self.epsilon(multiplier)
                 if after > budget:
-                    raise Overspent(after)
+                    raise BudgetExceeded(after)
             if multiplier is None:
                 self.plain += 1
             else:
@@ -169,13 +169,13 @@ class Account:
 
     def add(self, uncovered: Mapping[str, int]) -> None:
         """Write down what leaves without noise and without a reply: an introduction, an evaluation, statistics."""
-        with self._held():
+        with self._locked():
             self.uncovered.update(uncovered)
             self._write()
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Be the only one who changes the file, with what is in it now."""
+    def _locked(self) -> Iterator[None]:
+        """Lock the file, and read it again."""
         if self.path is None:
             yield
             return
@@ -196,7 +196,7 @@ class Account:
             write_atomic(self.path, (json.dumps(self.as_dict(), indent=1) + "\n").encode())
 
     def words(self) -> str:
-        """Say it in plain words."""
+        """Return the account in plain words."""
         count = f"{self.replies} {'reply' if self.replies == 1 else 'replies'}"
         if self.uncovered:
             names = [printable(name) for name in sorted(self.uncovered)]

@@ -26,7 +26,7 @@ Entropy = Callable[[int], bytes]
 """Number of bytes -> so many random ones."""
 
 
-def told_counts(counts: Mapping[str, int], least: int) -> tuple[dict[str, int | None], int | None]:
+def suppress_counts(counts: Mapping[str, int], least: int) -> tuple[dict[str, int | None], int | None]:
     """Return a table's cells as they may be told, None for those that are not, and its total.
 
     Args:
@@ -69,7 +69,7 @@ def hidden_bins(images: Sequence[int], least: int) -> list[bool]:
     return hidden
 
 
-def noised(counts: Mapping[str, float], epsilon: float, entropy: Entropy = os.urandom) -> dict[str, float]:
+def add_noise(counts: Mapping[str, float], epsilon: float, entropy: Entropy = os.urandom) -> dict[str, float]:
     """Return a table's cells with noise; they may be below 0.
 
     Args:

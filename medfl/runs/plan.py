@@ -19,7 +19,7 @@ import yaml
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, protocol_of, shipped
-from medfl.bundle.open import PHANTOM, bundle_of, checked, with_data
+from medfl.bundle.open import PHANTOM, bundle_of, with_data, without_data
 from medfl.bundle.protocol import options_for, resolved
 from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
@@ -109,7 +109,7 @@ def make_plan(request: Request, say: Print = str) -> Plan:
     device = device_named(request.device)
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
     config = {**protocol["config"], **{key: _value(value) for key, value in request.config.items()}}
-    bundle = checked(request.bundle, config, device)
+    bundle = without_data(request.bundle, config, device)
     chosen = {
         name: protocol[name] if (value := getattr(request, name)) is None else value
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
@@ -131,7 +131,7 @@ def make_plan(request: Request, say: Print = str) -> Plan:
     )
     participants = list(partition.to_ids(sections))
     for own in {repr(own): own for own in methods.site_networks(method, participants).values() if own}.values():
-        checked(request.bundle, {**config, **own}, device)
+        without_data(request.bundle, {**config, **own}, device)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
     as_asked = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}
@@ -202,7 +202,7 @@ def repeat(run: Run, data: str | None = None, say: Print = str, folder: Path | N
     name = bundle_of(run)
     known = name in shipped()
     config = {**run.config, **({"split": run.data.split} if known else {})}
-    bundle = checked(name, run.config, device := device_named(run.device))
+    bundle = without_data(name, run.config, device := device_named(run.device))
     if bundle.sha256 != run.bundle_sha256:
         raise InputError(
             f"bundle {bundle.name!r} has changed since the run (configuration hash {bundle.sha256[:12]})",

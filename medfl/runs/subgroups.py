@@ -24,7 +24,7 @@ from medfl.bundle import case_metadata
 from medfl.core.errors import InputError
 from medfl.evaluation import bootstrap, delong
 from medfl.evaluation.delong import Area
-from medfl.policy.suppression import told_counts
+from medfl.policy.suppression import suppress_counts
 
 MIN_COUNT = 10
 _NO_GROUPS = ("id", "label", "predicted", "group")
@@ -127,7 +127,7 @@ def of(
         raise InputError(f"min_count {min_count}", "a whole number of at least 1", "give for example 10")
     values = _values(rows, by)
     members = {name: np.flatnonzero(values == name) for name in sorted(set(values.tolist()), key=_order)}
-    told, _ = told_counts({name: len(index) for name, index in members.items()}, min_count)
+    told, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
     kept = [index for name, index in members.items() if told[name] is not None]
 
     together = np.sort(np.concatenate(kept)) if kept else np.empty(0, np.int64)

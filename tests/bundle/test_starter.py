@@ -98,7 +98,7 @@ def checked(bundle: Path) -> None:
 
 
 def test_labelled_pictures_become_a_bundle_that_runs(labelled: Path, tmp_path: Path) -> None:
-    seen = starter.look(labelled)
+    seen = starter.survey(labelled)
     assert (seen.kind, seen.classes, seen.counts) == ("labelled", ("no", "yes, it is"), (20, 20))
     bundle = starter.write(tmp_path / "mine", seen, size=32)
     checked(bundle)
@@ -110,7 +110,7 @@ def test_labelled_pictures_become_a_bundle_that_runs(labelled: Path, tmp_path: P
 
 
 def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Path) -> None:
-    seen = starter.look(pairs / "images", pairs / "masks")
+    seen = starter.survey(pairs / "images", pairs / "masks")
     assert (seen.kind, seen.channels, seen.classes) == ("pictures", 3, ("background", "structure"))
     bundle = starter.write(tmp_path / "mine", seen, size=32, network="unet8")
     checked(bundle)
@@ -122,7 +122,9 @@ def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Pa
 
 def test_a_run_says_how_many_images_have_no_mask(pairs: Path, tmp_path: Path) -> None:
     """Also of images that came after the bundle was written, once a run, and again where it is resumed."""
-    bundle = starter.write(tmp_path / "mine", starter.look(pairs / "images", pairs / "masks"), size=32, network="unet8")
+    bundle = starter.write(
+        tmp_path / "mine", starter.survey(pairs / "images", pairs / "masks"), size=32, network="unet8"
+    )
     for number in range(3):
         save(disc(32, 8, np.random.default_rng(number))[0], pairs / "images" / f"new{number}.png")
     said = list[str]()
@@ -156,7 +158,7 @@ def test_no_images_are_said_to_lack_masks_where_none_do(pairs: Path) -> None:
 
 
 def test_volumes_with_masks_become_a_bundle_that_runs(solid: Path, tmp_path: Path) -> None:
-    seen = starter.look(solid / "images", solid / "labels")
+    seen = starter.survey(solid / "images", solid / "labels")
     assert (seen.kind, seen.patch, seen.counts) == ("volumes", (16, 16, 16), (12, 12, 12))
     bundle = starter.write(tmp_path / "mine", seen)
     checked(bundle)
@@ -173,7 +175,7 @@ def test_predicted_masks_of_files_of_one_name_stay_apart(
 ) -> None:
     data, names = request.getfixturevalue(kind), ("images", "masks" if kind == "pairs" else "labels")
     in_folders(data, names)
-    bundle = starter.write(tmp_path / "mine", starter.look(data / names[0], data / names[1]))
+    bundle = starter.write(tmp_path / "mine", starter.survey(data / names[0], data / names[1]))
     config = ConfigParser()
     config.read_config(bundle / "configs" / "inference.yaml")
     config.update({"dataset_dir": str(data), "output_dir": str(tmp_path / "out")})
@@ -191,41 +193,41 @@ def test_predicted_masks_of_files_of_one_name_stay_apart(
 def test_a_site_accepts_what_was_written(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     data = request.getfixturevalue(kind)
     masks = {"labelled": None, "pairs": data / "masks", "solid": data / "labels"}[kind]
-    seen = starter.look(data if masks is None else data / "images", masks)
+    seen = starter.survey(data if masks is None else data / "images", masks)
     found = inspect(starter.write(tmp_path / "mine", seen))
     assert [refusal.why for refusal in found.refusals] == []
 
 
 def test_the_same_images_elsewhere_give_the_same_bundle(labelled: Path, tmp_path: Path) -> None:
-    seen = starter.look(labelled)
+    seen = starter.survey(labelled)
     one = starter.write(tmp_path / "one" / "mine", seen)
     (tmp_path / "two").mkdir()
     labelled.rename(tmp_path / "two" / "elsewhere")
-    other = starter.write(tmp_path / "three" / "mine", starter.look(tmp_path / "two" / "elsewhere"))
+    other = starter.write(tmp_path / "three" / "mine", starter.survey(tmp_path / "two" / "elsewhere"))
     assert medfl.Bundle(str(one)).sha256 == medfl.Bundle(str(other)).sha256
 
 
 def test_wrong_images_are_refused_by_name(labelled: Path, pairs: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no folder"):
-        starter.look(tmp_path / "nowhere")
+        starter.survey(tmp_path / "nowhere")
     with pytest.raises(InputError, match="0 folders with pictures"):
-        starter.look(labelled / "no")
+        starter.survey(labelled / "no")
     with pytest.raises(InputError, match="beside each other"):
-        starter.look(pairs / "images", pairs)
+        starter.survey(pairs / "images", pairs)
     (labelled / "no").rename(labelled / "#1")
     with pytest.raises(InputError, match="class folder '#1'"):
-        starter.look(labelled)
+        starter.survey(labelled)
     (labelled / "#1").rename(labelled / "no")
     (labelled / "no" / "03.png").write_bytes(b"no picture")
     with pytest.raises(InputError, match=r"no/03\.png cannot be read"):
-        starter.look(labelled)
+        starter.survey(labelled)
     save(np.full((9, 9), 1, np.uint8), pairs / "masks" / "c04_mask.png")
     with pytest.raises(InputError, match=r"c04_mask\.png has 9 x 9 pixels"):
-        starter.look(pairs / "images", pairs / "masks")
+        starter.survey(pairs / "images", pairs / "masks")
 
 
 def test_wrong_wishes_are_refused_and_nothing_is_written(labelled: Path, tmp_path: Path) -> None:
-    seen = starter.look(labelled)
+    seen = starter.survey(labelled)
     for settings, told in (
         ({"network": "unet8"}, "labelled pictures: efficientnet_b0"),
         ({"network": "resnet19"}, "--network resnet19"),
@@ -272,7 +274,7 @@ def test_drawn_images_stay_drawn_in_a_bundle_of_ones_own(
     name: str, images: str, masks: str | None, tmp_path: Path
 ) -> None:
     cohort = datasets.write_phantom(name, tmp_path / "cohort", per_class=10, size=16)
-    seen = starter.look(cohort / images, masks and cohort / masks)
+    seen = starter.survey(cohort / images, masks and cohort / masks)
     assert seen.phantom == str(cohort)
     bundle = starter.write(tmp_path / "mine", seen, size=16)
     checked(bundle)

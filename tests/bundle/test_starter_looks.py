@@ -53,14 +53,14 @@ def pairs(root: Path, most: int = 1) -> Path:
     ],
 )
 def test_the_brightest_value_is_that_of_the_type_or_seen(about: dict, brightest: int, tmp_path: Path) -> None:
-    seen = starter.look(classes(tmp_path, "a", "b", **about))
+    seen = starter.survey(classes(tmp_path, "a", "b", **about))
     assert (seen.brightest, seen.notes) == (brightest, ())
 
 
 def test_depths_that_differ_are_scaled_by_the_largest_and_told(tmp_path: Path) -> None:
     classes(classes(tmp_path, "a"), "b", most=3000, dtype=np.uint16)
     picture(tmp_path / "b" / "float.tif", 90000, np.float32)
-    seen = starter.look(tmp_path)
+    seen = starter.survey(tmp_path)
     assert seen.brightest == 90000
     assert seen.notes == (
         "pictures of several depths, all divided by 90000: 12 of at most 255, 12 of at most 65535, 1 of at most 90000",
@@ -69,7 +69,7 @@ def test_depths_that_differ_are_scaled_by_the_largest_and_told(tmp_path: Path) -
 
 def test_pictures_of_16_bits_train(tmp_path: Path) -> None:
     data = classes(tmp_path / "data", "a", "b", most=60000, dtype=np.uint16)
-    bundle = starter.write(tmp_path / "mine", starter.look(data), size=16)
+    bundle = starter.write(tmp_path / "mine", starter.survey(data), size=16)
     run = medfl.run(bundle, data=data, out=tmp_path / "run", jobs=1, sites=2, rounds=1, say=str)
     assert np.isfinite(run.summary["last"]["accuracy"])
     file = next((data / "a").iterdir())
@@ -88,7 +88,7 @@ def test_what_is_left_out_is_counted_and_told(tmp_path: Path, capsys: pytest.Cap
         "3 images in no class folder: left out, first loose.png",
         "2 files that do not end in .jpg, .jpeg, .png, .bmp, .tif, .tiff: left out, first notes.txt",
     )
-    assert starter.look(data).notes == left
+    assert starter.survey(data).notes == left
     told = ["--images", str(data)]
     assert cli.main(["new", str(tmp_path / "mine"), *told]) == 0
     assert all(f"note: {line}\n" in capsys.readouterr().out for line in left[:1])
@@ -101,7 +101,7 @@ def test_images_without_a_mask_are_counted(tmp_path: Path) -> None:
     for number in range(3):
         picture(data / "images" / f"d{number}.png")
     (data / "masks" / "readme.txt").write_text("")
-    assert starter.look(data / "images", data / "masks").notes == (
+    assert starter.survey(data / "images", data / "masks").notes == (
         "3 images without a mask: left out, first d0.png",
         "1 files that do not end in .jpg, .jpeg, .png, .bmp, .tif, .tiff: left out, first readme.txt",
         "no mask has the values 1, 2",
@@ -113,7 +113,7 @@ def test_up_to_five_broken_files_are_named(tmp_path: Path) -> None:
     for number in range(7):
         (tmp_path / "a" / f"{number:02d}.png").write_bytes(b"no picture")
     with pytest.raises(InputError, match=r"^7 of 24 images: image .*00\.png.*04\.png .* and 2 more files;") as caught:
-        starter.look(tmp_path)
+        starter.survey(tmp_path)
     assert "05.png" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -129,14 +129,14 @@ def test_up_to_five_broken_files_are_named(tmp_path: Path) -> None:
 )
 def test_folders_that_are_no_classes_are_refused(names: tuple[str, ...], told: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=told):
-        starter.look(classes(tmp_path, *names))
+        starter.survey(classes(tmp_path, *names))
 
 
 def test_masks_among_labelled_pictures_are_refused(tmp_path: Path) -> None:
     classes(tmp_path, "benign", "control")
     picture(tmp_path / "benign" / "03_mask.png")
     with pytest.raises(InputError, match=r"class folder \S+/benign holds 03\.png and its mask 03_mask\.png"):
-        starter.look(tmp_path)
+        starter.survey(tmp_path)
 
 
 def test_swapped_folders_and_masks_without_classes_are_told(tmp_path: Path) -> None:
@@ -145,10 +145,10 @@ def test_swapped_folders_and_masks_without_classes_are_told(tmp_path: Path) -> N
         Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(path)
         Image.fromarray(np.eye(16) > 0).save(data / "masks" / path.name)
     with pytest.raises(InputError, match=r"files in \S+/masks look like masks, those in \S+/images like .*; swap"):
-        starter.look(data / "masks", data / "images")
+        starter.survey(data / "masks", data / "images")
     data = pairs(tmp_path / "empty", 0)
     with pytest.raises(InputError, match="have no value but 0; .*check that these are the masks"):
-        starter.look(data / "images", data / "masks")
+        starter.survey(data / "images", data / "masks")
     data = pairs(tmp_path / "grey", 200)
     with pytest.raises(InputError, match=r"have the values 0, 200, the largest 200; 0 for the background"):
-        starter.look(data / "images", data / "masks")
+        starter.survey(data / "images", data / "masks")

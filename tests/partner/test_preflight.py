@@ -19,7 +19,7 @@ from medfl.bundle.open import with_data
 from medfl.cli import verbs as cli
 from medfl.partner import preflight
 from medfl.partner.case_findings import Findings
-from medfl.partner.preflight import Asked, Preflight, check
+from medfl.partner.preflight import Preflight, PreflightOptions, check
 from medfl.partner.scanning import scan
 from medfl.policy.inspection import inspect
 from medfl.policy.outbound import Outbound
@@ -49,7 +49,7 @@ def test_a_bundle_and_its_data_that_are_fine_are_ready(moles: Path, tmp_path: Pa
     folder = inspect(Path("bundles/ham10000")).folder
     policy = inspect(folder).policy(Policy(outbound=Outbound(clip=1.0)))
     found = check(
-        Asked("ham10000", str(moles), Policy(policy.bundle, files=policy.files, outbound=Outbound(clip=1.0)),
+        PreflightOptions("ham10000", str(moles), Policy(policy.bundle, files=policy.files, outbound=Outbound(clip=1.0)),
               config=SMALL, folder=tmp_path)
     )  # fmt: skip
     assert found.ok, found.text(200)
@@ -76,7 +76,7 @@ def test_a_step_is_measured_in_memory(moles: Path, monkeypatch: pytest.MonkeyPat
         return measured[-1]
 
     monkeypatch.setattr(preflight, "step_bytes", measure)
-    found = check(Asked("ham10000", str(moles), config=SMALL, batch_size=4))
+    found = check(PreflightOptions("ham10000", str(moles), config=SMALL, batch_size=4))
     assert measured[0] > 0
     assert "one step with 4 images takes" in said(found, "memory", "ok")
 
@@ -88,7 +88,7 @@ def test_memory_and_disk_are_compared_with_what_is_free(
     monkeypatch.setattr(preflight, "free_memory", lambda: free)
     monkeypatch.setattr(preflight, "budget", lambda: 0)  # of images in memory
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
-    found = check(Asked("ham10000", str(moles), config=SMALL))
+    found = check(PreflightOptions("ham10000", str(moles), config=SMALL))
     assert said(found, "memory", level)
     assert ("cache of prepared images" in said(found, "disk", "FAILED")) == (level == "FAILED")
 
@@ -101,7 +101,7 @@ def test_nothing_of_a_refused_bundle_runs(tmp_path: Path) -> None:
     config["trap"] = f"$open({str(trace)!r}, 'w').write('x')"
     config["dataset_dir"] = "@trap"
     (root / "configs" / "train.json").write_text(json.dumps(config))
-    found = check(Asked(str(root), str(tmp_path)))
+    found = check(PreflightOptions(str(root), str(tmp_path)))
     assert not found.ok
     assert "nothing of it was run" in said(found, "inspection", "FAILED")
     assert not said(found, "data")
@@ -109,7 +109,7 @@ def test_nothing_of_a_refused_bundle_runs(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_layout_is_told(tmp_path: Path) -> None:
-    found = check(Asked("pbc", str(tmp_path)))
+    found = check(PreflightOptions("pbc", str(tmp_path)))
     assert "holds no pbc data" in said(found, "data", "FAILED")
     assert [line.advice for line in found.lines if line.level == "FAILED"]
 
@@ -119,7 +119,7 @@ def test_unreadable_files_are_named_up_to_twenty_and_counted(moles: Path, tmp_pa
     broken = sorted(data.glob("images_*/*.jpg"))[:23]
     for path in broken:
         path.write_bytes(path.read_bytes()[:200])
-    found = check(Asked("ham10000", str(data), config=SMALL))
+    found = check(PreflightOptions("ham10000", str(data), config=SMALL))
     lines = [line.text for line in found.lines if line.topic == "files"]
     assert len(lines) == 21
     assert sum(any(path.name in line for path in broken) for line in lines) == 20
@@ -127,7 +127,7 @@ def test_unreadable_files_are_named_up_to_twenty_and_counted(moles: Path, tmp_pa
     assert not said(found, "memory")  # nothing is measured on data that cannot be read
     missing = broken[0]
     missing.unlink()
-    gone = check(Asked("ham10000", str(data), config=SMALL))
+    gone = check(PreflightOptions("ham10000", str(data), config=SMALL))
     assert missing.name in said(gone, "data", "FAILED")
 
 
@@ -136,7 +136,7 @@ def test_the_same_image_in_several_sections_is_found_by_its_content(moles: Path,
     bundle = with_data("ham10000", str(data), SMALL, "cpu").bundle
     first, again = bundle.data("train")[0]["image"], bundle.data("test")[0]["image"]
     shutil.copyfile(first, again)
-    found = check(Asked("ham10000", str(data), config=SMALL))
+    found = check(PreflightOptions("ham10000", str(data), config=SMALL))
     text = said(found, "duplicates", "warning")
     assert "1 images are in several sections" in text
     assert Path(first).stem in text
@@ -149,7 +149,7 @@ def test_images_unlike_the_others_are_named(moles: Path, tmp_path: Path) -> None
     with Image.open(large) as image:
         image.resize((400, 400)).save(large)
     Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(black)
-    found = check(Asked("ham10000", str(data), config=SMALL))
+    found = check(PreflightOptions("ham10000", str(data), config=SMALL))
     assert large.stem in said(found, "size", "warning")
     assert black.stem in said(found, "intensity", "warning")
     assert found.ok
@@ -158,7 +158,7 @@ def test_images_unlike_the_others_are_named(moles: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["seg3d_decathlon_json", "cls2d_glob_yaml", "seg2d_opaque_dataset"])
 def test_bundles_of_the_zoo_s_kinds_are_looked_at_alike(name: str, tmp_path: Path) -> None:
     bundle = ZOO[name](tmp_path)
-    found = check(Asked(str(bundle.path), None, config=bundle.overrides))
+    found = check(PreflightOptions(str(bundle.path), None, config=bundle.overrides))
     assert found.ok, found.text(200)
     assert "items can be read" in said(found, "files", "ok")
     if name.startswith("seg3d"):
@@ -170,7 +170,7 @@ def test_a_volume_that_cannot_be_read_is_named_for_any_bundle(tmp_path: Path) ->
     bundle = ZOO["seg3d_decathlon_json"](tmp_path)
     victim = sorted(bundle.path.rglob("imagesTr/*.nii.gz"))[1]
     victim.write_bytes(b"no volume")
-    found = check(Asked(str(bundle.path), None, config=bundle.overrides))
+    found = check(PreflightOptions(str(bundle.path), None, config=bundle.overrides))
     assert victim.name in said(found, "files", "FAILED")
 
 
@@ -189,7 +189,7 @@ def test_labels_outside_the_declared_classes_fail(tmp_path: Path) -> None:
 def test_a_server_that_is_not_there_fails_with_what_to_do(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         server = closed.getsockname()
-    found = check(Asked(str(write(tmp_path / "b")), str(tmp_path), server=server))
+    found = check(PreflightOptions(str(write(tmp_path / "b")), str(tmp_path), server=server))
     assert "cannot be reached" in said(found, "server", "FAILED")
     assert "firewall" in next(line.advice for line in found.lines if line.topic == "server")
 
@@ -222,8 +222,8 @@ def test_what_a_step_takes_of_a_gpu_is_held_against_what_is_free(
     moles: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str, text: str
 ) -> None:
     """With the counters of a GPU that is not there: a peak of 1 MiB beside four copies of the weights."""
-    asked = Asked("ham10000", str(moles), config=SMALL, batch_size=4)
-    made = preflight._sample(asked, Bundle("ham10000", {**SMALL, "dataset_dir": str(moles)}))
+    asked = PreflightOptions("ham10000", str(moles), config=SMALL, batch_size=4)
+    made = preflight._one_batch(asked, Bundle("ham10000", {**SMALL, "dataset_dir": str(moles)}))
     made.run = replace(made.run, device="cuda")
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
@@ -244,5 +244,5 @@ def out_of_memory(*_: object) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_step_is_measured_on_a_gpu(moles: Path) -> None:
-    found = check(Asked("ham10000", str(moles), config=SMALL, batch_size=4, device="cuda"))
+    found = check(PreflightOptions("ham10000", str(moles), config=SMALL, batch_size=4, device="cuda"))
     assert "on the GPU" in said(found, "memory", "ok")

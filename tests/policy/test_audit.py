@@ -15,7 +15,7 @@ import torch
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.policy.audit import Audit, described, text, verified
+from medfl.policy.audit import Audit, describe_message, text, verify
 
 
 def written(path: Path, count: int = 4) -> Path:
@@ -34,14 +34,14 @@ def test_each_line_has_the_hash_of_the_one_before(tmp_path: Path) -> None:
     ]
     assert {entry["site"] for entry in entries} == {"clinic"}
     assert (tmp_path / "log").stat().st_mode & 0o077 == 0
-    found = verified(tmp_path / "log")
+    found = verify(tmp_path / "log")
     assert (len(found.entries), found.problems, found.notes) == (4, (), ())
     assert found.last == hashlib.sha256(lines[-1]).hexdigest()
 
 
 def test_the_log_goes_on_in_another_process_of_the_site(tmp_path: Path) -> None:
     written(written(tmp_path / "log", 2), 3)
-    found = verified(tmp_path / "log")
+    found = verify(tmp_path / "log")
     assert (len(found.entries), found.problems) == (5, ())
 
 
@@ -56,7 +56,7 @@ def test_processes_that_write_at_the_same_time_make_one_chain(tmp_path: Path) ->
         process.start()
     for process in processes:
         process.join(60)
-    found = verified(tmp_path / "log")
+    found = verify(tmp_path / "log")
     assert (len(found.entries), found.problems) == (75, ())
 
 
@@ -77,7 +77,7 @@ CHANGES: dict[str, Any] = {
 def test_whatever_is_changed_breaks_the_chain(what: str, tmp_path: Path) -> None:
     path = written(tmp_path / "log")
     path.write_bytes(b"".join(line + b"\n" for line in CHANGES[what](path.read_bytes().splitlines())))
-    found = verified(path)
+    found = verify(path)
     assert found.problems
     with pytest.raises(InputError, match="each line names the sha256 of the one before"):
         found.require()
@@ -85,19 +85,19 @@ def test_whatever_is_changed_breaks_the_chain(what: str, tmp_path: Path) -> None
 
 def test_lines_cut_off_the_end_show_by_a_hash_that_was_noted(tmp_path: Path) -> None:
     path = written(tmp_path / "log")
-    noted = verified(path).last
+    noted = verify(path).last
     written(path, 1)
-    assert verified(path, noted[:12]).problems == ()
+    assert verify(path, noted[:12]).problems == ()
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
-    assert verified(path).problems == ()
-    assert verified(path, noted).problems == (f"no line has the sha256 {noted}: lines are missing at the end",)
+    assert verify(path).problems == ()
+    assert verify(path, noted).problems == (f"no line has the sha256 {noted}: lines are missing at the end",)
 
 
 @pytest.mark.parametrize("cut", [1, 30])
 def test_a_torn_last_line_is_told_and_the_log_goes_on_after_it(cut: int, tmp_path: Path) -> None:
     path = written(tmp_path / "log")
     path.write_bytes(path.read_bytes()[:-cut])
-    found = verified(path)
+    found = verify(path)
     assert (found.problems, found.notes) == ((), ("line 4 was cut short, by a crash perhaps",))
     said: list[str] = []
     log = Audit(path, "clinic", said.append)
@@ -106,10 +106,10 @@ def test_a_torn_last_line_is_told_and_the_log_goes_on_after_it(cut: int, tmp_pat
     log.add({"round": 6})
     lines = [json.loads(line) for line in path.read_bytes().splitlines()[4:]]
     assert [line.get("after_torn") for line in lines] == [True, None]
-    assert verified(path).problems == ()
+    assert verify(path).problems == ()
     broken = path.read_bytes().replace(b'"after_torn": true, ', b"")
     path.write_bytes(broken)
-    assert verified(path).problems
+    assert verify(path).problems
 
 
 def test_a_log_that_cannot_be_written_stops_what_would_leave(tmp_path: Path) -> None:
@@ -138,18 +138,18 @@ def test_a_message_is_described_by_what_it_is_encoded_as() -> None:
     names = [f"layer{i}.weight" for i in range(6)]
     weights = {name: torch.full((2, 2), 0.5) for name in names}
     message = Message({"weights": weights, "control": {"a": torch.tensor([3.0, 4.0])}}, {"samples": 7})
-    about = described(message, norms=True)
+    about = describe_message(message, norms=True)
     assert about["sha256"] == hashlib.sha256(message.encode()).hexdigest()
     assert (about["bytes"], about["tensors"], about["numbers"]) == (message.num_bytes, 7, {"samples": 7.0})
     assert about["groups"]["control"] == {"tensors": 1, "numbers": 2, "names": "a", "norm": 5.0}
     assert about["groups"]["weights"]["norm"] == pytest.approx(24**0.5 / 2, rel=1e-5)
     assert about["groups"]["weights"]["names"] == "layer0.weight, layer1.weight, layer2.weight, ... layer5.weight (6)"
-    assert "norm" not in described(message)["groups"]["control"]
+    assert "norm" not in describe_message(message)["groups"]["control"]
 
 
 def test_an_empty_log_is_intact(tmp_path: Path) -> None:
     (tmp_path / "log").touch()
-    found = verified(tmp_path / "log")
+    found = verify(tmp_path / "log")
     assert (found.entries, found.problems, found.last) == ((), (), "")
     assert text(found, 100)[-1] == "INTACT"
 
@@ -181,11 +181,11 @@ def test_a_hostile_message_stays_a_line_that_can_be_read(tmp_path: Path) -> None
     groups = {f"{i}{long}": {f"0{long}": torch.ones(1)} for i in range(3000)}
     message = Message(groups, {f"{i}{long}": 1.0 for i in range(20_000)})
     log = Audit(tmp_path / "log", "clinic")
-    about = described(message)
+    about = describe_message(message)
     log.add({"direction": "came", **about})
     log.add({"direction": "refused", "reason": "y" * 3_000_000, "what": [long] * 10_000})
-    log.add({"direction": "came", **described(Message({}, {"samples": 1}))})
-    found = verified(tmp_path / "log")
+    log.add({"direction": "came", **describe_message(Message({}, {"samples": 1}))})
+    found = verify(tmp_path / "log")
     assert (len(found.entries), found.problems, found.notes) == (3, (), ())
     came, refused, _ = found.entries
     assert (came["tensors"], came["all_groups"], came["all_numbers"]) == (3000, 3000, 20_000)
@@ -198,5 +198,5 @@ def test_a_hostile_message_stays_a_line_that_can_be_read(tmp_path: Path) -> None
 def test_what_identifies_no_line_is_no_noted_hash(noted: str, tmp_path: Path) -> None:
     path = written(tmp_path / "log")
     with pytest.raises(InputError, match="8 to 64 hexadecimal digits"):
-        verified(path, noted)
+        verify(path, noted)
     assert cli.main(["site", "audit", str(path), "--noted", noted]) == 2

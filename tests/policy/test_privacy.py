@@ -142,7 +142,7 @@ def test_the_account_of_an_earlier_version_is_taken_in_once(tmp_path: Path) -> N
     Account.open(old, 1e-5).spend(4.0, {"scalars/steps": 1})
     for _ in range(2):
         account = Account.open(path, 1e-5)
-        account.take_in(old)
+        account.merge_site_account(old)
         assert (account.replies, dict(account.uncovered)) == (1, {"scalars/steps": 1})
     assert Account.open(path, 1e-5).replies == 1
     assert not old.exists()

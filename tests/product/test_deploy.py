@@ -15,7 +15,7 @@ from medfl import datasets
 from medfl.bundle.bundle import shipped_root
 from medfl.cli import verbs as cli
 from medfl.methods import names
-from medfl.policy.audit import verified
+from medfl.policy.audit import verify
 from medfl.policy.outbound import Outbound
 from medfl.policy.policy import Policy
 from medfl.policy.privacy import epsilon_of
@@ -69,7 +69,7 @@ def test_the_commands_run_one_after_the_other(hospital: Path, capsys: pytest.Cap
         if given[2] == "audit":
             if not Path("audit.jsonl").exists():
                 _drive(program)
-            given = [verified(Path("audit.jsonl")).last[:8] if word == "3f5a91c0" else word for word in given]
+            given = [verify(Path("audit.jsonl")).last[:8] if word == "3f5a91c0" else word for word in given]
         if "fl.example.org:8002" in given:
             with serving(trusting(hospital / "server")) as (host, port):
                 given[given.index("fl.example.org:8002")] = f"{host}:{port}"

@@ -17,7 +17,7 @@ from medfl.flare import wire
 from medfl.flare.parts import RemoteExecutor
 from medfl.flare.site import FlareSite
 from medfl.flare.wire import Payload, message_payload, state_rounds
-from medfl.policy.audit import verified
+from medfl.policy.audit import verify
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from tests.flare.test_parts import Workspace, asked, job, local
@@ -51,7 +51,7 @@ def test_the_text_of_a_failure_stays_at_the_site_under_its_id(
         told = site(made, tmp_path / "log").answer(wire.TRAIN, question(made))
     found = re.fullmatch(WORDS, told.failed)
     assert found is not None, told.failed
-    entry = verified(tmp_path / "log").entries[-1]
+    entry = verify(tmp_path / "log").entries[-1]
     assert (entry["direction"], entry["kind"], entry["failure"]) == ("refused", "train", found[1])
     assert NAME in entry["reason"]
     assert NAME in caplog.text
@@ -65,7 +65,7 @@ def test_what_fails_before_the_site_is_ready_is_in_its_log_once(tmp_path: Path) 
     told = site(broken, tmp_path / "log").answer(wire.INTRODUCE, Payload({}, {"round": 0}))
     found = re.fullmatch(WORDS, told.failed)
     assert found is not None
-    (entry,) = verified(tmp_path / "log").entries
+    (entry,) = verify(tmp_path / "log").entries
     assert (entry["site"], entry["failure"], entry["reason"]) == ("x", found[1], f"ValueError: no image {NAME}")
 
 
@@ -91,7 +91,7 @@ def test_an_executor_tells_no_path_of_the_site_s_own_files(job: Path, tmp_path: 
     place = local(tmp_path / "local", policy="missing.yaml", audit="audit.jsonl")
     told = asked(RemoteExecutor(), wire.TRAIN, Payload({}, {"round": 1}), Workspace(job, place))
     assert str(tmp_path) not in told.failed
-    (entry,) = verified(place / "audit.jsonl").entries
+    (entry,) = verify(place / "audit.jsonl").entries
     assert entry["site"] == "north"
     assert "missing.yaml cannot be read" in entry["reason"]
     assert told.failed.endswith(f"failure {entry['failure']} in its log")

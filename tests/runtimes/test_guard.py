@@ -16,7 +16,7 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.policy.audit import verified
+from medfl.policy.audit import verify
 from medfl.policy.inspection import inspect
 from medfl.policy.outbound import Outbound
 from medfl.policy.policy import Policy
@@ -147,7 +147,7 @@ def test_a_reply_with_other_keys_or_more_bytes_is_refused_and_changes_nothing(tm
         assert (strict.states.last, strict.summary["privacy"]["replies"]) == (0, 0)
         with pytest.raises(RunError, match="nothing to send"):
             strict.get_weights()
-        came, refused = verified(log).entries
+        came, refused = verify(log).entries
         assert (came["direction"], refused["direction"], refused["round"]) == ("came", "refused", 1)
         assert "outbound policy refuses" in refused["reason"]
 
@@ -159,7 +159,7 @@ def test_scores_leave_as_metrics_and_only_if_they_may(tmp_path: Path) -> None:
         some.evaluate(broadcast(made, "x"))
     noisy = site(made, outbound=NOISY, audit=tmp_path / "other")
     told = noisy.evaluate(broadcast(made, "x"), {"section": "test"}).metrics
-    entry = verified(tmp_path / "other").entries[-1]
+    entry = verify(tmp_path / "other").entries[-1]
     assert (entry["kind"], entry["direction"]) == ("evaluate", "left")
     assert entry["numbers"] == pytest.approx({f"test/{name}": value for name, value in told.items()})
     assert "no formal privacy" not in entry["privacy"]  # test images, and a model that is not of the training images
@@ -191,7 +191,7 @@ def test_the_bins_are_the_site_s_where_small_counts_are_not_told(tmp_path: Path)
     for number, ends in ((4, [-2, 2]), (32, [-2, 2.001]), (33, [-2, 2])):
         with pytest.raises(InputError, match="with min_count 32 from -2 to 2"):
             strict.get_data_stats({FlStatistics.HIST_BINS: number, FlStatistics.HIST_RANGE: ends})
-    assert [entry["direction"] for entry in verified(tmp_path / "log").entries] == ["refused"] * 3
+    assert [entry["direction"] for entry in verify(tmp_path / "log").entries] == ["refused"] * 3
     strict.get_data_stats()
 
 
@@ -215,7 +215,7 @@ def test_statistics_keep_the_least_count_of_the_policy(tmp_path: Path) -> None:
     ):
         assert here["counts"].count(None) != 1
         assert all(mine in (None, theirs) for mine, theirs in zip(here["counts"], all_["counts"], strict=True))
-    entry = verified(tmp_path / "log").entries[-1]
+    entry = verify(tmp_path / "log").entries[-1]
     assert entry["kind"] == "statistics"
     assert entry["sha256"] == hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
@@ -234,7 +234,7 @@ def test_the_log_has_all_that_came_and_left_with_its_hash(host: str, tmp_path: P
         message = Message({"weights": weights}) if host == "averaging" else Message.from_flat(weights)
         return hashlib.sha256(message.encode()).hexdigest()
 
-    introduced, came, left = verified(tmp_path / "log").entries
+    introduced, came, left = verify(tmp_path / "log").entries
     assert [e["kind"] for e in (introduced, came, left)] == ["introduce", "train", "train"]
     assert [e["direction"] for e in (introduced, came, left)] == ["left", "came", "left"]
     assert [e["round"] for e in (introduced, came, left)] == [0, 1, 1]
@@ -255,7 +255,7 @@ def test_a_bad_message_stands_in_the_log_as_refused(tmp_path: Path) -> None:
     data.weights["weights/0.bias"] = torch.full((6,), math.nan)
     with pytest.raises(RunError):
         logged.train(data)
-    (entry,) = verified(tmp_path / "log").entries
+    (entry,) = verify(tmp_path / "log").entries
     assert entry["direction"] == "refused"
     assert "'weights/0.bias' has NaN" in entry["reason"]
 
@@ -282,7 +282,7 @@ def test_hosts_of_monai_fl_drive_sites_with_rules(tmp_path: Path) -> None:
     assert all(math.isfinite(float(each.evaluate(said(weights)).metrics["loss"])) for each in sites.values())
     for name, each in sites.items():
         each.finalize()
-        found = verified(tmp_path / name)
+        found = verify(tmp_path / name)
         assert found.problems == ()
         assert [e["round"] for e in found.entries if e["kind"] == "train" and e["direction"] == "left"] == [1, 2, 3]
 
@@ -302,7 +302,7 @@ def test_a_policy_file_holds_for_a_site_of_a_host(tmp_path: Path) -> None:
     start = algo.get_weights()
     algo.train(said(start.weights))
     assert change(algo.get_weights(), start) == pytest.approx(0.001, rel=1e-3)
-    assert len(verified(tmp_path / "log").entries) == 3
+    assert len(verify(tmp_path / "log").entries) == 3
     policy.write_text(policy.read_text().replace(pinned.files["LICENSE"], "f" * 64))
     with pytest.raises(InputError, match=r"bundle 'mednist' is refused: LICENSE: its sha256 is"):
         launch.site_algo("mednist", "clinic", requested=settings, policy=policy)
@@ -315,7 +315,7 @@ def test_a_message_with_thousands_of_numbers_is_refused_before_it_is_described(t
     data.weights |= {f"scalars/{i}": torch.tensor(1.0) for i in range(2000)}
     with pytest.raises(RunError, match="it has 2000 numbers; at most 1024"):
         logged.train(data)
-    assert [entry["direction"] for entry in verified(tmp_path / "log").entries] == ["refused"]
+    assert [entry["direction"] for entry in verify(tmp_path / "log").entries] == ["refused"]
 
 
 def test_the_number_of_a_section_s_items_is_checked_and_logged_where_it_is_told(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_the_number_of_a_section_s_items_is_checked_and_logged_where_it_is_told(
     some.evaluate(broadcast(made, "x"))
     every = site(made, audit=tmp_path / "other")
     every.visit(site_judge, broadcast(made, "x"), ("validate",))
-    assert verified(tmp_path / "other").entries[-1]["numbers"]["validate/cases"] == 3
+    assert verify(tmp_path / "other").entries[-1]["numbers"]["validate/cases"] == 3
 
 
 def test_the_clip_bounds_what_leaves_with_error_feedback_too() -> None:

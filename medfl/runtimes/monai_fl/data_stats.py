@@ -20,7 +20,7 @@ from medfl.core.errors import InputError
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
 from medfl.methods._parts.prototypes import class_counts
-from medfl.policy.suppression import hidden_bins, told_counts
+from medfl.policy.suppression import hidden_bins, suppress_counts
 
 OWN_BINS = 32
 _BATCH = 16
@@ -188,7 +188,7 @@ def _suppress(
     for part in parts:
         about, count, present = told[part], told[part]["data_count"], images[part]
         if "class_counts" in about:
-            about["class_counts"], _ = told_counts(about["class_counts"], least)
+            about["class_counts"], _ = suppress_counts(about["class_counts"], least)
         about["data_count"] = count if count >= least else None
         if count < least:
             about["data_stats"] = {}

@@ -16,7 +16,7 @@ from medfl.core.run_folder import safe_file_name
 from medfl.core.storage import State
 from medfl.core.terminal import Print
 from medfl.evaluation.metrics import Cases, summarise
-from medfl.policy.audit import Audit, described, document, numbers
+from medfl.policy.audit import Audit, describe_document, describe_message, numbers
 from medfl.policy.gate import Gate
 from medfl.policy.outbound import Outbound
 from medfl.policy.privacy import Account, account_file
@@ -79,7 +79,7 @@ class Guard:
             file = account_file(self._folder, data) if self._folder is not None and data else own
             account = Account.open(file, self._rules.delta)
             if own is not None and own != file:
-                account.take_in(own)
+                account.merge_site_account(own)
             self._gate = Gate(self._rules, account, site)
 
     @property
@@ -101,7 +101,7 @@ class Guard:
             RunError: it is not.
         """
         if self._log is not None:
-            self._add(doing, "came", described(message()))
+            self._add(doing, "came", describe_message(message()))
         if self._gate is not None and doing.kind == "train":
             self._gate.enter()
 
@@ -154,7 +154,7 @@ class Guard:
             self._gate.size(wire)
             self._gate.introduction(wire, telling=telling)
         if self._log is not None:
-            about = described(wire, norms=True)
+            about = describe_message(wire, norms=True)
             beside = {str(name): value for name, value in told.items()}
             self._add(doing, "left", {**about, "numbers": {**about["numbers"], **beside}})
 
@@ -198,7 +198,7 @@ class Guard:
             self._gate.numbers(group, named, telling=telling)
         if self._log is not None:
             plain = numbers({name: value for name, value in named.items() if isinstance(value, int | float)})
-            self._add(doing, "left", {**document(named), "numbers": plain})
+            self._add(doing, "left", {**describe_document(named), "numbers": plain})
 
     def _add(self, doing: Doing, direction: str, entry: Mapping[str, Any]) -> None:
         assert self._log is not None
