@@ -231,7 +231,7 @@ def test_what_a_step_takes_of_a_gpu_is_held_against_what_is_free(
     if not free:
         monkeypatch.setattr(preflight, "fit", out_of_memory)
     found = Preflight("ham10000", str(moles))
-    with found.about("memory"):
+    with found.errors_as("memory"):
         preflight._memory(found, made)
     assert text in said(found, "memory", level)
     assert ("on the GPU" in said(found, "memory")) == bool(free)
