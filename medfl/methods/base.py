@@ -14,8 +14,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.networks.heads import head, head_name
-from medfl.training.loop import FitReport, fit
-from medfl.training.site import Host, Site, merged, snapshot
+from medfl.training import FitReport, Host, Site, fit, merged, snapshot
 
 
 def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, minimum: float | None = None) -> Any:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,11 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.class_heads import class_count, fit_head, with_class_head
 from medfl.methods._parts.prototypes import Gaussians, gaussians, pool
-from medfl.methods.base import Group, Method, class_head, option
-from medfl.methods.fedgh import fit_head
+from medfl.methods.base import Group, Method, option
 from medfl.networks.heads import head, head_name
-from medfl.training.site import Host, Site
+from medfl.training import Host, Site
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,18 @@ class CCVR(Method):
     calibration_batch: int = option(64, "virtual features a step (ours)", minimum=1)
     calibration_lr: float = option(0.01, "rate of the head's SGD with momentum 0.9 (ours)", minimum=0.0)
 
-    paper: ClassVar[str] = (
+    paper = (
         "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data (Luo et al., 2021)"
     )
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks = ("classification",)
 
     def groups(self) -> tuple[Group, ...]:
-        """Declare the moments of each class's features go up."""
+        """Declare the moments of each class's features, which go up."""
         return (Group("statistics", down=False),)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class."""
-        class_head(network, task)
-        return network
+        return with_class_head(network, task)
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Describe the features under the received model where it is time to, then train as FedAvg does."""
@@ -67,7 +65,7 @@ class CCVR(Method):
     def _statistics(self, site: Site, down: Message) -> dict[str, Tensor]:
         model = site.model(down["weights"])
         kind = next(p.dtype for p in head(model).parameters())
-        own = gaussians(model, site.train, site.settings.batch_size, _classes(model), site.device)
+        own = gaussians(model, site.train, site.settings.batch_size, class_count(model), site.device)
         return {"counts": own.counts.int(), "means": own.means.to(kind), "covariances": own.covariances.to(kind)}
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
@@ -102,11 +100,6 @@ class CCVR(Method):
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the newest calibrated model; before the first calibration the plain one."""
         return host.model(server["calibrated"] if "calibrated" in server else server["weights"])
-
-
-def _classes(network: nn.Module) -> int:
-    layer: Any = head(network)
-    return int(layer.out_features)
 
 
 METHOD = CCVR

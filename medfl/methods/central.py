@@ -8,13 +8,11 @@ methods.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.training.loop import fit
-from medfl.training.site import Site, snapshot
+from medfl.training import Site, fit, snapshot
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,8 @@ class Central(Method):
 
     keep_optimizer: bool = option(True, "keep one optimiser over the whole run instead of a fresh one every round")
 
-    paper: ClassVar[str] = "reference: pooled data"
-    pools_data: ClassVar[bool] = True
+    paper = "reference: pooled data"
+    pools_data = True
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train on the pooled data, continuing the optimiser."""

@@ -8,27 +8,23 @@ buffers are not pulled.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.training.loop import fit, pull
-from medfl.training.site import Site, snapshot
+from medfl.training import Site, fit, pull, snapshot
 
 
 @dataclass(frozen=True)
 class Ditto(Method):
     """FedAvg plus a personal model at each site, pulled towards the global one."""
 
-    lam: float = option(
-        1.0, "lambda, strength of the pull towards the received model (paper: 0.1, 1 or 2)", minimum=0.0
-    )
+    lam: float = option(1.0, "lambda, strength of the pull towards the received model (paper: 0.1, 1, 2)", minimum=0.0)
 
-    paper: ClassVar[str] = "Ditto: Fair and Robust Federated Learning Through Personalization (Li et al., 2021)"
-    judged: ClassVar[str] = "personal"
+    paper = "Ditto: Fair and Robust Federated Learning Through Personalization (Li et al., 2021)"
+    judged = "personal"
 
     def init_site(self, site: Site) -> State:
         """Start v_i from the common initial weights."""

@@ -3,10 +3,9 @@
 Sites with networks of any kind (option `bodies`) bring their logits of public items into line; no weights travel.
 
 First:   a site trains on its own data; that model stays with it, frozen.
-Public:  z (B, K) are the site's logits of a batch of public items, z~ the mean over the sites, constant. Each column of
-         both is standardised over the batch, then
-         (1) M = z' z~ / B (K, K);  (2) L_col = sum_u (M_uu - 1)^2 + lambda sum_(u != v) (M_uv + 1)^2:
-         the same class is to agree, two classes to oppose each other (the target off the diagonal is -1, not 0).
+Public:  (1) M = z' z~ / B (K, K), z (B, K) the site's logits of a batch of public items, z~ the mean over the sites,
+         constant, each column of both standardised over the batch;
+         (2) L_col = sum_u (M_uu - 1)^2 + lambda sum_(u != v) (M_uv + 1)^2: two classes are to oppose each other.
 Private: (3) CE + KL(frozen || model) + KL(previous || model), temperature 1: the frozen model holds on to what the
          site's own data say, its model of the previous round to what was learnt from the others.
 Judged by each site's own model.
@@ -25,46 +24,31 @@ maps, averaged over cells to `map_size` a side, and standardised over all items 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message
 from medfl.core.storage import State
-from medfl.data.public import Public
-from medfl.methods._parts.extras import Bodies, PublicData
-from medfl.methods._parts.public import SCORES, shared
-from medfl.methods.base import Group, Method, option, same_option
-from medfl.methods.fedmd import (
-    FedMD,
-    agreed,
-    asking,
-    batch_size,
-    drawn,
-    first_epochs,
-    on_public,
-    reduced,
-    scoring,
-    statistics,
-)
-from medfl.methods.proxyfl import divergence
+from medfl.methods._parts.distillation import divergence
+from medfl.methods._parts.public import public_data
+from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
+from medfl.methods.base import option
 from medfl.networks.heads import frozen
-from medfl.training.loop import Objective, fit
-from medfl.training.site import Host, Site, snapshot
+from medfl.training import Objective, Site, fit, snapshot
 
 _BATCH = 512  # of the public code
 _LEAST = 1e-5
 
 
 @dataclass(frozen=True)
-class FCCL(PublicData, Bodies, Method):
+class FCCL(ScoreExchange):
     """Sites correlate their logits of public items class by class, and hold on to what they knew."""
 
-    alignment: int = same_option(FedMD, "alignment")
     lam: float = option(0.0051, "lambda, weight of the terms off the diagonal (public code: 0.0051)", minimum=0.0)
     frozen_weight: float = option(1.0, "weight of KL(frozen || model) (public code: 1)", minimum=0.0)
     previous_weight: float = option(1.0, "weight of KL(previous || model) (public code: 1)", minimum=0.0)
@@ -72,13 +56,8 @@ class FCCL(PublicData, Bodies, Method):
     public_batch_size: int = option(
         0, "public items a step, not 1; 0: 512 (public code), in segmentation the run's batch size", minimum=0
     )
-    initial_epochs: int = same_option(FedMD, "initial_epochs")
-    map_size: int = same_option(FedMD, "map_size")
-    public_bn: str = same_option(FedMD, "public_bn")
 
-    paper: ClassVar[str] = "Learn from Others and Be Yourself in Heterogeneous Federated Learning (Huang, Ye, Du, 2022)"
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
-    judged: ClassVar[str] = "personal"
+    paper = "Learn from Others and Be Yourself in Heterogeneous Federated Learning (Huang, Ye, Du, 2022)"
 
     def __post_init__(self) -> None:
         """Refuse batches without a variance."""
@@ -86,91 +65,43 @@ class FCCL(PublicData, Bodies, Method):
             if getattr(self, name) == 1:
                 raise InputError(f"{name}=1", "logits are standardised over 2 public items or more", "take at least 2")
 
-    def groups(self) -> tuple[Group, ...]:
-        """Declare logits of public items, and the positions of those that are asked for."""
-        return SCORES
-
     def check(self, site: Site) -> None:
         """Ask for two public items."""
-        if len(public := shared(site)) < 2:
+        if len(public := public_data(site)) < 2:
             raise InputError(
                 f"{len(public)} public item of {public.name!r}", "standardising takes 2 or more", "raise public_items"
             )
 
-    def personal_names(self, network: nn.Module) -> frozenset[str]:
-        """Return every tensor of the network."""
-        return frozenset(network.state_dict())
-
-    # Server half
-
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
-        """Draw the public items of round 1."""
-        return {"positions": drawn(host, self.alignment)}
-
-    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send the items of this round, and the mean logits of those of the one before."""
-        return asking(server)
-
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
-        """Average the logits and draw the items of the next round."""
-        return agreed(host, server, replies, self.alignment)
-
-    # Site half
-
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Go through the public and the private phase; keep the model, reply its logits."""
-        model, public = site.model(state["weights"]), shared(site)
-        size = batch_size(site, self.public_batch_size, _BATCH)
+        """Learn from the others' logits, then train on; keep the model, reply its logits."""
+        model, size = site.model(state["weights"]), batch_size(site, self.public_batch_size, _BATCH)
         if "frozen" not in state:
-            first_epochs(model, site, self.initial_epochs)
+            self.first_epochs(model, site)
             fit(model, site)
         else:
             if "scores" in down and self.public_epochs:
-                self._learn_from_others(model, site, public, down, size)
-            fit(model, site, objective=self._being_oneself(site, state))
-        reply, trained = scoring(model, site, public, down, size, self.map_size), snapshot(model)
+                learn = partial(collaboration, lam=self.lam)
+                self.fit_consensus(model, site, down, learn, "public", epochs=self.public_epochs, size=size, least=2)
+            fit(model, site, objective=self._hold_on(site, state))
+        reply, trained = self.scoring(model, site, down, size), snapshot(model)
         return {"weights": trained, "frozen": state.get("frozen", trained)}, reply
 
-    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return the site's own model."""
-        return site.model(state["weights"])
-
-    def _learn_from_others(self, model: nn.Module, site: Site, public: Public, down: Message, size: int) -> None:
-        """Train on L_col (2)."""
-
-        def objective(network: nn.Module, x: Any, z_bar: Any) -> Tensor:
-            return collaboration(reduced(public.outputs(network, x), self.map_size), z_bar, self.lam)
-
-        positions, mean = down["positions"]["scored"], down["scores"]["public"]
-        items = on_public(site, public, positions, mean, self.public_epochs, size, least=2)
-        with statistics(model, self.public_bn):
-            fit(model, items, objective=objective, purpose="public")
-
-    def _being_oneself(self, site: Site, state: State) -> Objective:
+    def _hold_on(self, site: Site, state: State) -> Objective:
         """Return the loss of the private phase (3); the model of the previous round is the one in the State."""
         weights = {"frozen": self.frozen_weight, "weights": self.previous_weight}
         references = [(weight, frozen(site.model(state[name]))) for name, weight in weights.items() if weight]
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             z = network(x)
-            loss = site.loss(z, y)
-            for weight, reference in references:
-                with torch.no_grad():
-                    teacher = reference(x)
-                loss = loss + weight * divergence(z, teacher)
-            return loss
+            with torch.no_grad():
+                teachers = [(weight, reference(x)) for weight, reference in references]
+            return sum((weight * divergence(z, teacher) for weight, teacher in teachers), site.loss(z, y))
 
         return objective
 
 
 def collaboration(z: Tensor, z_bar: Tensor, lam: float) -> Tensor:
-    """Return L_col (2).
-
-    Args:
-        z: logits (B, K) or maps of them (B, K, h, w[, d]).
-        z_bar: of the same shape, constant.
-        lam: lambda, weight off the diagonal.
-    """
+    """Return L_col (2) of logits (B, K) or maps of them (B, K, h, w[, d]), with z_bar of the same shape constant."""
     m = cross_correlation(z, z_bar)
     diagonal = m.diagonal()
     agree, oppose = (diagonal - 1).square().sum(), (m + 1).square().sum() - (diagonal + 1).square().sum()

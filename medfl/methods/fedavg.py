@@ -6,7 +6,6 @@ w^{t+1} = sum_{k in S_t} p_k w_k^t, p_k = n_k / sum_{j in S_t} n_j. Floating Bat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from medfl.methods.base import Method
 
@@ -15,9 +14,7 @@ from medfl.methods.base import Method
 class FedAvg(Method):
     """Average the sites' weights by sample counts."""
 
-    paper: ClassVar[str] = (
-        "Communication-Efficient Learning of Deep Networks from Decentralized Data (McMahan et al., 2017)"
-    )
+    paper = "Communication-Efficient Learning of Deep Networks from Decentralized Data (McMahan et al., 2017)"
 
 
 METHOD = FedAvg

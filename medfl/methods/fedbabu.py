@@ -10,42 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.methods.base import Method, option
-from medfl.methods.fedper import check_parts, head_option, head_tensors
+from medfl.methods._parts.aggregation import shares_by, weighted_mean
+from medfl.methods._parts.personal_head import PersonalHead
+from medfl.methods.base import option
 from medfl.training import FitReport, Host, Site, fit, merged, train_only
 
 
 @dataclass(frozen=True)
-class FedBABU(Method):
+class FedBABU(PersonalHead):
     """FedAvg of the body around a head that is never trained; fine-tuned where it is used."""
 
     finetune_epochs: int = option(5, "epochs on the whole network before a site is judged (paper: 5)", minimum=0)
     weights: str = option(
-        "uniform", "mean over participants: 1/S as in the public code, or by samples", choices=("uniform", "samples")
+        "uniform", "mean over participants: 1/S (code), or by samples", choices=("uniform", "samples")
     )
-    head_layers: str = head_option()
 
-    paper: ClassVar[str] = (
-        "FedBABU: Toward Enhanced Representation for Federated Image Classification (Oh et al., 2022)"
-    )
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
-    judged: ClassVar[str] = "personal"
+    paper = "FedBABU: Toward Enhanced Representation for Federated Image Classification (Oh et al., 2022)"
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose body has something to train."""
-        return check_parts(network, self.head_layers, "fedbabu", head=False)
-
-    def personal_names(self, network: nn.Module) -> frozenset[str]:
-        """Return the head's tensors: everyone has the initial ones, so they never travel."""
-        return head_tensors(network, self.head_layers)
+        return self.check_parts(network, "fedbabu", head=False)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train the body; a parameter without gradient has no weight decay either."""
@@ -55,7 +45,7 @@ class FedBABU(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the bodies."""
-        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
+        shares = shares_by(self.weights, replies)
         return {"weights": weighted_mean(replies, "weights", shares)}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:

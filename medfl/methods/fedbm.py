@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,12 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive, stream
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.extras import MakesImages, Synthetic, TextEmbeddings
+from medfl.methods._parts.extras import MakesImages, Synthetic
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods._parts.synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
 from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings_of, text_objective
-from medfl.methods._parts.text_options import TextOptions, opened, shared
-from medfl.methods.base import Group, Method, option
+from medfl.methods._parts.text_options import TextClassified
+from medfl.methods.base import Group, option
 from medfl.networks.generator import (
     NORMALISATIONS,
     Augmentation,
@@ -51,19 +51,9 @@ _AT_ONCE = 16  # images of a picture that are made together
 
 
 @dataclass(frozen=True)
-class FedBM(TextEmbeddings, MakesImages, Method):
+class FedBM(MakesImages, TextClassified):
     """A classifier built from class names, and a generator that adds images of all classes at every site."""
 
-    classifier: str = shared("classifier")
-    tau: float = shared("tau")
-    plm: str = shared("plm")
-    prompt_fraction: float = shared("prompt_fraction")
-    renormalise_mean: bool = shared("renormalise_mean")
-    swap: str = shared("swap")
-    raw_test_logits: bool = shared("raw_test_logits")
-    weights: str = shared("weights")
-    keep_optimizer: bool = shared("keep_optimizer")
-    decay_per: str = shared("decay_per")
     generator: bool = option(True, "train a generator and mix its images in")
     synthetic_batch: int = option(16, "generated images a local step (tune over 8, 16, 32)", minimum=1)
     pool_per_round: bool = option(False, "generate one set a round, seen every local epoch (paper), not one a step")
@@ -84,39 +74,30 @@ class FedBM(TextEmbeddings, MakesImages, Method):
     normalise: str = option("imagenet", "of generated images, as the bundle does it with real ones",
                             choices=tuple(NORMALISATIONS))  # fmt: skip
 
-    paper: ClassVar[str] = (
+    paper = (
         "FedBM: Stealing Knowledge from Pre-trained Language Models for Heterogeneous Federated Learning "
         "(Zhu et al., 2025)"
     )
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    shown: ClassVar[Mapping[str, Any]] = {"g_start": 0, "g_iterations": 1, "g_batch": 2, "normalise": "none"}
+    shown = {"g_start": 0, "g_iterations": 1, "g_batch": 2, "normalise": "none"}
 
-    def __post_init__(self) -> None:
-        """Refuse what the common options do not allow."""
-        _ = self._text
-
-    @property
-    def _text(self) -> TextOptions:
-        return TextOptions.of(self)
+    def groups(self) -> tuple[Group, ...]:
+        """Declare the text embeddings, which each site gets once, and the generator."""
+        return (*super().groups(), Group("generator", up=False))
 
     @property
     def language_model(self) -> str:
         """That of the option `plm`, where the head is built from text or z is drawn from it."""
-        return self.plm if self._text.built or self.generator else ""
-
-    def groups(self) -> tuple[Group, ...]:
-        """Declare the text embeddings, which each site gets once, and the generator."""
-        return (Group("text", up=False), Group("generator", up=False))
+        return self.plm if self.built or self.generator else ""
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Replace the head by projection and Gaussians; any head holds the embeddings that z is drawn from."""
-        return self._text.adapt(network, task, "diag", embeddings=bool(self.language_model))
+        return self.with_head(network, task, "diag", embeddings=bool(self.language_model))
 
     def check(self, site: Site) -> None:
         """Refuse items that are no images, and images that the generator cannot make."""
-        told = self.introduce(site).scalars
-        if told:
-            check_images([int(told[axis]) for axis in AXES], self.normalise)
+        sizes = self.introduce(site).scalars
+        if sizes:
+            check_images([int(sizes[axis]) for axis in AXES], self.normalise)
 
     # Server half
 
@@ -133,7 +114,7 @@ class FedBM(TextEmbeddings, MakesImages, Method):
             InputError: the sites' images differ in size, or the generator cannot make images of this size.
         """
         server = super().init_server(host, weights, introductions)
-        if self._text.built or self.generator:
+        if self.built or self.generator:
             server |= {"informed": {}}
         if self.generator:
             server |= {"image": common_shape(introductions), "version": 0, "generator": {}}
@@ -141,16 +122,15 @@ class FedBM(TextEmbeddings, MakesImages, Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send the weights; once the embeddings; the generator where the site's copy is stale."""
-        tensors = self._text.sent(host, server, site_name)
-        scalars: dict[str, float] = {}
-        if self.generator and server["informed"].get(site_name, 0) < server["version"]:
-            tensors["generator"] = server["generator"]
-            scalars = {"version": server["version"], **dict(zip(AXES, server["image"], strict=True))}
-        return Message(tensors, scalars)
+        down = super().broadcast(host, server, site_name)
+        if not self.generator or server["informed"].get(site_name, 0) >= server["version"]:
+            return down
+        scalars = {"version": server["version"], **dict(zip(AXES, server["image"], strict=True))}
+        return Message({**down.tensors, "generator": server["generator"]}, scalars)
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average body and projection, then train the generator if its turn has come."""
-        server = {**server, "weights": self._text.averaged(host, server, replies)}
+        server = {**server, "weights": self.averaged(host, server, replies)}
         if "informed" in server:
             has = {name: server.get("version", 0) for name in sorted(replies)}
             server["informed"] = {**server["informed"], **has}
@@ -229,14 +209,14 @@ class FedBM(TextEmbeddings, MakesImages, Method):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train body and projection on real and, once there is a generator, synthetic images."""
-        model, state = opened(site, state, down)
+        model, state = self.opened(site, state, down)
         if "generator" in down:
             dimension = self._source(embeddings_of(model), torch.Generator()).dimension
-            told = check_received(down, dimension, self.introduce(site).scalars)
-            state = {"embeddings": embeddings_of(model), **state, "generator": down["generator"], **told}
-        objective = text_objective() if self._text.built else None
+            sizes = check_received(down, dimension, self.introduce(site).scalars)
+            state = {"embeddings": embeddings_of(model), **state, "generator": down["generator"], **sizes}
+        objective = text_objective() if self.built else None
         feed = self.mixing(site, state) if state.get("generator") else None
-        return self._text.trained(model, site, state, objective, feed)
+        return self.trained(model, site, state, objective, feed)
 
     def mixing(self, site: Site, state: State) -> Feed:
         """Return what makes the union of a real batch and fresh synthetic images (eq. 11).
@@ -259,10 +239,6 @@ class FedBM(TextEmbeddings, MakesImages, Method):
             return torch.cat([x, images.to(x.dtype)]), torch.cat([class_indices(y), labels])
 
         return mix
-
-    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return the received model with the site's own copy of the classifier."""
-        return opened(site, state, down)[0]
 
 
 METHOD = FedBM

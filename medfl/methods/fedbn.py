@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,7 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medfl.core.message import Message
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods._parts.aggregation import shares_by, weighted_mean
 from medfl.methods.base import Method, option
 from medfl.training import Host, split_names
 
@@ -36,10 +35,8 @@ class FedBN(Method):
     norms: str = option("batch", "layers that stay: BatchNorm as in the paper, or every norm", choices=("batch", "all"))
     weights: str = option("samples", "mean over participants by samples, or 1/S", choices=("samples", "uniform"))
 
-    paper: ClassVar[str] = (
-        "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization (Li et al., 2021)"
-    )
-    judged: ClassVar[str] = "personal"
+    paper = "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization (Li et al., 2021)"
+    judged = "personal"
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the normalisation layers' tensors."""
@@ -47,7 +44,7 @@ class FedBN(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average what was shared."""
-        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
+        shares = shares_by(self.weights, replies)
         return {"weights": weighted_mean(replies, "weights", shares)}
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
@@ -23,84 +22,52 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.extras import TextEmbeddings
 from medfl.methods._parts.text_classifier import COVARIANCES, text_objective
-from medfl.methods._parts.text_options import TextOptions, opened, shared
-from medfl.methods.base import Group, Method, option
-from medfl.training.site import Host, Site
+from medfl.methods._parts.text_options import TextClassified
+from medfl.methods.base import option
+from medfl.training import Host, Site
 
 
 @dataclass(frozen=True)
-class FedCB(TextEmbeddings, Method):
+class FedCB(TextClassified):
     """A frozen classifier built from class names; only features are trained and averaged."""
 
-    classifier: str = shared("classifier")
-    tau: float = shared("tau")
     covariance: str = option("full", "of the prompts: full (paper), diag (as FedBM) or none", choices=COVARIANCES)
-    loss: str = option(
-        "surrogate", "upper bound of eq. 4, or finite: over the prompts, eq. 1", choices=("surrogate", "finite")
-    )
-    plm: str = shared("plm")
-    prompt_fraction: float = shared("prompt_fraction")
-    renormalise_mean: bool = shared("renormalise_mean")
-    swap: str = shared("swap")
-    raw_test_logits: bool = shared("raw_test_logits")
-    weights: str = shared("weights")
-    keep_optimizer: bool = shared("keep_optimizer")
-    decay_per: str = shared("decay_per")
+    loss: str = option("surrogate", "bound of eq. 4, or finite: over prompts, eq. 1", choices=("surrogate", "finite"))
 
-    paper: ClassVar[str] = (
-        "Stealing Knowledge from Pre-trained Language Models for Federated Classifier Debiasing (Zhu et al., 2024)"
-    )
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    paper = "Stealing Knowledge from Pre-trained Language Models for Federated Classifier Debiasing (Zhu et al., 2024)"
 
     def __post_init__(self) -> None:
         """Refuse what the common options do not allow, and a loss over prompts without prompts."""
-        text = self._text
-        if self.loss == "finite" and not text.built:
+        super().__post_init__()
+        if self.loss == "finite" and not self.built:
             raise InputError(
                 f"loss=finite with classifier={self.classifier}", "eq. 1 is over prompts", "take text_distribution"
             )
 
     @property
-    def _text(self) -> TextOptions:
-        return TextOptions.of(self)
-
-    @property
     def language_model(self) -> str:
         """That of the option `plm`, where the head is built from text."""
-        return self.plm if self._text.built else ""
-
-    def groups(self) -> tuple[Group, ...]:
-        """Declare the text embeddings, which each site gets once."""
-        return (Group("text", up=False),)
+        return self.plm if self.built else ""
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Replace the head by projection and Gaussians, or freeze it."""
-        return self._text.adapt(network, task, self.covariance, embeddings=self._text.built)
+        return self.with_head(network, task, self.covariance, embeddings=self.built)
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights; no site has the embeddings."""
-        return {**super().init_server(host, weights, introductions), **({"informed": []} if self._text.built else {})}
-
-    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send the weights, and the embeddings to a site that has none yet."""
-        return Message(self._text.sent(host, server, site_name))
+        return {**super().init_server(host, weights, introductions), **({"informed": []} if self.built else {})}
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average body and projection; whoever replied has the embeddings."""
-        informed = {"informed": sorted({*server["informed"], *replies})} if self._text.built else {}
-        return {"weights": self._text.averaged(host, server, replies), **informed}
+        informed = {"informed": sorted({*server["informed"], *replies})} if self.built else {}
+        return {"weights": self.averaged(host, server, replies), **informed}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train body and projection against the frozen classifier."""
-        model, state = opened(site, state, down)
-        objective = text_objective(self.loss == "finite") if self._text.built else None
-        return self._text.trained(model, site, state, objective)
-
-    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return the received model with the site's own copy of the classifier."""
-        return opened(site, state, down)[0]
+        model, state = self.opened(site, state, down)
+        objective = text_objective(self.loss == "finite") if self.built else None
+        return self.trained(model, site, state, objective)
 
 
 METHOD = FedCB

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import mean_with_drift, uniform_shares, weighted_mean
+from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
+from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Group, Method, option
 from medfl.training import GradientHook, Host, Site, clip, fit, in_turn, pull, push, snapshot, zeros_of
@@ -42,10 +42,8 @@ class FedDC(Method):
         choices=("auto", "difference", "gradient"),
     )
 
-    paper: ClassVar[str] = (
-        "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction (Gao et al., 2022)"
-    )
-    takes_prototypes: ClassVar[bool] = True
+    paper = "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction (Gao et al., 2022)"
+    takes_prototypes = True
 
     def groups(self) -> tuple[Group, ...]:
         """Declare control variates, both ways."""

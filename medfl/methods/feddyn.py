@@ -14,16 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import mean_with_drift
+from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods.base import Method, option
-from medfl.training.loop import clip, fit, in_turn, pull, push
-from medfl.training.site import Host, Site, snapshot, zeros_of
+from medfl.training import Host, Site, clip, fit, in_turn, pull, push, snapshot, zeros_of
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class FedDyn(Method):
         choices=("corrected", "mean"),
     )
 
-    paper: ClassVar[str] = "Federated Learning Based on Dynamic Regularization (Acar et al., 2021)"
-    takes_prototypes: ClassVar[bool] = True
+    paper = "Federated Learning Based on Dynamic Regularization (Acar et al., 2021)"
+    takes_prototypes = True
 
     def introduce(self, site: Site) -> Message:
         """Tell the number of training items, where alpha depends on it."""

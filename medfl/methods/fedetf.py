@@ -4,16 +4,14 @@ Fixed simplex classifier M = sqrt(K/(K-1)) U (I - 11'/K), (d, K), U with orthono
 never sent. Logits tau <p, M_c>, p the feature after a linear projection to d dimensions, of unit length. Loss: balanced
 softmax, logits + gamma log n with n the site's class counts. Body, projection and tau are averaged by samples.
 The global model is judged. With `finetune_rounds` each site is also scored at the end of a run by the paper's personal
-one: one ordinary local training, then in turn epochs on M (rate 0.1) and on the projection (rate 0.05) with plain SGD
-and the bundle's loss, here from the newest global model, on a copy.
-Departures: the bundle's loss stands for cross-entropy; no fine-tuning by default, for the public code's 20 turns take
-longer than most runs.
+one: one ordinary local training, then in turn epochs on M and on the projection with plain SGD and the bundle's loss,
+here from the newest global model, on a copy.
+Departures: the bundle's loss stands for cross-entropy; no fine-tuning by default (20 turns in the public code).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +22,11 @@ from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.extras import SiteModels
-from medfl.methods._parts.prototypes import class_counts, class_prior
+from medfl.methods._parts.phases import fit_part
+from medfl.methods._parts.prototypes import log_prior
 from medfl.methods.base import Method, class_head, option
-from medfl.networks.heads import head_name, replace_head
-from medfl.training import FitReport, Site, fit, train_only
+from medfl.networks.heads import head, head_name, replace_head
+from medfl.training import FitReport, Site, fit
 
 _EPOCHS = 3  # of each phase of the personal model, in the public code
 
@@ -35,7 +34,7 @@ _EPOCHS = 3  # of each phase of the personal model, in the public code
 class SimplexHead(nn.Linear):
     """A projection (its weight and bias), then tau times the products with a fixed simplex `etf` (d, K).
 
-    The simplex is a buffer that is not in the state dict: every network of a run draws the same one.
+    The simplex is a buffer outside the state dict: every network of a run draws the same one.
     """
 
     def __init__(self, features: int, dimension: int, classes: int) -> None:
@@ -68,11 +67,11 @@ class FedETF(SiteModels, Method):
     finetune_simplex_lr: float = option(0.1, "rate on the simplex for a personal model (public code)", minimum=0.0)
     finetune_projection_lr: float = option(0.05, "rate on the projection then (public code)", minimum=0.0)
 
-    paper: ClassVar[str] = (
+    paper = (
         "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with Synthetic and Fixed Classifier "
         "(Li et al., 2023)"
     )
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks = ("classification",)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Put projection and simplex in the head's place."""
@@ -84,8 +83,7 @@ class FedETF(SiteModels, Method):
                 "a simplex of K classes needs at least K dimensions",
                 "raise it, or leave it out",
             )
-        simplex_head = SimplexHead(layer.in_features, dimension, layer.out_features)
-        return replace_head(network, simplex_head.to(layer.weight))
+        return replace_head(network, SimplexHead(layer.in_features, dimension, layer.out_features).to(layer.weight))
 
     def has_site_models(self) -> bool:
         """Tell whether there is something to fine-tune."""
@@ -96,13 +94,8 @@ class FedETF(SiteModels, Method):
         return self._train(model, site, "local")
 
     def _train(self, model: nn.Module, site: Site, purpose: str) -> FitReport:
-        classes = _head(model).etf.shape[1]
-        prior = class_prior(class_counts(site.train, classes), self.gamma).to(site.device) if self.gamma else 0.0
-
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
-            return site.loss(network(x) + prior, y)
-
-        return fit(model, site, objective=objective, purpose=purpose)
+        prior = log_prior(site, _head(model).etf.shape[1], self.gamma)
+        return fit(model, site, objective=lambda network, x, y: site.loss(network(x) + prior, y), purpose=purpose)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the newest global model, fine-tuned on the site's data together with a simplex of its own."""
@@ -110,14 +103,13 @@ class FedETF(SiteModels, Method):
             return super().predictor(site, state, down)
         model = site.network()  # not a leased one: its simplex is changed for good
         model.load_state_dict(down["weights"])
-        model.train()
-        self._train(model, site, "finetune")
+        self._train(model.train(), site, "finetune")
         _head(model).release()
         prefix = f"{head_name(model)}.".removeprefix(".")
         for index in range(self.finetune_rounds):
             for part, rate in (("etf", self.finetune_simplex_lr), ("weight bias", self.finetune_projection_lr)):
-                with train_only(model, [prefix + own for own in part.split()], restore_buffers=True):
-                    fit(model, _plainly(site, rate), purpose=f"finetune {part} {index}")
+                names = [prefix + own for own in part.split()]
+                fit_part(model, site, names, f"finetune {part} {index}", epochs=_EPOCHS, rate=rate)
         return model
 
 
@@ -130,18 +122,9 @@ def simplex(dimension: int, classes: int) -> Tensor:
 
 
 def _head(network: nn.Module) -> SimplexHead:
-    layer = network.get_submodule(head_name(network))
+    layer = head(network)
     assert isinstance(layer, SimplexHead)
     return layer
-
-
-def _plainly(site: Site, rate: float) -> Site:
-    """Return the site with plain SGD for the epochs of one phase."""
-
-    def sgd(network: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in network.parameters() if p.requires_grad], rate)
-
-    return replace(site, settings=replace(site.settings, epochs=_EPOCHS, optimizer=sgd, lr_factor=1.0))
 
 
 METHOD = FedETF

@@ -21,33 +21,28 @@ models are sent; this is the original.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import log_softmax
-from torch.optim import Optimizer
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
+from medfl.data.prepared import Shard
 from medfl.data.public import Public
 from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
-from medfl.methods._parts.extras import Bodies, PublicData
-from medfl.methods._parts.public import shared
-from medfl.methods._parts.side_stream import Aside
-from medfl.methods.base import Method, option
-from medfl.methods.fedmd import on_public, statistics
-from medfl.methods.proxyfl import divergence, optimizing_each, proxies
+from medfl.methods._parts.distillation import divergence, ensemble
+from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
+from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
+from medfl.methods.base import option
 from medfl.networks.heads import frozen
-from medfl.training.loop import fit
-from medfl.training.site import Host, LocalSettings, Site, snapshot
+from medfl.training import Host, LocalSettings, Site, fit, snapshot
 
 
 @dataclass(frozen=True)
-class FedKEMF(PublicData, Bodies, Method):
+class FedKEMF(PublicMethod, PrivateModels):
     """Local models of any kind learn with knowledge networks of one kind, which the server fuses on public data."""
 
     lam: float = option(1.0, "lambda, weight of the other model's opinion at a site", minimum=0.0)
@@ -61,35 +56,26 @@ class FedKEMF(PublicData, Bodies, Method):
         choices=("track", "no_track"),
     )
 
-    paper: ClassVar[str] = (
+    paper = (
         "Resource-aware Federated Learning using Knowledge Extraction and Multi-model Fusion "
         "(Yu, Qian, Jannesari, 2022)"
     )
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
-    judged: ClassVar[str] = "personal"
-
-    def check(self, site: Site) -> None:
-        """Ask for public data."""
-        shared(site)
-
-    def keeps_network(self, config: Mapping[str, Any]) -> bool:
-        """Keep the local model, whatever its network; k_i leaves."""
-        return True
+    tasks = ("classification", "segmentation")
 
     # Server half
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start k from the initial weights."""
-        shared(host)
+        public_data(host)
         return {"weights": dict(weights)}
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Distil the participants' ensemble into k."""
-        k, public = host.model(server["weights"]), shared(host)
+        k = host.model(server["weights"])
         if self.server_epochs:
             teachers = [frozen(host.model(replies[name]["weights"])) for name in sorted(replies)]
-            with statistics(k, self.public_bn):
-                self._distil(k, teachers, host, public)
+            with untracked(k, self.public_bn == "no_track"):
+                self._distil(k, teachers, host, public_data(host))
         fused = snapshot(k)
         if self.public_bn == "no_track":
             mean = weighted_mean(replies, "weights", uniform_shares(replies))
@@ -97,63 +83,36 @@ class FedKEMF(PublicData, Bodies, Method):
         return {"weights": fused}
 
     def _distil(self, k: nn.Module, teachers: Sequence[nn.Module], host: Host, public: Public) -> None:
+        def optimizer(network: nn.Module) -> torch.optim.Optimizer:
+            kind: Any = torch.optim.SGD if self.server_optimizer == "sgd" else torch.optim.Adam
+            return kind([p for p in network.parameters() if p.requires_grad], lr=self.server_lr)  # type: ignore[no-any-return]
+
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             with torch.no_grad():
                 teacher = ensemble([public.outputs(one, x) for one in teachers])  # (2)
             return divergence(public.outputs(network, x), teacher)  # (3)
 
         size = self.server_batch_size or (4 if host.task.kind == "segmentation" else 64)
-        server = as_site(host, public, LocalSettings(self.server_epochs, size, self._optimizer))
+        server = as_site(host, public.shard, LocalSettings(self.server_epochs, size, optimizer))
         everything = torch.arange(len(public))
         fit(k, on_public(server, public, everything, None, self.server_epochs, size), objective=objective)
 
-    def _optimizer(self, network: nn.Module) -> Optimizer:
-        chosen = [p for p in network.parameters() if p.requires_grad]
-        kind: Any = torch.optim.SGD if self.server_optimizer == "sgd" else torch.optim.Adam
-        made: Optimizer = kind(chosen, lr=self.server_lr)
-        return made
-
     # Site half
-
-    def init_site(self, site: Site) -> State:
-        """Start phi from the initial weights."""
-        return {"private": snapshot(site.model(site.initial_weights))}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train phi and the received k together (1); reply k_i."""
-        private, knowledge = site.model(state["private"]), proxies(site).lease(down["weights"])
-        beside = Aside(site, "knowledge")
+        private, knowledge = site.model(state["private"]), proxy_model(site, down["weights"])
 
-        def objective(pair: nn.Module, x: Any, y: Any) -> Tensor:
-            z = private(x)
-            with beside():
-                z_k = knowledge(x)
-            loss = site.loss(z, y) + site.loss(z_k, y)
-            return loss + self.lam * (divergence(z, z_k) + divergence(z_k, z)) if self.lam else loss
+        def loss(z: Tensor, z_k: Tensor, y: Any) -> Tensor:
+            labels = site.loss(z, y) + site.loss(z_k, y)
+            return labels + self.lam * (divergence(z, z_k) + divergence(z_k, z)) if self.lam else labels
 
-        fit(nn.ModuleList([private, knowledge]), optimizing_each(site), objective=objective)
+        train_together(site, private, knowledge, loss, "knowledge")
         return {"private": snapshot(private)}, Message({"weights": snapshot(knowledge)})
 
-    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return phi."""
-        return site.model(state["private"])
 
-
-def ensemble(outputs: Sequence[Tensor]) -> Tensor:
-    """Return logits of the mean probability (2) of some networks' outputs (B, K, ...), float32 at least.
-
-    Of several channels they are log-probabilities; a single one is the logit of a sigmoid, as in the outputs.
-    """
-    exact = [z.to(torch.promote_types(z.dtype, torch.float32)) for z in outputs]
-    single = exact[0].shape[1] == 1
-    parts = [log_softmax(torch.cat([torch.zeros_like(z), z], 1) if single else z, 1) for z in exact]
-    mean = torch.stack(parts).logsumexp(0) - math.log(len(parts))
-    return mean[:, 1:] - mean[:, :1] if single else mean
-
-
-def as_site(host: Host, public: Public, settings: LocalSettings) -> Site:
-    """Return the server as a site without data of its own, so that `fit` trains there too."""
-    shard = public.shard
+def as_site(host: Host, shard: Shard, settings: LocalSettings) -> Site:
+    """Return the server as a site that holds the public items, so that `fit` trains there too."""
     return Site("server", host.seed, shard, shard, shard, divergence, settings, host.networks, host.round, host.task)
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -28,17 +27,14 @@ from medfl.core.task import Task
 from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
 from medfl.methods._parts.prototype_sharing import Sharing
 from medfl.methods.base import Group, Method, option, same_option
-from medfl.training.loop import FitReport, fit
-from medfl.training.site import Host, Site, snapshot
+from medfl.training import FitReport, Host, Site, fit, snapshot
 
 
 @dataclass(frozen=True)
 class FedMR(Method):
     """FedAvg with features decorrelated inside each class and kept away from other classes' global prototypes."""
 
-    mu1: float = option(
-        0.1, "intra-class loss, on the mean squared correlation (ours; grid 0.001 to 0.5), 0 never", minimum=0.0
-    )
+    mu1: float = option(0.1, "intra-class loss, on the mean squared correlation (ours: 0.001 to 0.5)", minimum=0.0)
     mu2: float = same_option(Sharing, "mu2")
     inter_scope: str = same_option(Sharing, "inter_scope")
     margin: bool = same_option(Sharing, "margin")
@@ -54,10 +50,8 @@ class FedMR(Method):
     stale: str = same_option(Sharing, "stale")
     one_hot: bool = same_option(Sharing, "one_hot")
 
-    paper: ClassVar[str] = (
-        "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping (Fan et al., 2023)"
-    )
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    paper = "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping (Fan et al., 2023)"
+    tasks = ("classification",)
 
     def __post_init__(self) -> None:
         """Refuse a part of the sites outside (0, 1]."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +23,11 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
-from medfl.methods._parts.prototypes import collect, merge
+from medfl.methods._parts.aggregation import step_towards, uniform_shares, weighted_mean
+from medfl.methods._parts.prototypes import class_means, merge
 from medfl.methods.base import Group, Method, class_head, option
 from medfl.networks.heads import head, head_name, replace_head
-from medfl.training.site import Host, Site, snapshot
+from medfl.training import Host, Site, snapshot
 
 
 class CosineHead(nn.Linear):
@@ -55,8 +54,8 @@ class FedNH(Method):
     learn_scale: bool = option(True, "train s")
     server_lr: float = option(1.0, "the server's step towards the mean of the sites", minimum=0.0)
 
-    paper: ClassVar[str] = "Tackling Data Heterogeneity in Federated Learning with Class Prototypes (Dai et al., 2023)"
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    paper = "Tackling Data Heterogeneity in Federated Learning with Class Prototypes (Dai et al., 2023)"
+    tasks = ("classification",)
 
     def __post_init__(self) -> None:
         """Refuse a share above 1."""
@@ -64,7 +63,7 @@ class FedNH(Method):
             raise InputError(f"rho={self.rho:g} for method 'fednh'", "a share, 0 to 1", "take for example rho=0.9")
 
     def groups(self) -> tuple[Group, ...]:
-        """Declare class means go up; the head's prototypes come back among the weights."""
+        """Declare class means, which go up; the head's prototypes come back among the weights."""
         return (Group("prototypes", down=False, smaller=True),)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
@@ -77,25 +76,21 @@ class FedNH(Method):
         """Train body and s; reply the directions of the class means besides."""
         model = site.model(down["weights"])
         self.train(model, site, state, down)
-        classes = len(down["weights"][_name(model)])
-        means, counts = collect(model, site.train, site.settings.batch_size, classes, site.device, normalised=True)
+        means, counts = class_means(model, site, normalised=True)
         prototypes = {"means": normalize(means, dim=1), "counts": counts}
         return state, Message({"weights": snapshot(model), "prototypes": prototypes}, {"samples": site.num_samples})
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average body and s, move the prototypes."""
         old, network = server["weights"], host.model(server["weights"])
-        weights = weighted_mean(replies, "weights", uniform_shares(replies))
-        if self.server_lr != 1:
-            for name, _ in network.named_parameters():
-                weights[name] = old[name] + self.server_lr * (weights[name] - old[name])
-        name = _name(network)
+        mean, name = weighted_mean(replies, "weights", uniform_shares(replies)), _name(network)
+        weights = step_towards(old, mean, self.server_lr, dict(network.named_parameters()))
         weights[name] = self._moved(old[name], [replies[k]["prototypes"] for k in sorted(replies)])
         return {"weights": weights}
 
     def _moved(self, old: Tensor, sent: list[Mapping[str, Tensor]]) -> Tensor:
         """Return the next W (K, d)."""
-        means, counts = merge([one["means"] for one in sent], [one["counts"] for one in sent])
+        means, counts = merge(sent)
         if self.rho == 1:
             return old.clone()
         fresh = normalize(self.rho * old + (1 - self.rho) * normalize(means, dim=1), dim=1)

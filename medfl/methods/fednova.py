@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
@@ -34,10 +33,8 @@ class FedNova(Method):
     mu: float = option(0.0, "strength of a proximal term at the sites", minimum=0.0)
     server_momentum: float = option(0.0, "momentum of the server's step (public code: gmf)", minimum=0.0)
 
-    paper: ClassVar[str] = (
-        "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization (Wang et al., 2020)"
-    )
-    takes_prototypes: ClassVar[bool] = True
+    paper = "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization (Wang et al., 2020)"
+    takes_prototypes = True
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights, and velocity 0 if the server has momentum."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,11 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.prototypes import class_indices, collect, merge
-from medfl.methods.base import Group, Method, class_head, option
+from medfl.methods._parts.class_heads import with_class_head
+from medfl.methods._parts.prototypes import class_indices, class_means, merge
+from medfl.methods.base import Group, Method, option
 from medfl.networks.heads import features_and_output, head
-from medfl.training.loop import FitReport, fit
-from medfl.training.site import Host, Site, snapshot
+from medfl.training import FitReport, Host, Site, fit, snapshot
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,12 @@ class FedProc(Method):
     """FedAvg whose sites gather features around shared class prototypes first, then train the classifier."""
 
     alpha: float = option(1.0, "weight of the prototype loss in round 1, 0 to 1; it falls to 0", minimum=0.0)
-    rounds: int = option(
-        100, "T, the round in which it is 0; a run takes its own number of rounds unless told", minimum=1
-    )
+    rounds: int = option(100, "T, the round in which it is 0; default in a run: its number of rounds", minimum=1)
     tau: float = option(1.0, "temperature, above 0 (re-implementations: 1)", minimum=1e-6)
-    average: str = option(
-        "uniform", "prototypes: plain mean over a class's owners, or by samples", choices=("uniform", "samples")
-    )
+    average: str = option("uniform", "mean over a class's owners: plain or by samples", choices=("uniform", "samples"))
 
-    paper: ClassVar[str] = "FedProc: Prototypical contrastive federated learning on non-IID data (Mu et al., 2023)"
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    paper = "FedProc: Prototypical contrastive federated learning on non-IID data (Mu et al., 2023)"
+    tasks = ("classification",)
 
     def __post_init__(self) -> None:
         """Refuse a weight above 1, which would turn the classification loss round."""
@@ -60,15 +56,13 @@ class FedProc(Method):
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class."""
-        class_head(network, task)
-        return network
+        return with_class_head(network, task)
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights, without prototypes: their counts are 0."""
         layer: Any = head(host.model(weights))
-        classes, size = layer.out_features, layer.in_features
-        counts = torch.zeros(classes, dtype=torch.int64, device=host.device)
-        prototypes = {"means": layer.weight.new_zeros(classes, size), "counts": counts}
+        counts = torch.zeros(layer.out_features, dtype=torch.int64, device=host.device)
+        prototypes = {"means": torch.zeros_like(layer.weight.detach()), "counts": counts}
         return {**super().init_server(host, weights, introductions), "prototypes": prototypes}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
@@ -79,8 +73,7 @@ class FedProc(Method):
         """Train; reply the class means of the trained model's features besides."""
         model = site.model(down["weights"])
         self.train(model, site, state, down)
-        classes = len(down["prototypes"]["counts"])
-        means, counts = collect(model, site.train, site.settings.batch_size, classes, site.device)
+        means, counts = class_means(model, site)
         if self.average == "uniform":
             counts = counts.clamp(max=1)  # who owns a class is all that the server needs
         groups = {"weights": snapshot(model), "prototypes": {"means": means, "counts": counts}}
@@ -106,12 +99,10 @@ class FedProc(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the weights, and each class's means over its owners."""
-        old, sent = server["prototypes"], [replies[name]["prototypes"] for name in sorted(replies)]
-        means, counts = merge([one["means"] for one in sent], [one["counts"] for one in sent])
-        fresh = {
-            "means": torch.where(counts[:, None] > 0, means, old["means"]),
-            "counts": torch.where(counts > 0, counts, old["counts"]),
-        }
+        old = server["prototypes"]
+        means, counts = merge([replies[name]["prototypes"] for name in sorted(replies)])
+        means = torch.where(counts[:, None] > 0, means, old["means"])
+        fresh = {"means": means, "counts": torch.where(counts > 0, counts, old["counts"])}
         return {**super().aggregate(host, server, replies, num_sites), "prototypes": fresh}
 
 

@@ -9,15 +9,13 @@ Departure: sites never return inexact solutions (no stragglers).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option
-from medfl.training.loop import FitReport, fit, pull
-from medfl.training.site import Site
+from medfl.training import FitReport, Site, fit, pull
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,8 @@ class FedProx(Method):
 
     mu: float = option(0.01, "strength of the proximal term (original grid 0.001 to 1)", minimum=0.0)
 
-    paper: ClassVar[str] = "Federated Optimization in Heterogeneous Networks (Li et al., 2020)"
-    takes_prototypes: ClassVar[bool] = True
+    paper = "Federated Optimization in Heterogeneous Networks (Li et al., 2020)"
+    takes_prototypes = True
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with mu (w - w^t) added to the gradient; `model` holds w^t now."""

@@ -11,20 +11,20 @@ an optimiser of its own: no parameter is trained in both, so nothing is lost.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods.base import Method, option
-from medfl.methods.fedper import check_parts, head_option, head_tensors
+from medfl.methods._parts.personal_head import PersonalHead
+from medfl.methods._parts.phases import fit_part
+from medfl.methods.base import option
 from medfl.training import FitReport, Site, fit, train_only
 
 
 @dataclass(frozen=True)
-class FedRep(Method):
+class FedRep(PersonalHead):
     """A common body and personal heads, trained in turn."""
 
     head_epochs: int = option(
@@ -33,21 +33,12 @@ class FedRep(Method):
         minimum=0,
     )
     finetune_epochs: int = option(10, "epochs on the head before a site is judged (public code: 10)", minimum=0)
-    head_layers: str = head_option()
 
-    paper: ClassVar[str] = (
-        "Exploiting Shared Representations for Personalized Federated Learning (Collins et al., 2021)"
-    )
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
-    judged: ClassVar[str] = "personal"
+    paper = "Exploiting Shared Representations for Personalized Federated Learning (Collins et al., 2021)"
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose parts both have something to train."""
-        return check_parts(network, self.head_layers, "fedrep", head=self.head_epochs + self.finetune_epochs > 0)
-
-    def personal_names(self, network: nn.Module) -> frozenset[str]:
-        """Return the head's tensors."""
-        return head_tensors(network, self.head_layers)
+        return self.check_parts(network, "fedrep", head=self.head_epochs + self.finetune_epochs > 0)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train the head, then the body."""
@@ -64,8 +55,7 @@ class FedRep(Method):
         return model
 
     def _train_head(self, model: nn.Module, site: Site, epochs: int, purpose: str) -> FitReport:
-        with train_only(model, self.personal_names(model), restore_buffers=True):
-            return fit(model, site.for_epochs(epochs), purpose=purpose)
+        return fit_part(model, site, self.personal_names(model), purpose, epochs=epochs)
 
 
 METHOD = FedRep

@@ -11,14 +11,14 @@ cross-entropy. The variant that predicts h from the class distribution (a hypern
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.prototypes import class_counts, class_prior
+from medfl.methods._parts.prototypes import log_prior
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, replace_head
 from medfl.training import FitReport, Host, Site, fit, merged
@@ -51,11 +51,9 @@ class FedROD(Method):
 
     gamma: float = option(1.0, "strength of the balanced softmax (1 in the paper's and FedBM's runs)", minimum=0.0)
 
-    paper: ClassVar[str] = (
-        "On Bridging Generic and Personalized Federated Learning for Image Classification (Chen and Chao, 2022)"
-    )
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    judged: ClassVar[str] = "personal"
+    paper = "On Bridging Generic and Personalized Federated Learning for Image Classification (Chen and Chao, 2022)"
+    tasks = ("classification",)
+    judged = "personal"
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Put two heads in the place of one."""
@@ -69,14 +67,12 @@ class FedROD(Method):
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train body and generic head by balanced softmax, the personal head on top of them."""
         heads = next(module for module in model.modules() if isinstance(module, TwoHeads))
-        prior = None
-        if self.gamma:
-            prior = class_prior(class_counts(site.train, heads.out_features), self.gamma).to(site.device)
+        prior = log_prior(site, heads.out_features, self.gamma)
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             feature, generic = features_and_output(network, x)
             personal = generic.detach() + heads.personal(feature.detach())
-            return site.loss(generic if prior is None else generic + prior, y) + site.loss(personal, y)
+            return site.loss(generic + prior, y) + site.loss(personal, y)
 
         return fit(model, site, objective=objective)
 

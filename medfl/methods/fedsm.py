@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,8 @@ class FedSM(SiteModels, Method):
     selector: str = option("small_cnn", "network that tells sites apart", choices=_CLASSIFIERS)
     selector_lr: float = option(1e-3, "learning rate of the selector's Adam", minimum=0.0)
 
-    paper: ClassVar[str] = (
-        "Closing the Generalization Gap of Cross-silo Federated Medical Image Segmentation (Xu et al., 2022)"
-    )
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
+    paper = "Closing the Generalization Gap of Cross-silo Federated Medical Image Segmentation (Xu et al., 2022)"
+    tasks = ("classification", "segmentation")
 
     def __post_init__(self) -> None:
         """Refuse a SoftPull that is no mean."""

@@ -26,49 +26,46 @@ Its temperature scaling before calibration is left out. Models start from the ru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import log_softmax
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.extras import Bodies
+from medfl.methods._parts.class_heads import with_class_head
+from medfl.methods._parts.distillation import divergence, set_loss
+from medfl.methods._parts.mutual_learning import PrivateModels, Turn, proxy_model, train_in_turns
 from medfl.methods._parts.prototypes import class_indices
-from medfl.methods.base import Method, class_head, option
-from medfl.methods.proxyfl import divergence, proxies
-from medfl.training import FitReport, Objective, Site, evaluating, fit, snapshot, summed
+from medfl.methods.base import option
+from medfl.training import Objective, Site, evaluating, snapshot
 
 Sets = Callable[[Tensor, Tensor], Tensor]
 """Logits (B, K), random numbers as of `uniform` -> (B, K) bool, the classes of each sample's uncertainty set."""
 
 
 @dataclass(frozen=True)
-class FedType(Bodies, Method):
+class FedType(PrivateModels):
     """Large private models teach proxies of one kind, and learn from the proxies' uncertainty sets."""
 
     lam_f: float = option(1.0, "lambda_F, what a proxy learns from its large model (paper: 1)", minimum=0.0)
-    lam_b: float = option(
-        1.0, "lambda_B, what it gives back, times the consensus (paper: 1; FedHelp: 0.2)", minimum=0.0
-    )
+    lam_b: float = option(1.0, "lambda_B, what it gives back, times kappa (paper: 1; FedHelp: 0.2)", minimum=0.0)
     coverage: float = option(0.9, "part of the labels that the uncertainty sets are to have, below 1", minimum=0.0)
     k_reg: int = option(5, "ranks of a set that cost nothing (public code)", minimum=0)
     lam_proxy: float = option(0.5, "lambda_0, cost of each further rank in the proxy's sets (public code)", minimum=0.0)
     lam_large: float = option(1.0, "the same in the large model's sets (public code)", minimum=0.0)
 
-    paper: ClassVar[str] = (
+    paper = (
         "Bridging Model Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning "
         "(Wang et al., 2024)"
     )
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    judged: ClassVar[str] = "personal"
+    tasks = ("classification",)
 
     def __post_init__(self) -> None:
         """Refuse a coverage that only sets of all classes have."""
@@ -77,38 +74,26 @@ class FedType(Bodies, Method):
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class."""
-        class_head(network, task)
-        return network
-
-    def keeps_network(self, config: Mapping[str, Any]) -> bool:
-        """Keep the private model, whatever its network; a proxy leaves."""
-        return True
+        return with_class_head(network, task)
 
     def init_site(self, site: Site) -> State:
         """Start the large model from the initial weights; its training accuracy can only rise."""
-        return {"private": snapshot(site.model(site.initial_weights)), "accuracy": 0.0, "lam": self.lam_proxy}
+        return {**super().init_site(site), "accuracy": 0.0, "lam": self.lam_proxy}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train the large model and the received proxy in turn; reply the proxy."""
-        large, proxy = site.model(state["private"]), proxies(site).lease(down["weights"])
+        large, proxy = site.model(state["private"]), proxy_model(site, down["weights"])
         accuracy, lam = state["accuracy"], state["lam"]
-        memory: dict[str, State] = {"large": {}, "proxy": {}}
-        reports: list[FitReport] = []
-        once = replace(site.for_epochs(1), journal=[])
-        for epoch in range(site.settings.epochs):
-            purpose = f"local {epoch}" if epoch else "local"
+
+        def turns(epoch: int) -> Iterator[Turn]:
+            nonlocal accuracy, lam
             hits = torch.zeros((), dtype=torch.int64, device=site.device)
-            with evaluating(proxy):
-                told = self._large_objective(site, large, proxy, lam, epoch, hits)
-                report = fit(large, once, **told, purpose=purpose, optimizer_state=memory["large"])
-            with evaluating(large):
-                objective = self._proxy_objective(site, large)
-                other = fit(proxy, once, objective=objective, purpose=purpose, optimizer_state=memory["proxy"])
-            memory = {"large": report.optimizer_state or {}, "proxy": other.optimizer_state or {}}
+            yield large, proxy, self._large_objective(site, large, proxy, lam, epoch, hits)
+            yield proxy, large, {"objective": self._proxy_objective(site, large)}
             before, accuracy = accuracy, float(hits) / site.num_samples
             lam = grown(self.lam_proxy, before - accuracy)
-            reports.append(report)
-        site.journal.append(summed(reports))
+
+        train_in_turns(site, turns)
         after: State = {"private": snapshot(large), "accuracy": accuracy, "lam": lam}
         return after, Message({"weights": snapshot(proxy)}, {"samples": site.num_samples})
 
@@ -164,10 +149,6 @@ class FedType(Bodies, Method):
         threshold = conformal_quantile(torch.cat(own)[:, 0], self.coverage)
         return lambda z, u: (rate(z, u) <= threshold).scatter(1, z.argmax(1, keepdim=True), True)
 
-    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return the large model."""
-        return site.model(state["private"])
-
 
 def uniform(count: int, draws: torch.Generator) -> Tensor:
     """Draw a number in [0, 1) for each of so many samples, (count, 1) float64, on the CPU."""
@@ -200,17 +181,6 @@ def consensus(sets: Tensor, of_large: Tensor) -> Tensor:
     """Return the consensus (B,) of the proxy's sets and the large model's, (B, K) bool, none empty: 0 to 1."""
     both, size, size_large = (one.sum(1) for one in (sets & of_large, sets, of_large))
     return both / torch.where(size_large <= size, (sets | of_large).sum(1), size)
-
-
-def set_loss(z: Tensor, sets: Tensor) -> Tensor:
-    """Return the mean over the batch of -sum_(r in S) log p[r], FedHelp's eq. 5 with a set S for each sample.
-
-    Args:
-        z: logits (B, K) of the large model.
-        sets: (B, K) bool, constant.
-    """
-    log_p = log_softmax(z.to(torch.promote_types(z.dtype, torch.float32)), 1)
-    return -(log_p * sets).sum(1).mean()
 
 
 def grown(lam: float, fall: float) -> float:

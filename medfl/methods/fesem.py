@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from medfl.core.task import Task
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods._parts.prototypes import class_counts
 from medfl.methods.base import Method, option
-from medfl.training.site import Host, Site, snapshot
+from medfl.training import Host, Site, snapshot
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,12 @@ class FeSEM(Method):
         choices=("distance", "by_class_count"),
     )
     weights: str = option(
-        "uniform", "mean over a centre's members: plain, or by samples", choices=("uniform", "samples")
+        "uniform", "mean over a centre's members: plain or by samples", choices=("uniform", "samples")
     )
-    predict: str = option(
-        "centre", "a site is judged by its centre, or by its model after local training", choices=("centre", "local")
-    )
+    predict: str = option("centre", "a site is judged by its centre or its local model", choices=("centre", "local"))
 
-    paper: ClassVar[str] = "Multi-Center Federated Learning (Xie et al., 2020)"
-    judged: ClassVar[str] = "personal"
+    paper = "Multi-Center Federated Learning (Xie et al., 2020)"
+    judged = "personal"
 
     def __post_init__(self) -> None:
         """Refuse another number of centres than two where classes are counted."""

@@ -5,11 +5,10 @@ same for all sites: with probability 1 - p a local step of rate alpha / (n (1 - 
 w_i <- w_i + theta (m - w_i), theta = alpha lambda / (n p). Averaging steps leave m as it is, so only a change from
 local to averaging steps needs communication.
 
-A round is one communication: the run's local epochs, then one averaging step; the run's learning rate stands for
-alpha / (n (1 - p)) and `theta` for itself, so that lambda = theta p / ((1 - p) x rate). With `coin` = p > 0 the numbers
-of local iterations, of the run's local epochs each, and of averaging steps are those between two such changes of the
-coin; with one batch and one epoch that is the paper's algorithm. A site averages when m arrives, in the next round or
-when it is judged.
+A round is one communication: the run's local epochs, then one averaging step; the run's learning rate is
+alpha / (n (1 - p)), so lambda = theta p / ((1 - p) x rate). With `coin` = p > 0 the numbers of local iterations, of the
+run's local epochs each, and of averaging steps are those between two such changes of the coin; with one batch and one
+epoch that is the paper's algorithm. A site averages when m arrives, in the next round or when it is judged.
 Departures. m is the plain mean over the round's participants (the paper has no cohorts). BatchNorm's buffers stay at
 their site.
 """
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -37,25 +35,24 @@ class L2GD(Method):
     """Personal models that step towards their mean from time to time."""
 
     theta: float = option(
-        0.1, "the averaging step: 0 is Local, 1 makes all models their mean (grid 0.1, 0.5)", minimum=0.0
+        0.1, "the averaging step: 0 is Local, 1 makes all models the mean (grid 0.1, 0.5)", minimum=0.0
     )
     coin: float = option(
         0.0, "p of the paper's coin (grid 0.1, 0.5), below 1; 0: one local phase, one averaging step", minimum=0.0
     )
     mix_buffers: bool = option(False, "average BatchNorm's buffers too, by the same step")
 
-    paper: ClassVar[str] = "Federated Learning of a Mixture of Global and Local Models (Hanzely and Richtarik, 2020)"
-    judged: ClassVar[str] = "personal"
+    paper = "Federated Learning of a Mixture of Global and Local Models (Hanzely and Richtarik, 2020)"
+    judged = "personal"
 
     def __post_init__(self) -> None:
         """Refuse a step beyond the mean, and a coin that never falls on a local step."""
-        for name, value, allowed in (("theta", self.theta, self.theta <= 1), ("coin", self.coin, self.coin < 1)):
-            if not allowed:
-                raise InputError(
-                    f"{name}={value:g} for method 'l2gd'",
-                    "theta is 0 to 1, coin at least 0 and below 1",
-                    "see medfl methods l2gd",
-                )
+        if self.theta > 1 or self.coin >= 1:
+            raise InputError(
+                f"theta={self.theta:g} and coin={self.coin:g} for method 'l2gd'",
+                "theta is 0 to 1, coin at least 0 and below 1",
+                "see medfl methods l2gd",
+            )
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the buffers."""
@@ -107,9 +104,7 @@ class L2GD(Method):
         """Return w_i + (1 - (1 - theta)^a) (m - w_i) after a averaging steps; counters stay."""
         part = 1 - (1 - self.theta) ** int(down.scalars.get("averagings", 1))
         own: Weights = state["weights"]
-        if part == 0:
-            return own
-        mean = {name: m.to(own[name].device) for name, m in down["weights"].items() if m.is_floating_point()}
+        mean = {name: m.to(own[name].device) for name, m in down["weights"].items() if part and m.is_floating_point()}
         return {**own, **{name: torch.lerp(own[name], m, part) for name, m in mean.items()}}
 
 

@@ -10,29 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import nn
 
 from medfl.core.message import Message
 from medfl.core.storage import State
-from medfl.methods._parts.extras import Bodies, WholeCohort
-from medfl.methods.base import Method, option
-from medfl.training.site import Host, Site, snapshot
+from medfl.methods._parts.extras import WholeCohort
+from medfl.methods._parts.own_networks import OwnNetworks
+from medfl.methods.base import option
+from medfl.training import Host, Site, snapshot
 
 
 @dataclass(frozen=True)
-class Local(WholeCohort, Bodies, Method):
+class Local(WholeCohort, OwnNetworks):
     """Per-site training without any exchange: the lower reference."""
 
     everyone: bool = option(False, "train all sites in every round, whatever the cohort")
 
-    paper: ClassVar[str] = "reference: no federation"
-    judged: ClassVar[str] = "personal"
-
-    def personal_names(self, network: nn.Module) -> frozenset[str]:
-        """Return every tensor of the network."""
-        return frozenset(network.state_dict())
+    paper = "reference: no federation"
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send nothing."""
@@ -43,10 +36,6 @@ class Local(WholeCohort, Bodies, Method):
         model = site.model(state["weights"])
         self.train(model, site, state, down)
         return {"weights": snapshot(model)}, Message()
-
-    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return the site's own model."""
-        return site.model(state["weights"])
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Do nothing."""

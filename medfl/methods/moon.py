@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import features_and_output, frozen, head_name, replace_head
-from medfl.training.loop import FitReport, fit
-from medfl.training.site import Site
+from medfl.training import FitReport, Site, fit
 
 _PROJECTED = 256
 
@@ -45,8 +44,8 @@ class MOON(Method):
         choices=("auto", "head", "bottleneck"),
     )
 
-    paper: ClassVar[str] = "Model-Contrastive Federated Learning (Li et al., 2021)"
-    takes_prototypes: ClassVar[bool] = True
+    paper = "Model-Contrastive Federated Learning (Li et al., 2021)"
+    takes_prototypes = True
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Put projection and a new head in the head's place, if asked for."""

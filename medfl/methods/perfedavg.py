@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.data.prepared import Batch
-from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
-from medfl.methods._parts.side_stream import Aside
+from medfl.methods._parts.aggregation import shares_by, weighted_mean
+from medfl.methods._parts.side_stream import SideStream
 from medfl.methods.base import Method, option
 from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 
@@ -41,25 +41,21 @@ from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 class PerFedAvg(Method):
     """FedAvg of a model that is made to be adapted: each site takes a few steps from it before it is used."""
 
-    alpha: float = option(
-        0.01, "rate of the inner step and of the adaptation (public code: 0.005 to 0.03)", minimum=0.0
-    )
+    alpha: float = option(0.01, "rate of the inner step and the adaptation (public code: 0.005 to 0.03)", minimum=0.0)
     order: str = option(
-        "first",
-        "drop second derivatives, or have them from two more gradients (HF)",
-        choices=("first", "hessian_free"),
+        "first", "second derivatives: none, or by finite differences", choices=("first", "hessian_free")
     )
     delta: float = option(1e-3, "step of the finite difference of hessian_free, above 0", minimum=1e-9)
     finetune_steps: int = option(1, "steps of rate alpha on a training batch before a site is judged", minimum=0)
     weights: str = option(
-        "uniform", "mean over participants: the paper's 1/S, or by samples", choices=("uniform", "samples")
+        "uniform", "mean over participants: 1/S (paper), or by samples", choices=("uniform", "samples")
     )
 
-    paper: ClassVar[str] = (
+    paper = (
         "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach "
         "(Fallah et al., 2020)"
     )
-    judged: ClassVar[str] = "personal"
+    judged = "personal"
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with the gradient after a step: the loss is taken at w+, the optimiser steps from w."""
@@ -67,7 +63,7 @@ class PerFedAvg(Method):
             return fit(model, site)
         start = [p.detach().clone() for p in _trainable(model)]
         names = ("inner", "hessian") if self.order == "hessian_free" else ("inner",)
-        beside, twice = Aside(site, "inner", 1), Aside(site, "hessian", 1, each=2)
+        beside, twice = SideStream(site, "inner", 1), SideStream(site, "hessian", 1, each=2)
         steps, last = count(1), list[Any]()
 
         def with_draws(x: Any, y: Any) -> tuple[Any, ...]:
@@ -99,7 +95,7 @@ class PerFedAvg(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the sites' weights."""
-        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
+        shares = shares_by(self.weights, replies)
         return {"weights": weighted_mean(replies, "weights", shares)}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
@@ -139,7 +135,7 @@ def inner_step(network: nn.Module, site: Site, batch: Batch, alpha: float) -> No
 
 
 def hessian_product(
-    network: nn.Module, site: Site, v: Sequence[Tensor], delta: float, batch: Batch, beside: Aside
+    network: nn.Module, site: Site, v: Sequence[Tensor], delta: float, batch: Batch, beside: SideStream
 ) -> list[Tensor]:
     """Return [g(w + delta v; D'') - g(w - delta v; D'')] / (2 delta), near the Hessian times v.
 

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,9 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods._parts.aggregation import shares_by, step_towards, trained_names, weighted_mean
+from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import Group, Method, option
-from medfl.methods.pfedme import repeating, towards, trained_names
 from medfl.training import Host, Site, fit, snapshot, split_names
 
 _NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
@@ -55,20 +55,18 @@ Moments = tuple[Sequence[Tensor], Sequence[Tensor]]
 class PFedBayes(Method):
     """A distribution of weights at each site, held near a common one that follows all of them."""
 
-    zeta: float = option(
-        10.0, "zeta, weight of the divergence from w (public code: 10); less where sites are small", minimum=0.0
-    )
+    zeta: float = option(10.0, "zeta, weight of the divergence from w (public code: 10)", minimum=0.0)
     rho: float = option(-3.0, "first rho of all weights: sigma 0.049 (public code; reported: -2.5, sigma 0.079)")
     inner_steps: int = option(5, "K, steps on q_i a batch (public code: 5)", minimum=1)
     beta: float = option(1.0, "the server's step towards the sites' mean", minimum=0.0)
     draws: int = option(0, "judge by the mean probability of this many draws (10), 0: by the mean weights", minimum=0)
     optimizer: str = option("adam", "Adam at the run's learning rate, or the run's optimiser", choices=("adam", "run"))
     weights: str = option(
-        "uniform", "mean over participants: the paper's 1/S, or by samples", choices=("uniform", "samples")
+        "uniform", "mean over participants: 1/S (paper), or by samples", choices=("uniform", "samples")
     )
 
-    paper: ClassVar[str] = "Personalized Federated Learning via Variational Bayesian Inference (Zhang et al., 2022)"
-    judged: ClassVar[str] = "personal"
+    paper = "Personalized Federated Learning via Variational Bayesian Inference (Zhang et al., 2022)"
+    judged = "personal"
 
     def groups(self) -> tuple[Group, ...]:
         """Declare the deviations, both ways."""
@@ -100,11 +98,11 @@ class PFedBayes(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move mu and rho by beta towards their means."""
-        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
+        shares = shares_by(self.weights, replies)
         network = host.model(server["weights"])
         names = {"weights": set(trained_names(network)) - split_names(network, _NORMS), "rho": server["rho"].keys()}
         return {
-            group: towards(server[group], weighted_mean(replies, group, shares), self.beta, names[group])
+            group: step_towards(server[group], weighted_mean(replies, group, shares), self.beta, names[group])
             for group in ("weights", "rho")
         }
 

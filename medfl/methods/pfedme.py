@@ -18,20 +18,18 @@ Departures from the public code: no weight decay of its own (0.001), and sites t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message
 from medfl.core.storage import State
-from medfl.data.prepared import Batch, Prepared, Shard
-from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods._parts.aggregation import shares_by, step_towards, trained_names, weighted_mean
+from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import Method, option
-from medfl.training.loop import fit
-from medfl.training.site import Host, Site, snapshot
+from medfl.training import Host, Site, fit, snapshot
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,13 @@ class PFedMe(Method):
     lam: float = option(15.0, "lambda, how strongly theta is held to w_i (public code: 15)", minimum=0.0)
     inner_steps: int = option(5, "K, steps on theta a batch (public code: 5)", minimum=1)
     eta: float = option(0.005, "learning rate of w_i; theta has the run's (public code: 0.005)", minimum=0.0)
-    beta: float = option(
-        1.0, "the server's step towards the sites' mean (public code: 1, or 2 where tuned)", minimum=0.0
-    )
+    beta: float = option(1.0, "the server's step towards the sites' mean (public code: 1 or 2)", minimum=0.0)
     weights: str = option(
-        "uniform",
-        "mean over participants: the paper's 1/S, or by samples as in the public code",
-        choices=("uniform", "samples"),
+        "uniform", "mean over participants: 1/S (paper), or by samples", choices=("uniform", "samples")
     )
 
-    paper: ClassVar[str] = "Personalized Federated Learning with Moreau Envelopes (T. Dinh et al., 2020)"
-    judged: ClassVar[str] = "personal"
+    paper = "Personalized Federated Learning with Moreau Envelopes (T. Dinh et al., 2020)"
+    judged = "personal"
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train theta on each batch, let w_i follow it; keep theta, reply w_i."""
@@ -82,49 +76,13 @@ class PFedMe(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move w by beta towards the mean of the w_i."""
-        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
+        shares = shares_by(self.weights, replies)
         mean, old = weighted_mean(replies, "weights", shares), server["weights"]
-        return {"weights": towards(old, mean, self.beta, trained_names(host.model(old)))}
+        return {"weights": step_towards(old, mean, self.beta, trained_names(host.model(old)))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return theta_i; w for a site that never took part."""
         return site.model(state.get("personal", down["weights"]))
-
-
-def trained_names(network: nn.Module) -> list[str]:
-    """Return the names of the trainable parameters in a state dict, all those of a shared one."""
-    return [name for name, p in network.named_parameters(remove_duplicate=False) if p.requires_grad]
-
-
-def towards(old: Weights, mean: Weights, beta: float, names: Collection[str]) -> dict[str, Tensor]:
-    """Return (1 - beta) old + beta mean of the named tensors, and the mean of all others."""
-    moved = {} if beta == 1 else {name: old[name] + beta * (mean[name] - old[name]) for name in names}
-    return {**mean, **moved}
-
-
-class Repeated(Prepared):
-    """Prepared items each batch of which comes several times in a row, the very same tensors.
-
-    Args:
-        prepared: the items.
-        times: how often.
-    """
-
-    def __init__(self, prepared: Prepared, times: int) -> None:
-        """Hold the items."""
-        super().__init__(prepared.items)
-        self.geometry, self.prepared, self.times = prepared.geometry, prepared, times
-
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
-        """Yield each batch `times` times."""
-        for batch in self.prepared.batches(indices, size, generator):
-            for _ in range(self.times):
-                yield batch
-
-
-def repeating(site: Site, times: int) -> Site:
-    """Return the same site with each training batch several times in a row: several steps of `fit` a batch."""
-    return replace(site, train=Shard(Repeated(site.train.prepared, times), site.train.indices))
 
 
 METHOD = PFedMe

@@ -24,102 +24,41 @@ With `bodies` the sites' networks differ (pFedPM-mh); `feature_size` gives all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss, one_hot
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.extras import Bodies
-from medfl.methods._parts.prototypes import class_counts, class_indices, collect, prototype_groups
-from medfl.methods.base import Group, Method, class_head, option
-from medfl.methods.fedproto import (
-    among,
-    apart,
-    averaged,
-    check_lengths,
+from medfl.methods._parts.class_heads import class_count
+from medfl.methods._parts.prototype_exchange import (
+    PrototypeExchange,
+    average_prototypes,
+    by_class,
+    class_mean_groups,
     distances,
-    feature_length,
-    num_classes,
-    owned,
+    has_prototype,
+    prototypes_in,
+    pull,
     received,
     table,
 )
+from medfl.methods._parts.prototypes import class_counts, class_indices, class_means, prototype_groups
+from medfl.methods._parts.relation_head import OPTIMIZERS, Judged, Relation, after_steps, relation_for, relation_step
+from medfl.methods.base import Group, class_head, option
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
-from medfl.training import Host, Site, evaluating, fit, snapshot
-
-_OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "adam": lambda head: torch.optim.Adam(head.parameters(), 1e-3),
-    "sgd": lambda head: torch.optim.SGD(head.parameters(), 0.01, momentum=0.5),
-}
-
-
-class Relation(nn.Module):
-    """Scores (B, J) in (0, 1) of features (B, d) with class features (J, d); 6,641 parameters with d = 50."""
-
-    def __init__(self, features: int) -> None:
-        """Build the layers with PyTorch's initialisation."""
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv1d(2, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool1d(2, ceil_mode=True),  # which an odd d needs
-            nn.Flatten(),
-            nn.Linear(32 * ((features + 1) // 2), 8),
-            nn.ReLU(),
-            nn.Linear(8, 1),
-            nn.Sigmoid(),
-        )
-
-    def forward(self, h: Tensor, means: Tensor) -> Tensor:
-        """Return the scores of all pairs; a pair is two channels, the sample's first."""
-        samples, classes = h[:, None].expand(-1, len(means), -1), means.expand(len(h), -1, -1)  # (B, J, d)
-        scores: Tensor = self.layers(torch.stack([samples, classes], 2).flatten(0, 1))
-        return scores.view(len(h), len(means))
-
-
-class Judged(nn.Module):
-    """A site's network with a relation head in the place of its own, or with only some of the classes allowed.
-
-    The relation head comes first, so that the last linear layer is the network's and body and head can be told apart.
-    """
-
-    def __init__(
-        self, network: nn.Module, allowed: Tensor, relation: Relation | None = None, mixed: Tensor | None = None
-    ) -> None:
-        """Take the parts.
-
-        Args:
-            network: the site's, images -> (B, K).
-            allowed: (K,) bool, the classes that may be predicted.
-            relation: scores features against `mixed`; None: the network's own head predicts.
-            mixed: (K, d), anything for a class that is not allowed.
-        """
-        super().__init__()
-        self.relation, self.network = relation, network
-        self.allowed: Tensor
-        self.mixed: Tensor | None
-        self.register_buffer("allowed", allowed)
-        self.register_buffer("mixed", mixed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the scores or logits (B, K); those of other classes lie far below."""
-        h, logits = features_and_output(self.network, x)
-        if self.relation is not None and self.mixed is not None:
-            logits = self.relation(h, self.mixed)
-        return among(logits, self.allowed)
+from medfl.training import Host, Site, fit, snapshot
 
 
 @dataclass(frozen=True)
-class PFedPM(Bodies, Method):
+class PFedPM(PrototypeExchange):
     """Sites share class means of features and train near a mixture of their own and the common ones."""
 
     a: float = option(0.4, "share of own features in the mixed ones, 0 to 1 (best on FEMNIST: 0.3 to 0.6)", minimum=0.0)
@@ -155,9 +94,7 @@ class PFedPM(Bodies, Method):
     same_init: bool = option(True, "all sites with one architecture start from the same weights")
     feature_size: int = option(0, "d, by a linear layer with ReLU before the head; 0: as the network has it", minimum=0)
 
-    paper: ClassVar[str] = "Personalized federated learning based on feature fusion (Xing et al., 2024)"
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    judged: ClassVar[str] = "personal"
+    paper = "Personalized federated learning based on feature fusion (Xing et al., 2024)"
 
     def __post_init__(self) -> None:
         """Refuse a share above 1."""
@@ -165,7 +102,7 @@ class PFedPM(Bodies, Method):
             raise InputError(f"a={self.a:g} for method 'pfedpm'", "a is 0 to 1", "see medfl methods pfedpm")
 
     def groups(self) -> tuple[Group, ...]:
-        """Name the class means of features, and the classes' counts where these weigh."""
+        """Declare the class means of features, and the classes' counts where these weigh."""
         return prototype_groups(counts=self.agg != "uniform")
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
@@ -177,28 +114,7 @@ class PFedPM(Bodies, Method):
         layers = nn.Linear(layer.in_features, size), nn.ReLU(), nn.Linear(size, layer.out_features)
         return replace_head(network, nn.Sequential(*layers).to(layer.weight))
 
-    def personal_names(self, network: nn.Module) -> frozenset[str]:
-        """Return every tensor of the network."""
-        return frozenset(network.state_dict())
-
     # Server half
-
-    def introduce(self, site: Site) -> Message:
-        """Tell the length of a feature, where networks differ."""
-        return feature_length(site) if self.bodies else Message()
-
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
-        """Start without features.
-
-        Raises:
-            InputError: the sites' features differ in length.
-        """
-        check_lengths({name: int(m.scalars["features"]) for name, m in introductions.items() if m.scalars})
-        return {"prototypes": {}}
-
-    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send C, one (d,) tensor a class, under the class's index."""
-        return Message({"prototypes": server["prototypes"]})
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average each class's features over its owners, (7)."""
@@ -206,9 +122,9 @@ class PFedPM(Bodies, Method):
         if self.predict == "relation":
             taught = replies if server["prototypes"] else ()
             after = {"taught": sorted({*server.get("taught", ()), *taught}), "sites": num_sites}
-        fresh = averaged(server["prototypes"], replies, by_samples=self.agg != "uniform")
+        fresh = average_prototypes(server["prototypes"], replies, by_samples=self.agg != "uniform")
         if self.agg == "literal":
-            owners = [c for reply in replies.values() for c in received(reply)]
+            owners = [c for reply in replies.values() for c in prototypes_in(reply)]
             fresh = {c: value / owners.count(c) if c in owners else value for c, value in fresh.items()}
         return {"prototypes": fresh, **after}
 
@@ -220,10 +136,6 @@ class PFedPM(Bodies, Method):
             found |= {"sites judged by relation heads": taught, "by decision heads": server["sites"] - taught}
         return found
 
-    def global_predictor(self, host: Host, server: State) -> None:
-        """Return None: the server has no weights."""
-        return
-
     # Site half
 
     def init_site(self, site: Site) -> State:
@@ -232,162 +144,105 @@ class PFedPM(Bodies, Method):
         start = network if self.same_init else site.networks.fresh("site", site.name)
         state: State = {"weights": snapshot(start), "own": {}}
         if self.predict == "relation":
-            state |= {"relation": snapshot(_relation(site, network)), "mixed": {}}
+            state |= {"relation": snapshot(relation_for(site, network)), "mixed": {}}
         return state
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train near the mixed features; reply the site's own."""
-        model, common = site.model(state["weights"]), received(down)
-        known = table(common, num_classes(model)).to(site.device) if common else None
-        mixed = None if known is None else mix(known, state["own"], self.a)
-        relation = _relation(site, model, state["relation"]) if "relation" in state and mixed is not None else None
-        means, counts = self._trained(model, site, known if self.mix == "live" else mixed, mixed, relation)
-        after: State = {**state, "weights": snapshot(model), "own": owned(means, counts)}
+        model = site.model(state["weights"])
+        common = received(down, model)
+        mixed = None if common is None else mix(common, state["own"], self.a)
+        relation = relation_for(site, model, state["relation"]) if "relation" in state and mixed is not None else None
+        means, counts = self._trained(model, site, common if self.mix == "live" else mixed, mixed, relation)
+        groups = class_mean_groups(means, counts, with_counts=self.agg != "uniform")
+        after: State = {**state, "weights": snapshot(model), "own": groups["prototypes"]}
         if relation is not None and mixed is not None:
-            after |= {"relation": snapshot(relation), "mixed": owned(mixed, _known(mixed))}
-        groups = {"prototypes": after["own"]}
-        if self.agg != "uniform":
-            groups["counts"] = owned(counts, counts)
+            after |= {"relation": snapshot(relation), "mixed": by_class(mixed, has_prototype(mixed))}
         return after, Message(groups)
 
     def _trained(
         self, model: nn.Module, site: Site, target: Tensor | None, mixed: Tensor | None, relation: Relation | None
     ) -> tuple[Tensor, Tensor]:
         """Train the network by (9) and the relation head by (12); return class means (K, d) and counts (K,), (6)."""
-        running = _Running(num_classes(model), feature_size(model), site.device)
-        last: list[tuple[Any, Tensor]] = []
+        classes, last = class_count(model), list[Any]()
+        sums = torch.zeros(classes, feature_size(model), dtype=torch.float64, device=site.device)
+        seen = torch.zeros(classes, dtype=torch.int64, device=site.device)
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
-            values, output = features_and_output(network, x)
+            h, output = features_and_output(network, x)
             label = class_indices(y)
-            last[:] = [(x, label)]
+            last[:] = x, label
             if self.features == "running":
-                running.add(values, label)
+                sums.index_add_(0, label, h.detach().double())
+                seen.add_(torch.bincount(label, minlength=classes))
             loss = site.loss(output, y)
-            return loss if self.lam == 0 or target is None else loss + self.lam * self._distance(values, label, target)
+            return loss if self.lam == 0 or target is None else loss + self.lam * self._distance(h, label, target)
 
         if relation is None or mixed is None:
             fit(model, site, objective=objective)
         else:
-            learn = partial(relation_step, relation, _OPTIMIZERS[self.relation_optimizer](relation), mixed, model)
+            learn = partial(relation_step, relation, OPTIMIZERS[self.relation_optimizer](relation), mixed, model)
             each = self.relation_update == "batch"
-            fit(model, _after_steps(site, lambda: learn(*last[0])) if each else site, objective=objective)
+            fit(model, after_steps(site, lambda: learn(*last)) if each else site, objective=objective)
             if not each:
                 with stream(site.seed, "relation epochs") as generator:
                     for _ in range(site.settings.epochs):
                         for x, y in site.train.batches(site.settings.batch_size, generator):
                             learn(x.to(site.device), class_indices(y).to(site.device))
         if self.features == "running":
-            return running.means.to(_head_type(model)), class_counts(site.train, num_classes(model)).to(site.device)
-        return collect(model, site.train, site.settings.batch_size, num_classes(model), site.device)
+            means = (sums / seen.clamp(min=1)[:, None]).to(_head_type(model))
+            return means, class_counts(site.train, classes).to(site.device)
+        return class_means(model, site)
 
-    def _distance(self, values: Tensor, label: Tensor, target: Tensor) -> Tensor:
+    def _distance(self, h: Tensor, label: Tensor, target: Tensor) -> Tensor:
         """Return the second term of (9) without lambda; live mixing leaves 1 - a of each difference."""
         left = 1 - self.a if self.mix == "live" else 1.0
         if self.reg == "sample_mse":
-            return left**2 * apart(values, label, target)
-        return left * class_distance(values, label, target)
+            return left**2 * pull(h, label, target)
+        return left * class_distance(h, label, target)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the site's network; its relation head predicts with the mixed features that it was trained against."""
         model = site.model(state["weights"])
-        allowed = torch.ones(num_classes(model), dtype=torch.bool, device=site.device)
+        allowed = torch.ones(class_count(model), dtype=torch.bool, device=site.device)
         if self.mask_to_local:
             allowed = class_counts(site.train, len(allowed)).to(site.device) > 0
         if not state.get("mixed"):
             return Judged(model, allowed) if self.mask_to_local else model
         mixed = table(state["mixed"], len(allowed)).to(site.device)
-        known = _known(mixed)
-        allowed = allowed & known if (allowed & known).any() else known
-        return Judged(model, allowed, _relation(site, model, state["relation"]), mixed.nan_to_num())
+        scored = has_prototype(mixed)
+        allowed = allowed & scored if (allowed & scored).any() else scored
+        return Judged(model, allowed, relation_for(site, model, state["relation"]), mixed.nan_to_num())
 
 
-def mix(known: Tensor, own: Weights, a: float) -> Tensor:
+def mix(common: Tensor, own: Weights, a: float) -> Tensor:
     """Return C~ (8): (K, d), NaN for a class that the server does not know either.
 
     Args:
-        known: the server's class features (K, d), NaN for an unknown class.
+        common: the server's class features (K, d), NaN for an unknown class.
         own: class -> what the site sent last.
         a: share of the site's own.
     """
     if not own:
-        return known
-    mine = table(own, len(known)).to(known)
-    return torch.where(mine.isnan(), known, torch.lerp(known, mine, a))
+        return common
+    mine = table(own, len(common)).to(common)
+    return torch.where(mine.isnan(), common, torch.lerp(common, mine, a))
 
 
-def class_distance(values: Tensor, label: Tensor, target: Tensor) -> Tensor:
+def class_distance(h: Tensor, label: Tensor, target: Tensor) -> Tensor:
     """Return sum_j (n_j / B) ||C^j - mean of h over class j||_2 over the classes of a batch; 0 for unknown ones.
 
     Args:
-        values: features h (B, d).
+        h: features (B, d).
         label: (B,) class indices.
         target: C (K, d), constant, NaN for an unknown class.
     """
-    members = (label[:, None] == torch.arange(len(target), device=label.device)).to(values.dtype)
+    members = (label[:, None] == torch.arange(len(target), device=label.device)).to(h.dtype)
     counts = members.sum(0)
-    means = members.T @ values / counts.clamp(min=1)[:, None]
-    norms = torch.linalg.vector_norm(target.nan_to_num().to(values.dtype) - means, dim=1)  # its gradient at 0 is 0
-    total: Tensor = (counts * _known(target) * norms).sum()
+    means = members.T @ h / counts.clamp(min=1)[:, None]
+    norms = torch.linalg.vector_norm(target.nan_to_num().to(h.dtype) - means, dim=1)  # its gradient at 0 is 0
+    total: Tensor = (counts * has_prototype(target) * norms).sum()
     return total / len(label)
-
-
-def relation_loss(relation: Relation, h: Tensor, label: Tensor, mixed: Tensor) -> Tensor:
-    """Return (12): the mean over batch and known classes of (score - 1[y = j])^2; h and C~ are constant."""
-    known = _known(mixed)
-    scores = relation(h.detach(), mixed[known].to(h.dtype))
-    return mse_loss(scores, one_hot(label, len(mixed))[:, known].to(scores.dtype))
-
-
-def relation_step(
-    relation: Relation, optimizer: torch.optim.Optimizer, mixed: Tensor, network: nn.Module, x: Any, label: Tensor
-) -> None:
-    """Take one step of the relation head; the network is run in evaluation mode, so nothing of it changes."""
-    with evaluating(network), torch.no_grad():
-        h, _ = features_and_output(network, x)
-    optimizer.zero_grad()
-    relation_loss(relation, h, label, mixed).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-
-
-class _Running:
-    """Class means over the batches that training saw."""
-
-    def __init__(self, classes: int, features: int, device: torch.device) -> None:
-        self.sums = torch.zeros(classes, features, dtype=torch.float64, device=device)
-        self.counts = torch.zeros(classes, dtype=torch.int64, device=device)
-
-    def add(self, values: Tensor, label: Tensor) -> None:
-        self.sums.index_add_(0, label, values.detach().double())
-        self.counts += torch.bincount(label, minlength=len(self.counts))
-
-    @property
-    def means(self) -> Tensor:
-        return self.sums / self.counts.clamp(min=1)[:, None]
-
-
-def _known(rows: Tensor) -> Tensor:
-    return ~rows.isnan().any(1)
-
-
-def _relation(site: Site, network: nn.Module, weights: Weights | None = None) -> Relation:
-    """Build a relation head for a network's features, drawn on a stream of its own, or with these weights."""
-    with stream(site.seed, "relation"):
-        relation = Relation(feature_size(network)).to(site.device, _head_type(network))
-    if weights is not None:
-        relation.load_state_dict(weights)
-    return relation
-
-
-def _after_steps(site: Site, call: Callable[[], None]) -> Site:
-    """Return the site with something to be done after every step of its optimiser."""
-
-    def optimizer(network: nn.Module) -> torch.optim.Optimizer:
-        made = site.settings.optimizer(network)
-        made.register_step_post_hook(lambda *_: call())
-        return made
-
-    return replace(site, settings=replace(site.settings, optimizer=optimizer))
 
 
 def _head_type(network: nn.Module) -> torch.dtype:

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods._parts.aggregation import shares_by, step_towards, uniform_shares, weighted_mean
 from medfl.methods.base import Group, Method, option
-from medfl.training.loop import fit
-from medfl.training.site import Host, Site, snapshot, zeros_of
+from medfl.training import Host, Site, fit, snapshot, zeros_of
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,10 @@ class Scaffold(Method):
         choices=("auto", "difference", "gradient"),
     )
     weights: str = option(
-        "uniform", "mean over participants: the paper's 1/S, or by samples", choices=("uniform", "samples")
+        "uniform", "mean over participants: 1/S (paper), or by samples", choices=("uniform", "samples")
     )
 
-    paper: ClassVar[str] = "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al., 2020)"
+    paper = "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al., 2020)"
 
     def groups(self) -> tuple[Group, ...]:
         """Declare control variates, both ways."""
@@ -87,13 +85,9 @@ class Scaffold(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move x by eta_g times the mean difference and c by the participants' changes over all N sites."""
-        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
-        weights = weighted_mean(replies, "weights", shares)
-        if self.server_lr != 1:
-            weights = {
-                name: old + self.server_lr * (weights[name] - old) if name in server["control"] else weights[name]
-                for name, old in server["weights"].items()
-            }
+        shares = shares_by(self.weights, replies)
+        mean = weighted_mean(replies, "weights", shares)
+        weights = step_towards(server["weights"], mean, self.server_lr, server["control"])
         change = weighted_mean(replies, "control", uniform_shares(replies))
         part = len(replies) / num_sites  # mean over participants times S/N is the sum over N
         control = {name: value + part * change[name] for name, value in server["control"].items()}

@@ -15,7 +15,8 @@ from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.methods import load
-from medfl.methods.fedgh import class_means, logits
+from medfl.methods._parts.class_heads import logits
+from medfl.methods._parts.prototypes import collect
 from medfl.networks import build
 from medfl.networks.heads import features_and_output
 from medfl.training.loop import fit
@@ -247,7 +248,7 @@ def test_class_means_of_pixels_by_hand() -> None:
     for y in (mask, one_hot):
         shard = Shard.of(Stacked([{}, {}], x, y), range(2))
         for size in (1, 2):
-            means, counts = class_means(network.train(), shard, size, CPU)
+            means, counts = collect(network.train(), shard, size, 3, CPU)
             assert (means.tolist(), counts.tolist()) == ([[10], [6], [0]], [5, 3, 0])
             assert means.dtype == torch.float32
     assert network.training
@@ -258,8 +259,8 @@ def test_class_means_of_pixels_are_those_of_the_map_before_the_last_convolution(
     network = build("unet8", 1, 2, dims).double()
     x, y = drawn(3, 1, *[16] * dims), (drawn(3, 1, *[16] * dims, seed=1) > 0.5).long()
     shard = Shard.of(Stacked([{}] * 3, x, y), range(3))
-    means, counts = class_means(network, shard, 2, CPU)
-    assert bits(class_means(network, shaken(shard), 2, CPU)) == bits((means, counts))
+    means, counts = collect(network, shard, 2, 2, CPU)
+    assert bits(collect(network, shaken(shard), 2, 2, CPU)) == bits((means, counts))
     network.eval()
     with torch.no_grad():
         maps, output = features_and_output(network, x)

@@ -14,11 +14,11 @@ from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.message import Message
+from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.public import untracked
+from medfl.methods._parts.public_lesson import Lesson
 from medfl.methods._parts.teacher_weights import Contribution, distributions, divergence_from, mixture
-from medfl.methods.fedhelp import FedHelp, _Items, _Lesson, top_set
-from medfl.methods.fedtype import set_loss
-from medfl.methods.proxyfl import divergence
+from medfl.methods.fedhelp import FedHelp, top_set
 from medfl.networks import build
 from medfl.runs.public_data import plan_public
 from medfl.training.network_pool import Networks
@@ -353,20 +353,20 @@ def test_a_foreground_logit_is_a_distribution_over_two_classes() -> None:
 # Eq. 1-3: the small site
 
 
-def lesson(federation: Toy, **options: object) -> tuple[_Lesson, nn.Module]:
+def lesson(federation: Toy, **options: object) -> tuple[Lesson, nn.Module]:
     method, site = fedhelp(**options), federation.site("b")
     network = site.model(federation.initial)
-    return _Lesson(method, site, method.init_site(site), network), network
+    return Lesson(method, site, method.init_site(site), network), network
 
 
-def items(federation: Toy) -> _Items:
-    return _Items(fedhelp(), federation.site("b"))
+def items(federation: Toy) -> list[Tensor]:
+    return lesson(federation)[0].items(4)
 
 
 def test_the_public_loss_leaves_the_private_head_alone_and_moves_the_body() -> None:
     federation = toy()
     one, network = lesson(federation)
-    one.loss(*items(toy()).take(4)).backward()
+    one.loss(*items(toy())).backward()
     phi, first = network[4], network[0]
     assert phi.weight.grad is None
     assert phi.bias.grad is None
@@ -378,7 +378,7 @@ def test_the_public_loss_leaves_the_private_head_alone_and_moves_the_body() -> N
 def test_public_batches_and_running_statistics(public_bn: str, moves: bool) -> None:
     one, network = lesson(toy(), public_bn=public_bn)
     before = bits(dict(network.named_buffers()))
-    one.loss(*items(toy()).take(4)).backward()
+    one.loss(*items(toy())).backward()
     assert (bits(dict(network.named_buffers())) != before) is moves
     assert network[1].track_running_stats
     if public_bn == "separate":
@@ -403,14 +403,14 @@ def test_the_public_loss_by_hand(warm: float) -> None:
     federation = toy()
     one, network = lesson(federation, temperature=warm)
     twin, other = lesson(federation, temperature=warm)
-    x, y, positions, _ = items(federation).take(4)
+    x, y, positions, _ = items(federation)
     with untracked(other):
         features = other[:4](x)
     z = twin.head(features)
     answers = federation.public.answered(positions) ** (1 / warm)
     t = (answers / answers.sum(2, keepdim=True)).mean(0)
     expected = cross_entropy(z, y) + 0.1 * warm**2 * (t * (t.log() - log_softmax(z / warm, 1))).sum(1).mean()
-    torch.testing.assert_close(one.loss(*items(federation).take(4)), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(one.loss(*items(federation)), expected, rtol=0, atol=1e-6)
 
 
 def test_without_public_data_a_small_site_is_fedavgs() -> None:

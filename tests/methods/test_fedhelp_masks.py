@@ -16,8 +16,8 @@ from medfl.data.batch_steps import Crop
 from medfl.data.batch_transforms import BatchRecipe
 from medfl.data.prepared import Augmented, Shard
 from medfl.methods._parts.public import untracked
+from medfl.methods._parts.public_lesson import Lesson
 from medfl.methods._parts.weight_map import Border, beta, class_balance
-from medfl.methods.fedhelp import _Items, _Lesson
 from medfl.networks.heads import features_and_output
 from tests.methods.test_segmentation_contract import federation, segmenting
 from tests.support.toy import Toy, bits, simulate
@@ -27,11 +27,11 @@ def toy(dims: int) -> Toy:
     return segmenting(federation(dims))
 
 
-def lesson(dims: int, **options: object) -> tuple[_Lesson, torch.nn.Module, Toy]:
+def lesson(dims: int, **options: object) -> tuple[Lesson, torch.nn.Module, Toy]:
     made = toy(dims)
     method, site = methods.load("fedhelp", {"large": "a", **options}), made.site("b")
     network = site.model(made.initial)
-    return _Lesson(method, site, method.init_site(site), network), network, made
+    return Lesson(method, site, method.init_site(site), network), network, made
 
 
 @pytest.mark.parametrize("dims", [2, 3])
@@ -39,7 +39,7 @@ def test_the_public_loss_of_masks_by_hand(dims: int) -> None:
     """Mean over pixels of beta (CE + 0.1 KL); in volumes each image is repeated and the logits averaged (pseudo3d)."""
     one, _, _ = lesson(dims)
     twin, network, made = lesson(dims)
-    taken = _Items(one.method, made.site("b")).take(2)
+    taken = twin.items(2)
     x, y, positions, _ = taken
     if dims == 3:
         x = x[..., None].expand(*x.shape, 16)

@@ -17,9 +17,8 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods import load
-from medfl.methods.fedkemf import ensemble
-from medfl.training.network_pool import Networks
-from medfl.training.site import Site
+from medfl.methods._parts.distillation import ensemble
+from medfl.training import Networks, Site
 from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
 
 METHOD = load("fedkemf")

@@ -16,11 +16,10 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods import load
-from medfl.methods.fedmd import Scored, reduced
-from medfl.training.layers import evaluating
+from medfl.methods._parts.public import Scored
+from medfl.methods._parts.score_exchange import reduced
+from medfl.training import Networks, Site, evaluating
 from medfl.training.loop import fit
-from medfl.training.network_pool import Networks
-from medfl.training.site import Site
 from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
 
 METHOD = load("fedmd")

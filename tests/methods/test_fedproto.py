@@ -12,8 +12,9 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods import load
+from medfl.methods._parts.prototype_exchange import distances
 from medfl.methods._parts.prototypes import collect
-from medfl.methods.fedproto import distances, nearest
+from medfl.methods.fedproto import nearest
 from medfl.networks.heads import features_and_output
 from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
 

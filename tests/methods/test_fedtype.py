@@ -17,9 +17,9 @@ from medfl.core.message import Message
 from medfl.core.seeding import derive, stream
 from medfl.core.task import Task
 from medfl.methods import load
-from medfl.methods.fedtype import conformal_quantile, consensus, grown, scores, set_loss, uniform
-from medfl.training.network_pool import Networks
-from medfl.training.site import Site, snapshot
+from medfl.methods._parts.distillation import set_loss
+from medfl.methods.fedtype import conformal_quantile, consensus, grown, scores, uniform
+from medfl.training import Networks, Site, snapshot
 from tests.support.toy import Toy, adam, bits, blobs, classifier, judged, sgd, shaken, simulate
 
 METHOD = load("fedtype")

@@ -16,8 +16,9 @@ from medfl.core.seeding import stream
 from medfl.core.storage import load_state, save_state
 from medfl.core.task import Task
 from medfl.methods import load, pfedpm
-from medfl.methods.fedproto import apart, averaged, table
-from medfl.methods.pfedpm import Relation, class_distance, mix, relation_loss, relation_step
+from medfl.methods._parts.prototype_exchange import average_prototypes, pull, table
+from medfl.methods._parts.relation_head import Relation, relation_loss, relation_step
+from medfl.methods.pfedpm import class_distance, mix
 from medfl.networks.heads import feature_size, features_and_output, head_name
 from medfl.training.network_pool import Networks
 from medfl.training.site import Site, snapshot
@@ -175,11 +176,11 @@ def test_the_gradients_of_the_pull() -> None:
     apart_by = values.detach().mean(0) - target[1]
     close(gradient, (apart_by / (5 * apart_by.norm())).expand(5, 4))
     close(gradient.norm(dim=1), 1 / 5)
-    (gradient,) = torch.autograd.grad(apart(values, label, target), values)
+    (gradient,) = torch.autograd.grad(pull(values, label, target), values)
     close(gradient, 2 * (values.detach() - target[1]) / (5 * 4))
     met = torch.stack([target[0], torch.arange(4).double(), target[2]])  # C = C~: zero loss, zero gradient, not NaN
     level = met[label].requires_grad_()
-    for loss in (class_distance(level, label, met), apart(level, label, met)):
+    for loss in (class_distance(level, label, met), pull(level, label, met)):
         assert loss.item() == 0
         (gradient,) = torch.autograd.grad(loss, level)
         assert not gradient.any()
@@ -548,7 +549,7 @@ def test_features_of_other_lengths_are_refused_by_site() -> None:
         with pytest.raises(InputError, match=text):
             simulate(load(name), toy, 1)
     with pytest.raises(InputError, match="length 3 at c; length 5 at earlier rounds"):
-        averaged({"0": drawn(5)}, {"c": Message({"prototypes": {"1": drawn(3)}})}, by_samples=False)
+        average_prototypes({"0": drawn(5)}, {"c": Message({"prototypes": {"1": drawn(3)}})}, by_samples=False)
 
 
 # Options

@@ -15,7 +15,9 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.methods import load
-from medfl.methods.proxyfl import divergence, optimizing_each, stride
+from medfl.methods._parts.distillation import divergence
+from medfl.methods._parts.mutual_learning import optimizing_each
+from medfl.methods.proxyfl import stride
 from medfl.training.loop import fit
 from medfl.training.network_pool import Networks
 from medfl.training.site import Site

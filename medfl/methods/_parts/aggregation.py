@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
@@ -31,6 +31,11 @@ def sample_shares(replies: Mapping[str, Message]) -> dict[str, float]:
 def uniform_shares(replies: Mapping[str, Message]) -> dict[str, float]:
     """Return 1/S for each of the S participants."""
     return {name: 1 / len(replies) for name in sorted(replies)}
+
+
+def shares_by(weights: str, replies: Mapping[str, Message]) -> dict[str, float]:
+    """Return what an option `weights` says: the shares of a plain mean ("uniform"), or by samples ("samples")."""
+    return uniform_shares(replies) if weights == "uniform" else sample_shares(replies)
 
 
 def weighted_mean(replies: Mapping[str, Message], group: str, shares: Mapping[str, float]) -> dict[str, Tensor]:
@@ -75,22 +80,12 @@ def slices(weights: Weights, name: str) -> Callable[[int, int], Tensor]:
     return lambda start, stop: flat[start:stop]
 
 
-def mean_with_drift(
-    replies: Mapping[str, Message], received: Weights, drift: Weights, num_sites: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the next weights and mean drift of FedDyn and FedDC: the participants' plain mean plus the mean drift.
+def step_towards(old: Weights, mean: Weights, beta: float, names: Collection[str]) -> dict[str, Tensor]:
+    """Return (1 - beta) old + beta mean of the named tensors, and the mean of all others."""
+    moved = {} if beta == 1 else {name: old[name] + beta * (mean[name] - old[name]) for name in names}
+    return {**mean, **moved}
 
-    A site's drift is the sum of w_k - w over its rounds; an absent one's stays, so that the mean over all sites grows
-    by the participants' part of the mean step. Tensors without a drift, such as buffers, are averaged by samples.
 
-    Args:
-        replies: of the round's participants.
-        received: the weights w that they started from.
-        drift: trainable parameter -> mean drift of all sites before this round.
-        num_sites: all sites.
-    """
-    mean = weighted_mean(replies, "weights", uniform_shares(replies))
-    part = len(replies) / num_sites
-    fresh = {name: old + part * (mean[name] - received[name]) for name, old in drift.items()}
-    weights = weighted_mean(replies, "weights", sample_shares(replies))
-    return weights | {name: mean[name] + value for name, value in fresh.items()}, fresh
+def trained_names(network: nn.Module) -> list[str]:
+    """Return the names of the trainable parameters in a state dict, all those of a shared one."""
+    return [name for name, p in network.named_parameters(remove_duplicate=False) if p.requires_grad]

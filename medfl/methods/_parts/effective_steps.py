@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from medfl.training.site import Site
+from medfl.training import Site
 
 
 def effective_steps(site: Site, model: nn.Module, steps: int, mu: float = 0.0) -> float:

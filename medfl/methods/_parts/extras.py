@@ -16,7 +16,7 @@ from torch import Tensor
 from medfl.core.errors import InputError
 from medfl.core.storage import State
 from medfl.methods.base import option
-from medfl.training.site import Host
+from medfl.training import Host
 
 
 class SiteNetworks:
@@ -66,13 +66,9 @@ class PublicData:
         choices=("", "train", "validate", "test"),
     )
     public_items: int = option(
-        0,
-        "so many public items, classes balanced (a fixed draw); 0: what its protocol says, else all",
-        minimum=0,
+        0, "so many public items, classes balanced (a fixed draw); 0: what its protocol says, else all", minimum=0
     )
-    public_size: int = option(
-        0, "side of the public images; 0: their bundle's own, in segmentation the sites' size", minimum=0
-    )
+    public_size: int = option(0, "side of public images; 0: their bundle's own, in segmentation the sites'", minimum=0)
     lift: str = option(
         "pseudo3d",
         "public images where the sites have volumes: repeat each along a third axis and average the output over it, "

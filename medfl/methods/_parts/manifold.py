@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medfl.methods._parts.prototypes import class_indices
-from medfl.training.site import Site
+from medfl.training import Site
 
 STDS = ("unbiased", "biased")
 INTRA_SCALES = ("paper", "mean_offdiag", "released")

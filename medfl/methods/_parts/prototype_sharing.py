@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,20 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.class_heads import class_count
 from medfl.methods._parts.manifold import inter_class_loss, shaped
-from medfl.methods._parts.prototypes import class_counts, collect, prototype_groups
+from medfl.methods._parts.prototype_exchange import (
+    average_prototypes,
+    check_lengths,
+    class_mean_groups,
+    distances,
+    has_prototype,
+    received,
+)
+from medfl.methods._parts.prototypes import class_counts, class_means, prototype_groups
 from medfl.methods.base import Group, Method, class_head, option
-from medfl.methods.fedproto import averaged, check_lengths, distances, num_classes, owned, received, table
 from medfl.networks.heads import feature_size, head
-from medfl.training.loop import FitReport
-from medfl.training.site import Host, Site, merged
+from medfl.training import FitReport, Host, Site, merged
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,10 @@ class Sharing:
     margin: bool = option(True, "without it features are only pulled to the own prototype")
     lite: int = option(0, "inter-class loss on so many random samples of a batch (paper: 10, 50), 0 all", minimum=0)
     share_prototypes: float = option(
-        1.0, "part of the sites that send prototypes, drawn once, above 0 to 1 (paper: 0.5, 0.8)", minimum=0.0
+        1.0, "part of the sites that send prototypes, above 0 (paper: 0.5, 0.8)", minimum=0.0
     )
     stale: str = option(
-        "keep",
-        "the prototype of a class that no participant sends: keep the last, or drop it",
-        choices=("keep", "drop"),
+        "keep", "a class's prototype that nobody sends: keep the last, or drop it", choices=("keep", "drop")
     )
     one_hot: bool = option(False, "unit vectors for prototypes, a negative control; sites send none")
 
@@ -96,7 +100,7 @@ class Sharing:
         if not self.active:
             return server
         network = host.model(host.networks.initial)
-        unit = torch.eye(num_classes(network), feature_size(network)).to(next(head(network).parameters()))
+        unit = torch.eye(class_count(network), feature_size(network)).to(next(head(network).parameters()))
         started: State = {"prototypes": {str(c): row for c, row in enumerate(unit)} if self.one_hot else {}}
         if self.share_prototypes < 1:
             names = sorted(introductions)
@@ -123,7 +127,7 @@ class Sharing:
             return {}
         before = {} if self.stale == "drop" and not self.one_hot else server["prototypes"]
         kept = {"sharing": server["sharing"]} if "sharing" in server else {}
-        return {"prototypes": averaged(before, replies, by_samples=True), **kept}
+        return {"prototypes": average_prototypes(before, replies, by_samples=True), **kept}
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
         """Return distances between class means and prototypes, if there are any."""
@@ -137,12 +141,11 @@ class Sharing:
         Raises:
             InputError: its network has features of another length than the prototypes; names the site.
         """
-        prototypes = received(down)
-        if not self.active or not prototypes:
+        prototypes = received(down, network)
+        if not self.active or prototypes is None:
             return site
-        rows = table(prototypes, num_classes(network)).to(site.device)
-        check_lengths({site.name: feature_size(network), "the server": rows.shape[1]})
-        known, rows = ~rows.isnan().any(1), rows.nan_to_num()
+        check_lengths({site.name: feature_size(network), "the server": prototypes.shape[1]})
+        there, rows = has_prototype(prototypes), prototypes.nan_to_num()
         own = None
         if self.inter_scope == "present":
             own = (class_counts(site.train, len(rows)) > 0).to(site.device)
@@ -153,7 +156,7 @@ class Sharing:
                 chosen = torch.randperm(len(labels), generator=draws)[: self.lite].to(site.device, non_blocking=True)
                 features, labels = features[chosen], labels[chosen]
             targets = rows.to(features.dtype)
-            return self.mu2 * inter_class_loss(features, labels, targets, known, owned=own, margin=self.margin)
+            return self.mu2 * inter_class_loss(features, labels, targets, there, owned=own, margin=self.margin)
 
         return shaped(site, loss)
 
@@ -161,8 +164,7 @@ class Sharing:
         """Add the class means of the site's features under the trained network to its reply, if it is to send them."""
         if not self.active or self.one_hot or not down.scalars.get("sharing", 1):
             return reply
-        means, counts = collect(network, site.train, site.settings.batch_size, num_classes(network), site.device)
-        groups = {"prototypes": owned(means, counts), "counts": owned(counts, counts)}
+        groups = class_mean_groups(*class_means(network, site), with_counts=True)
         return Message({**reply.tensors, **groups}, reply.scalars)
 
 
@@ -173,10 +175,8 @@ class WithPrototypes(Method):
     inner: Method
     sharing: Sharing
 
-    paper: ClassVar[str] = (
-        "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping (Fan et al., 2023)"
-    )
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    paper = "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping (Fan et al., 2023)"
+    tasks = ("classification",)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the inner method's network, whose head has one output a class."""

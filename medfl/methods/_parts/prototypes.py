@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize, one_hot
 
+from medfl.core.message import Weights
 from medfl.data.prepared import Shard
+from medfl.methods._parts.class_heads import class_count
 from medfl.methods.base import Group
-from medfl.networks.heads import features_and_output
-from medfl.training.layers import evaluating
+from medfl.networks.heads import feature_size, features_and_output, head
+from medfl.training import Site, evaluating
 
 OWN, OTHERS, MISSING = DISTANCES = ("own class", "other classes of the site", "classes missing at the site")
 """What distances between a site's class means and prototypes are of; names of observed numbers."""
@@ -32,6 +35,11 @@ def class_indices(targets: Tensor) -> Tensor:
     if targets.ndim == 2 and targets.shape[1] > 1:
         return targets.argmax(1)
     return targets.reshape(len(targets)).long()
+
+
+def pixel_classes(masks: Tensor) -> Tensor:
+    """Return the class index of each pixel (B, P) of masks (B, 1, H, W[, D]) or one-hot (B, K, H, W[, D])."""
+    return (masks.argmax(1) if masks.shape[1] > 1 else masks[:, 0]).flatten(1).long()
 
 
 def class_counts(shard: Shard, num_classes: int, batch_size: int = 256) -> Tensor:
@@ -55,6 +63,11 @@ def class_prior(counts: Tensor, strength: float = 1.0) -> Tensor:
     return strength * (counts.double().clamp(min=1e-12) / counts.max()).log().float()
 
 
+def log_prior(site: Site, num_classes: int, gamma: float) -> Tensor | float:
+    """Return what balanced softmax adds to a site's logits, (K,) on its device: gamma log n; 0 without gamma."""
+    return class_prior(class_counts(site.train, num_classes), gamma).to(site.device) if gamma else 0.0
+
+
 def features(
     network: nn.Module, shard: Shard, batch_size: int, device: torch.device, *, normalised: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -72,7 +85,7 @@ def features(
     with evaluating(network), torch.no_grad():
         for x, y in shard.deterministic().batches(batch_size):
             value, _ = features_and_output(network, x.to(device))
-            yield nn.functional.normalize(value, dim=1) if normalised else value, class_indices(y).to(device)
+            yield normalize(value, dim=1) if normalised else value, class_indices(y).to(device)
 
 
 def collect(
@@ -86,8 +99,11 @@ def collect(
 ) -> tuple[Tensor, Tensor]:
     """Return the class means of the features (K, d), zero for an absent class, and the counts (K,) int64.
 
-    The arguments are those of `features`; sums are taken in float64, the means have the features' type.
+    The arguments are those of `features`; sums are taken in float64, the means have the features' type. Where the head
+    is a convolution, features and counts are those of pixels.
     """
+    if not isinstance(head(network), nn.Linear):
+        return _collect_pixels(network, shard, batch_size, num_classes, device)
     sums, counts, kind = None, torch.zeros(num_classes, dtype=torch.int64, device=device), torch.float32
     for value, label in features(network, shard, batch_size, device, normalised=normalised):
         sums = value.new_zeros(num_classes, value.shape[1], dtype=torch.float64) if sums is None else sums
@@ -99,22 +115,41 @@ def collect(
     return (sums / counts.clamp(min=1)[:, None]).to(kind), counts
 
 
-def merge(means: Sequence[Tensor], counts: Sequence[Tensor], *, uniform: bool = False) -> tuple[Tensor, Tensor]:
-    """Average class means over sites: by samples, or plainly over the sites that have the class.
+def _collect_pixels(
+    network: nn.Module, shard: Shard, batch_size: int, num_classes: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    sums = torch.zeros(num_classes, feature_size(network), dtype=torch.float64, device=device)
+    counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
+    with evaluating(network), torch.no_grad():
+        for x, y in shard.deterministic().batches(batch_size):
+            maps, _ = features_and_output(network, x.to(device))
+            for values, label in zip(maps.flatten(2), pixel_classes(y).to(device), strict=True):  # (d, P), (P,)
+                members = one_hot(label, num_classes)
+                sums += members.T.double() @ values.T.double()
+                counts += members.sum(0)
+    means = sums / counts.clamp(min=1)[:, None]
+    return means.to(next(head(network).parameters()).dtype), counts
+
+
+def class_means(network: nn.Module, site: Site, *, normalised: bool = False) -> tuple[Tensor, Tensor]:
+    """Return what `collect` does of a site's training items."""
+    settings = site.settings
+    return collect(network, site.train, settings.batch_size, class_count(network), site.device, normalised=normalised)
+
+
+def merge(tables: Sequence[Weights]) -> tuple[Tensor, Tensor]:
+    """Average the sites' class means, each weighted by its count.
 
     Args:
-        means: (K, d) of each site, in sorted site order.
-        counts: (K,) of each site.
-        uniform: every owner of a class counts the same.
+        tables: "means" (K, d) and "counts" (K,) of each site, in sorted site order.
 
     Returns:
         The means (K, d), zero for a class that nobody has, and the total counts (K,).
     """
-    stacked, number = torch.stack(list(means)), torch.stack(list(counts))
-    weights = (number > 0 if uniform else number).double()  # (sites, K)
-    total = weights.sum(0)
-    merged = torch.einsum("sk,skd->kd", weights, stacked.double()) / total.clamp(min=1)[:, None]
-    return merged.to(stacked.dtype), number.sum(0)
+    means, counts = (torch.stack([table[name] for table in tables]) for name in ("means", "counts"))
+    total = counts.sum(0)
+    merged = torch.einsum("sk,skd->kd", counts.double(), means.double()) / total.double().clamp(min=1)[:, None]
+    return merged.to(means.dtype), total
 
 
 def distance(values: Tensor, prototypes: Tensor) -> Tensor:

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.core.errors import InputError
+from medfl.data.prepared import Batch, Prepared, Shard
 from medfl.data.public import Public
-from medfl.methods.base import Group
-from medfl.training.site import Host, Site
+from medfl.methods._parts.extras import PublicData
+from medfl.methods.base import Group, Method
+from medfl.training import Host, Site
 
 SCORES = (Group("scores", smaller=True), Group("positions", up=False))
 """What travels where sites answer to public items and the server says to which."""
 
 
-def shared(owner: Site | Host) -> Public:
+@dataclass(frozen=True)
+class PublicMethod(PublicData, Method):
+    """A method that learns from public data, of which there must be some."""
+
+    def check(self, site: Site) -> None:
+        """Raise InputError where there are no public data."""
+        public_data(site)
+
+
+def public_data(owner: Site | Host) -> Public:
     """Return the public data of a site or of the server.
 
     Raises:
@@ -28,11 +41,54 @@ def shared(owner: Site | Host) -> Public:
     return owner.public
 
 
+class Scored(Prepared):
+    """Public items with scores in the place of their targets.
+
+    Args:
+        public: the items.
+        positions: (N,), which of them.
+        scores: (N, ...), one each; None keeps the targets.
+        least: a last batch of fewer items joins the one before.
+    """
+
+    def __init__(self, public: Public, positions: Tensor, scores: Tensor | None = None, least: int = 1) -> None:
+        """Keep the parts."""
+        self.positions = positions.cpu()  # a State that was moved to a GPU has them there
+        super().__init__([public.shard.prepared.items[i] for i in public.shard.indices[self.positions].tolist()])
+        self.public, self.scores, self.least = public, scores, least
+
+    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+        """Yield batches; `generator` is not used, public items are read without random transforms."""
+        chunks = list(torch.split(indices, size))
+        if len(chunks) > 1 and len(chunks[-1]) < self.least:
+            chunks[-2:] = [torch.cat(chunks[-2:])]
+        for chunk in chunks:
+            x, y = self.public.at(self.positions[chunk])
+            yield x, y if self.scores is None else self.scores[chunk.to(self.scores.device)]
+
+
+def on_public(
+    site: Site, public: Public, positions: Tensor, scores: Tensor | None, epochs: int, size: int, least: int = 1
+) -> Site:
+    """Return a site that trains on public items instead of its own; the arguments are those of `Scored`.
+
+    Its journal is another: the one of the site is about its own data.
+    """
+    settings = replace(site.settings, epochs=epochs, batch_size=size)
+    shard = Shard.of(Scored(public, positions, scores, least), range(len(positions)))
+    return replace(site, train=shard, settings=settings, journal=[], penalty=None)
+
+
 @contextmanager
-def untracked(network: nn.Module) -> Iterator[None]:
-    """Run a network in training mode without moving BatchNorm's running statistics or counters."""
+def untracked(network: nn.Module, active: bool = True) -> Iterator[None]:
+    """Run a network in training mode without moving BatchNorm's running statistics or counters.
+
+    Args:
+        network: the network.
+        active: without it nothing changes.
+    """
     layers = [module for module in network.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
-    for layer in layers:
+    for layer in layers if active else ():
         layer.track_running_stats = False
     try:
         yield

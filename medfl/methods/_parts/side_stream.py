@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from medfl.core.seeding import stream
+from medfl.training import Site
 from medfl.training.accelerate.replayable import generator_states
-from medfl.training.site import Site
 
 
-class Aside:
+class SideStream:
     """A context for what goes on beside the training of a network, so that its dropout is that of one alone.
 
     The n-th block has the stream (site, purpose, n). What draws nothing needs none: the first block shows whether it

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from medfl.core.storage import State
@@ -93,11 +93,3 @@ def distributions(answers: Tensor, segmentation: bool) -> Tensor:
     if not segmentation:
         return answers
     return torch.stack([(-answers).sigmoid(), answers.sigmoid()], 2)
-
-
-def head_like(layer: nn.Module, outputs: int) -> nn.Module:
-    """Return a new linear layer, or convolution of size 1, with another number of outputs for the same features."""
-    if isinstance(layer, nn.Linear):
-        return nn.Linear(layer.in_features, outputs)
-    kind: Any = type(layer)
-    return kind(layer.in_channels, outputs, 1)  # type: ignore[no-any-return]

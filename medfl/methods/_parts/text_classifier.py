@@ -23,7 +23,7 @@ from medfl.core.errors import InputError
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_indices
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
-from medfl.training.loop import Objective
+from medfl.training import Objective
 
 CLASSIFIERS = ("trainable", "random_frozen", "text_mean", "text_distribution")
 COVARIANCES = ("full", "diag", "none")

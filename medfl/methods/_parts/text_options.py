@@ -1,14 +1,10 @@
-"""What FedCB and FedBM share: options, and what both halves of a method do with a classifier built from text.
-
-A method's options are flat, so each of the two declares these anew with `shared` and hands its values to `TextOptions`.
-"""
+"""What FedCB and FedBM share: options, and what both halves of a method do with a classifier built from text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -16,17 +12,17 @@ from medfl.core.errors import InputError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods._parts.aggregation import shares_by, weighted_mean
+from medfl.methods._parts.extras import TextEmbeddings
 from medfl.methods._parts.text_classifier import CLASSIFIERS, adapt, embeddings_for, embeddings_of, install
-from medfl.methods.base import Method, class_head, option, same_option
+from medfl.methods.base import Group, Method, class_head, option
 from medfl.networks.heads import head, head_names
-from medfl.training.loop import Feed, Objective, fit
-from medfl.training.site import Host, Site, snapshot
+from medfl.training import Feed, Host, Objective, Site, fit, snapshot
 
 
 @dataclass(frozen=True)
-class TextOptions:
-    """The common options and what they do."""
+class TextClassified(TextEmbeddings, Method):
+    """A method whose head may be built from text. A site gets the prompts' embeddings once and keeps them."""
 
     classifier: str = option(
         "text_distribution", "the head: FedAvg's own, its own but frozen, or built from text", choices=CLASSIFIERS
@@ -41,12 +37,12 @@ class TextOptions:
         "F / tau in evaluation, as the authors' code: the same predictions with other probabilities (AUROC, loss)",
     )
     weights: str = option(
-        "samples", "of the sites: by their samples (code), or uniform (FedBM's paper)", choices=("samples", "uniform")
+        "samples", "of the sites: by samples (code), or the same (FedBM)", choices=("samples", "uniform")
     )
     keep_optimizer: bool = option(False, "keep each site's optimiser over the rounds (code)")
-    decay_per: str = option(
-        "round", "learning rate decays per round (code) or local epoch (paper)", choices=("round", "epoch")
-    )
+    decay_per: str = option("round", "the rate decays by round (code) or epoch (paper)", choices=("round", "epoch"))
+
+    tasks = ("classification",)
 
     def __post_init__(self) -> None:
         """Refuse a temperature of 0 and a part of the prompts outside (0, 1]."""
@@ -59,17 +55,16 @@ class TextOptions:
                 "take for example prompt_fraction=0.5",
             )
 
-    @classmethod
-    def of(cls, method: Method) -> TextOptions:
-        """Take the values of a method that has these options."""
-        return cls(**{one.name: getattr(method, one.name) for one in fields(cls)})
-
     @property
     def built(self) -> bool:
         """Whether the head is built from text."""
         return self.classifier.startswith("text_")
 
-    def adapt(self, network: nn.Module, task: Task, covariance: str, *, embeddings: bool) -> nn.Module:
+    def groups(self) -> tuple[Group, ...]:
+        """Declare the text embeddings, which each site gets once."""
+        return (Group("text", up=False),)
+
+    def with_head(self, network: nn.Module, task: Task, covariance: str, *, embeddings: bool) -> nn.Module:
         """Give a network its head; with `embeddings` any head holds the prompts' embeddings.
 
         Raises:
@@ -88,20 +83,39 @@ class TextOptions:
 
     # Server half
 
-    def sent(self, host: Host, server: State, site_name: str) -> dict[str, Weights]:
-        """Return the weights, and the embeddings to a site that is not among the server's "informed" ones."""
+    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+        """Send the weights, and the embeddings to a site that is not among the server's "informed" ones."""
         tensors: dict[str, Weights] = {"weights": server["weights"]}
         if "informed" in server and site_name not in server["informed"]:
             tensors["text"] = {"embeddings": embeddings_of(host.model(server["weights"]))}
-        return tensors
+        return Message(tensors)
 
     def averaged(self, host: Host, server: State, replies: Mapping[str, Message]) -> dict[str, Tensor]:
         """Average the replies' weights; a frozen head stays as it is, bit for bit."""
-        shares = uniform_shares(replies) if self.weights == "uniform" else sample_shares(replies)
-        kept = head_names(host.model(host.networks.initial)) if self.classifier == "random_frozen" else ()
-        return {**weighted_mean(replies, "weights", shares), **{name: server["weights"][name] for name in kept}}
+        fixed = head_names(host.model(host.networks.initial)) if self.classifier == "random_frozen" else ()
+        mean = weighted_mean(replies, "weights", shares_by(self.weights, replies))
+        return {**mean, **{name: server["weights"][name] for name in fixed}}
 
     # Site half
+
+    def opened(self, site: Site, state: State, down: Message) -> tuple[nn.Module, State]:
+        """Return the received model with the site's own embeddings in its head, and the State that holds these.
+
+        Embeddings that have just come replace the State's.
+
+        Raises:
+            RunError: what came are no embeddings of the run's classes and prompts.
+        """
+        model = site.model(down["weights"])
+        if "text" in down:
+            state = {**state, "embeddings": _embeddings(down, head(model))}
+        if "embeddings" in state:
+            install(head(model), state["embeddings"])
+        return model, state
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return the received model with the site's own copy of the classifier."""
+        return self.opened(site, state, down)[0]
 
     def trained(
         self, model: nn.Module, site: Site, state: State, objective: Objective | None, feed: Feed | None = None
@@ -112,40 +126,19 @@ class TextOptions:
             settings, factor = site.settings, site.settings.lr_decay
             done = (site.round - 1) * settings.epochs
             site = replace(site, settings=replace(settings, lr_factor=factor**done))
-        kept = state.get("optimizer", {}) if self.keep_optimizer else None
-        report = fit(model, site, objective=objective, feed=feed, optimizer_state=kept, epoch_factor=factor)
+        before = state.get("optimizer", {}) if self.keep_optimizer else None
+        report = fit(model, site, objective=objective, feed=feed, optimizer_state=before, epoch_factor=factor)
         if self.keep_optimizer:
             state = {**state, "optimizer": report.optimizer_state}
         return state, Message({"weights": snapshot(model)}, {"samples": site.num_samples})
 
 
-def shared(name: str) -> Any:
-    """Declare an option as `TextOptions` does."""
-    return same_option(TextOptions, name)
-
-
-def opened(site: Site, state: State, down: Message) -> tuple[nn.Module, State]:
-    """Return the received model with the site's own embeddings in its head, and the State that holds these.
-
-    Embeddings that have just come replace the State's.
-
-    Raises:
-        RunError: what came are no embeddings of the run's classes and prompts.
-    """
-    model = site.model(down["weights"])
-    if "text" in down:
-        state = {**state, "embeddings": _embeddings(down, head(model))}
-    if "embeddings" in state:
-        install(head(model), state["embeddings"])
-    return model, state
-
-
 def _embeddings(down: Message, layer: nn.Module) -> Tensor:
     """Return the embeddings of a broadcast, which have the form of those that a head was made with."""
-    found, own = down["text"].get("embeddings"), getattr(layer, "embeddings", None)
-    if own is None or found is None or found.shape != own.shape or not found.is_floating_point():
-        given = "none" if found is None else f"{tuple(found.shape)} {found.dtype}"
+    received, own = down["text"].get("embeddings"), getattr(layer, "embeddings", None)
+    if own is None or received is None or received.shape != own.shape or not received.is_floating_point():
+        given = "none" if received is None else f"{tuple(received.shape)} {received.dtype}"
         wanted = "none" if own is None else f"{tuple(own.shape)} floating-point"
         with errors_safe_to_send():
             raise RunError(f"the server's text embeddings are {given}; expected {wanted}")
-    return found
+    return received

@@ -19,6 +19,12 @@ import torch
 from numpy.typing import NDArray
 from scipy import ndimage
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from medfl.core.task import Task
+from medfl.data.prepared import Shard
+from medfl.methods._parts.prototypes import pixel_classes
+from medfl.methods.base import Method, option
 
 CAP = 10.0
 """The most that a class may weigh."""
@@ -87,3 +93,47 @@ def class_balance(masks: Iterable[Tensor], classes: int) -> Tensor:
 def beta(masks: Tensor, balance: Tensor, border: Border) -> Tensor:
     """Return beta (B, H, W[, D]) float32 of masks (B, H, W[, D]) of class indices, with beta^c (K,)."""
     return balance.to(masks.device)[masks] + border(masks)
+
+
+@dataclass(frozen=True)
+class PixelWeights(Method):
+    """A method that weighs the pixels of masks by beta."""
+
+    mask_loss: str = option(
+        "weighted", "masks: cross-entropy with beta (paper), or the bundle's own loss", choices=("weighted", "bundle")
+    )
+    beta_0: float = option(10.0, "height of beta between objects (U-Net)", minimum=0.0)
+    sigma: float = option(5.0, "width of it in pixels (U-Net)", minimum=0.01)
+    single_object: str = option(
+        "zero", "beta between objects where there is one: none, or with d_2 = d_1", choices=("zero", "d2_equals_d1")
+    )
+    inside: bool = option(False, "beta between objects also on them")
+
+    def border(self) -> Border:
+        """Return the second term of beta."""
+        return Border(self.beta_0, self.sigma, self.single_object, self.inside)
+
+    def weighs_pixels(self, task: Task) -> bool:
+        """Tell whether labels of a task are masks whose pixels are weighed."""
+        return task.kind == "segmentation" and self.mask_loss == "weighted"
+
+    def balance(self, shard: Shard, classes: int) -> Tensor:
+        """Return beta^c over all pixels of the masks, read one by one since whole ones may differ in size."""
+        return class_balance((pixel_classes(y) for _, y in shard.batches(1)), classes)
+
+
+def pixel_loss(z: Tensor, y: Any, balance: Tensor, border: Border) -> Tensor:
+    """Return the mean over pixels of beta times the cross-entropy of logits z (B, K, H, W[, D])."""
+    exact = z.to(torch.promote_types(z.dtype, torch.float32))
+    labels = pixel_labels(y, exact)
+    return weighted(cross_entropy(exact, labels, reduction="none"), beta(labels, balance, border))
+
+
+def pixel_labels(y: Any, z: Tensor) -> Tensor:
+    """Return the class indices (B, H, W[, D]) of masks for logits z (B, K, H, W[, D])."""
+    return pixel_classes(y).reshape(len(y), *z.shape[2:])
+
+
+def weighted(values: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the mean of values times their weights, where there are any."""
+    return values.mean() if weight is None else (values * weight).mean()

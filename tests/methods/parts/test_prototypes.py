@@ -103,9 +103,11 @@ def test_merging_by_samples_is_the_mean_of_everything_and_plain_is_the_mean_of_t
     """Class 0: means 1 (3 items) and 5 (1 item): by samples 2, plain 3; class 1 has one owner, class 2 nobody."""
     means = [torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[5.0], [7.0], [0.0]])]
     counts = [torch.tensor([3, 0, 0]), torch.tensor([1, 2, 0])]
-    assert merge(means, counts)[0][:, 0].tolist() == [2, 7, 0]
-    assert merge(means, counts, uniform=True)[0][:, 0].tolist() == [3, 7, 0]
-    assert merge(means, counts)[1].tolist() == [4, 2, 0]
+    tables = [{"means": mean, "counts": count} for mean, count in zip(means, counts, strict=True)]
+    owners = [{**table, "counts": table["counts"].clamp(max=1)} for table in tables]
+    assert merge(tables)[0][:, 0].tolist() == [2, 7, 0]
+    assert merge(owners)[0][:, 0].tolist() == [3, 7, 0]
+    assert merge(tables)[1].tolist() == [4, 2, 0]
 
 
 def test_distance() -> None:

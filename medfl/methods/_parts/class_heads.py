@@ -1,0 +1,95 @@
+"""Heads with one output a class, for each item or each pixel, and their training on features alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from medfl.core.errors import InputError
+from medfl.core.task import Task
+from medfl.methods.base import class_head
+from medfl.networks.heads import head, head_name
+from medfl.training.accelerate.capture import StepRunner
+from medfl.training.accelerate.cuda_graphs import without_readback
+
+
+def class_count(network: nn.Module) -> int:
+    """Return K, the number of outputs of a head."""
+    layer: Any = head(network)
+    return len(layer.weight)
+
+
+def with_class_head(network: nn.Module, task: Task) -> nn.Module:
+    """Return the network if its head has one output a class: a linear layer, in segmentation a convolution of size 1.
+
+    Raises:
+        InputError: the head is another one.
+    """
+    if task.kind != "segmentation":
+        class_head(network, task)
+        return network
+    layer: Any = head(network)
+    pointwise = isinstance(layer, nn.Conv2d | nn.Conv3d) and {*layer.kernel_size, layer.groups} == {1}
+    outputs = len(layer.weight) if pointwise else 0
+    if outputs < 2 or outputs != (task.num_classes or outputs):
+        raise InputError(
+            f"a network whose head {head_name(network)!r} is {layer}",
+            "this method needs a convolution of size 1 with one output for each class, the background among them",
+            "use a network that ends in such a layer, or another method (medfl methods)",
+        )
+    return network
+
+
+def head_like(layer: nn.Module, outputs: int) -> nn.Module:
+    """Return a new linear layer, or convolution of size 1, with another number of outputs for the same features."""
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(layer.in_features, outputs)
+    kind: Any = type(layer)
+    return kind(layer.in_channels, outputs, 1)  # type: ignore[no-any-return]
+
+
+def logits(layer: nn.Module, features: Tensor) -> Tensor:
+    """Return what a head makes of features (N, d): (N, K). A convolution takes each as a map of one pixel."""
+    dims = next(layer.parameters()).ndim - 2
+    output: Tensor = layer(features[(..., *[None] * dims)])
+    return output.flatten(1)
+
+
+def fit_head(
+    layer: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    features: Tensor,
+    labels: Tensor,
+    epochs: int,
+    size: int,
+    generator: torch.Generator,
+) -> None:
+    """Train a head by cross-entropy on features, in random order; the steps are captured where they can be.
+
+    Args:
+        layer: the head, in place.
+        optimizer: of its parameters, anew.
+        features: (N, d), on its device.
+        labels: (N,) class indices, there too.
+        epochs: passes over them.
+        size: features a step.
+        generator: draws the order.
+    """
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(logits(layer, x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        with without_readback(optimizer):
+            optimizer.step()
+        return loss.detach()
+
+    steps = StepRunner(step, optimizer, features.device, epochs * max(1, len(features) // size))
+    for _ in range(epochs):
+        order = torch.randperm(len(features), generator=generator).to(features.device)
+        for chosen in torch.split(order, size):
+            steps(features[chosen], labels[chosen])
+    steps.finish()

@@ -1,0 +1,47 @@
+"""Losses by which one network learns from what another one predicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax
+
+
+def divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(softmax(teacher) || softmax(student)) over dimension 1, mean over all others; the teacher is constant.
+
+    Args:
+        student: logits (B, K) or maps of them (B, K, H, W[, D]); a single channel is the logit of a sigmoid.
+        teacher: of the same shape.
+    """
+    log_q, log_p = (log_probabilities(z) for z in (student, teacher.detach()))
+    return kl_div(log_q, log_p, reduction="none", log_target=True).sum(1).mean()
+
+
+def log_probabilities(z: Tensor) -> Tensor:
+    """Return the logarithms (B, K, ...) of softmax(z), float32 at least; a single channel z is taken for (0, z)."""
+    exact = z.to(torch.promote_types(z.dtype, torch.float32))  # with mixed precision it is not
+    return log_softmax(torch.cat([torch.zeros_like(exact), exact], 1) if exact.shape[1] == 1 else exact, 1)
+
+
+def ensemble(outputs: Sequence[Tensor]) -> Tensor:
+    """Return logits of the mean probability (2) of some networks' outputs (B, K, ...), float32 at least.
+
+    Of several channels they are log-probabilities; a single one is the logit of a sigmoid, as in the outputs.
+    """
+    mean = torch.stack([log_probabilities(z) for z in outputs]).logsumexp(0) - math.log(len(outputs))
+    return mean[:, 1:] - mean[:, :1] if outputs[0].shape[1] == 1 else mean
+
+
+def set_loss(z: Tensor, sets: Tensor) -> Tensor:
+    """Return the mean over the batch of -sum_(r in S) log p[r], FedHelp's eq. 5 with a set S for each sample.
+
+    Args:
+        z: logits (B, K, ...) of the large model.
+        sets: (B, K, ...) bool, constant.
+    """
+    log_p = log_softmax(z.to(torch.promote_types(z.dtype, torch.float32)), 1)
+    return -(log_p * sets).sum(1).mean()

@@ -1,0 +1,99 @@
+"""A private model of any kind at a site and a proxy of the bundle's network, which travels, learn from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
+from medfl.methods._parts.extras import Bodies
+from medfl.methods._parts.side_stream import SideStream
+from medfl.methods.base import Method
+from medfl.training import FitReport, Site, evaluating, fit, snapshot, summed
+
+PairLoss = Callable[[Tensor, Tensor, Any], Tensor]
+"""(output of the private model, output of the proxy, targets) -> loss of both."""
+
+Turn = tuple[nn.Module, nn.Module, Mapping[str, Any]]
+"""The network to be trained for an epoch, the one that is frozen meanwhile, and what `fit` is to know besides."""
+
+
+@dataclass(frozen=True)
+class PrivateModels(Bodies, Method):
+    """Each site is judged by a private model, the State's group `private`, which never leaves it."""
+
+    judged = "personal"
+
+    def keeps_network(self, config: Mapping[str, Any]) -> bool:
+        """Keep the private model, whatever its network; a proxy leaves."""
+        return True
+
+    def init_site(self, site: Site) -> State:
+        """Start the private model from the initial weights."""
+        return {"private": snapshot(site.model(site.initial_weights))}
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return the private model."""
+        return site.model(state["private"])
+
+
+def proxy_model(site: Site, weights: Weights) -> nn.Module:
+    """Return the bundle's own network with these weights, whatever the site's network is."""
+    return (site.common or site.networks).lease(weights)
+
+
+def train_together(site: Site, private: nn.Module, proxy: nn.Module, loss: PairLoss, purpose: str) -> None:
+    """Train both models on the same batches, in one step from the same forward passes.
+
+    Args:
+        site: data and settings.
+        private: its dropout is that of a model trained alone.
+        proxy: draws its dropout from a stream of its own.
+        loss: of both; what one of them holds constant it detaches.
+        purpose: name of the proxy's stream.
+    """
+    beside = SideStream(site, purpose)
+
+    def objective(pair: nn.Module, x: Any, y: Any) -> Tensor:
+        z = private(x)
+        with beside():
+            z_proxy = proxy(x)
+        return loss(z, z_proxy, y)
+
+    fit(nn.ModuleList([private, proxy]), optimizing_each(site), objective=objective)
+
+
+def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
+    """Train networks in turns of one local epoch; optimisers go on from turn to turn.
+
+    Args:
+        site: data and settings; its journal gets one report, of the first network.
+        turns: epoch -> its turns, asked for one after the other.
+    """
+    once, reports = replace(site.for_epochs(1), journal=[]), list[FitReport]()
+    memory: dict[int, State] = {}
+    for epoch in range(site.settings.epochs):
+        purpose = f"local {epoch}" if epoch else "local"
+        for place, (network, other, settings) in enumerate(turns(epoch)):
+            with evaluating(other):
+                report = fit(network, once, **settings, purpose=purpose, optimizer_state=memory.get(place, {}))
+            memory[place] = report.optimizer_state or {}
+            reports += [] if place else [report]
+    site.journal.append(summed(reports))
+
+
+def optimizing_each(site: Site) -> Site:
+    """Return the site with an optimiser that treats each of several networks in a list as the site's treats one."""
+
+    def optimizer(networks: nn.Module) -> torch.optim.Optimizer:
+        first, *others = (site.settings.optimizer(network) for network in networks.children())
+        for group in (group for other in others for group in other.param_groups):
+            first.add_param_group(group)
+        return first
+
+    return replace(site, settings=replace(site.settings, optimizer=optimizer))

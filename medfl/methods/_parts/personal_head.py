@@ -1,0 +1,47 @@
+"""Methods whose sites share a body and keep the head, or leave it untrained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from medfl.core.errors import InputError
+from medfl.methods.base import Method, option
+from medfl.networks.heads import head_name, head_names
+
+
+@dataclass(frozen=True)
+class PersonalHead(Method):
+    """FedAvg of the body."""
+
+    head_layers: str = option("", "layers that make the head, with commas between; default: the last layer")
+
+    tasks = ("classification", "segmentation")
+    judged = "personal"
+
+    def personal_names(self, network: nn.Module) -> frozenset[str]:
+        """Return the head's tensors.
+
+        Raises:
+            InputError: no such layer.
+        """
+        return head_names(network, self.head_layers.replace(",", " ").split())
+
+    def check_parts(self, network: nn.Module, method: str, *, head: bool) -> nn.Module:
+        """Return the network if its body has something to train, and with `head` its head too.
+
+        Raises:
+            InputError: one of them has not; or no such layer.
+        """
+        trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+        personal = self.personal_names(network)
+        for part, names in (("body", trained - personal), ("head", trained & personal if head else trained)):
+            if not names:
+                raise InputError(
+                    f"method {method!r} on a {type(network).__name__} with the head "
+                    f"{self.head_layers or head_name(network)}: its {part} has nothing to train",
+                    "it trains a part of the network at a time",
+                    "choose other head_layers, or another network or method",
+                )
+        return network

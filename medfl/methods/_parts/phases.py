@@ -1,0 +1,35 @@
+"""Local training in phases, each of a part of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from medfl.training import FitReport, Site, fit, train_only
+
+
+def fit_part(
+    model: nn.Module, site: Site, names: Collection[str], purpose: str, *, epochs: int, rate: float | None = None
+) -> FitReport:
+    """Train the named parameters for so many epochs; all others, and the buffers of their layers, stay as they are.
+
+    Args:
+        model: the network, in place.
+        site: data, loss and settings.
+        names: parameter names.
+        purpose: name of the random stream.
+        epochs: passes over the site's data.
+        rate: plain SGD of this learning rate in all rounds; default: the site's optimiser.
+    """
+    settings = replace(site.settings, epochs=epochs)
+    if rate is not None:
+        settings = replace(settings, optimizer=lambda network: _sgd(network, rate), lr_factor=1.0)
+    with train_only(model, names, restore_buffers=True):
+        return fit(model, replace(site, settings=settings), purpose=purpose)
+
+
+def _sgd(network: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in network.parameters() if p.requires_grad], rate)

@@ -1,0 +1,185 @@
+"""Class prototypes as messages: one (d,) tensor a class under its index, so that of class 3 is `prototypes/3`.
+
+A site sends the mean feature of each of its classes; the server averages each class over its owners. Features have the
+same length d at all sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from medfl.core.errors import InputError
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State
+from medfl.core.task import Task
+from medfl.methods._parts.class_heads import class_count, with_class_head
+from medfl.methods._parts.own_networks import OwnNetworks
+from medfl.methods._parts.prototypes import MISSING, OTHERS, OWN
+from medfl.networks.heads import feature_size
+from medfl.training import Host, Site
+
+
+@dataclass(frozen=True)
+class PrototypeExchange(OwnNetworks):
+    """Networks stay at their sites; class prototypes travel."""
+
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+
+    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
+        """Return the bundle's network, whose head has one output a class."""
+        return with_class_head(network, task)
+
+    def introduce(self, site: Site) -> Message:
+        """Send the length d of a feature, where networks differ."""
+        return Message({}, {"features": feature_size(site.model(site.initial_weights))}) if self.bodies else Message()
+
+    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+        """Start without prototypes.
+
+        Raises:
+            InputError: the sites' features differ in length.
+        """
+        self.check_introduced(introductions)
+        return {"prototypes": {}}
+
+    def check_introduced(self, introductions: Mapping[str, Message], network: nn.Module | None = None) -> None:
+        """Compare the lengths of features with which sites introduced themselves, and the server's where it has some.
+
+        Raises:
+            InputError: they differ.
+        """
+        lengths = {name: int(m.scalars["features"]) for name, m in introductions.items() if m.scalars}
+        if lengths and network is not None:
+            lengths["the server"] = feature_size(network)
+        check_lengths(lengths)
+
+    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+        """Send the prototypes."""
+        return Message({"prototypes": server["prototypes"]})
+
+
+# Messages
+
+
+def prototypes_in(message: Message) -> Weights:
+    """Return the prototypes of a broadcast or reply; an empty group does not survive the wire."""
+    return message.tensors.get("prototypes", {})
+
+
+def received(down: Message, network: nn.Module) -> Tensor | None:
+    """Return the prototypes of a broadcast as one tensor (K, d), NaN for a class without one; None where none came."""
+    prototypes = prototypes_in(down)
+    if not prototypes:
+        return None
+    return table(prototypes, class_count(network)).to(next(network.parameters()).device)
+
+
+def class_mean_groups(means: Tensor, counts: Tensor, *, with_counts: bool) -> dict[str, Weights]:
+    """Return what a site's reply has of its class means (K, d) and the counts (K,) of its items."""
+    groups: dict[str, Weights] = {"prototypes": by_class(means, counts)}
+    return {**groups, "counts": by_class(counts, counts)} if with_counts else groups
+
+
+def by_class(values: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    """Return the entries (K, ...) of the classes that a site has, by (K,) counts, under the class's index."""
+    return {str(c): values[c] for c in counts.nonzero()[:, 0].tolist()}
+
+
+def table(prototypes: Weights, num_classes: int) -> Tensor:
+    """Return prototypes, one at least, as one tensor (K, d), NaN where there is none."""
+    first = next(iter(prototypes.values()))
+    rows = torch.full((num_classes, len(first)), float("nan"), dtype=first.dtype, device=first.device)
+    for name, value in prototypes.items():
+        rows[int(name)] = value
+    return rows
+
+
+def has_prototype(rows: Tensor) -> Tensor:
+    """Return which classes of a table (K, d) have a prototype, (K,) bool."""
+    return ~rows.isnan().any(1)
+
+
+def average_prototypes(before: Weights, replies: Mapping[str, Message], *, by_samples: bool) -> dict[str, Tensor]:
+    """Average each class's means over its owners, plainly or by samples; a class that nobody sent keeps its prototype.
+
+    Args:
+        before: the prototypes so far.
+        replies: messages with prototypes, and with counts where they are averaged by samples.
+        by_samples: weigh by the counts.
+
+    Raises:
+        InputError: features differ in length between the sites, or from those so far.
+    """
+    names = sorted(replies)
+    sent = {name: prototypes_in(replies[name]) for name in names}
+    check_lengths({who: len(next(iter(g.values()))) for who, g in [("earlier rounds", before), *sent.items()] if g})
+    prototypes = dict(before)
+    for c in sorted({c for group in sent.values() for c in group}):
+        owners = [name for name in names if c in sent[name]]
+        shares = [float(replies[name]["counts"][c]) if by_samples else 1.0 for name in owners]
+        total = sum(share * sent[name][c].double() for share, name in zip(shares, owners, strict=True))
+        assert isinstance(total, Tensor)
+        prototypes[c] = (total / sum(shares)).to(sent[owners[0]][c].dtype)
+    return prototypes
+
+
+def distances(prototypes: Weights, replies: Mapping[str, Message]) -> dict[str, float]:
+    """Return how far the sites' class means are from the prototypes: Euclidean, mean over all such pairs.
+
+    Returns:
+        "own class", "other classes of the site" and "classes missing at the site", those of which there is a pair.
+    """
+    names, lengths = list(prototypes), dict[str, list[Tensor]]()
+    for name in sorted(replies):
+        sent = prototypes_in(replies[name])
+        if not sent or not names:
+            continue
+        means, rows = (torch.stack(list(group.values())).double() for group in (sent, prototypes))
+        apart = torch.cdist(means, rows.to(means.device), compute_mode="donot_use_mm_for_euclid_dist")
+        own = torch.tensor([[c == j for j in names] for c in sent], device=apart.device)
+        has = torch.tensor([j in sent for j in names], device=apart.device)
+        for kind, pairs in {OWN: own, OTHERS: has & ~own, MISSING: ~has & ~own}.items():
+            lengths.setdefault(kind, []).append(apart[pairs])
+    pooled = {kind: torch.cat([part.cpu() for part in parts]) for kind, parts in sorted(lengths.items())}
+    return {kind: float(values.mean()) for kind, values in pooled.items() if len(values)}
+
+
+# Losses and logits
+
+
+def pull(features: Tensor, label: Tensor, prototypes: Tensor) -> Tensor:
+    """Return the mean over batch and d of (h - C_y)^2, C_y constant; a class without prototype contributes 0.
+
+    Args:
+        features: h (B, d).
+        label: (B,) class indices.
+        prototypes: (K, d), NaN for a class without one.
+    """
+    target = prototypes[label].to(features.dtype)
+    return nn.functional.mse_loss(features, torch.where(target.isnan(), features.detach(), target))
+
+
+def only_classes(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Put the logits (B, K) of classes that are not allowed (K,) 30 below the smallest, so that losses are finite."""
+    return torch.where(allowed, logits, logits.masked_fill(~allowed, float("inf")).amin(1, keepdim=True) - 30)
+
+
+def check_lengths(lengths: Mapping[str, int]) -> None:
+    """Compare the lengths of the sites' features.
+
+    Raises:
+        InputError: they differ; names the sites of each length.
+    """
+    different = sorted({*lengths.values()})
+    if len(different) > 1:
+        sites = {d: ", ".join(name for name in sorted(lengths) if lengths[name] == d) for d in different}
+        raise InputError(
+            f"features of {'; '.join(f'length {d} at {sites[d]}' for d in different)}",
+            "networks may differ between sites, the length of their features may not",
+            "deal bodies with features of one length",
+        )

@@ -1,0 +1,136 @@
+"""Lessons on public items: a second head on a site's body learns their labels and what frozen teachers answered.
+
+R = mean_p [CE(psi(theta(x_p)), y_p) + lambda_R KL(t_p || softmax psi(theta(x_p)))], t_p = sum_m alpha_p^m T_m(x_p):
+FedHelp (Wang et al., KDD 2025), eq. 1, of masks with every pixel weighted by beta, eq. 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy, log_softmax
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from medfl.core.seeding import derive, stream
+from medfl.core.storage import State
+from medfl.data.public import cycle
+from medfl.methods._parts.class_heads import head_like
+from medfl.methods._parts.extras import PublicData
+from medfl.methods._parts.public import public_data, untracked
+from medfl.methods._parts.side_stream import SideStream
+from medfl.methods._parts.teacher_weights import RULES, Contribution, distributions, divergence_from
+from medfl.methods._parts.weight_map import PixelWeights, beta, pixel_labels, weighted
+from medfl.methods.base import option
+from medfl.networks.heads import entering_head, feature_size, head
+from medfl.training import Site, snapshot, split_names
+
+
+@dataclass(frozen=True)
+class LessonOptions(PublicData, PixelWeights):
+    """A method whose sites learn from public items and teachers' answers."""
+
+    teachers: str = option(
+        "", "who answers about the public data: clip-vit-l14, clip-rn50x16, biomedclip, medsam, run:DIR"
+    )
+    lambda_r: float = option(0.1, "weight of the teachers in it (paper), 0: FedHelp--", minimum=0.0)
+    alpha: str = option("table", "how much each teacher counts on each public item", choices=RULES)
+    lr_alpha: float = option(0.01, "rate of alpha (ours)", minimum=0.0)
+    temperature: float = option(1.0, "of both divergences, with its square as a factor (paper: none)", minimum=0.01)
+    public_bn: str = option(
+        "no_track",
+        "BatchNorm on public batches: leave the running statistics, share them, or layers of their own",
+        choices=("no_track", "shared", "separate"),
+    )
+
+    def first_lesson(self, site: Site, network: nn.Module) -> State:
+        """Return a site's first State of its lessons: psi is drawn, and all teachers count the same."""
+        public = public_data(site)
+        with stream(derive(site.seed, "public head"), "draw"):
+            layer = head_like(head(network), public.task.num_classes)
+        alpha = Contribution.start(self.alpha, len(public), len(public.answers), feature_size(network))
+        state: State = {"public_head": snapshot(layer), "alpha": alpha}
+        if self.weighs_pixels(public.task):
+            state["public_balance"] = self.balance(public.shard, public.task.num_classes)
+        if self.public_bn == "separate":
+            layers = split_names(network, (_BatchNorm,))
+            state["public_norm"] = {name: site.initial_weights[name].clone() for name in sorted(layers)}
+        return state
+
+
+class Lesson:
+    """The public half of a site's round.
+
+    Args:
+        options: how it is taught.
+        site: whose public data, seed and device it has.
+        state: what `LessonOptions.first_lesson` or an earlier lesson's `state` returned.
+        network: the site's, theta with phi.
+
+    Attributes:
+        trained: psi, and normalisation layers for public batches where they are separate.
+    """
+
+    def __init__(self, options: LessonOptions, site: Site, state: State, network: nn.Module) -> None:
+        """Continue from the State."""
+        self.options, self.network, self.public, self.device = options, network, public_data(site), site.device
+        self.head = head_like(head(network), self.public.task.num_classes).to(site.device)
+        self.head.load_state_dict(state["public_head"])
+        self.contribution = Contribution(options.alpha, state["alpha"], len(self.public.answers), options.lr_alpha)
+        self.balance, self.border = state.get("public_balance"), options.border()
+        self.beside = SideStream(site, "lesson")
+        generator = torch.Generator().manual_seed(derive(site.seed, "public"))
+        self.walk = cycle(len(self.public), generator)
+        trainable = {name for name, _ in network.named_parameters()}
+        norm = {name: tensor.to(site.device).clone() for name, tensor in state.get("public_norm", {}).items()}
+        self.norm = {name: nn.Parameter(t) if name in trainable else t for name, t in norm.items()}
+        own = [value for value in self.norm.values() if isinstance(value, nn.Parameter)]
+        self.trained = nn.ModuleList([self.head, nn.ParameterList(own)])
+
+    @property
+    def state(self) -> State:
+        """What survives the round."""
+        kept: State = {"public_head": snapshot(self.head), "alpha": self.contribution.state}
+        if self.norm:
+            kept["public_norm"] = {name: value.detach().clone() for name, value in self.norm.items()}
+        return kept
+
+    def items(self, size: int) -> list[Tensor]:
+        """Return inputs, targets and positions of the next items, and the answers (M, B, ...) where some count."""
+        positions = self.walk(size)
+        x, y = self.public.at(positions)
+        batch = [x, torch.as_tensor(y), positions]
+        if self.options.lambda_r and self.public.answers:
+            batch.append(self.public.answered(positions))
+        return [part.to(self.device) for part in batch]
+
+    def loss(self, x: Tensor, y: Tensor, positions: Tensor, answers: Tensor | None = None) -> Tensor:
+        """Return R of public items: CE + lambda_R KL(t || q); without answers CE."""
+        warm = self.options.temperature
+        with self.beside(), untracked(self.network, self.options.public_bn == "no_track"):
+            features, z = self._outputs(x)
+        exact = z.to(torch.promote_types(z.dtype, torch.float32))
+        labels = y.long() if exact.ndim == 2 else pixel_labels(y, exact)
+        weight = None if self.balance is None else beta(labels, self.balance, self.border)  # eq. 10
+        ce = weighted(cross_entropy(exact, labels, reduction="none"), weight)
+        if answers is None:
+            return ce
+        answers = distributions(answers, exact.ndim > 2)
+        if warm != 1:
+            answers = answers.clamp(min=1e-12).pow(1 / warm)
+            answers = answers / answers.sum(2, keepdim=True)
+        log_q = log_softmax(exact / warm, 1)
+        pooled = features.detach() if features.ndim == 2 else features.detach().flatten(2).mean(2)
+        with torch.enable_grad():
+            t = self.contribution.mix(positions, pooled, answers, log_q, labels)
+        return ce + self.options.lambda_r * warm**2 * weighted(divergence_from(t, log_q), weight)
+
+    def _outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what enters the head, and what psi makes of it."""
+        depth = self.public.depth
+        volume = x[..., None].expand(*x.shape, depth) if depth else x
+        with entering_head(self.network) as seen:
+            functional_call(self.network, self.norm, (volume,)) if self.norm else self.network(volume)
+        return seen[0], self.public.flat(self.head(seen[0]))

@@ -1,0 +1,150 @@
+"""Rounds in which sites exchange scores of public items; no weights travel.
+
+The server draws N_a public items a round. Each participant replies its network's scores of them, and the next round's
+broadcast has their mean over the participants, the consensus, beside the positions of the new items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d
+
+from medfl.core.message import Message, Weights
+from medfl.core.seeding import stream
+from medfl.core.storage import State
+from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
+from medfl.methods._parts.own_networks import OwnNetworks
+from medfl.methods._parts.public import SCORES, PublicMethod, on_public, public_data, untracked
+from medfl.methods.base import Group, option
+from medfl.training import Host, Objective, Site, evaluating, fit
+
+
+@dataclass(frozen=True)
+class ScoreExchange(PublicMethod, OwnNetworks):
+    """What FedMD and FCCL share: the server's half, and what a site does with public items."""
+
+    alignment: int = option(5000, "N_a, public items drawn each round (public code: 5,000); 0 all", minimum=0)
+    initial_epochs: int = option(
+        0, "passes over a site's own data at first, before those of its first round (public code: up to 25)", minimum=0
+    )
+    map_size: int = option(32, "side of the maps of scores that are sent in segmentation", minimum=1)
+    public_bn: str = option(
+        "track",
+        "BatchNorm on public batches: running statistics follow (public code), or stay those of private data",
+        choices=("track", "no_track"),
+    )
+
+    tasks = ("classification", "segmentation")
+
+    def groups(self) -> tuple[Group, ...]:
+        """Declare scores of public items, and the positions of those that are asked for."""
+        return SCORES
+
+    # Server half
+
+    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+        """Draw the public items of round 1."""
+        return {"positions": self._drawn(host)}
+
+    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+        """Send the positions of which scores are wanted and, once there is one, the last consensus with its own."""
+        asked = {"asked": server["positions"]}
+        if "consensus" not in server:
+            return Message({"positions": asked})
+        last = server["consensus"]
+        return Message({"positions": {**asked, "scored": last["positions"]}, "scores": {"public": last["scores"]}})
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Average the scores and draw the items of the next round."""
+        mean = weighted_mean(replies, "scores", uniform_shares(replies))["public"]
+        return {
+            "positions": self._drawn(host),
+            "consensus": {"positions": server["positions"], "scores": mean},
+        }
+
+    def _drawn(self, host: Host) -> Tensor:
+        """Draw the positions (N,) of N_a public items, in ascending order; 0, or more than there are, means all."""
+        total = len(public_data(host))
+        with stream(host.seed, "alignment") as generator:
+            return torch.randperm(total, generator=generator)[: self.alignment or total].sort().values
+
+    # Site half
+
+    def first_epochs(self, model: nn.Module, site: Site) -> None:
+        """Train on the site's own data for `initial_epochs` before its first round."""
+        if self.initial_epochs:
+            fit(model, replace(site.for_epochs(self.initial_epochs), journal=[]), purpose="initial")
+
+    def fit_public(self, model: nn.Module, items: Site, objective: Objective, purpose: str) -> None:
+        """Train on what `on_public` returned."""
+        with untracked(model, self.public_bn == "no_track"):
+            fit(model, items, objective=objective, purpose=purpose)
+
+    def fit_consensus(
+        self,
+        model: nn.Module,
+        site: Site,
+        down: Message,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        purpose: str,
+        *,
+        epochs: int,
+        size: int,
+        least: int = 1,
+    ) -> None:
+        """Train on the items of the received consensus.
+
+        Args:
+            model: the site's network.
+            site: the site.
+            down: the broadcast.
+            loss: (scores of a batch, the consensus on it) -> scalar.
+            purpose: name of the random stream.
+            epochs: passes over the items.
+            size: items a step.
+            least: a last batch of fewer items joins the one before.
+        """
+
+        def objective(network: nn.Module, x: Any, consensus: Any) -> Tensor:
+            return loss(self.scores(network, site, x), consensus)
+
+        positions, scores = down["positions"]["scored"], down["scores"]["public"]
+        items = on_public(site, public_data(site), positions, scores, epochs, size, least)
+        self.fit_public(model, items, objective, purpose)
+
+    def scoring(self, network: nn.Module, site: Site, down: Message, size: int) -> Message:
+        """Return the reply to a broadcast: scores (N, K[, h, w[, d]]) float32 of the items asked for."""
+        public, positions = public_data(site), down["positions"]["asked"].cpu()
+        with evaluating(network), torch.no_grad():
+            parts = [
+                self.scores(network, site, public.at(some)[0].to(site.device)).float()
+                for some in torch.split(positions, size)
+            ]
+        return Message({"scores": {"public": torch.cat(parts)}})
+
+    def scores(self, network: nn.Module, site: Site, x: Any) -> Tensor:
+        """Return a network's scores of public inputs, maps at most `map_size` a side."""
+        return reduced(public_data(site).outputs(network, x), self.map_size)
+
+
+def batch_size(site: Site, wanted: int, usual: int) -> int:
+    """Return how many public items a step takes: as many as wanted, or, where that is 0, as fit in memory."""
+    return wanted or (max(2, site.settings.batch_size) if site.task.kind == "segmentation" else usual)
+
+
+def reduced(output: Tensor, side: int) -> Tensor:
+    """Return logits (B, K) as they are, maps (B, K, H, W[, D]) averaged over cells to at most so many a side.
+
+    Half precision becomes float32.
+    """
+    exact = output.to(torch.promote_types(output.dtype, torch.float32))
+    if exact.ndim == 2:
+        return exact
+    pool: Any = adaptive_avg_pool2d if exact.ndim == 4 else adaptive_avg_pool3d
+    averaged: Tensor = pool(exact, [min(side, length) for length in exact.shape[2:]])
+    return averaged
