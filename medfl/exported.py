@@ -1,4 +1,4 @@
-"""The name by which exported bundles know their network."""
+"""The name under which exported bundles find their network."""
 
 from __future__ import annotations
 

@@ -39,13 +39,13 @@ from typing import Any
 
 import yaml
 
-from medfl.compare.comparison import Spread
+from medfl.compare.comparison import MeanSd
 from medfl.compare.papers import tables as paper_tables
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.storage import write_atomic
 from medfl.evaluation import metrics
-from medfl.report import RunFolder
+from medfl.report import RunFiles
 
 HERE = Path(__file__).resolve().parent
 PAGE, TABLES, SUMMARIES = HERE.with_suffix(".md"), HERE / "tables.yaml", HERE / "summaries.jsonl"
@@ -69,7 +69,7 @@ class Row:
     """What a field may refer to: runs that differ in their seed, and what they are called."""
 
     label: str
-    runs: Sequence[RunFolder]
+    runs: Sequence[RunFiles]
 
 
 class Results:
@@ -91,7 +91,7 @@ class Results:
         groups = [entry for said in self.asked["said"] for entry in said.get("runs", {}).values()]
         return list(dict.fromkeys(name for entry in (*rows, *groups) for name in _named(entry)))
 
-    def run(self, name: str) -> RunFolder:
+    def run(self, name: str) -> RunFiles:
         """Return a run by the beginning of its hash."""
         found = [run for ident, run in self.runs.items() if _is(ident, name)]
         if len(found) != 1:
@@ -200,7 +200,7 @@ def written(found: Any, form: str, name: str) -> str:
         return ", ".join(sorted(set(map(str, found))))
     if form.startswith("code"):
         return " ".join(f"`{value[: int(form[4:])]}`" for value in found)
-    parts, spread = _FORM.fullmatch(form), found if isinstance(found, Spread) else Spread.of(found)
+    parts, spread = _FORM.fullmatch(form), found if isinstance(found, MeanSd) else MeanSd.of(found)
     if parts is None or spread is None:
         raise InputError(
             f"{{{name}|{form}}}", "forms such as .3f, %.1f± and M.3g of finite numbers", "write one of these"
@@ -212,7 +212,7 @@ def written(found: Any, form: str, name: str) -> str:
     return f"{mean} ± {unit * spread.sd:{digits}}" if over and spread.count > 1 else mean
 
 
-def _value(run: RunFolder, name: str) -> Any:
+def _value(run: RunFiles, name: str) -> Any:
     summary = run.summary or {}
     if name == "sent":
         return summary["bytes_up"] + summary["bytes_down"]
@@ -230,15 +230,15 @@ def _value(run: RunFolder, name: str) -> Any:
     return found
 
 
-def _published(row: Row, key: str, method: str, metric: str) -> Spread | None:
+def _published(row: Row, key: str, method: str, metric: str) -> MeanSd | None:
     """Return the published figure for the bundle and partition of the row's runs, where it has runs."""
-    about = next(iter(row.runs)).run if row.runs else None
+    about = next(iter(row.runs)).record if row.runs else None
     for figure in _paper(key).figures:
         if (figure.name, figure.metric) == (method or row.label, metric) and (
             about is None
             or (figure.bundle == about["bundle"] and figure.partition in (None, about["partition"]["spec"]))
         ):
-            return Spread(figure.mean, figure.sd or 0, 1 if figure.sd is None else 2)
+            return MeanSd(figure.mean, figure.sd or 0, 1 if figure.sd is None else 2)
     return None
 
 
@@ -267,9 +267,9 @@ def _found(page: str, pattern: re.Pattern[str], text: str) -> re.Match[str]:
     return found[0]
 
 
-def _folder(record: Mapping[str, Any]) -> RunFolder:
+def _folder(record: Mapping[str, Any]) -> RunFiles:
     run = record["run"]
-    return RunFolder(Path(run["run_hash"]), run, record["rounds"], record["sites"], record["summary"], None)
+    return RunFiles(Path(run["run_hash"]), run, record["rounds"], record["sites"], record["summary"], None)
 
 
 def collect(folders: Sequence[Path], wanted: Sequence[str]) -> list[dict[str, Any]]:
@@ -283,7 +283,7 @@ def collect(folders: Sequence[Path], wanted: Sequence[str]) -> list[dict[str, An
         summary = path.parent / "summary.json"
         ident = _ident(json.loads(summary.read_text())) if summary.is_file() else "@"
         if any(_is(ident, name) for name in wanted):
-            known[ident] = _record(RunFolder.read(path.parent))
+            known[ident] = _record(RunFiles.read(path.parent))
     found = {name: [record for ident, record in known.items() if _is(ident, name)] for name in wanted}
     if missing := [name for name, records in found.items() if len(records) != 1]:
         raise InputError(f"runs {', '.join(missing)} are not there, or not one", "a folder each", "give where they are")
@@ -300,9 +300,9 @@ def _is(ident: str, name: str) -> bool:
     return all(whole.startswith(part) for whole, part in zip(ident.split("@"), name.split("@"), strict=False))
 
 
-def _record(folder: RunFolder) -> dict[str, Any]:
+def _record(folder: RunFiles) -> dict[str, Any]:
     """Return what is kept of a run; folders of the machine are left out, with `runs/` in a command instead."""
-    run = {name: folder.run[name] for name in _RUN if name in folder.run}
+    run = {name: folder.record[name] for name in _RUN if name in folder.record}
     scored = [entry for entry in folder.rounds if entry["round"] == 1 or (entry.get("val") or {}).get(folder.key)]
     columns = {"site", "train", "validate", "test"}
     columns |= {f"{kind}_{metric}" for kind in ("received", "personal", "local") for metric in _AT_SITES}

@@ -41,7 +41,7 @@ def main(folder: str, out: str, title: str, *wanted: str) -> None:
         raise SystemExit(f"not among the held-out items of {folder}: {', '.join(sorted(missing))}")
     structures = run.plan.bundle.structures[1:]
     median = float(np.median([row["dice"] for row in run.predict()]))
-    Path(out).write_bytes(overlays.masks(Path(out).stem, run.run.bundle, cases, structures, median, title).png)
+    Path(out).write_bytes(overlays.mask_overlays(Path(out).stem, run.run.bundle, cases, structures, median, title).png)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import numpy as np
 
 from medfl.bundle.configuration import shipped
 from medfl.compare.comparison import Comparison
-from medfl.compare.grid import Entry, Grid, write_tables
+from medfl.compare.grid import Entry, Grid
 from medfl.compare.grid import compare as run_grid
+from medfl.compare.tables import write_tables
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments

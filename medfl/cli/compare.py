@@ -68,7 +68,8 @@ def _compare(options: Any) -> int:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
     shared, seeds = _shared(options), _seeds(options.seeds or "0,1,2")
     with without_gc():
-        from medfl.compare.grid import Entry, Grid, compare, write_tables
+        from medfl.compare.grid import Entry, Grid, compare
+        from medfl.compare.tables import write_tables
 
     methods = arguments.names(options.methods) + options.entries
     if not methods:

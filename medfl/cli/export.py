@@ -39,10 +39,10 @@ def add(verbs: Any) -> None:
 
 
 def _export(options: Any) -> int:
-    from medfl.export.formats import chosen
+    from medfl.export.formats import parse_formats
 
-    formats = chosen(options.formats)
-    from medfl.export.writing import export
+    formats = parse_formats(options.formats)
+    from medfl.export.bundle_writer import export
 
     document = export(
         options.run, options.out, which=options.which, site=options.site, formats=formats, data=options.data, say=log
@@ -51,7 +51,7 @@ def _export(options: Any) -> int:
 
 
 def _lines(document: Mapping[str, Any]) -> list[str]:
-    from medfl.export.formats import tiny
+    from medfl.export.formats import format_difference
 
     lines = []
     for one in document["bundles"]:
@@ -59,13 +59,13 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
         lines += [f"bundle: {one['folder']} (version {one['version']})", f"  {whose}, round {one['round']}"]
         for name, agreement in one["agreement"].items():
             lines.append(
-                f"  {name}: differs by {tiny(agreement['probabilities'])} at most (allowed {agreement['limit']:.0e}), "
-                f"on {agreement['images']} {one['measured_on']}"
+                f"  {name}: differs by {format_difference(agreement['probabilities'])} at most "
+                f"(allowed {agreement['limit']:.0e}), on {agreement['images']} {one['measured_on']}"
             )
         same = one["predictions"]
         if same:
             lines.append(
-                f"  predictions.csv of the run: differs by {tiny(same['largest_difference'])} at most, "
+                f"  predictions.csv of the run: differs by {format_difference(same['largest_difference'])} at most, "
                 f"on {same['items']} items"
             )
         for name, file in one["files"].items():

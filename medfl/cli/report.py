@@ -42,9 +42,9 @@ def _report(options: Any) -> int:
 
         written = [str(write_report(folder)) for folder in options.folders]
     if options.curves is not None:
-        from medfl.compare.curves import write_curves
+        from medfl.compare.cost_curves import write_cost_curves
 
-        written.append(str(write_curves(options.folders, options.curves)))
+        written.append(str(write_cost_curves(options.folders, options.curves)))
     if options.gains is None:
         return show(options, {"reports": written}, lambda: "\n".join(written))
     from medfl.compare.gains import write_gains

@@ -79,6 +79,6 @@ def text(subgroups: Subgroups, width: int) -> list[str]:
 def _cell(estimate: Estimate | None) -> str:
     if estimate is None:
         return "-"
-    from medfl.report.words import interval
+    from medfl.report.formatting import interval
 
     return f"{estimate.value:.3f} ({interval((estimate.low, estimate.high))})"

@@ -1,4 +1,4 @@
-"""What a comparison refuses before any of its runs: another's folder, runs on other images, names of no method."""
+"""What a comparison refuses: a folder in use, unknown methods, runs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -6,28 +6,49 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl.compare import curves
+from medfl.compare.labels import labels
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import Run
-from medfl.core.run_folder import RunFolder as OwnFolder
-from medfl.report import RunFolder
+from medfl.core.run_folder import RunFolder
+from medfl.report import RunFiles
 
 GRID = "compare.json"
 """What all runs of a comparison's folder share."""
-_PLACES = re.compile(r"bundle_path|((public\.)?data|partition)\.(folder|counts|notes)(\..*)?")
-"""Names in a record that are no settings: where things lie, and what was said about them."""
+_NO_SETTINGS = re.compile(r"bundle_path|((public\.)?data|partition)\.(folder|counts|notes)(\..*)?")
+"""Names in a record that are no settings: paths, counts and notes."""
+KINDS: Mapping[str, Callable[[RunFiles], str]] = {
+    "bundles": lambda run: str(run.record["bundle"]),
+    "tasks": lambda run: str(run.record["task"]),
+    "key metrics": lambda run: run.key,
+    "kinds of images": lambda run: str(run.record["data"]["source"]),
+}
+"""In what runs have to agree to be compared."""
 
 
-def folder(settings: Mapping[str, Any], out: Path) -> None:
-    """Raise an InputError unless a folder is new, or one of a comparison with these settings (`Grid.settings`)."""
+def require_same(
+    runs: Sequence[RunFiles],
+    allowed: str,
+    advice: str,
+    kinds: Mapping[str, Callable[[RunFiles], str]] = KINDS,
+) -> None:
+    """Raise an InputError that names the first kind in which the runs differ."""
+    for kind, read in kinds.items():
+        values = sorted({read(run) for run in runs})
+        if len(values) > 1:
+            raise InputError(f"runs of different {kind}: {' and '.join(values)}", allowed, advice)
+
+
+def check_folder(settings: Mapping[str, Any], out: Path) -> None:
+    """Raise an InputError unless a folder is new, or of a comparison with these settings (`Grid.settings`)."""
+    allowed, advice = "a new folder, or one of an earlier comparison", "give --out a path that does not exist yet"
     if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file", "a new folder, or one of an earlier comparison", "give a new folder")
+        raise InputError(f"--out {out} is a file", allowed, advice)
     if not out.exists():
-        OwnFolder.require_unused(out)  # one that cannot be made
+        RunFolder.require_unused(out)  # refuses a folder that cannot be made
         return
     if not any(out.iterdir()):
         return
@@ -36,42 +57,38 @@ def folder(settings: Mapping[str, Any], out: Path) -> None:
         if not isinstance(before, dict):
             raise ValueError("no settings")
     except (OSError, ValueError) as error:
-        raise InputError(f"--out {out}", "a new folder, or one of an earlier comparison", "give a new one") from error
-    now, there = _flat(settings), _flat(before)
-    differing = [name for name in {**there, **now} if now.get(name) != there.get(name)]
+        raise InputError(f"--out {out}, which holds no comparison", allowed, advice) from error
+    asked, present = _flat(settings), _flat(before)
+    differing = [name for name in {**present, **asked} if asked.get(name) != present.get(name)]
     if differing:
-        told = [", ".join(f"{name} {known.get(name, 'not set')}" for name in differing) for known in (now, there)]
+        texts = [", ".join(f"{name} {flat.get(name, 'not set')}" for name in differing) for flat in (asked, present)]
         raise InputError(
-            f"--out {out} with {told[0]}",
-            f"the comparison there has {told[1]}",
-            "repeat its settings (methods, partitions and seeds may differ), or choose another folder",
+            f"--out {out} with {texts[0]}",
+            f"the comparison there has {texts[1]}",
+            "repeat its settings (methods, partitions and seeds may differ), or give --out another folder",
         )
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a grid by their own names, short enough for a line."""
+    """Return the settings of a grid by name, as text."""
     flat = {"bundle": settings.get("bundle")}
     for part, prefix in (("requested", ""), ("options", "--set "), ("config", "--config ")):
         flat |= {f"{prefix}{name}": value for name, value in (settings.get(part) or {}).items()}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in flat.items()}
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
-    """Return the labels that a comparison of these runs has."""
-    folders = [RunFolder(Path(), run.to_dict(), (), (), None, None) for run in runs]
-    return list(dict.fromkeys(curves.labels(folders)))
-
-
-def named(runs: Sequence[Run], against: str | None, target: str | None) -> None:
-    """Raise an InputError if what the tables are to be made against is no method of the grid, the target no value."""
-    known = _labels(runs)
-    told = ", ".join(known)
+def check_names(runs: Sequence[Run], against: str | None, target: str | None) -> None:
+    """Raise an InputError if `against` is no method of the planned runs, or `target` neither a method nor a number."""
+    folders = [RunFiles(Path(), run.to_dict(), (), (), None, None) for run in runs]
+    known = list(dict.fromkeys(labels(folders)))
+    methods = ", ".join(known)
     if against is not None and against not in known:
         raise InputError(
-            f"--against {against}", f"methods are {told}", did_you_mean(against, known, "choose one of them")
+            f"--against {against}", f"methods are {methods}", did_you_mean(against, known, "choose one of them")
         )
     if target is not None and target not in known and not _is_finite(target):
-        raise InputError(f"--target {target}", f"a number, or one of {told}", did_you_mean(target, known, "choose one"))
+        advice = did_you_mean(target, known, "give --target one of these")
+        raise InputError(f"--target {target}", f"a number, or one of {methods}", advice)
 
 
 def _is_finite(text: str) -> bool:
@@ -81,23 +98,23 @@ def _is_finite(text: str) -> bool:
         return False
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Name the settings in which the records of two runs (run.json) differ, each with both values.
 
-    Where things lie is no setting. What neither record says, as those of older versions may not, does not differ.
+    Paths are no settings, and what older records lack counts as its default.
     """
-    left, right = _known(one), _known(other)
+    left, right = _record_settings(first), _record_settings(second)
     names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
     return [f"{name} ({_short(left.get(name))} and {_short(right.get(name))})" for name in names]
 
 
-def _known(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a record by name, those of a group as group.name, what came later as it was before."""
+def _record_settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a record by name, those of a group as group.name, missing ones as their defaults."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(Run):
-        neutral = None if field.default is dataclasses.MISSING else field.default
-        flat |= _leaves(field.name, document.get(field.name, neutral))
-    return {name: value for name, value in flat.items() if not _PLACES.fullmatch(name)}
+        default = None if field.default is dataclasses.MISSING else field.default
+        flat |= _leaves(field.name, document.get(field.name, default))
+    return {name: value for name, value in flat.items() if not _NO_SETTINGS.fullmatch(name)}
 
 
 def _leaves(name: str, value: Any) -> dict[str, Any]:
@@ -113,17 +130,17 @@ def _short(value: Any, width: int = 40) -> str:
     return text if len(text) <= width else f"{text[:width]}…"
 
 
-def runs(planned: Run, there: Sequence[Path]) -> None:
-    """Refuse to go on beside runs on other data or with another version of the bundle than those to come have."""
-    for path in there:
-        run = RunFolder.read(path).run
+def check_same_data(planned: Run, finished: Sequence[Path]) -> None:
+    """Raise an InputError if a finished run has other images or another version of the bundle than a planned one."""
+    for path in finished:
+        record = RunFiles.read(path).record
         for what, now, before in (
-            ("images", planned.data.source, run["data"]["source"]),
-            ("bundle", planned.bundle_sha256[:16], str(run.get("bundle_sha256") or planned.bundle_sha256)[:16]),
+            ("images", planned.data.source, record["data"]["source"]),
+            ("bundle", planned.bundle_sha256[:16], str(record.get("bundle_sha256") or planned.bundle_sha256)[:16]),
         ):
             if now != before:
                 raise InputError(
                     f"{what} {now}, and {before} in {path}",
                     "one comparison has the same images and bundle throughout",
-                    "choose another folder, or remove the runs there",
+                    "give --out another folder, or remove the runs there",
                 )

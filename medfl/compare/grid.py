@@ -1,11 +1,11 @@
 """A grid of runs, methods x partitions x seeds, in one folder: run what is missing, then compare.
 
-Each run is a process of its own with its own log, several at a time; they share the prepared images, which are read
-before they start. Which run starts when, and how many at once, says `scheduling`. A run that fails is told and does not
-stop the others. On a GPU a run that runs out of its share of the memory is tried once more, with the device to itself.
+Each run is a process with its own log, several at a time; they share the prepared images, which are read before they
+start. `scheduling` decides which run starts when. A run that fails is reported and does not stop the others. On a GPU a
+run that exceeds its share of the memory is tried once more, alone on the device.
 
-This process forks the runs and therefore leaves CUDA alone: it plans them as on a CPU, and what it asks of a device is
-asked in a process apart.
+This process forks the runs and therefore must not initialise CUDA: it plans them as on a CPU, and queries a device in
+another process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tabulate import LATEX_ESCAPE_RULES
 from tqdm import tqdm
 
 from medfl import methods
-from medfl.compare import checks as comparable
-from medfl.compare import curves, tables
+from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
-from medfl.compare.scheduling import Schedule, Start, named
+from medfl.compare.scheduling import Schedule, Start, kind_title
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, MedflError
 from medfl.core.run_folder import read_run, safe_file_name
@@ -45,8 +43,6 @@ from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
 
 _FAILED = "failed.txt"
-_HEADS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
-_FITS = 9  # columns on a page of LaTeX
 
 
 @dataclass(frozen=True)
@@ -67,10 +63,10 @@ class Entry:
         try:
             name, *words = shlex.split(text)
         except ValueError as error:
-            raise InputError(f"method {text!r} ({error})", "NAME OPTION=VALUE ...", "close its quotes") from error
+            raise InputError(f"method {text!r} ({error})", "NAME OPTION=VALUE ...", "close the quotes") from error
         wrong = [word for word in words if "=" not in word]
         if wrong:
-            raise InputError(f"{wrong[0]!r} in method {text!r}", "NAME OPTION=VALUE ...", "write it as OPTION=VALUE")
+            raise InputError(f"{wrong[0]!r} in method {text!r}", "NAME OPTION=VALUE ...", f"write {wrong[0]}=VALUE")
         methods.method_class(name)
         return cls(" ".join([name, *words]), name, dict(word.split("=", 1) for word in words))
 
@@ -86,26 +82,26 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """What the cell is called in messages."""
-        return f"{named(self.kind)}, seed {self.seed}"
+        """The name of the run for messages."""
+        return f"{kind_title(self.kind)}, seed {self.seed}"
 
     @property
     def kind(self) -> tuple[str, str | None]:
-        """What takes the same time and memory with any seed."""
+        """Its method and partition: runs that differ only in their seed take the same time and memory."""
         return self.entry.label, self.partition
 
     def seconds(self) -> float | None:
-        """Return what the run took, None if it is not over."""
+        """Return the seconds that the run took, None while it is not over."""
         summary = self._summary()
         return float(summary["seconds"]) if summary else None
 
     def peak(self) -> int | None:
-        """Return the bytes of a GPU that the run took, None where it is not over, or was on a CPU."""
-        found = self._summary().get("peak_device_bytes")
-        return None if found is None else int(found)
+        """Return the peak bytes of a GPU, None while the run is not over, or where it was on a CPU."""
+        peak = self._summary().get("peak_device_bytes")
+        return None if peak is None else int(peak)
 
     def done(self, rounds: int | None) -> bool:
-        """Whether the run is finished, with so many rounds where a number is asked for."""
+        """Tell whether the run is finished, with at least `rounds` rounds."""
         summary = self._summary()
         return summary.get("status") == "finished" and (rounds is None or summary["rounds"] >= rounds)
 
@@ -117,26 +113,26 @@ class Cell:
         """
         path = self.folder / "summary.json"
         try:
-            found: Any = json.loads(path.read_text()) if path.is_file() else {}
+            summary: Any = json.loads(path.read_text()) if path.is_file() else {}
         except ValueError as error:
             raise InputError(f"{path} is damaged ({error})", "a run's summary", "remove this run's folder") from error
-        if not isinstance(found, dict) or (found and not {"seconds", "rounds"} <= found.keys()):
+        if not isinstance(summary, dict) or (summary and not {"seconds", "rounds"} <= summary.keys()):
             raise InputError(f"{path} is damaged", "a run's summary", "remove this run's folder")
-        return found
+        return summary
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is compared.
+    """The runs to compare.
 
     Attributes:
         bundle: a shipped bundle's name or a folder.
         entries: the methods.
         partitions: their specs; None is the bundle's own.
-        seeds: seeds of the runs, which also draw the partitions.
-        options: options that all methods take which have them.
+        seeds: of the runs and of their partitions.
+        options: for all methods that have them.
         config: ids of the bundle's configuration.
-        requested: other settings of all runs (see `planning.Request`).
+        requested: other settings of all runs (see `runs.plan.Request`).
     """
 
     bundle: str
@@ -158,7 +154,7 @@ class Grid:
         ]
 
     def settings(self) -> dict[str, Any]:
-        """Return what all runs of a folder share, as plain JSON."""
+        """Return what all runs of a folder share, as plain JSON values."""
         shared = {"bundle": self.bundle, "options": self.options, "config": self.config, "requested": self.requested}
         document: dict[str, Any] = json.loads(json.dumps(shared, default=str))
         return document
@@ -180,7 +176,7 @@ def compare(
         grid: the runs.
         out: folder; a new one, or one of a grid with the same settings (methods, partitions and seeds may differ).
         at_once: runs at the same time, each with one worker; default: the cores. On a GPU fewer where no more fit.
-        against: as for `write_tables`, to be refused before any run.
+        against: as for `tables.write_tables`, checked before any run.
         target: likewise.
         progress: show a bar on stderr.
         say: where lines for the user go.
@@ -193,82 +189,32 @@ def compare(
         InputError: a folder of other settings, or anything that a run would refuse.
     """
     if at_once is not None and at_once < 1:
-        raise InputError(f"--jobs {at_once}", "a whole number of at least 1, or None for the cores", "give 1 or more")
-    comparable.folder(grid.settings(), out)
+        raise InputError(f"--jobs {at_once}", "a whole number of at least 1", "leave it out to use all cores")
+    checks.check_folder(grid.settings(), out)
     cells = grid.cells(out)
     rounds = grid.requested.get("rounds")
     missing = [cell for cell in cells if not cell.done(rounds)]
-    shared, there = Shared(), [cell.folder for cell in cells if cell.done(rounds)]
-    runs, images = [read_run(path / "run.json")[0] for path in there], dict[str, Plan]()
-    device = _device(str(grid.requested.get("device", "cpu"))) if missing else "cpu"
+    shared, finished = Shared(), [cell.folder for cell in cells if cell.done(rounds)]
+    runs, images = [read_run(path / "run.json")[0] for path in finished], dict[str, Plan]()
+    device = str(grid.requested.get("device", "cpu")) if missing else "cpu"
+    device = device if device == "cpu" else gpu_memory.in_forked_process(partial(device_named, device))
     with gpu_memory.without_cuda_init():
         for cell in {cell.kind: cell for cell in missing}.values():  # refuse before any run
-            made = make_plan(dataclasses.replace(_request(grid, cell), device="cpu"))
-            runs.append(dataclasses.replace(made.run, device=device))
-            comparable.runs(runs[-1], there)
-            images.setdefault(Shared.key(made), made)
-        comparable.named(runs, against, target)
-        for made in images.values():
-            shared.sections(made)
+            planned = make_plan(dataclasses.replace(_request(grid, cell), device="cpu"))
+            runs.append(dataclasses.replace(planned.run, device=device))
+            checks.check_same_data(runs[-1], finished)
+            images.setdefault(Shared.key(planned), planned)
+        checks.check_names(runs, against, target)
+        for planned in images.values():
+            shared.sections(planned)
     gpu = None if device == "cpu" else gpu_memory.Gpu.query(device)
     out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / comparable.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
+    write_atomic(out / checks.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     say(f"{len(cells)} runs, {len(cells) - len(missing)} of them there already")
-    known = [cell for cell in cells if cell not in missing]
-    failed = _run_all(grid, missing, known, shared, at_once or os.cpu_count() or 1, gpu, progress, say)
+    measured = [cell for cell in cells if cell not in missing]
+    failed = _run_all(grid, missing, measured, shared, at_once or os.cpu_count() or 1, gpu, progress, say)
     finished = [cell.folder for cell in cells if cell.done(rounds)]
     return (read(finished) if finished else None), failed
-
-
-def write_tables(
-    found: Comparison, out: Path, *, against: str | None = None, target: str | None = None
-) -> dict[str, Path]:
-    """Write results.csv, tables.md, tables.tex and the curves of a comparison and return their paths.
-
-    Args:
-        found: the runs.
-        out: folder.
-        against: method that the others are tested against; default: the first.
-        target: value, or method whose mean best validation metric is the target; default: `against`.
-
-    Raises:
-        InputError: no such method.
-    """
-    against = against or found.rows[0].method
-    written = {"csv": out / "results.csv"}
-    write_atomic(written["csv"], tables.as_csv(found).encode())
-    for partition in found.partitions:
-        runs = [run for row in found.on(partition) for run in row.runs.values()]
-        if any(curves.progress(run) for run in runs):
-            name = "curves" if len(found.partitions) == 1 else f"curves-{safe_file_name(partition)}"
-            written[name] = out / f"{name}.png"
-            write_atomic(written[name], curves.curves(runs).png)
-    for form in tables.FORMATS:
-        parts: list[tuple[str, str]] = []
-        for partition in found.partitions:
-            parts += [(f"Partition {partition}", tables.results(found, partition, form))]
-            value = found.target_value(target or against, partition)
-            title = f"To reach {100 * value:.1f} on the validation set ({target or against}), partition {partition}"
-            parts += [(title, tables.to_target(found, partition, value, form))]
-        if tests := found.tests(against):
-            parts += [(f"Paired over the seeds: {found.judged_by.title}", tables.tested(tests, form))]
-        if ranks := found.ranks():
-            parts += [("Mean ranks over partitions and seeds", tables.ranked(ranks, form))]
-        written[form] = out / f"tables.{form}"
-        texts = [titled(f"{title}; {found.describe()}", table, form) for title, table in parts]
-        write_atomic(written[form], ("\n\n".join([*_HEADS[form], *texts]) + "\n").encode())
-    return written
-
-
-def titled(title: str, table: str, form: str) -> str:
-    """Return a table with its title, in LaTeX as its caption, and no wider than the page."""
-    if form == "md":
-        return f"## {title}\n\n{table}"
-    caption = "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in title).replace("–", "--")
-    lines = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}"]
-    wide = len(table.partition("\n")[0].rpartition("{")[2]) > _FITS + 1
-    body = ["\\resizebox{\\textwidth}{!}{%", f"{table}}}"] if wide else [table]
-    return "\n".join([*lines, *body, "\\end{table}"])
 
 
 def _request(grid: Grid, cell: Cell) -> Request:
@@ -278,26 +224,24 @@ def _request(grid: Grid, cell: Cell) -> Request:
     return Request(grid.bundle, options={**own, **cell.entry.options}, config=grid.config, **requested)
 
 
-def _device(name: str) -> str:
-    """Return the device of a name, which is looked for in another process."""
-    return name if name == "cpu" else gpu_memory.in_forked_process(partial(device_named, name))
-
-
 def _run_all(
     grid: Grid,
     cells: Sequence[Cell],
-    known: Sequence[Cell],
+    measured: Sequence[Cell],
     shared: Shared,
     at_once: int,
     gpu: gpu_memory.Gpu | None,
     progress: bool,
     say: Print,
 ) -> dict[str, str]:
-    """Run the cells, so many at a time; return title -> error of failed ones. Known ones tell time and memory."""
+    """Run the cells, at most `at_once` at a time; return title -> error of the failed ones.
+
+    The finished runs `measured` tell the time and memory of their kinds.
+    """
     context, failed = multiprocessing.get_context("fork"), dict[str, str]()
     busy: dict[int, tuple[Any, Start[Cell], float]] = {}
     schedule = Schedule(cells, at_once, gpu.memory if gpu else None)
-    for cell in known:
+    for cell in measured:
         schedule.learn(cell, cell.seconds(), cell.peak())
     with tqdm(
         total=len(cells),
@@ -308,17 +252,17 @@ def _run_all(
     ) as bar:
         try:
             while schedule.left or busy:
-                for line in schedule.news():
+                for line in schedule.messages():
                     say(line)
-                while start := schedule.start([begun for _, begun, _ in busy.values()]):
+                while start := schedule.start([other for _, other, _ in busy.values()]):
                     if start.measures:
                         say(f"alone on the device, to see how much memory it takes: {start.run.title}")
                     process = context.Process(target=_run, args=(grid, start, shared, gpu), daemon=False)
                     process.start()
                     busy[process.sentinel] = (process, start, time.monotonic())
-                running = [(begun.run, time.monotonic() - since) for _, begun, since in busy.values()]
-                about = schedule.remaining(running)
-                time_left = "" if about is None else f", about {max(1, round(about / 60))} min"
+                running = [(other.run, time.monotonic() - since) for _, other, since in busy.values()]
+                seconds_left = schedule.remaining(running)
+                time_left = "" if seconds_left is None else f", about {max(1, round(seconds_left / 60))} min"
                 bar.set_postfix_str(
                     f"running {', '.join(cell.entry.label for cell, _ in running)}"[:40]
                     + f"; {len(schedule.left)} left{time_left}"
@@ -330,11 +274,11 @@ def _run_all(
                     if process.exitcode == 0:
                         schedule.learn(cell, seconds, cell.peak())
                         say(f"done: {cell.title} ({seconds:.0f} s)")
-                    elif process.exitcode == gpu_memory.OUT_OF_MEMORY_EXIT and schedule.again(start):
-                        say(f"{cell.title}: {_told(cell)}; once more from its last round, alone on the device")
+                    elif process.exitcode == gpu_memory.OUT_OF_MEMORY_EXIT and schedule.retry(start):
+                        say(f"{cell.title}: {_failure_line(cell)}; once more from its last round, alone on the device")
                         continue
                     else:
-                        failed[cell.title] = _told(cell) or f"ended with {process.exitcode}"
+                        failed[cell.title] = _failure_line(cell) or f"ended with {process.exitcode}"
                         say(f"FAILED: {cell.title}: {failed[cell.title]}")
                     bar.update()
         finally:
@@ -343,25 +287,25 @@ def _run_all(
     return failed
 
 
-def _told(cell: Cell) -> str:
-    """Return in a line why a run failed, "" where it could not tell."""
-    path = _failure(cell)
+def _failure_line(cell: Cell) -> str:
+    """Return in a line why a run failed, "" where it left no error."""
+    path = _failure_file(cell)
     return path.read_text().splitlines()[0] if path.is_file() else ""
 
 
-def _failure(cell: Cell) -> Path:
+def _failure_file(cell: Cell) -> Path:
     return cell.folder.with_name(f"{cell.folder.name}-{_FAILED}")
 
 
 def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | None) -> None:
-    """Run one cell in this process, which was made for it; what it says goes to a file beside its folder."""
-    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    """Run one cell in this process of its own; its messages go to a file beside its folder."""
+    threading.Thread(target=_exit_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     cell, allowance = start.run, start.allowance
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
-    told = _failure(cell)
-    told.unlink(missing_ok=True)
+    failure = _failure_file(cell)
+    failure.unlink(missing_ok=True)
     request = _request(grid, cell)
-    with _logged(cell.folder.with_name(f"{cell.folder.name}-log.txt")) as say:
+    with _log_to(cell.folder.with_name(f"{cell.folder.name}-log.txt")) as say:
         try:
             if gpu and allowance is not None:
                 tensors = gpu.limit_process(allowance)
@@ -380,30 +324,28 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
                 command=f"a run of medfl compare {grid.bundle}",
                 say=say,
             )
-        except Exception as error:  # whatever it is, the other runs go on; the parent reads it here and tells it
+        except Exception as error:  # of any kind: the other runs go on, and the parent reports it
             text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
             if gpu and allowance is not None and gpu_memory.is_out_of_memory(error):
-                given = f"given {gpu_memory.format_gib(allowance)} of {gpu_memory.format_gib(gpu.memory)}"
-                text, code = (
-                    f"out of the device's memory, {given}\n{traceback.format_exc()}",
-                    gpu_memory.OUT_OF_MEMORY_EXIT,
-                )
+                share = f"given {gpu_memory.format_gib(allowance)} of {gpu_memory.format_gib(gpu.memory)}"
+                text = f"out of the device's memory, {share}\n{traceback.format_exc()}"
+                code = gpu_memory.OUT_OF_MEMORY_EXIT
             elif isinstance(error, MedflError):
                 text, code = f"{' '.join(str(error).split())}\n", error.exit_code
-            told.write_text(text)
+            failure.write_text(text)
             sys.exit(code)
 
 
 _REQUESTED = tuple(f.name for f in dataclasses.fields(Request) if f.name not in ("bundle", "options", "config"))
 
 
-def _end_with(parent: Any) -> None:
-    """End this process when its parent is gone, were it killed: whoever starts the grid again finds the folder free."""
+def _exit_with(parent: Any) -> None:
+    """End this process when its parent ends, even by a kill, so that the grid can be started again."""
     wait([parent.sentinel])
     os._exit(1)
 
 
 @contextmanager
-def _logged(path: Path) -> Iterator[Print]:
+def _log_to(path: Path) -> Iterator[Print]:
     with path.open("a") as file:
         yield lambda line: print(line, file=file, flush=True)

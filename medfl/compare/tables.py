@@ -1,4 +1,4 @@
-"""The tables of a comparison as markdown, CSV and LaTeX (booktabs)."""
+"""The tables of a comparison as CSV, markdown and LaTeX (booktabs), and the files that hold them."""
 
 from __future__ import annotations
 
@@ -7,37 +7,43 @@ import io
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
+from tabulate import LATEX_ESCAPE_RULES, tabulate
 
-from medfl.compare.comparison import Column, Comparison, Spread, Test
+from medfl.compare.comparison import Column, Comparison, MeanSd, PairedTest
+from medfl.compare.cost_curves import cost_curves
+from medfl.core.run_folder import safe_file_name
+from medfl.core.storage import write_atomic
 
 FORMATS = {"md": "github", "tex": "latex_booktabs"}
+_HEADERS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
+_MAX_COLUMNS = 9  # on a page of LaTeX
 _UNITS = {"bytes": (1e6, "MB"), "seconds": (1.0, "s"), "count": (1.0, ""), "metric": (0.01, "%")}
 
 
-def results(found: Comparison, partition: str, form: str) -> str:
+def result_table(comparison: Comparison, partition: str, format_: str) -> str:
     """Return the result table of a partition: a row a method, mean ± sd over the seeds.
 
     Args:
-        found: the runs.
+        comparison: the runs.
         partition: one of its partitions.
-        form: "md" or "tex".
+        format_: "md" or "tex".
     """
-    heads = ["method", "seeds", *(_head(column) for column in found.columns)]
-    best = {column.name: _best(found, partition, column) for column in found.columns}
+    heads = ["method", "seeds", *(_head(column) for column in comparison.columns)]
+    best = {column.name: _best(comparison, partition, column) for column in comparison.columns}
     lines = []
-    for row in found.on(partition):
+    for row in comparison.on(partition):
         cells = [row.method, str(len(row.runs))]
-        for column in found.columns:
-            spread = Spread.of(list(row.values(column).values()))
-            cells.append(cell(spread, column, marked=spread is not None and spread.mean == best[column.name]))
+        for column in comparison.columns:
+            spread = MeanSd.of(list(row.values(column).values()))
+            cells.append(_cell(spread, column, marked=spread is not None and spread.mean == best[column.name]))
         lines.append(cells)
-    return rendered(heads, lines, form)
+    return rendered(heads, lines, format_)
 
 
-def tested(tests: Sequence[Test], form: str) -> str:
+def test_table(tests: Sequence[PairedTest], format_: str) -> str:
     """Return the table of paired tests."""
     heads = ["method", "against", "partition", "seeds", "difference", "95 % interval", "p (paired t)", "effect d_z"]
     lines = [
@@ -48,56 +54,107 @@ def tested(tests: Sequence[Test], form: str) -> str:
         ]
         for test in tests
     ]  # fmt: skip
-    return rendered(heads, lines, form)
+    return rendered(heads, lines, format_)
 
 
-def to_target(found: Comparison, partition: str, value: float, form: str) -> str:
+def target_table(comparison: Comparison, partition: str, value: float, format_: str) -> str:
     """Return the table of what each method took to reach a value of the validation metric."""
     heads = ["method", "reached", "rounds", "MB sent", "seconds"]
     lines = []
-    for row in found.on(partition):
-        target = found.to_reach(row, value)
+    for row in comparison.on(partition):
+        target = comparison.to_reach(row, value)
         spreads = ((target.rounds, 1.0, 1), (target.bytes, 1e6, 1), (target.seconds, 1.0, 0))
         cells = [_spread(spread, unit, digits) for spread, unit, digits in spreads]
         lines.append([row.method, f"{target.reached} of {target.count}", *cells])
-    return rendered(heads, lines, form)
+    return rendered(heads, lines, format_)
 
 
-def ranked(ranks: dict[str, float], form: str) -> str:
+def rank_table(ranks: dict[str, float], format_: str) -> str:
     """Return the table of mean ranks, the best first."""
     lines = [[method, f"{rank:.2f}"] for method, rank in sorted(ranks.items(), key=lambda entry: entry[1])]
-    return rendered(["method", "mean rank"], lines, form)
+    return rendered(["method", "mean rank"], lines, format_)
 
 
-def as_csv(found: Comparison) -> str:
+def as_csv(comparison: Comparison) -> str:
     """Return every run as a line of CSV: partition, method, seed, folder and all columns, unrounded."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    about_runs = ["partition", "method", "seed", "data_source", "run_hash", "folder"]
-    writer.writerow([*about_runs, *(column.name for column in found.columns)])
-    for row in found.rows:
+    head = ["partition", "method", "seed", "data_source", "run_hash", "folder"]
+    writer.writerow([*head, *(column.name for column in comparison.columns)])
+    for row in comparison.rows:
         for seed, run in sorted(row.runs.items()):
-            values = [column.read(run) for column in found.columns]
-            source, run_hash = run.run["data"]["source"], (run.summary or {}).get("run_hash", "")
+            values = [column.read(run) for column in comparison.columns]
+            source, run_hash = run.record["data"]["source"], (run.summary or {}).get("run_hash", "")
             about = [row.partition, row.method, seed, source, run_hash, str(run.path)]
             writer.writerow([*about, *("" if value is None else repr(value) for value in values)])
     return file.getvalue()
 
 
-def cell(spread: Spread | None, column: Column, *, marked: bool = False) -> str:
+def write_tables(
+    comparison: Comparison, out: Path, *, against: str | None = None, target: str | None = None
+) -> dict[str, Path]:
+    """Write results.csv, tables.md, tables.tex and the cost curves of a comparison; return name -> path.
+
+    Args:
+        comparison: the runs.
+        out: folder.
+        against: method that the others are tested against; default: the first.
+        target: value, or method whose mean best validation metric is the target; default: `against`.
+
+    Raises:
+        InputError: no such method.
+    """
+    against = against or comparison.rows[0].method
+    written = {"csv": out / "results.csv"}
+    write_atomic(written["csv"], as_csv(comparison).encode())
+    for partition in comparison.partitions:
+        runs = [run for row in comparison.on(partition) for run in row.runs.values()]
+        if any(run.progress() for run in runs):
+            name = "curves" if len(comparison.partitions) == 1 else f"curves-{safe_file_name(partition)}"
+            written[name] = out / f"{name}.png"
+            write_atomic(written[name], cost_curves(runs).png)
+    for format_ in FORMATS:
+        parts: list[tuple[str, str]] = []
+        for partition in comparison.partitions:
+            parts += [(f"Partition {partition}", result_table(comparison, partition, format_))]
+            value = comparison.target_value(target or against, partition)
+            title = f"To reach {100 * value:.1f} on the validation set ({target or against}), partition {partition}"
+            parts += [(title, target_table(comparison, partition, value, format_))]
+        if tests := comparison.tests(against):
+            parts += [(f"Paired over the seeds: {comparison.judged_by.title}", test_table(tests, format_))]
+        if ranks := comparison.ranks():
+            parts += [("Mean ranks over partitions and seeds", rank_table(ranks, format_))]
+        written[format_] = out / f"tables.{format_}"
+        texts = [titled(f"{title}; {comparison.describe()}", table, format_) for title, table in parts]
+        write_atomic(written[format_], ("\n\n".join([*_HEADERS[format_], *texts]) + "\n").encode())
+    return written
+
+
+def titled(title: str, table: str, format_: str) -> str:
+    """Return a table with its title; in LaTeX the title is the caption, and wide tables are scaled to the page."""
+    if format_ == "md":
+        return f"## {title}\n\n{table}"
+    caption = "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in title).replace("–", "--")
+    lines = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}"]
+    wide = len(table.partition("\n")[0].rpartition("{")[2]) > _MAX_COLUMNS + 1
+    body = ["\\resizebox{\\textwidth}{!}{%", f"{table}}}"] if wide else [table]
+    return "\n".join([*lines, *body, "\\end{table}"])
+
+
+def _cell(spread: MeanSd | None, column: Column, *, marked: bool = False) -> str:
     """Return mean ± sd in the column's unit; the best is bold."""
     unit, _ = _UNITS[column.scale]
     text = _spread(spread, unit, 1)
     return f"**{text}**" if marked else text
 
 
-def rendered(heads: Sequence[str], lines: Sequence[Sequence[Any]], form: str) -> str:
+def rendered(heads: Sequence[str], lines: Sequence[Sequence[Any]], format_: str) -> str:
     """Return a table with these headings."""
-    align = ["left", *["right"] * (len(heads) - 1)] if form == "tex" else None
-    made = str(tabulate(lines, heads, tablefmt=FORMATS[form], disable_numparse=True, colalign=align))
-    if form == "md":
-        return made
-    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", made).replace("±", r"$\pm$").replace("–", "--")
+    align = ["left", *["right"] * (len(heads) - 1)] if format_ == "tex" else None
+    table = str(tabulate(lines, heads, tablefmt=FORMATS[format_], disable_numparse=True, colalign=align))
+    if format_ == "md":
+        return table
+    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", table).replace("±", r"$\pm$").replace("–", "--")
 
 
 def _head(column: Column) -> str:
@@ -105,15 +162,15 @@ def _head(column: Column) -> str:
     return f"{column.title}, {unit}" if unit else column.title
 
 
-def _spread(spread: Spread | None, unit: float, digits: int) -> str:
+def _spread(spread: MeanSd | None, unit: float, digits: int) -> str:
     if spread is None:
         return "–"
     mean = f"{spread.mean / unit:.{digits}f}"
     return f"{mean} ± {spread.sd / unit:.{digits}f}" if spread.count > 1 else mean
 
 
-def _best(found: Comparison, partition: str, column: Column) -> float | None:
+def _best(comparison: Comparison, partition: str, column: Column) -> float | None:
     if column.higher is None or column.scale != "metric":
         return None
-    means = [s.mean for row in found.on(partition) if (s := Spread.of(list(row.values(column).values())))]
+    means = [s.mean for row in comparison.on(partition) if (s := MeanSd.of(list(row.values(column).values())))]
     return (max if column.higher else min)(means) if len(set(means)) > 1 else None

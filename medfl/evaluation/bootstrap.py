@@ -1,8 +1,8 @@
 """Bootstrap intervals of test metrics: the test cases are drawn again with replacement, a thousand times.
 
-Percentile intervals as in B. Efron, R. Tibshirani: An Introduction to the Bootstrap (1993), chapter 13. A draw is kept
-as how often it takes each case, so that every metric is computed from counts, for all draws at once. Draws may be
-stratified: then each takes as many cases of a stratum as there are, and no class can be missing from one.
+Percentile intervals as in B. Efron, R. Tibshirani: An Introduction to the Bootstrap (1993), chapter 13. A draw is the
+number of times that it takes each case, so that every metric is computed from counts, for all draws at once. In
+stratified draws each stratum keeps its number of cases, so that no class can be missing.
 
 Cases count as independent: where one patient has several images, the true intervals are wider.
 """
@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from medfl.evaluation.metrics import from_confusion
 
 DRAWS, LEVEL = 1000, 0.95
-_AT_ONCE = 1 << 22  # numbers drawn at once
-_BLOCK = 64  # draws of which areas are computed at once: what fits in a cache
+_DRAWN_AT_ONCE = 1 << 22  # numbers
+_BLOCK = 64  # draws whose areas are computed at once: they fit in a cache
 
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Times = NDArray[np.int32]
-"""(draws, N) how often each draw takes each of N cases."""
+"""(draws, N): how often each draw takes each of N cases."""
 
 
 def draw(strata: Integers, seed: int, count: int = DRAWS) -> Times:
-    """Draw cases again with replacement, from each stratum as many as it has.
+    """Draw cases with replacement, from each stratum as many as it has.
 
     The numbers are those that `scipy.stats.bootstrap` draws from `numpy.random.default_rng(seed)`.
 
@@ -41,17 +41,17 @@ def draw(strata: Integers, seed: int, count: int = DRAWS) -> Times:
     generator = np.random.default_rng(seed)
     times = np.zeros((count, len(strata)), np.int32)
     for stratum in np.unique(strata):
-        own = np.flatnonzero(strata == stratum)
-        size, step = len(own), max(1, _AT_ONCE // len(own))
+        members = np.flatnonzero(strata == stratum)
+        size, step = len(members), max(1, _DRAWN_AT_ONCE // len(members))
         for start in range(0, count, step):
             rows = min(step, count - start)
             taken = generator.integers(0, size, (rows, size)) + size * np.arange(rows)[:, None]
-            times[start : start + rows, own] = np.bincount(taken.ravel(), minlength=rows * size).reshape(rows, size)
+            times[start : start + rows, members] = np.bincount(taken.ravel(), minlength=rows * size).reshape(rows, size)
     return times
 
 
 def interval(values: Floats, level: float = LEVEL) -> Interval | None:
-    """Return the percentile interval of a metric's values over the draws, None where none is a number."""
+    """Return the percentile interval of a metric's values over the draws, None where all are NaN."""
     known = values[~np.isnan(values)]
     if not len(known):
         return None
@@ -64,8 +64,8 @@ def classification(
 ) -> dict[str, Interval]:
     """Return the intervals of accuracy, balanced accuracy, macro F1 and, with probabilities (N, K), AUROC.
 
-    The metrics are those of `medfl.evaluation.metrics`; AUROC has an interval where every draw has the classes that the
-    data have, as draws stratified by `label` do.
+    The metrics are those of `medfl.evaluation.metrics`. AUROC has an interval where every draw has all classes of the
+    data, as draws stratified by `label` have.
     """
     rows = [from_confusion(counts) for counts in _confusions(label, predicted, classes, times)]
     values = {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else ())}
@@ -74,21 +74,21 @@ def classification(
         usable = by_class[:, ~np.isnan(by_class).all(0)]
         if usable.size:
             values["auroc"] = usable.mean(1)
-    found = {name: interval(column) for name, column in values.items()}
-    return {name: ends for name, ends in found.items() if ends is not None}
+    intervals = {name: interval(column) for name, column in values.items()}
+    return {name: ends for name, ends in intervals.items() if ends is not None}
 
 
 def means(values: Mapping[str, Floats], times: Times) -> dict[str, Interval]:
-    """Return the interval of the mean of each metric (N,) over the cases that have it, NaN being none."""
-    found: dict[str, Interval] = {}
+    """Return the interval of each metric's mean over the cases whose value (N,) is not NaN."""
+    intervals: dict[str, Interval] = {}
     for name, column in values.items():
         known = ~np.isnan(column)
         taken = times[:, known].sum(1)
         with np.errstate(invalid="ignore"):
             ends = interval(times[:, known] @ column[known] / taken)
         if ends is not None:
-            found[name] = ends
-    return found
+            intervals[name] = ends
+    return intervals
 
 
 def areas(label: Integers, probabilities: Floats, times: Times) -> Floats:
@@ -101,44 +101,45 @@ def areas(label: Integers, probabilities: Floats, times: Times) -> Floats:
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
     usable = [c for c in classes if 0 < np.count_nonzero(label == c) < len(label)]
     ranked = [_Ranked.of(label == c, probabilities[:, c]) for c in usable]
-    found = np.full((len(times), probabilities.shape[1]), np.nan)
+    by_class = np.full((len(times), probabilities.shape[1]), np.nan)
     for start in range(0, len(times), _BLOCK):
         rows = slice(start, start + _BLOCK)
         for c, scores in zip(usable, ranked, strict=True):
-            found[rows, c] = scores.areas(times[rows])
-    return found
+            by_class[rows, c] = scores.areas(times[rows])
+    return by_class
 
 
 class _Ranked(NamedTuple):
-    """A class's cases and the others in the order of their scores.
+    """The cases of a class and the others in the order of their scores.
 
     Attributes:
-        ours: (P,) positions of the class's cases, by score.
-        others: (N - P,) those of the others, by score.
-        below: (P,) how many others have a lower score.
-        upto: (P,) how many have none that is higher.
+        positives: (P,) indices of the class's cases.
+        negatives: (N - P,) those of the others.
+        below: (P,) for each positive the negatives with a lower score.
+        up_to: (P,) those with a lower or equal score.
     """
 
-    ours: Integers
-    others: Integers
+    positives: Integers
+    negatives: Integers
     below: Integers
-    upto: Integers
+    up_to: Integers
 
     @classmethod
     def of(cls, positive: NDArray[np.bool_], score: Floats) -> _Ranked:
         order = np.argsort(score, kind="stable")
-        ours, others = order[positive[order]], order[~positive[order]]
-        ends = [np.searchsorted(score[others], score[ours], side) for side in ("left", "right")]
-        return cls(ours, others, ends[0], ends[1])
+        positives, negatives = order[positive[order]], order[~positive[order]]
+        ends = [np.searchsorted(score[negatives], score[positives], side) for side in ("left", "right")]
+        return cls(positives, negatives, ends[0], ends[1])
 
     def areas(self, times: Times) -> Floats:
         """Return the area in each draw."""
-        ours, summed = times.take(self.ours, 1), times.take(self.others, 1).cumsum(1, dtype=np.int32)
+        positives, summed = times.take(self.positives, 1), times.take(self.negatives, 1).cumsum(1, dtype=np.int32)
         summed = np.pad(summed, ((0, 0), (1, 0)))
-        won: Floats = np.einsum("dp,dp->d", ours, summed.take(self.below, 1) + summed.take(self.upto, 1), dtype=float)
+        pairs = summed.take(self.below, 1) + summed.take(self.up_to, 1)
+        won: Floats = np.einsum("dp,dp->d", positives, pairs, dtype=float)
         with np.errstate(invalid="ignore"):
-            found: Floats = won / 2 / (ours.sum(1, dtype=float) * summed[:, -1])
-        return found
+            share: Floats = won / 2 / (positives.sum(1, dtype=float) * summed[:, -1])
+        return share
 
 
 def _confusions(label: Integers, predicted: Integers, classes: int, times: Times) -> NDArray[Any]:

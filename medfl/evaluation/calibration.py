@@ -1,7 +1,7 @@
-"""Are a classifier's probabilities what they say? Reliability curve and expected calibration error.
+"""Calibration of a classifier's probabilities: reliability curve and expected calibration error.
 
-Top-label calibration: of all cases whose most probable class has a probability near 0.8, is that class right in 80 %?
-With cases in M bins of equal width by that probability, the confidence,
+Top-label calibration: of the cases whose most probable class has a probability near 0.8, that class should be right in
+80 %. With cases in M bins of equal width by that probability, the confidence,
 
     ECE = sum_m |B_m| / N · |acc(B_m) - conf(B_m)|
 
@@ -24,15 +24,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Reliability:
-    """The bins that hold a case, B of them.
+    """The reliability curve, over the B bins that have cases.
 
     Attributes:
         confidence: (B,) mean confidence.
         accuracy: (B,) share of right predictions.
         count: (B,) cases.
-        member: (N,) which of the B bins each case is in.
+        member: (N,) index of each case's bin.
         ece: expected calibration error, 0 to 1.
-        bins: how many bins there were, the empty ones too.
+        bins: all bins, with the empty ones.
     """
 
     confidence: Floats
@@ -51,7 +51,7 @@ def reliability(confidence: Floats, correct: NDArray[Any], bins: int = BINS) -> 
         correct: (N,) whether that class is the reference class.
         bins: of equal width between 0 and 1.
     """
-    from sklearn.calibration import calibration_curve  # here: it imports for a second
+    from sklearn.calibration import calibration_curve  # here, because it takes a second to import
 
     right = np.asarray(correct).astype(bool)
     edges = np.linspace(0, 1, bins + 1)
@@ -63,17 +63,17 @@ def reliability(confidence: Floats, correct: NDArray[Any], bins: int = BINS) -> 
 
 
 def redrawn(
-    found: Reliability, confidence: Floats, correct: NDArray[Any], times: NDArray[Any]
+    curve: Reliability, confidence: Floats, correct: NDArray[Any], times: NDArray[Any]
 ) -> tuple[Floats, Floats]:
-    """Return the ECE (draws,) and each bin's accuracy (draws, B), NaN where a draw has none of its cases.
+    """Return the ECE (draws,) and each bin's accuracy (draws, B) over draws, NaN where a draw has no case of the bin.
 
     Args:
-        found: the reliability of all cases.
+        curve: the reliability of all cases.
         confidence: (N,) as for `reliability`.
         correct: (N,) as for `reliability`.
         times: (draws, N) how often each draw of `medfl.evaluation.bootstrap` takes each case.
     """
-    bins = np.equal.outer(found.member, np.arange(len(found.count))).astype(np.float64)
+    bins = np.equal.outer(curve.member, np.arange(len(curve.count))).astype(np.float64)
     right = np.asarray(correct).astype(np.float64)[:, None]
     gaps, hits, cases = (times @ column for column in (bins * (right - confidence[:, None]), bins * right, bins))
     with np.errstate(invalid="ignore"):

@@ -39,10 +39,10 @@ class Evaluator(Protocol):
         """Return one outcome per item, in the shard's order; the network is put in evaluation mode.
 
         Args:
-            network: what is scored.
-            shard: on which items.
+            network: the network to score.
+            shard: the items.
             device: where the network is.
-            thorough: also compute what would take longer than training if it were done every round.
+            thorough: also compute the metrics that are too slow for every round.
         """
 
 
@@ -53,8 +53,8 @@ class ClassEvaluator:
     A network with one output is read as the logit of class 1.
 
     Attributes:
-        batch_size: items a forward pass; fixed, so that no setting can change the last bits of a score.
-        ends_in_sigmoid: the network gives probabilities, not logits.
+        batch_size: items of a forward pass; fixed, so that no setting changes the last bits of a score.
+        ends_in_sigmoid: the network returns probabilities, not logits.
     """
 
     batch_size: int = 256
@@ -105,8 +105,8 @@ class MaskEvaluator:
         """Return one (N,) tensor per metric; HD95 and surface Dice only if `thorough`.
 
         Raises:
-            InputError: a reference mask has a value that is no class; names the item.
-            RunError: inferer or loss fail on a case, or the output is not finite; names it.
+            InputError: a reference mask has a value that is no class; the item is named.
+            RunError: inferer or loss fail on a case, or the output is not finite; the item is named.
         """
         rows = []
         for index, (logits, y) in zip(shard.indices.tolist(), self._outputs(network, shard, device), strict=True):
@@ -114,33 +114,33 @@ class MaskEvaluator:
             prediction, reference, count = self._masks(ident, logits, y)
             spacing = _spacing(shard.prepared, index, reference.ndim)
             row = scores(prediction, reference, self._names(count), spacing, self.tolerance, distances=thorough)
-            with _named(ident):
+            with _naming_item(ident):
                 rows.append({**row, "loss": float(self.loss(logits, y))})
         return _cases(shard, rows)
 
     @torch.no_grad()
     def masks(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[Masks]:
-        """Yield what the network predicts for each item, and its reference."""
+        """Yield the predicted and the reference mask of each item."""
         for ident, (logits, y) in zip(shard.ids, self._outputs(network, shard, device), strict=True):
             yield self._masks(ident, logits, y)
 
     def _outputs(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (1, K, H, W[, D]) and target (1, ...) of each item."""
         network.eval()
-        ids, done = shard.ids, 0
+        ids, start = shard.ids, 0
         for x, y in shard.batches(self._batch_size(shard.prepared)):
-            with _named(ids[done]):
+            with _naming_item(ids[start]):
                 logits = self.inferer(x.to(device), network).float()
             y = y.to(device)
             yield from ((logits[i : i + 1], y[i : i + 1]) for i in range(len(y)))
-            done += len(y)
+            start += len(y)
 
     def _batch_size(self, prepared: Prepared) -> int:
-        """Return how many items are inferred at once: a power of two, so that no multiple of 16 cuts a batch."""
+        """Return how many items are inferred at once: a power of two."""
         if not isinstance(prepared, Stacked) or type(self.inferer) is not SimpleInferer:
             return 1
-        fitting = _PIXELS // max(1, math.prod(prepared.inputs.shape[2:]))
-        return int(2 ** math.floor(math.log2(min(_BATCH, max(1, fitting)))))
+        most = _PIXELS // max(1, math.prod(prepared.inputs.shape[2:]))
+        return int(2 ** math.floor(math.log2(min(_BATCH, max(1, most)))))
 
     def _names(self, count: int) -> tuple[str, ...]:
         return self.classes if len(self.classes) == count else tuple(f"class {index}" for index in range(count))
@@ -156,7 +156,7 @@ class MaskEvaluator:
             raise InputError(
                 f"the reference mask of item {ident!r} has the value {low if low < 0 else high}",
                 f"the network has {classes} classes: values 0 to {classes - 1}",
-                "relabel the mask, or raise the bundle's number of classes",
+                "correct this mask's file, or the number of classes in the bundle's configuration",
             )
         if predicted.shape != reference.shape:
             raise RunError(
@@ -166,17 +166,17 @@ class MaskEvaluator:
 
 
 class CaseEvaluator:
-    """Any other task, and bundles that are not ours: their own inferer, postprocessing and key metric, case by case.
+    """Any other task, and foreign bundles: the bundle's inferer, postprocessing and key metric, case by case.
 
-    Of a segmentation the metrics of `medfl.evaluation.mask_metrics` come with it, in so far as its key metric has not
-    their name: where postprocessing makes "pred" and "label" binary channels of the image's size, else they are NaN.
+    A segmentation also has the metrics of `medfl.evaluation.mask_metrics`, but for one that its key metric is named
+    like. They are NaN unless postprocessing makes "pred" and "label" binary channels of the image's size.
 
     Args:
         name: the metric's name in results.
         metric: an ignite metric over a list of {"image", "label", "pred"}, or (prediction, target) -> loss.
         inferer: (inputs, network) -> prediction, e.g. a sliding window.
         postprocessing: dictionary transform over "image", "label" and "pred", or None.
-        tolerance: of the surface Dice, in the unit of the images' spacing; None: it is no segmentation.
+        tolerance: of the surface Dice, in the unit of the images' spacing; None for other tasks than segmentation.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class CaseEvaluator:
         postprocessing: Callable[[Any], Any] | None = None,
         tolerance: float | None = None,
     ) -> None:
-        """Hang the metric on an engine of its own: MONAI's metrics report details there."""
+        """Attach the metric to an engine of its own, as MONAI's metrics require."""
         self.name, self.inferer, self.postprocessing, self.tolerance = name, inferer, postprocessing, tolerance
         self._engine = Engine(lambda engine, batch: None)
         self._metric = metric
@@ -196,15 +196,15 @@ class CaseEvaluator:
 
     @torch.no_grad()
     def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, thorough: bool = False) -> Cases:
-        """Return the metric's value per case (N,), NaN where it is not defined, and those of a segmentation.
+        """Return the metric's value per case (N,), NaN where it is undefined, and the metrics of a segmentation.
 
         Raises:
-            RunError: inferer, postprocessing or metric fail on a case; names it.
+            RunError: inferer, postprocessing or metric fail on a case; the item is named.
         """
         rows = []
         outputs = self._outputs(network, shard, device)
         for index, (x, y, prediction) in zip(shard.indices.tolist(), outputs, strict=True):
-            with _named(*shard.prepared.ids([index])):
+            with _naming_item(*shard.prepared.ids([index])):
                 cases = self._processed(x, y, prediction)
                 row = {self.name: self._score(cases, y, prediction)}
                 if self.tolerance is not None:
@@ -214,9 +214,9 @@ class CaseEvaluator:
 
     @torch.no_grad()
     def masks(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[Masks | None]:
-        """Yield prediction and reference of each item, None where they are no classes that exclude each other."""
+        """Yield the predicted and the reference mask of each item, None where their channels overlap."""
         for ident, (x, y, prediction) in zip(shard.ids, self._outputs(network, shard, device), strict=True):
-            with _named(ident):
+            with _naming_item(ident):
                 pair = _channels(x, self._processed(x, y, prediction))
             yield None if pair is None else _indices(*pair)
 
@@ -225,7 +225,7 @@ class CaseEvaluator:
         network.eval()
         for ident, (x, y) in zip(shard.ids, shard.batches(1), strict=True):
             x, y = (value.to(device) if isinstance(value, Tensor) else value for value in (x, y))
-            with _named(ident):
+            with _naming_item(ident):
                 prediction = self.inferer(x, network)
             yield x, y, prediction
 
@@ -263,8 +263,8 @@ class CaseEvaluator:
 
 
 @contextmanager
-def _named(ident: str) -> Iterator[None]:
-    """Tell in one line on which case something of the bundle fails."""
+def _naming_item(ident: str) -> Iterator[None]:
+    """Turn an error of the bundle's code into a RunError that names the item."""
     try:
         yield
     except MedflError:
@@ -280,7 +280,7 @@ def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
 
 
 def _spacing(prepared: Prepared, index: int, dimensions: int) -> tuple[float, ...]:
-    """Return the distances between an item's pixels; 1 where the transforms do not keep track."""
+    """Return the distances between an item's pixels; 1 where the transforms do not record them."""
     spacing = prepared.geometry[index].spacing if prepared.geometry else ()
     return spacing if len(spacing) == dimensions else (1.0,) * dimensions
 
@@ -299,7 +299,7 @@ def _channels(x: Any, cases: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
 
 
 def _indices(prediction: Tensor, reference: Tensor) -> Masks | None:
-    """Return channels (C, H, W[, D]) as class indices, None where several of them hold at once."""
+    """Return channels (C, H, W[, D]) as class indices, None where they overlap."""
     if len(reference) == 1:
         return Masks(prediction[0], reference[0], 2)
     one_hot = all(bool((value.sum(0) == 1).all()) for value in (prediction, reference))

@@ -1,6 +1,6 @@
-"""Metrics of one segmented case; every case counts the same, whatever its size, so patches are never scored.
+"""Metrics of one segmented case. Whole cases are scored, never patches, so that every case counts the same.
 
-MONAI finds the surfaces and the distances between them, once for the two metrics that are made of them.
+MONAI finds the surfaces and their distances, once for both metrics that use them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from monai.metrics.utils import get_edge_surface_distance
+from scipy import ndimage
 from torch import Tensor
 
 DISTANCES = ("hd95", "surface_dice")
-"""The metrics that take as long as a network does, and are computed on test items only."""
+"""The metrics that take as long as a forward pass, and are computed for test items only."""
 
 
 def scores(
@@ -46,12 +47,12 @@ def scores(
         tolerance: of the surface Dice, in the same unit.
         distances: compute `hd95` and `surface_dice` too.
     """
-    ours, theirs = (mask.detach().cpu().numpy() for mask in (prediction, reference))
-    count, shape = len(classes), ours.shape
-    box = _box((ours > 0) | (theirs > 0))
-    ours, theirs = ours[box].astype(np.int64), theirs[box].astype(np.int64)
-    counts = np.bincount((theirs * count + ours).ravel(), minlength=count * count).reshape(count, count)
-    counts[0, 0] += math.prod(shape) - ours.size
+    predicted, true = (mask.detach().cpu().numpy() for mask in (prediction, reference))
+    count, shape = len(classes), predicted.shape
+    box = _box((predicted > 0) | (true > 0))
+    predicted, true = predicted[box].astype(np.int64), true[box].astype(np.int64)
+    counts = np.bincount((true * count + predicted).ravel(), minlength=count * count).reshape(count, count)
+    counts[0, 0] += math.prod(shape) - predicted.size
     both, sizes = np.diag(counts)[1:], (counts.sum(0) + counts.sum(1))[1:]
     dice = np.where(sizes > 0, 2 * both / np.maximum(sizes, 1), 1.0)
     result = {"dice": float(dice.mean())}
@@ -59,8 +60,8 @@ def scores(
         result |= {f"dice_{slug(name)}": float(value) for name, value in zip(classes[1:], dice, strict=True)}
     result["pixel_accuracy"] = float(np.trace(counts) / counts.sum())
     if distances:
-        found = [_surfaces(ours == index, theirs == index, spacing, tolerance, shape) for index in range(1, count)]
-        result |= dict(zip(DISTANCES, np.mean(found, axis=0).tolist(), strict=True))
+        values = [_surfaces(predicted == c, true == c, spacing, tolerance, shape) for c in range(1, count)]
+        result |= dict(zip(DISTANCES, np.mean(values, axis=0).tolist(), strict=True))
     return result
 
 
@@ -69,13 +70,13 @@ def channel_scores(
 ) -> dict[str, float]:
     """Return the metrics of one case whose masks are binary channels (C, H, W[, D]), which may overlap.
 
-    Each channel is a foreground class, but for the first where the reference's add up to 1 everywhere: that is the
+    Each channel is a foreground class; where the reference's channels add up to 1 everywhere, the first is the
     background. A pixel is right if it is right in all channels.
     """
     one_hot = len(reference) > 1 and bool((reference.sum(0) == 1).all())
     pairs = zip(prediction[one_hot:], reference[one_hot:], strict=True)
-    found = [scores(*pair, ("", ""), spacing, tolerance, distances=distances) for pair in pairs]
-    result = {name: float(np.mean([case[name] for case in found])) for name in found[0]}
+    cases = [scores(*pair, ("", ""), spacing, tolerance, distances=distances) for pair in pairs]
+    result = {name: float(np.mean([case[name] for case in cases])) for name in cases[0]}
     return result | {"pixel_accuracy": float((prediction == reference).all(0).double().mean())}
 
 
@@ -85,28 +86,24 @@ def slug(name: str) -> str:
 
 
 def _surfaces(
-    ours: np.ndarray, theirs: np.ndarray, spacing: Sequence[float], tolerance: float, shape: Sequence[int]
+    predicted: np.ndarray, true: np.ndarray, spacing: Sequence[float], tolerance: float, shape: Sequence[int]
 ) -> tuple[float, float]:
     """Return HD95 and surface Dice of one class's masks, cropped from an image of this shape."""
-    if not ours.any() and not theirs.any():
+    if not predicted.any() and not true.any():
         return 0.0, 1.0
-    if not ours.any() or not theirs.any():
+    if not predicted.any() or not true.any():
         return math.hypot(*((side - 1) * step for side, step in zip(shape, spacing, strict=True))), 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of MONAI, about how it calls itself
-        _, found, _ = get_edge_surface_distance(
-            torch.from_numpy(ours), torch.from_numpy(theirs), spacing=[float(step) for step in spacing], symmetric=True
+        warnings.simplefilter("ignore", FutureWarning)  # of MONAI's own calls
+        _, distances, _ = get_edge_surface_distance(
+            torch.from_numpy(predicted), torch.from_numpy(true), spacing=[*map(float, spacing)], symmetric=True
         )
-    there, back = tuple(found)
-    near = int((there <= tolerance).sum() + (back <= tolerance).sum())
-    hd95 = max(float(torch.quantile(distance, 0.95)) for distance in (there, back))
-    return hd95, near / (len(there) + len(back))
+    hd95 = max(float(torch.quantile(distance, 0.95)) for distance in distances)
+    near = sum(int((distance <= tolerance).sum()) for distance in distances)
+    return hd95, near / sum(map(len, distances))
 
 
 def _box(mask: np.ndarray) -> tuple[slice, ...]:
-    """Return the bounding box of a mask."""
-    box = []
-    for axis in range(mask.ndim):
-        inside = np.flatnonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)))
-        box.append(slice(inside[0], inside[-1] + 1) if inside.size else slice(0, 0))
-    return tuple(box)
+    """Return the bounding box of a mask; an empty mask has an empty box."""
+    boxes = ndimage.find_objects(mask.astype(np.uint8))
+    return boxes[0] if boxes else (slice(0, 0),) * mask.ndim

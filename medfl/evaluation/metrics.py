@@ -1,7 +1,7 @@
 """Metrics of one model on one set of cases, and their spread over sites.
 
-Every number that a run stores or prints comes from `summarise`. Classification metrics are scikit-learn's (the tests
-compare them), computed from one confusion matrix and one ranking: every round needs them for every site.
+Every number that a run stores or prints comes from `summarise`. Classification metrics equal scikit-learn's (the tests
+compare them), but are computed from one confusion matrix and one ranking: every round needs them for every site.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 )
 
 KEY_METRICS: Mapping[str, str] = MappingProxyType({"classification": "balanced_accuracy", "segmentation": "dice"})
-"""The metric by which a task's best round is chosen, where its bundle names none."""
+"""The metric that chooses the best round of a task whose bundle names none."""
 
 _LOWER_IS_BETTER = frozenset({"loss", "error", "mae", "mse", "rmse", "nll", "ece", "hd95", "hausdorff", "distance"})
 
 
 def higher_is_better(name: str) -> bool:
-    """Whether larger values of the metric are better.
+    """Return whether larger values of the metric are better.
 
-    A metric that is not in `METRICS` counts as better when higher, as MONAI treats key metrics, unless a word of its
-    name says otherwise (loss, error, mae, mse, rmse, nll, ece, hd95, hausdorff, distance).
+    A metric that is not in `METRICS` is better when higher, as MONAI's key metrics are, unless a word of its name says
+    otherwise (loss, error, mae, mse, rmse, nll, ece, hd95, hausdorff, distance).
     """
     if name in METRICS:
         return METRICS[name].higher_is_better
@@ -83,7 +83,7 @@ def higher_is_better(name: str) -> bool:
 
 
 def title(name: str) -> str:
-    """Return the metric's name as people write it; `dice_<name>` is the Dice of one structure."""
+    """Return the metric's title; `dice_<name>` is the Dice of one structure."""
     if name in METRICS:
         return METRICS[name].title
     first, *others = name.split("_")
@@ -129,19 +129,19 @@ class Cases:
         return index
 
     def select(self, which: Sequence[str] | Sequence[int]) -> Cases:
-        """Return the given cases, by id or by index, in the given order.
+        """Return these cases, by id or by index, in this order.
 
         Raises:
             KeyError: an id is not among the cases.
         """
         rows = [self._index[item] if isinstance(item, str) else int(item) for item in which]
         index = torch.tensor(rows, dtype=torch.int64)
-        chosen = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.values.items()}
-        return Cases(tuple(self.ids[row] for row in rows), chosen)
+        values = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.values.items()}
+        return Cases(tuple(self.ids[row] for row in rows), values)
 
     @staticmethod
     def concat(parts: Sequence[Cases]) -> Cases:
-        """Join several sets in the given order; empty sets add nothing.
+        """Return several sets joined in this order; empty sets add nothing.
 
         Raises:
             ValueError: two sets carry different values.
@@ -161,12 +161,11 @@ def summarise(cases: Cases) -> dict[str, float]:
     """Return the metrics of a set of cases as plain floats; the empty set has none.
 
     Classification: `accuracy`, `balanced_accuracy`, `f1_macro`, `auroc`, and `loss` where the cases carry it, as
-    `METRICS` defines them. Classes without a case, or without any other case, do not enter the mean of `auroc`;
-    where no class is left (one class present) it is left out.
+    `METRICS` defines them. The mean of `auroc` is over the classes that some but not all cases have; where there is
+    none, `auroc` is left out.
 
-    Other tasks: the mean over cases of each value, so that every case counts the same whatever its size. Cases whose
-    value is NaN are ignored; if there are any, `<name>_cases` says how many entered the mean, and if all are, the
-    metric is left out.
+    Other tasks: the mean of each value over the cases, whatever their size. Cases whose value is NaN are ignored; if
+    there are any, `<name>_cases` counts the others, and if all are, the metric is left out.
 
     Raises:
         InputError: a label is outside the classes.
@@ -206,7 +205,7 @@ def from_confusion(counts: NDArray[np.int64]) -> dict[str, float]:
 
 
 class Spread(TypedDict, total=False):
-    """How a metric lies over the sites; `sd` is that of these sites (ddof 0), `count` how many have the metric."""
+    """A metric over the sites; `sd` has ddof 0, `count` is the number of sites that have the metric."""
 
     mean: float
     sd: float
@@ -254,7 +253,7 @@ def _check(ids: tuple[str, ...], probabilities: NDArray[Any], label: NDArray[Any
         raise InputError(
             f"item {ids[first]!r} has the label {label[first]}",
             f"the network has {classes} classes: labels 0 to {classes - 1}",
-            "change the label in the data list, or raise the bundle's number of classes",
+            "correct this label, or the number of classes in the bundle's configuration",
         )
     if not np.isfinite(probabilities).all():
         bad = ~np.isfinite(probabilities).all(1)

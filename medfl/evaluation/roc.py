@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-_POINTS = 201  # of a curve, at most: more than a picture can show
+_POINTS = 201  # of a curve at most, which is more than a chart shows
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,15 +30,15 @@ class Curve:
 
 
 def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
-    """Return the curve of each class that has a case and is not that of all cases; of two classes the second's only.
+    """Return the curve of each class that some but not all cases have; of two classes only the second's.
 
     Args:
         label: (N,) class indices.
         probabilities: (N, K).
     """
-    from sklearn.metrics import roc_auc_score, roc_curve  # here: it imports for a second
+    from sklearn.metrics import roc_auc_score, roc_curve  # here, because it takes a second to import
 
-    found, classes = [], probabilities.shape[1]
+    drawn, classes = [], probabilities.shape[1]
     for c in [1] if classes == 2 else range(classes):
         positive = label == c
         if not positive.any() or positive.all():
@@ -47,17 +47,17 @@ def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
         false, true, _ = roc_curve(positive, score)
         if len(false) > _POINTS + 1:
             false, true = _at_grid(false, true)
-        found.append(Curve(c, false, true, float(roc_auc_score(positive, score)), int(positive.sum())))
-    return found
+        drawn.append(Curve(c, false, true, float(roc_auc_score(positive, score)), int(positive.sum())))
+    return drawn
 
 
-def macro(found: list[Curve]) -> tuple[Floats, Floats]:
+def macro(curves: list[Curve]) -> tuple[Floats, Floats]:
     """Return the mean of the curves at equal rates of false positives, (P,) each; it begins at (0, 0)."""
-    rates = [_at_grid(curve.false, curve.true) for curve in found]
+    rates = [_at_grid(curve.false, curve.true) for curve in curves]
     return rates[0][0], np.mean([true for _, true in rates], axis=0)
 
 
 def _at_grid(false: Floats, true: Floats) -> tuple[Floats, Floats]:
-    """Return a curve at equal steps, from (0, 0): where it rises straight up, its upper end counts."""
+    """Return a curve at equal steps, from (0, 0); of a vertical part its upper end."""
     grid = np.linspace(0, 1, _POINTS)
     return np.concatenate([[0.0], grid]), np.concatenate([[0.0], np.interp(grid, false, true)])

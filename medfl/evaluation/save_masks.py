@@ -1,4 +1,4 @@
-"""Predicted masks as files on the grid of the image they were made from: NIfTI for volumes, PNG for pictures."""
+"""Predicted masks as files on the grid of their image's file: NIfTI for volumes, PNG for pictures."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from medfl.core.storage import write_atomic
 from medfl.data.prepared import Geometry
 
-_SCANNER = 1  # NIfTI's code of a header whose affine leads to the scanner's millimetres
+_SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
 
 def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
-    """Bring a mask from the grid in which a network works to that of the image's file.
+    """Return a mask on the grid of the image's file instead of the network's.
 
-    Each pixel of the file takes the class of the nearest pixel of the mask, and the background's where the mask does
-    not reach. Where the grids differ by flips, other axis order, cropping and padding alone, nothing is lost.
+    Each pixel of the file takes the class of the nearest pixel of the mask, and is background outside the mask. Where
+    the grids differ only by flips, axis order, cropping and padding, nothing is lost.
 
     Args:
         labels: (H, W[, D]) class indices.
@@ -35,7 +35,7 @@ def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
     """
     from_file = np.linalg.inv(geometry.affine) @ geometry.original_affine
     axes = len(geometry.original_shape)
-    made: NDArray[np.uint8] = ndimage.affine_transform(
+    mask: NDArray[np.uint8] = ndimage.affine_transform(
         labels.cpu().numpy().astype(np.uint8),
         from_file[:axes, :axes],
         from_file[:axes, -1],
@@ -43,11 +43,11 @@ def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
         order=0,
         mode="grid-constant",  # unlike "constant", takes a corner's pixel up to its edge
     )
-    return made
+    return mask
 
 
 def save(labels: Tensor, classes: int, geometry: Geometry, path: Path) -> Path:
-    """Write a mask on the grid of its image's file, whole or not at all, and return the path.
+    """Write a mask on the grid of its image's file, in one step, and return the path.
 
     A volume becomes `<path>.nii.gz` with the shape and affine of its image's file; a picture `<path>.png`, 0 and 255
     for two classes, else class indices.
@@ -77,5 +77,5 @@ def save(labels: Tensor, classes: int, geometry: Geometry, path: Path) -> Path:
 
 
 def is_picture(geometry: Geometry) -> bool:
-    """Tell whether an image is a picture, rows first, and no volume or slice of one."""
+    """Tell whether an image is a picture, rows first, not a volume or a slice of one."""
     return len(geometry.original_shape) == 2 and not geometry.file.endswith((".nii", ".nii.gz"))

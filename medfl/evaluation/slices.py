@@ -1,7 +1,7 @@
-"""The planes in which a case is looked at: a picture as it is, a volume cut through the middle of its structures.
+"""The planes in which a case is shown: a picture as it is, a volume cut through the middle of its structures.
 
-Volumes are shown as radiologists are used to: the patient's right on the left, anterior and superior at the top, and in
-sagittal planes anterior on the left. Only where the header says how the axes lie are the sides named.
+Volumes are shown in radiological convention: the patient's right on the left, anterior and superior at the top, and in
+sagittal planes anterior on the left. Sides are named only where the header gives the orientation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from medfl.evaluation.save_masks import is_picture
 Array = NDArray[Any]
 _WINDOW = 0.5, 99.5  # percentiles of an image that become black and white
 _CUTS = (("axial", 2, "R"), ("coronal", 1, "R"), ("sagittal", 0, "A"))
-"""Name, axis across which it is cut (of R, A, S), and what is on its left."""
+"""Name, axis of the cut (of R, A, S), and the side on the left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Plane:
         reference: (H, W) class indices.
         prediction: (H, W) class indices.
         size: height and width in the unit of the image's spacing.
-        left: letter of the side of the patient that is on the left, "" if it is not known.
+        left: letter of the side of the patient on the left, "" if unknown.
     """
 
     name: str
@@ -47,37 +47,38 @@ class Plane:
 def planes(image: Array, reference: Array, prediction: Array, geometry: Geometry | None) -> list[Plane]:
     """Return the one plane of a picture, or the axial, the coronal and the sagittal one of a volume.
 
-    A volume is cut at the medians of the reference's foreground voxels, so that each plane shows some of them; of the
-    prediction's, where the reference is empty; in the middle, where both are.
+    A volume is cut at the medians of the reference's foreground voxels, of the prediction's where the reference is
+    empty, and in the middle where both are.
 
     Args:
-        image: (C, H, W[, D]); three channels of a picture are colours, of others the first is shown.
+        image: (C, H, W[, D]); three channels of a picture are colours, else the first is shown.
         reference: (H, W[, D]) class indices.
         prediction: (H, W[, D]) class indices.
-        geometry: None where it is not known: a picture is then taken to be (W, H), as MONAI reads it.
+        geometry: None where unknown; a picture is then taken as (W, H), as MONAI reads it.
     """
     spacing = geometry.spacing if geometry else (1.0,) * reference.ndim
     if reference.ndim == 2:
         grey = _windowed(image if len(image) == 3 else image[:1])
         rows_first = geometry is not None and is_picture(geometry)
-        shown = [np.moveaxis(grey, 0, 2), reference, prediction]
-        picture, ours, theirs = shown if rows_first else [array.swapaxes(0, 1) for array in shown]
-        sides = [side * step for side, step in zip(reference.shape, spacing, strict=True)]
-        height, width = sides if rows_first else sides[::-1]
-        return [Plane("", picture if len(image) == 3 else picture[..., 0], ours, theirs, (height, width))]
+        arrays = [np.moveaxis(grey, 0, 2), reference, prediction]
+        picture, reference, prediction = arrays if rows_first else [array.swapaxes(0, 1) for array in arrays]
+        height, width = (
+            side * step for side, step in zip(reference.shape, spacing if rows_first else spacing[::-1], strict=True)
+        )
+        return [Plane("", picture if len(image) == 3 else picture[..., 0], reference, prediction, (height, width))]
     volumes = [_windowed(image[:1])[0], reference, prediction]
     affine: Array = geometry.affine if geometry else np.full((4, 4), np.nan)
-    known = bool(np.isfinite(affine).all())
-    if known:
+    oriented = bool(np.isfinite(affine).all())
+    if oriented:
         order: Array = nib.orientations.io_orientation(affine)  # type: ignore[no-untyped-call]
         volumes = [nib.orientations.apply_orientation(volume, order) for volume in volumes]  # type: ignore[no-untyped-call]
         spacing = tuple(spacing[list(order[:, 0]).index(axis)] for axis in range(3))
     at = _middle(*volumes[1:])
-    return [_cut(volumes, axis, at, spacing, name, left if known else "") for name, axis, left in _CUTS]
+    return [_cut(volumes, axis, at, spacing, name, left if oriented else "") for name, axis, left in _CUTS]
 
 
 def unit(geometry: Geometry | None) -> str:
-    """Return the unit of an image's spacing: "mm", or "pixels" where no header says how large they are."""
+    """Return the unit of an image's spacing: "mm", or "pixels" where no header gives their size."""
     return "pixels" if geometry is None or is_picture(geometry) else "mm"
 
 

@@ -1,4 +1,4 @@
-"""What a bundle has to be before it is called finished: MONAI's own checks and the model zoo's checklist, offline."""
+"""Checks of an exported bundle: MONAI's own and the model zoo's checklist, offline."""
 
 from __future__ import annotations
 
@@ -15,40 +15,36 @@ from medfl.core.seeding import stream
 from medfl.export.formats import quiet
 
 LARGE = 25_000_000
-"""Bytes from which the zoo wants a file in large_files.yml."""
+"""Bytes above which the zoo requires a file to be listed in large_files.yml."""
 SCHEMA = Path(__file__).parent / "schemas" / "bundle_metadata.json"
-_ANY = 64
-"""Pixels along an axis that takes any size."""
-_NECESSARY = ("configs/metadata.json", "LICENSE", "docs/README.md", "models/model.pt")
+_ANY_SIZE = 64  # pixels along an axis of any size
+_REQUIRED = ("configs/metadata.json", "LICENSE", "docs/README.md", "models/model.pt")
 _SECTIONS = ("Authors", "Tags", "Model Description", "Data", "Preprocessing", "Performance", "References", "License")
-_WRITTEN = (".json", ".yaml", ".yml", ".md", ".txt", "")
-_PERSONAL = re.compile(
+_TEXT_SUFFIXES = (".json", ".yaml", ".yml", ".md", ".txt", "")
+_LOCAL_PATH = re.compile(
     r"""(?:^|[\s"'`=(\[,:])((?:~/|/(?:home|root|Users|tmp|var|mnt|media|opt|srv|private|scratch|data|work)/|[A-Za-z]:\\)[^\s"'`)\]]*)""",
     re.MULTILINE,
 )
-_IN_BINARY = re.compile(rb"(?:/home/|/Users/|/root/|/tmp/|site-packages/)[\w./-]{3,60}")
+_LOCAL_PATH_IN_BINARY = re.compile(rb"(?:/home/|/Users/|/root/|/tmp/|site-packages/)[\w./-]{3,60}")
 
 
 def problems(folder: Path, data: str | None = None) -> list[str]:
-    """Return what is wrong with a bundle, nothing if it may be given away.
+    """Return a line for each problem of a bundle.
 
-    Necessary files, a semantic version with its line in the changelog, the sections of the README, hashes of all
-    weights, large files listed, no path of anybody's machine, metadata by MONAI's schema, and a network that takes and
-    gives what metadata says.
+    Checked are required files, a semantic version with its line in the changelog, the sections of the README, hashes of
+    all weights, the list of large files, paths of the local machine, metadata by MONAI's schema, and the network's
+    input and output against the metadata.
 
     Args:
-        folder: the bundle's.
-        data: the images' folder, for bundles whose network is built after their data list.
-
-    Returns:
-        One line each.
+        folder: the bundle.
+        data: folder of the images, for bundles whose network is built after their data list.
     """
-    missing = [f"{name} is missing" for name in _NECESSARY if not (folder / name).is_file()]
+    missing = [f"{name} is missing" for name in _REQUIRED if not (folder / name).is_file()]
     if missing:
         return missing
     meta = read(folder / "configs" / "metadata.json")
-    found = [*_version(meta), *_readme(folder), *_hashes(folder, meta), *_large(folder), *_places(folder)]
-    return [*found, *_schema(folder), *([] if found else _in_and_out(folder, data))]
+    lines = [*_version(meta), *_readme(folder), *_hashes(folder, meta), *_large(folder), *_local_paths(folder)]
+    return [*lines, *_schema(folder), *([] if lines else _in_and_out(folder, data))]
 
 
 def _version(meta: dict[str, Any]) -> Iterator[str]:
@@ -69,40 +65,40 @@ def _readme(folder: Path) -> Iterator[str]:
 
 
 def _hashes(folder: Path, meta: dict[str, Any]) -> Iterator[str]:
-    stated = (meta.get("medfl") or {}).get("files", {})
+    listed = (meta.get("medfl") or {}).get("files", {})
     here = {path.relative_to(folder).as_posix() for path in (folder / "models").iterdir()}
-    for name in sorted(here ^ stated.keys()):
+    for name in sorted(here ^ listed.keys()):
         yield (
             f"metadata.json lists {name}, which is not here"
-            if name in stated
+            if name in listed
             else f"metadata.json does not list {name}"
         )
-    for name in sorted(here & stated.keys()):
-        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != stated[name]["sha256"]:
+    for name in sorted(here & listed.keys()):
+        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != listed[name]["sha256"]:
             yield f"{name} has another sha256 than metadata.json says"
 
 
 def _large(folder: Path) -> Iterator[str]:
     file = folder / "large_files.yml"
-    listed = yaml.safe_load(file.read_text())["large_files"] if file.is_file() else []
-    known = {one["path"]: one for one in listed}
+    entries = yaml.safe_load(file.read_text())["large_files"] if file.is_file() else []
+    listed = {entry["path"]: entry for entry in entries}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and path.stat().st_size > LARGE and known.get(name, {}).get("hash_type") != "sha256":
+        if path.is_file() and path.stat().st_size > LARGE and listed.get(name, {}).get("hash_type") != "sha256":
             yield f"{name} has more than 25 MB and is not in large_files.yml with its sha256"
 
 
-def _places(folder: Path) -> Iterator[str]:
+def _local_paths(folder: Path) -> Iterator[str]:
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        if path.suffix in _WRITTEN:
+        if path.suffix in _TEXT_SUFFIXES:
             text = path.read_text(encoding="utf-8")
-            for place in _PERSONAL.finditer(text):
-                if not re.search(r"\+\s*['\"]$", text[: place.start(1)]):  # else below @bundle_root or the like
-                    yield f"{name} names a place of somebody's machine: {place[1][:80]}"
+            for path_match in _LOCAL_PATH.finditer(text):
+                if not re.search(r"\+\s*['\"]$", text[: path_match.start(1)]):  # else below @bundle_root
+                    yield f"{name} names a path of the local machine: {path_match[1][:80]}"
                     break
-        elif binary := _IN_BINARY.search(path.read_bytes()):
-            yield f"{name} names a place of somebody's machine: {binary[0].decode()}"
+        elif binary := _LOCAL_PATH_IN_BINARY.search(path.read_bytes()):
+            yield f"{name} names a path of the local machine: {binary[0].decode()}"
 
 
 # MONAI's own
@@ -114,7 +110,7 @@ def _schema(folder: Path) -> Iterator[str]:
     try:
         with quiet():
             verify_metadata(meta_file=str(folder / "configs" / "metadata.json"), filepath=str(SCHEMA))
-    except Exception as error:  # a ValueError of many lines, or what jsonschema finds
+    except Exception as error:  # a ValueError of many lines, or an error of jsonschema
         yield f"metadata.json is refused by MONAI's verify_metadata: {' '.join(str(error).split())[:200]}"
 
 
@@ -126,13 +122,13 @@ def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
     content = read(config)
     if "network_def" not in content:
         return
-    given = [("bundle_root", str(folder)), ("initial_weights", None), *([("dataset_dir", data)] if data else [])]
-    named: dict[str, Any] = {key: value for key, value in given if key in content}
+    overrides = [("bundle_root", str(folder)), ("initial_weights", None), *([("dataset_dir", data)] if data else [])]
+    used: dict[str, Any] = {key: value for key, value in overrides if key in content}
     try:
         with quiet(), stream(0, "net in out"):
             verify_net_in_out(
                 net_id="network_def", meta_file=str(folder / "configs" / "metadata.json"), config_file=str(config),
-                device="cpu", any=_ANY, **named,
+                device="cpu", any=_ANY_SIZE, **used,
             )  # fmt: skip
-    except Exception as error:  # whatever the network raises
+    except Exception as error:  # of any kind, from the network
         yield f"MONAI's verify_net_in_out fails: {' '.join(str(error).split())[:200]}"

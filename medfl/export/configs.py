@@ -1,4 +1,4 @@
-"""Configuration files of a bundle with some ids changed; the others stay as their author wrote them, comments too."""
+"""Configuration files of a bundle with some ids changed; the other text stays as it is, with its comments."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import yaml
 from medfl.bundle.configuration import read
 from medfl.export.network import TARGET
 
-_TOP = re.compile(r"^([A-Za-z_+][\w#:+.-]*)[ \t]*:(?=\s|$)", re.MULTILINE)
-_SIMPLE = re.compile(r"^[^:]+:[ \t]*\S[^#\n]*?([ \t]+#[^\n]*)?\n?(\s*\n)*$")
-_TRAINED = ("network", "method", "options", "task", "classes", "embeddings")
+_TOP_LEVEL_ID = re.compile(r"^([A-Za-z_+][\w#:+.-]*)[ \t]*:(?=\s|$)", re.MULTILINE)
+_SINGLE_LINE = re.compile(r"^[^:]+:[ \t]*\S[^#\n]*?([ \t]+#[^\n]*)?\n?(\s*\n)*$")
+_OF_METHOD = ("network", "method", "options", "task", "classes", "embeddings")
 
 
-class Rewritten:
-    """One configuration file, to be changed id by id.
+class EditedConfig:
+    """A configuration file that is changed id by id.
 
     Args:
         path: a JSON or YAML file.
@@ -37,22 +37,22 @@ class Rewritten:
         self._before = deepcopy(self.content)
 
     def __contains__(self, key: str) -> bool:
-        """Tell whether an id stands in this file."""
+        """Tell whether the file has an id."""
         return self._place(key) is not None
 
     def get(self, key: str) -> Any:
-        """Return what a top-level id holds, None if it is not there."""
+        """Return the value of a top-level id, None if there is none."""
         return self.content.get(key)
 
     def set(self, key: str, value: Any) -> None:
-        """Change an id that stands in this file; others are left alone."""
+        """Change an id if the file has it."""
         place = self._place(key)
         if place is not None:
-            holder, last = place
-            holder[last] = value
+            parent, name = place
+            parent[name] = value
 
     def insert(self, key: str, value: Any, before: str) -> None:
-        """Put a new top-level id before another one."""
+        """Insert a new top-level id before another one."""
         content: dict[str, Any] = {}
         for name, held in self.content.items():
             content |= {key: value} if name == before else {}
@@ -60,15 +60,14 @@ class Rewritten:
         self.content = {key: value, **content} if key not in content else content
 
     def text(self) -> str:
-        """Return the file's new content."""
+        """Return the new text of the file."""
         if self.path.suffix == ".json":
             return json.dumps(self.content, indent=4) + "\n"
-        made = self._patched()
-        if yaml.safe_load(made) != self.content:  # a style in which blocks cannot be told apart
-            made = _dumped(self.content)
-        return made
+        text = self._patched()
+        return text if yaml.safe_load(text) == self.content else _dumped(self.content)  # unless blocks were not found
 
     def _place(self, key: str) -> tuple[Any, Any] | None:
+        """Return the dict or list that holds an id, and its name or index there."""
         names = [name for name in self.content if name.lstrip("+").replace("::", "#") == key.replace("::", "#")]
         if names:
             return self.content, names[0]
@@ -82,27 +81,28 @@ class Rewritten:
         return (node, int(last)) if inside else None
 
     def _patched(self) -> str:
-        starts = [(match.start(), match[1]) for match in _TOP.finditer(self._text)]
+        """Return the text with only the blocks of changed ids replaced."""
+        starts = [(match.start(), match[1]) for match in _TOP_LEVEL_ID.finditer(self._text)]
         ends = [*[start for start, _ in starts], len(self._text)][1:]
         blocks = {name: self._text[start:end] for (start, name), end in zip(starts, ends, strict=True)}
-        made = self._text[: starts[0][0]] if starts else ""
+        text = self._text[: starts[0][0]] if starts else ""
         for name, value in self.content.items():
             old = blocks.get(name)
             if old is not None and self._before.get(name, ...) == value:
-                made += old
+                text += old
             else:
-                made += _block(name, value, old)
-        return made
+                text += _block(name, value, old)
+        return text
 
 
 def _block(name: str, value: Any, old: str | None) -> str:
-    """Return a top-level id as text, with the comments beside and after the one that it replaces."""
-    made = _dumped({name: value})
-    found = _SIMPLE.match(old) if old else None
-    if found and made.count("\n") == 1:
-        made = made.rstrip("\n") + (found[1] or "") + "\n"
-    after = re.search(r"\n((?:[ \t]*\n|#[^\n]*\n)*)$", old) if old else None  # what belongs to the next block
-    return made + (after[1] if after else "\n" if old is None and made.count("\n") > 1 else "")
+    """Return a top-level id as text, with the comments beside and after the block that it replaces."""
+    text = _dumped({name: value})
+    line = _SINGLE_LINE.match(old) if old else None
+    if line and text.count("\n") == 1:
+        text = text.rstrip("\n") + (line[1] or "") + "\n"
+    after = re.search(r"\n((?:[ \t]*\n|#[^\n]*\n)*)$", old) if old else None  # belongs to the next block
+    return text + (after[1] if after else "\n" if old is None and text.count("\n") > 1 else "")
 
 
 def _dumped(content: Mapping[str, Any]) -> str:
@@ -110,10 +110,10 @@ def _dumped(content: Mapping[str, Any]) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """YAML with indented lists, short ones in one line, and no aliases."""
+    """YAML with short lists on one line, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write everything out."""
+        """Use no aliases."""
         return True
 
 
@@ -136,23 +136,23 @@ def _child(node: Any, part: str) -> Any:
 # The network of an export
 
 
-def adapted(node: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `network_def` as a method adapts it."""
-    return {"_target_": TARGET, "network": without_start(node), **arguments}
+def network_of_method(node: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `network_def` of the network as a method adapts it."""
+    return {"_target_": TARGET, "network": network_without_weights(node), **arguments}
 
 
-def starting(node: Any, sha256: str) -> dict[str, Any]:
-    """Return a `network_def` that starts from the weights in the id `initial_weights`."""
-    inner = without_start(node)
-    own = isinstance(inner, Mapping) and inner.get("_target_") == TARGET
-    made = dict(inner) if own else {"_target_": TARGET, "network": inner}
-    return {**made, "weights": "@initial_weights", "sha256": sha256}
+def network_with_weights(node: Any, sha256: str) -> dict[str, Any]:
+    """Return a `network_def` that starts from the weights of the id `initial_weights`."""
+    inner = network_without_weights(node)
+    exported = isinstance(inner, Mapping) and inner.get("_target_") == TARGET
+    definition = dict(inner) if exported else {"_target_": TARGET, "network": inner}
+    return {**definition, "weights": "@initial_weights", "sha256": sha256}
 
 
-def without_start(node: Any) -> Any:
-    """Return a `network_def` as it is without weights to start from: that of an export that is exported again."""
+def network_without_weights(node: Any) -> Any:
+    """Return a `network_def` without the weights that an earlier export added."""
     if not isinstance(node, Mapping) or node.get("_target_") != TARGET:
         return node
-    kept = {key: value for key, value in node.items() if key in ("_target_", *_TRAINED)}
-    kept["network"] = without_start(kept["network"])
+    kept = {key: value for key, value in node.items() if key in ("_target_", *_OF_METHOD)}
+    kept["network"] = network_without_weights(kept["network"])
     return kept if kept.get("method") else kept["network"]

@@ -1,7 +1,7 @@
-"""TorchScript and ONNX of a network, each measured against it on images before it counts.
+"""TorchScript and ONNX files of a network, each compared with it on images.
 
-Both files are written without the paths of the machine that wrote them: TorchScript keeps them in debugging records,
-ONNX in the nodes' stack traces.
+Paths of the local machine are removed from both: TorchScript has them in debugging records, ONNX in the nodes' stack
+traces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.storage import write_atomic
 
 LIMITS = {"torchscript": 1e-5, "onnx": 1e-4}
-"""Format -> the most by which a probability (in other tasks: an output) may differ."""
+"""Format -> the largest allowed difference of a probability (in other tasks: of an output)."""
 FILES = {"torchscript": "models/model.ts", "onnx": "models/model.onnx"}
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 _EXTRA = 'pip install "medfl[export]"'
@@ -33,11 +33,11 @@ Inferer = Callable[..., Any]
 Activation = Callable[[Tensor], Tensor]
 
 
-def chosen(text: str) -> tuple[str, ...]:
-    """Read a list of formats.
+def parse_formats(text: str) -> tuple[str, ...]:
+    """Return the formats of a list such as "torchscript,onnx".
 
     Raises:
-        InputError: no such format, or what it needs is not installed.
+        InputError: no such format, or one whose packages are not installed.
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     names = () if names == ("none",) else names
@@ -55,13 +55,13 @@ def chosen(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a file's outputs are from the network's, at most.
+    """The largest differences between the outputs of a file and those of the network.
 
     Attributes:
-        images: on how many.
+        images: how many were compared.
         outputs: difference of the outputs (logits).
-        probabilities: difference of the probabilities; of the outputs where they stand for none.
-        limit: what `probabilities` may be.
+        probabilities: difference of the probabilities, or of the outputs in tasks without.
+        limit: the largest allowed value of `probabilities`.
         how: how the file was made.
     """
 
@@ -72,22 +72,22 @@ class Agreement:
     how: str
 
 
-class Seen(nn.Module):
-    """A network that remembers what it is given: the first input, and the shapes of all.
+class ShapeRecorder(nn.Module):
+    """A network that records its first input and the shapes of all inputs and outputs.
 
     Args:
-        network: what computes.
+        network: the network that computes.
     """
 
     def __init__(self, network: nn.Module) -> None:
-        """Remember nothing yet."""
+        """Start without records."""
         super().__init__()
         self.network = network
         self.first: Tensor | None = None
         self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
-        """Pass an input on."""
+        """Return the network's output, and record the shapes."""
         output = self.network(x, *others, **named)
         if not isinstance(output, Tensor):
             raise RunError(
@@ -107,7 +107,7 @@ class Seen(nn.Module):
 def write(
     kind: str,
     network: nn.Module,
-    seen: Seen,
+    seen: ShapeRecorder,
     path: Path,
     *,
     images: Sequence[Tensor],
@@ -115,20 +115,20 @@ def write(
     activation: Activation,
     instead: str = "leave it out with --formats",
 ) -> Agreement:
-    """Write a network in a format and measure it.
+    """Write a network in a format and compare the file with it.
 
     Args:
         kind: "torchscript" or "onnx".
         network: on the CPU, in evaluation mode.
-        seen: what inference gives the network, as example and for the axes that vary.
-        path: where to.
-        images: batches (B, C, H, W[, D]) on which it is measured.
+        seen: inputs of the network in inference: an example, and the axes that vary.
+        path: of the file.
+        images: batches (B, C, H, W[, D]) to compare on.
         inferer: (images, network) -> outputs of whole images.
         activation: outputs -> probabilities.
-        instead: what to do where it fails.
+        instead: advice in the error.
 
     Raises:
-        RunError: it cannot be written, or differs by more than the limit.
+        RunError: the file cannot be written, or differs by more than the limit.
     """
     try:
         with quiet(), torch.no_grad():
@@ -136,11 +136,11 @@ def write(
     except MemoryError:
         raise
     except Exception as error:  # torch raises dozens of types
-        said = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200]
         raise RunError(
-            f"the network cannot be written as {kind} ({type(error).__name__}: {said}); {instead}"
+            f"the network cannot be written as {kind} ({type(error).__name__}: {reason}); {instead}"
         ) from error
-    found = agreement(network, other, images, inferer, activation, LIMITS[kind], how)
+    found = measure_agreement(network, other, images, inferer, activation, LIMITS[kind], how)
     if not found.probabilities <= found.limit:
         raise RunError(
             f"{path.name} differs from the network by {found.probabilities:.1e}, more than {found.limit:.0e}, on "
@@ -150,7 +150,7 @@ def write(
 
 
 @torch.no_grad()
-def agreement(
+def measure_agreement(
     network: nn.Module,
     other: Callable[[Tensor], Tensor],
     images: Sequence[Tensor],
@@ -159,15 +159,15 @@ def agreement(
     limit: float,
     how: str,
 ) -> Agreement:
-    """Compare two networks on images, one by one and, of one size, together: the batch axis is free."""
-    batches = [one for x in images for one in torch.split(x, 1)]
-    count, alike = len(batches), len({one.shape for one in batches}) == 1
-    batches += [torch.cat(batches)] if alike and count > 1 else []
+    """Compare two networks on single images and, where these are of one size, on all in one batch."""
+    batches = [image for x in images for image in torch.split(x, 1)]
+    count, same_size = len(batches), len({image.shape for image in batches}) == 1
+    batches += [torch.cat(batches)] if same_size and count > 1 else []
     outputs = probabilities = 0.0
     for x in batches:
-        wanted, given = inferer(x, network).float(), inferer(x, other).float()
-        outputs = _larger(outputs, wanted - given)
-        probabilities = _larger(probabilities, activation(wanted) - activation(given))
+        expected, output = inferer(x, network).float(), inferer(x, other).float()
+        outputs = _larger(outputs, expected - output)
+        probabilities = _larger(probabilities, activation(expected) - activation(output))
     return Agreement(count, outputs, probabilities, limit, how)
 
 
@@ -179,22 +179,22 @@ def _larger(so_far: float, differences: Tensor) -> float:
 # TorchScript
 
 
-def _torchscript(network: nn.Module, seen: Seen, path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
+def _torchscript(network: nn.Module, seen: ShapeRecorder, path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
     assert seen.first is not None
     try:
-        made, how = torch.jit.script(network), "scripted"
-    except Exception:  # what TorchScript cannot read is recorded on an example
-        made, how = torch.jit.trace(network, seen.first), "traced"  # type: ignore[no-untyped-call]
+        module, how = torch.jit.script(network), "scripted"
+    except Exception:  # TorchScript cannot read every network: trace it on an example
+        module, how = torch.jit.trace(network, seen.first), "traced"  # type: ignore[no-untyped-call]
     file = io.BytesIO()
-    torch.jit.save(made, file)  # type: ignore[no-untyped-call]
-    write_atomic(path, _without_debugging(file.getvalue()))
+    torch.jit.save(module, file)  # type: ignore[no-untyped-call]
+    write_atomic(path, _without_debug_records(file.getvalue()))
     loaded: Any = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
     loaded.eval()
     return how, loaded
 
 
-def _without_debugging(archive: bytes) -> bytes:
-    """Drop the records that say in which files of this machine the code stood."""
+def _without_debug_records(archive: bytes) -> bytes:
+    """Remove the records of source files on the local machine."""
     file = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as new:
         for item in old.infolist():
@@ -206,11 +206,11 @@ def _without_debugging(archive: bytes) -> bytes:
 # ONNX
 
 
-def _onnx(network: nn.Module, seen: Seen, path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
+def _onnx(network: nn.Module, seen: ShapeRecorder, path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
     import onnx
 
     assert seen.first is not None
-    example = seen.first.repeat(2, *[1] * (seen.first.ndim - 1))[:2]  # a batch of one would be taken for a constant
+    example = seen.first.repeat(2, *[1] * (seen.first.ndim - 1))[:2]  # a batch size of 1 would become a constant
     axes: dict[int, Any] = {0: "batch"}
     axes |= {2 + i: torch.export.Dim.DYNAMIC for i, size in enumerate(seen.spatial(0)) if size == "*"}
     program = torch.onnx.export(
@@ -218,19 +218,19 @@ def _onnx(network: nn.Module, seen: Seen, path: Path) -> tuple[str, Callable[[Te
         external_data=False, verbose=False,
     )  # fmt: skip
     assert program is not None
-    made = program.model_proto
-    for part in [made.graph, *made.functions]:
+    model = program.model_proto
+    for part in [model.graph, *model.functions]:
         for node in [*part.node, *part.value_info]:
             del node.metadata_props[:]
             node.doc_string = ""
-    onnx.checker.check_model(made)
-    write_atomic(path, made.SerializeToString(deterministic=True))
-    opset = next(one.version for one in made.opset_import if one.domain in ("", "ai.onnx"))
-    return f"opset {opset}", Session(path)
+    onnx.checker.check_model(model)
+    write_atomic(path, model.SerializeToString(deterministic=True))
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    return f"opset {opset}", OnnxNetwork(path)
 
 
-class Session:
-    """An ONNX file that is called as a network is."""
+class OnnxNetwork:
+    """An ONNX file that is called like a network."""
 
     def __init__(self, path: Path) -> None:
         """Open it with ONNX Runtime on one thread of the CPU."""
@@ -246,20 +246,20 @@ class Session:
         return torch.from_numpy(output)
 
 
-_WRITERS: Mapping[str, Callable[[nn.Module, Seen, Path], tuple[str, Callable[[Tensor], Tensor]]]] = {
+_WRITERS: Mapping[str, Callable[[nn.Module, ShapeRecorder, Path], tuple[str, Callable[[Tensor], Tensor]]]] = {
     "torchscript": _torchscript,
     "onnx": _onnx,
 }
 
 
-def tiny(value: float) -> str:
-    """Return a difference as text."""
+def format_difference(value: float) -> str:
+    """Return a difference as text, such as "1.2e-07" or "0"."""
     return f"{value:.1e}" if value else "0"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what torch and MONAI tell of their progress, advice and deprecations off the screen."""
+    """Suppress the messages and warnings of torch and MONAI."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""Images on which an export is measured: a few test items of the run, else of its phantom."""
+"""The images on which an export is compared: a few test items of the run, else of its phantom."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from medfl.data.source import Source
 from medfl.evaluation.metrics import Cases
 from medfl.runs.networks_of_run import CPU, Model, RunResult
 
-_COUNT = {"classification": 8}
-_FEW = 3  # of masks, which take longer
+_COUNT = {"classification": 8}  # images by task
+_DEFAULT_COUNT = 3  # fewer, because masks take longer
 
 
 @dataclass(frozen=True)
@@ -31,52 +31,52 @@ class Images:
     """A few images, as validation prepares them.
 
     Attributes:
-        bundle: the run's, open on them, with the network of the model's site.
-        own: they are test items of the run.
+        bundle: the run's, opened on their folder, with the network of the model's site.
+        from_run: whether they are test items of the run.
         inputs: (1, C, H, W[, D]) each.
-        entries: what the data list says of each; () where only its own class can read it.
-        prepared: the same with their targets.
+        entries: their entries in the data list; () where only the bundle's own class can read them.
+        prepared: the images with their targets.
     """
 
     bundle: Bundle
-    own: bool
+    from_run: bool
     inputs: tuple[Tensor, ...]
     entries: tuple[Any, ...]
     prepared: Prepared
 
 
 def test_images(result: RunResult, model: Model, data: str | None, say: Print) -> Images:
-    """Return a few test images: of the model's site where it has one.
+    """Return a few test images, of the model's site where it has one.
 
     Args:
         result: the run.
-        model: what is measured.
-        data: folder of the images, where it is another than the run's.
-        say: told where the run's own images are not here.
+        model: the model to export.
+        data: folder of the images, where they have moved.
+        say: gets a line where the run's images are missing.
 
     Raises:
-        InputError: the folder given does not hold them.
+        InputError: the folder does not have them.
     """
     run = result.run
-    known = bundle_of(run) in shipped()
+    is_shipped = bundle_of(run) in shipped()
     folder = data or (run.data.folder if run.data.folder and Path(run.data.folder).is_dir() else None)
-    if known and run.data.source == PHANTOM and data is None:
+    if is_shipped and run.data.source == PHANTOM and data is None:
         folder = folder or PHANTOM
-    own = run.partition.sites[model.site]["test"] if model.site else None
-    if folder is not None or not known:
-        return _opened(result, model, folder, own)
+    ids = run.partition.sites[model.site]["test"] if model.site else None
+    if folder is not None or not is_shipped:
+        return _opened(result, model, folder, ids)
     say(f"note: the run's images are not in {run.data.folder}: measured on PHANTOM images (or give --data DIR)")
     return _opened(result, model, None, None)
 
 
 def _opened(result: RunResult, model: Model, folder: str | None, ids: Sequence[str] | None) -> Images:
-    """Open the bundle on a folder; None: on the phantom where it has one."""
+    """Open the bundle on a folder, or with None on its phantom."""
     run, name = result.run, bundle_of(result.run)
-    own = folder is not None or name not in shipped()
-    split = {"split": run.data.split} if name in shipped() and own else {}
-    bundle = with_data(name, folder if own else PHANTOM, {**run.config, **model.config, **split}, "cpu").bundle
+    from_run = folder is not None or name not in shipped()
+    split = {"split": run.data.split} if name in shipped() and from_run else {}
+    bundle = with_data(name, folder if from_run else PHANTOM, {**run.config, **model.config, **split}, "cpu").bundle
     section = bundle.section("test")
-    count = _COUNT.get(bundle.task, _FEW)
+    count = _COUNT.get(bundle.task, _DEFAULT_COUNT)
     wanted = None if ids is None else set(ids)
     positions = [i for i, item in enumerate(section.items) if wanted is None or item["id"] in wanted]
     positions = positions[:: max(1, len(positions) // count)][:count] or [0]
@@ -91,11 +91,11 @@ def _opened(result: RunResult, model: Model, folder: str | None, ids: Sequence[s
         label="preparing",
     )
     batches = prepared.batches(torch.arange(len(items)), 1, None)
-    inputs = tuple(plain(x) for x, _ in batches)
-    return Images(bundle, own, inputs, tuple(entries) if source.is_list else (), prepared)
+    inputs = tuple(without_metadata(x) for x, _ in batches)
+    return Images(bundle, from_run, inputs, tuple(entries) if source.is_list else (), prepared)
 
 
-def plain(x: Any) -> Tensor:
+def without_metadata(x: Any) -> Tensor:
     """Return an image without its metadata, on the CPU."""
     tensor: Tensor = x.as_tensor() if isinstance(x, MetaTensor) else x
     return tensor.to(CPU)
@@ -108,11 +108,13 @@ def same_predictions(network: nn.Module, result: RunResult, model: Model, images
     """Compare a network with predictions.csv on these images.
 
     Returns:
-        How many of them are in it, and the largest difference; None where the file is of another model or images.
+        The number of compared items and the largest difference; None where the file is of another model or images.
     """
     file = result.path / "predictions.csv"
-    ours = result.which == "last" and result.finished and (model.site != "") == (result.method.judged == "personal")
-    if not ours or not images.own or not file.is_file():
+    of_this_model = (
+        result.which == "last" and result.finished and (model.site != "") == (result.method.judged == "personal")
+    )
+    if not of_this_model or not images.from_run or not file.is_file():
         return None
     shard = Shard.of(images.prepared, range(len(images.inputs)))
     cases = images.bundle.evaluator(network, shard, CPU)
@@ -129,7 +131,7 @@ def same_predictions(network: nn.Module, result: RunResult, model: Model, images
 def _differences(cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:
     if cases.is_classification:
         recorded = [float(value) for key, value in row.items() if key.startswith("p_")]
-        given = cases.values["probabilities"][index].tolist()
-        return [abs(a - b) for a, b in zip(recorded, given, strict=True)]
-    both = {key: float(values[index]) for key, values in cases.values.items() if row.get(key)}
-    return [abs(float(row[key]) - value) for key, value in both.items() if value == value]
+        computed = cases.values["probabilities"][index].tolist()
+        return [abs(a - b) for a, b in zip(recorded, computed, strict=True)]
+    values = {key: float(values[index]) for key, values in cases.values.items() if row.get(key)}
+    return [abs(float(row[key]) - value) for key, value in values.items() if value == value]

@@ -1,7 +1,7 @@
-"""What the configuration of an exported bundle names: a network as a method made it, and the weights it starts from.
+"""The network of an exported bundle's configuration: as a method adapts it, and with its initial weights.
 
-`{_target_: medfl.exported.network, network: {...}, method: fedbm, ...}`. Nothing here unpickles, fetches, or imports by
-a name that the configuration gives: methods are medfl's own, weights are safetensors of a stated hash.
+`{_target_: medfl.exported.network, network: {...}, method: fedbm, ...}`. Nothing here unpickles, downloads, or imports
+by a name in the configuration: methods are medfl's own, weights are safetensors with a given hash.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def network(
 ) -> nn.Module:
     """Return a network as a method of medfl adapts it, with the weights of an export.
 
-    All that it computes with is in its state dict, also what is no weight of the method (a text classifier's means and
-    variances, a fixed simplex): with the exported weights nothing depends on a language model or on a draw.
+    Its state dict holds all that it computes with, also constants of the method (a text classifier's means and
+    variances, a fixed simplex), so that with the exported weights no language model and no random draw is needed.
 
     Args:
         network: the bundle's own; changed in place.
@@ -45,33 +45,35 @@ def network(
         classes: names in label order.
         embeddings: shape (K, M, D) of the prompt embeddings that the method builds a classifier from; their values
             are in the weights.
-        weights: file of safetensors; None leaves the weights as they are drawn.
+        weights: file of safetensors; None keeps the random initial weights.
         sha256: of that file.
 
     Raises:
-        InputError: no such method, or weights that are not there, are others, or are of another network.
+        InputError: no such method, or weights that are missing, of another hash or of another network.
     """
     if method:
         if method not in methods.names():
             raise InputError(
-                f"method {method!r} in a configuration", "an exported network names one of medfl's", "export it anew"
+                f"method {method!r} in a configuration",
+                "an exported network names one of medfl's",
+                "export the run again with medfl export",
             )
-        held = Task(task, tuple(classes), lambda plm: _placeholders(embeddings))
-        network = complete(methods.load(method, options or {}).adapt(network, held))
+        described = Task(task, tuple(classes), lambda plm: _placeholders(embeddings))
+        network = complete(methods.load(method, options or {}).adapt(network, described))
     if weights is not None:
         _start(network, Path(weights), sha256)
     return network
 
 
 def complete(network: nn.Module) -> nn.Module:
-    """Take every buffer of a network into its state dict, in place; return the network."""
+    """Make every buffer of a network part of its state dict, in place; return the network."""
     for module in network.modules():
         module._non_persistent_buffers_set.clear()
     return network
 
 
 def _placeholders(shape: Sequence[int]) -> Tensor:
-    """Return distinct unit vectors in the place of prompt embeddings."""
+    """Return distinct unit vectors instead of prompt embeddings."""
     draws = torch.Generator().manual_seed(0)
     return nn.functional.normalize(torch.randn(*shape, generator=draws), dim=-1)
 
@@ -79,12 +81,12 @@ def _placeholders(shape: Sequence[int]) -> Tensor:
 def _start(network: nn.Module, path: Path, sha256: str) -> None:
     advice = "restore the file, or set initial_weights=null to start from new ones"
     try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if sha256 and found != sha256:
-            raise InputError(f"weights {path} with sha256 {found[:12]}", f"the recorded one is {sha256[:12]}", advice)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if sha256 and digest != sha256:
+            raise InputError(f"weights {path} with sha256 {digest[:12]}", f"the recorded one is {sha256[:12]}", advice)
         network.load_state_dict(load_weights(path))
     except OSError as error:
         raise InputError(f"weights {path} cannot be read ({error.strerror})", "those of the export", advice) from error
-    except (RunError, RuntimeError) as error:  # torch names every tensor: the first line will do
-        said = str(error).strip().splitlines()[0]
-        raise InputError(f"weights {path} do not fit ({said})", "those of the exported network", advice) from error
+    except (RunError, RuntimeError) as error:  # torch names every tensor: keep the first line
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"weights {path} do not fit ({reason})", "those of the exported network", advice) from error

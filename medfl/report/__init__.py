@@ -4,7 +4,7 @@ Both read only the folder's files, so a report can be made again anywhere, long 
 """
 
 from medfl.report.page import write_report
-from medfl.report.run_folder import RunFolder
+from medfl.report.run_files import RunFiles
 from medfl.report.table import result_table
 
-__all__ = ["RunFolder", "result_table", "write_report"]
+__all__ = ["RunFiles", "result_table", "write_report"]

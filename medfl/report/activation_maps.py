@@ -1,4 +1,4 @@
-"""Class-activation maps: where in its image a convolutional classifier found a class; and pictures of them.
+"""Class-activation maps: where in an image a convolutional classifier found a class; and pictures of them.
 
 Grad-CAM and Grad-CAM++ as MONAI has them (R. Selvaraju et al., ICCV 2017; A. Chattopadhay et al., WACV 2018), on the
 last convolution of the network whose output still has at least 4 pixels a side. A map says what moved this network's
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _METHODS = {"gradcam": GradCAM, "gradcam++": GradCAMpp}
-_LEAST = 4  # pixels a side that a map needs to say where
+_MIN_SIDE = 4  # pixels of the smallest feature map that still localises
 _PANEL, _TITLE = 1.9, 0.55  # inches: side of a panel, height of its title
-_ACROSS = 6  # panels
+_MAX_COLUMNS = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +40,10 @@ class ActivationMap:
         id: of the item, or the image's file.
         image: (C, H, W[, D]), as the network takes it.
         map: (H, W[, D]), 0 to 1, 0 where nothing speaks for the class.
-        target: the class that is looked for.
+        target: the class that the map is of.
         predicted: the most probable class.
         probability: of the target.
-        layer: name of the convolution that was looked at.
+        layer: name of the convolution.
     """
 
     id: str
@@ -55,7 +55,7 @@ class ActivationMap:
     layer: str
 
 
-def of(
+def compute(
     network: nn.Module,
     shard: Shard,
     classes: Sequence[str],
@@ -71,36 +71,35 @@ def of(
         shard: the images.
         classes: names in label order.
         device: where the network is.
-        target: the class to look for, by name or index; None takes each image's predicted one.
+        target: the class, by name or index; None takes each image's predicted one.
         method: "gradcam++" or "gradcam".
 
     Raises:
-        InputError: no such class or method, or the network has no convolution to look at.
+        InputError: no such class or method, or the network has no suitable convolution.
     """
     if method not in _METHODS:
         raise InputError(f"method {method!r}", f"methods are {', '.join(_METHODS)}", "choose one of them")
-    wanted = _class(target, classes)
-    looked, layer, made = _Logits(network).eval(), "", []
+    wanted = _class_index(target, classes)
+    logits, layer, maps = _Logits(network).eval(), "", []
     for ident, (x, _) in zip(shard.ids, shard.batches(1), strict=True):
         x = x.to(device).float()
-        layer = layer or last_convolution(looked, x)
+        layer = layer or last_convolution(logits, x)
         with torch.no_grad():
-            probabilities = looked(x)[0].softmax(0)
+            probabilities = logits(x)[0].softmax(0)
         best = int(probabilities.argmax())
-        shown = best if wanted is None else wanted
-        found = _map(looked, layer, x, shown, method)
-        made.append(
+        index = best if wanted is None else wanted
+        maps.append(
             ActivationMap(
                 ident,
                 x[0].cpu().numpy(),
-                found,
-                classes[shown],
+                _map(logits, layer, x, index, method),
+                classes[index],
                 classes[best],
-                float(probabilities[shown]),
+                float(probabilities[index]),
                 layer.removeprefix("network."),
             )
         )
-    return made
+    return maps
 
 
 def last_convolution(network: nn.Module, x: Tensor) -> str:
@@ -114,27 +113,26 @@ def last_convolution(network: nn.Module, x: Tensor) -> str:
         InputError: there is none.
     """
     ran: list[tuple[str, Tensor]] = []
-    kinds = (nn.Conv2d, nn.Conv3d)
-    named = [(name, module) for name, module in network.named_modules() if isinstance(module, kinds)]
-    hooks = [module.register_forward_hook(lambda m, i, y, name=name: ran.append((name, y))) for name, module in named]
+    convolutions = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
+    hooks = [m.register_forward_hook(lambda m, i, y, name=n: ran.append((name, y))) for n, m in convolutions]
     try:
         with torch.no_grad():
             network(x)
     finally:
         for hook in hooks:
             hook.remove()
-    large = [name for name, y in ran if min(y.shape[2:]) >= _LEAST]
+    large = [name for name, y in ran if min(y.shape[2:]) >= _MIN_SIDE]
     if not large:
         raise InputError(
-            f"a network with {len(named)} convolutions on images of {_times(x.shape[2:])}",
-            f"a class-activation map needs a convolution whose output has at least {_LEAST} pixels a side",
-            "use larger images, or a network that pools less",
+            f"a network with {len(convolutions)} convolutions on images of {' x '.join(map(str, x.shape[2:]))}",
+            f"a class-activation map needs a convolution whose output has at least {_MIN_SIDE} pixels a side",
+            "give larger images (--config image_size=N, where the bundle has it), or a network with fewer strides",
         )
     return large[-1]
 
 
 def draw(maps: Sequence[ActivationMap], columns: int = 3) -> Figure:
-    """Return a figure: each image beside itself with its map laid over; volumes in the plane where the map is largest.
+    """Return a figure of each image, plain and with its map over it; volumes in the slice where the map is largest.
 
     Args:
         maps: at least one.
@@ -142,38 +140,38 @@ def draw(maps: Sequence[ActivationMap], columns: int = 3) -> Figure:
     """
     from matplotlib.figure import Figure
 
-    across = min(columns, len(maps), _ACROSS)
-    rows = -(-len(maps) // across)
-    figure = Figure(figsize=(2 * _PANEL * across, rows * (_PANEL + _TITLE)), dpi=110, layout="constrained")
-    axes = figure.subplots(rows, 2 * across, squeeze=False)
+    columns = min(columns, len(maps), _MAX_COLUMNS)
+    rows = -(-len(maps) // columns)
+    figure = Figure(figsize=(2 * _PANEL * columns, rows * (_PANEL + _TITLE)), dpi=110, layout="constrained")
+    axes = figure.subplots(rows, 2 * columns, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
-    for number, found in enumerate(maps):
-        plain, over = axes[number // across, 2 * (number % across) : 2 * (number % across) + 2]
-        image, heat = _plane(found)
+    for number, entry in enumerate(maps):
+        plain, overlay = axes[number // columns, 2 * (number % columns) : 2 * (number % columns) + 2]
+        image, heat = _slice(entry)
         plain.imshow(image, cmap="gray", vmin=0, vmax=1)
-        plain.set_title(shorten(found.id.rpartition("/")[2], 24), size=8, color=SOFT, parse_math=False)
-        over.imshow(image, cmap="gray", vmin=0, vmax=1)
-        over.imshow(heat, cmap="inferno", alpha=0.15 + 0.6 * heat, vmin=0, vmax=1)
-        told = f"{found.target} {found.probability:.2f}"
-        told += "" if found.target == found.predicted else f"\npredicted {found.predicted}"
-        over.set_title(told, size=8, color=INK, parse_math=False)
+        plain.set_title(shorten(entry.id.rpartition("/")[2], 24), size=8, color=SOFT, parse_math=False)
+        overlay.imshow(image, cmap="gray", vmin=0, vmax=1)
+        overlay.imshow(heat, cmap="inferno", alpha=0.15 + 0.6 * heat, vmin=0, vmax=1)
+        title = f"{entry.target} {entry.probability:.2f}"
+        title += "" if entry.target == entry.predicted else f"\npredicted {entry.predicted}"
+        overlay.set_title(title, size=8, color=INK, parse_math=False)
     return figure
 
 
-def _map(network: nn.Module, layer: str, x: Tensor, shown: int, method: str) -> NDArray[np.float32]:
-    """Return a map (H, W[, D]) in 0 to 1."""
-    finder = _METHODS[method](nn_module=network, target_layers=layer, postprocessing=lambda found: found)
-    raw = torch.as_tensor(finder(x=x.detach().requires_grad_(), class_idx=shown)).detach()[0, 0].float()
+def _map(network: nn.Module, layer: str, x: Tensor, index: int, method: str) -> NDArray[np.float32]:
+    """Return the map (H, W[, D]) of a class, in 0 to 1."""
+    cam = _METHODS[method](nn_module=network, target_layers=layer, postprocessing=lambda values: values)
+    raw = torch.as_tensor(cam(x=x.detach().requires_grad_(), class_idx=index)).detach()[0, 0].float()
     raw = raw.nan_to_num()
     largest = raw.max()
     return (raw / largest if largest > 0 else torch.zeros_like(raw)).cpu().numpy()
 
 
 class _Logits(nn.Module):
-    """A copy of a classifier with an output for each class, also where the network itself has one output alone.
+    """A copy of a classifier with one output per class, also where the network itself has a single output.
 
-    Nothing in it works in place: that would write over what the hooks of a map have seen.
+    Its modules do not work in place: that would overwrite what the hooks of a map keep.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -188,7 +186,7 @@ class _Logits(nn.Module):
         return torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
 
 
-def _class(target: int | str | None, classes: Sequence[str]) -> int | None:
+def _class_index(target: int | str | None, classes: Sequence[str]) -> int | None:
     if target is None:
         return None
     if target in classes:
@@ -198,16 +196,12 @@ def _class(target: int | str | None, classes: Sequence[str]) -> int | None:
     raise InputError(f"class {target!r}", f"classes are {', '.join(classes)}", "choose one of them")
 
 
-def _plane(found: ActivationMap) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return an image (H, W[, 3]) in 0 to 1 and its map (H, W)."""
-    image, heat = found.image, found.map
+def _slice(entry: ActivationMap) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the image (H, W[, 3]) in 0 to 1 and its map (H, W)."""
+    image, heat = entry.image, entry.map
     if heat.ndim == 3:
         cut = int(heat.sum((0, 1)).argmax())
         image, heat = np.rot90(image[..., cut], axes=(1, 2)), np.rot90(heat[..., cut])
     low, high = np.percentile(image, [0.5, 99.5])
-    shown = np.clip((image - low) / max(high - low, 1e-6), 0, 1)
-    return (np.moveaxis(shown, 0, -1) if len(shown) == 3 else shown[0]), heat
-
-
-def _times(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+    scaled = np.clip((image - low) / max(high - low, 1e-6), 0, 1)
+    return (np.moveaxis(scaled, 0, -1) if len(scaled) == 3 else scaled[0]), heat

@@ -1,4 +1,4 @@
-"""Charts of a report, as inline SVG in the colours and fonts of the page around them."""
+"""Charts of a report as inline SVG, in the colours and fonts of the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# matplotlib draws with these stand-ins; `_svg` writes the page's CSS variable of that name in their place
+# matplotlib draws with these placeholders, which `_inline` replaces by the page's CSS variables
 _NAMES = ("muted", "rule", "received", "personal", "local", "ink", *(f"tone-{i}" for i in range(10)))
 _VARIABLES = {f"#0a0b{i:02d}": name for i, name in enumerate(_NAMES)}
 _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
@@ -25,7 +25,7 @@ Values = Sequence[float | None]
 Floats = NDArray[np.float64]
 
 TONES = 10
-"""Colours `tone-0` to `tone-9` that can be told apart."""
+"""How many distinct colours there are, `tone-0` to `tone-9`."""
 
 
 def lines(
@@ -41,17 +41,16 @@ def lines(
     """Draw one line per curve and a band from the lowest to the highest site; None if no curve has a finite value.
 
     Args:
-        label: what a screen reader says.
+        label: text for screen readers.
         rounds: (R,) round numbers.
         curves: colour name (received, personal, local, tone-0 to tone-9) -> (R,) values, None where there is none.
         sites: (R,) lists of the sites' values, of any length.
         band_of: colour name of the band.
         bounded: the values lie in 0 to 1, and so does the axis.
-        chance: value to mark as that of guessing.
+        chance: the value of guessing, marked by a dotted line.
     """
-    known = {name: _finite(rounds, values) for name, values in curves.items()}
-    known = {name: points for name, points in known.items() if points}
-    if not known:
+    points_of = {name: points for name, values in curves.items() if (points := _finite(rounds, values))}
+    if not points_of:
         return None
     band = []
     for number, values in zip(rounds, sites, strict=True):
@@ -65,7 +64,7 @@ def lines(
             axes.fill_between(x, low, high, color=_COLOUR[band_of], alpha=0.16, linewidth=0)
         elif band:
             axes.vlines(*band[0], color=_COLOUR[band_of], alpha=0.3, linewidth=6)
-        for name, points in known.items():
+        for name, points in points_of.items():
             marker = "o" if len(points) <= 12 else ""
             axes.plot(*zip(*points, strict=True), color=_COLOUR[name], linewidth=1.6, marker=marker, markersize=4)
         if bounded:
@@ -102,10 +101,10 @@ def roc(
     """Draw curves of true over false positive rates.
 
     Args:
-        label: what a screen reader says.
+        label: text for screen readers.
         curves: colour name -> rates of false and of true positives.
-        others: curves that are too many for a colour each, thin and grey.
-        mean: one more, on top and wider.
+        others: curves without a colour of their own, drawn thin and grey.
+        mean: the mean curve, drawn on top and wider.
     """
 
     def draw(axes: Axes) -> None:
@@ -122,10 +121,10 @@ def roc(
 
 
 def reliability(label: str, confidence: Floats, accuracy: Floats, count: Sequence[int], ends: Floats) -> Markup:
-    """Draw accuracy over confidence with an interval in each bin, and below how many cases each bin has.
+    """Draw accuracy over confidence with an interval in each bin, and bars of the bins' cases.
 
     Args:
-        label: what a screen reader says.
+        label: text for screen readers.
         confidence: (B,) mean of each bin.
         accuracy: (B,).
         count: (B,) cases.
@@ -151,10 +150,10 @@ def _finite(rounds: Sequence[int], values: Values) -> list[tuple[int, float]]:
 def _svg(
     draw: Callable[[Axes], None],
     label: str,
-    axes_are: tuple[str, str] = ("round", ""),
+    axis_labels: tuple[str, str] = ("round", ""),
     size: tuple[float, float] = (4.7, 2.6),
 ) -> Markup:
-    """Let `draw` fill axes of this name, in a figure of this size in inches."""
+    """Return a figure of this size in inches, its axes filled by `draw`."""
     import matplotlib as mpl  # here: importing it takes longer than most verbs of the command line
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -168,18 +167,18 @@ def _svg(
         axes.tick_params(length=0, labelcolor=_COLOUR["muted"])
         axes.grid(axis="y", color=_COLOUR["rule"], linewidth=0.6)
         axes.set_axisbelow(True)
-        if axes_are[0] == "round":
+        if axis_labels[0] == "round":
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-        axes.set_xlabel(axes_are[0], color=_COLOUR["muted"])
-        axes.set_ylabel(axes_are[1], color=_COLOUR["muted"])
+        axes.set_xlabel(axis_labels[0], color=_COLOUR["muted"])
+        axes.set_ylabel(axis_labels[1], color=_COLOUR["muted"])
         file = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
     return _inline(file.getvalue(), label)
 
 
 def _inline(svg: str, label: str) -> Markup:
-    """Take from a matplotlib SVG what belongs to a file: header, metadata, size, own fonts, ids that nothing uses."""
+    """Remove from a matplotlib SVG its header, metadata, size, fonts and unused ids, and set the page's colours."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     body = re.search(r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>(.*</svg>)", svg, flags=re.DOTALL)
     assert body is not None

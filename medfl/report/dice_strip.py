@@ -1,4 +1,4 @@
-"""The Dice of all test cases of each site, as a strip of points."""
+"""The Dice of each site's test cases as a strip of points."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from medfl.data.partition.table import shorten
-from medfl.report.pictures import Floats, Picture, render
+from medfl.report.picture import Floats, Picture, plain_axes, render
 from medfl.report.style import INK, SOFT, TINTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_STRIPS = 20  # sites beside each other, as many as can be told apart
+_MAX_SITES = 20  # of a picture
 _WIDTH, _HEIGHT, _DPI = 7.2, 3.6, 150  # inches and dots
 
 
@@ -25,12 +25,12 @@ def dice_strips(dice: Mapping[str, Sequence[float]]) -> list[Picture]:
     Args:
         dice: site -> values, NaN where a case has none.
     """
-    known = {site: np.sort([value for value in values if not math.isnan(value)]) for site, values in dice.items()}
-    known = {site: values for site, values in known.items() if len(values)}
-    low = min((float(values[0]) for values in known.values()), default=0.0)
-    blocks = [list(known)[start : start + _STRIPS] for start in range(0, len(known), _STRIPS)]
+    by_site = {site: np.sort([value for value in values if not math.isnan(value)]) for site, values in dice.items()}
+    by_site = {site: values for site, values in by_site.items() if len(values)}
+    low = min((float(values[0]) for values in by_site.values()), default=0.0)
+    blocks = [list(by_site)[start : start + _MAX_SITES] for start in range(0, len(by_site), _MAX_SITES)]
     return [
-        _strip({site: known[site] for site in block}, low, f"-{n}" if len(blocks) > 1 else "")
+        _strip({site: by_site[site] for site in block}, low, f"-{n}" if len(blocks) > 1 else "")
         for n, block in enumerate(blocks, 1)
     ]
 
@@ -59,9 +59,7 @@ def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
         axes.set_xticks(range(len(names)), names, **style)
         axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(bottom - 0.012, 1.012), ylabel="Dice")
         axes.tick_params(labelcolor=INK, color=SOFT, length=0)
-        axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(axes)
 
     return render(
         f"dice{ending}",
@@ -75,7 +73,7 @@ def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
 
 
 def _swarm(values: Floats, near: float, step: float) -> Floats:
-    """Return how far to the side each of the sorted values is drawn, so that close ones lie beside each other."""
+    """Return the sideways shift of each of the sorted values that keeps close ones apart."""
     places, row = np.zeros(len(values)), 0
     for i in range(1, len(values)):
         row = row + 1 if values[i] - values[i - row - 1] < near else 0

@@ -1,11 +1,10 @@
-"""Pictures of segmented cases: image, reference, prediction and error, in planes."""
+"""Pictures of segmented cases: image, reference, prediction and error, plane by plane."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
 from medfl.evaluation.slices import Array, Plane, planes, unit
-from medfl.report.pictures import Picture, colours, render
+from medfl.report.picture import Picture, colours, render
 from medfl.report.style import INK, SOFT
 
 if TYPE_CHECKING:
@@ -28,21 +27,20 @@ _TITLE, _CASE, _LEGEND = 0.32, 0.56, 0.45  # inches above the cases, above each 
 _TITLES = ("", "the only test case", "best and worst test case", "best, median and worst test case")
 _COLUMNS = ("image", "reference", "prediction", "error")
 _FILL = 0.22  # opacity of a structure inside its outline
-_SHOWN = 6  # sites whose cases a report shows
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A case to be shown.
+    """A segmented case to show.
 
     Attributes:
-        rank: why it is shown: "best", "median", "worst" or "only".
-        ident: its id.
+        rank: "best", "median", "worst" or "only".
+        ident: the case's id.
         scores: its metrics.
         image: (C, H, W[, D]).
         reference: (H, W[, D]) class indices.
         prediction: (H, W[, D]) class indices.
-        geometry: of the image, None where it is not known.
+        geometry: of the image, None where it is unknown.
     """
 
     rank: str
@@ -55,18 +53,18 @@ class Example:
 
 
 def ranked(dice: Mapping[str, float]) -> dict[str, str]:
-    """Return the id of the best, the median and the worst case and why each is shown; fewer cases give fewer.
+    """Return id -> rank of the best, the median and the worst case; fewer than three cases give fewer.
 
-    Of an even number of cases the better one in the middle is the median; equal ones are in the order of their ids.
+    Of an even number of cases the better of the two in the middle is the median; equal cases are ordered by id.
     """
     order = sorted((ident for ident, value in dice.items() if not math.isnan(value)), key=lambda i: (-dice[i], i))
     if len(order) == 1:
         return {order[0]: "only"}
-    chosen = {order[0]: "best", order[-1]: "worst"} if order else {}
-    return {order[0]: "best", order[(len(order) - 1) // 2]: "median", order[-1]: "worst"} if order[2:] else chosen
+    ends = {order[0]: "best", order[-1]: "worst"} if order else {}
+    return {order[0]: "best", order[(len(order) - 1) // 2]: "median", order[-1]: "worst"} if order[2:] else ends
 
 
-def masks(
+def mask_overlays(
     name: str,
     site: str,
     examples: Sequence[Example],
@@ -81,14 +79,14 @@ def masks(
         site: the site's name.
         examples: its cases.
         structures: names of the foreground classes.
-        median: of the Dice of all its test cases; kept as the picture's mark.
-        title: in the place of which cases these are.
+        median: Dice of all its test cases; kept as the picture's mark.
+        title: instead of the cases' ranks.
     """
     rows = [
         (example, planes(example.image, example.reference, example.prediction, example.geometry))
         for example in examples
     ]
-    panel = (_WIDTH - 2 * _EDGE - 3 * _GAP - _label(rows)) / 4
+    panel = (_WIDTH - 2 * _EDGE - 3 * _GAP - _label_width(rows)) / 4
     scales = [_scale(cut, panel) for _, cut in rows]
     heights = [_CASE + sum(p.size[0] / scale + _GAP for p in cut) for (_, cut), scale in zip(rows, scales, strict=True)]
     tall = _TITLE + sum(heights) + _LEGEND
@@ -103,12 +101,12 @@ def masks(
             top -= height
         _legend(figure, structures, confused)
 
-    words = f"{'Volumes are cut through the middle of the reference. ' if examples[0].reference.ndim == 3 else ''}"
+    volumes = "Volumes are cut through the middle of the reference. " if examples[0].reference.ndim == 3 else ""
     return render(
         name,
         title,
         "Outlines are those of the masks; in the last column the reference's is white, and colours say what the "
-        f"prediction misses and what it adds{', or takes for another structure' if confused else ''}. {words}"
+        f"prediction misses and what it adds{', or takes for another structure' if confused else ''}. {volumes}"
         f"The median Dice of all test cases of this site is {median:.3f}.",
         (_WIDTH, tall),
         fill,
@@ -117,27 +115,11 @@ def masks(
     )
 
 
-def shown(folder: Path) -> tuple[list[Picture], int]:
-    """Read the pictures of segmented cases of a run folder that its report shows: of sites from the worst to the best.
-
-    Returns:
-        The pictures, the strips of Dice first, and how many sites have cases beside those shown.
-
-    Raises:
-        OSError: a picture cannot be read.
-    """
-    found = [Picture.read(path) for path in sorted((folder / "pictures").glob("masks-*.png"))]
-    found.sort(key=lambda picture: float(picture.mark or 0))
-    few = [found[i * (len(found) - 1) // (_SHOWN - 1)] for i in range(_SHOWN)] if len(found) > _SHOWN else found
-    first = [Picture.read(path) for path in sorted((folder / "pictures").glob("dice*.png"))]
-    return [*first, *few], len(found) - len(few)
-
-
 # Cases
 
 
-def _label(rows: Sequence[tuple[Example, Sequence[Plane]]]) -> float:
-    """Return the room in inches that the planes' names take on the left."""
+def _label_width(rows: Sequence[tuple[Example, Sequence[Plane]]]) -> float:
+    """Return the inches that the planes' names take on the left."""
     return 0.18 if any(plane.name for _, cut in rows for plane in cut) else 0.0
 
 
@@ -162,7 +144,9 @@ def _case(
     figure.text(
         _EDGE / wide, (top - 0.12) / tall, example.rank.capitalize(), size=10, weight="bold", color=INK, va="top"
     )
-    figure.text((_EDGE + 0.75) / wide, (top - 0.12) / tall, _words(example, structures), size=9, color=INK, va="top")
+    figure.text(
+        (_EDGE + 0.75) / wide, (top - 0.12) / tall, _score_line(example, structures), size=9, color=INK, va="top"
+    )
     for column, left in zip(_COLUMNS, lefts, strict=True):
         figure.text((left + panel / 2) / wide, (top - _CASE + 0.06) / tall, column, size=8.5, color=SOFT, ha="center")
     palette = _palette(len(structures))
@@ -184,7 +168,7 @@ def _case(
         top -= height + _GAP
 
 
-def _words(example: Example, structures: Sequence[str]) -> str:
+def _score_line(example: Example, structures: Sequence[str]) -> str:
     parts = [shorten(example.ident, 36), f"Dice {example.scores['dice']:.3f}"]
     each = [value for name, value in example.scores.items() if name.startswith("dice_")]
     if len(each) == len(structures) <= 3:
@@ -237,7 +221,7 @@ def _outline(axes: Axes, mask: Array, colour: Any, width: float) -> None:
 
 
 def _marks(axes: Axes, plane: Plane, length: str) -> None:
-    """Name the side on the left, and draw a bar of so many millimetres."""
+    """Write the letter of the side on the left, and draw a scale bar in millimetres."""
     from matplotlib import patheffects
 
     halo: dict[str, Any] = {"path_effects": [patheffects.withStroke(linewidth=1.6, foreground="black")]}
@@ -256,10 +240,11 @@ def _palette(count: int) -> list[Any]:
 
 
 def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
+    from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
     shapes = [
-        Patch(facecolor=(*_rgb(colour), _FILL), edgecolor=colour, label=shorten(name, 28))
+        Patch(facecolor=(*to_rgb(colour), _FILL), edgecolor=colour, label=shorten(name, 28))
         for colour, name in zip(_palette(len(structures)), structures, strict=True)
     ]
     errors = [("missed", MISSED), ("added", ADDED), *([("other structure", CONFUSED)] if confused else [])]
@@ -268,10 +253,3 @@ def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
         handles=shapes, loc="lower center", ncols=min(len(shapes), 6), frameon=False, fontsize=9, labelcolor=INK,
         handlelength=1.2, columnspacing=1.5,
     )  # fmt: skip
-
-
-def _rgb(colour: Any) -> tuple[float, float, float]:
-    from matplotlib.colors import to_rgb
-
-    found: tuple[float, float, float] = to_rgb(colour)
-    return found

@@ -1,4 +1,4 @@
-"""A partition as a bubble chart: discs, site x class."""
+"""A partition as a bubble chart of sites by classes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALLEST = 2.0  # points; the least diameter of a disc that can be seen
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the parts of the chart lie, in inches; sites run down, classes run across."""
+    """Sizes and positions of the chart's parts in inches; sites in rows, classes in columns."""
 
     sites: tuple[str, ...]
     classes: tuple[str, ...]
@@ -41,7 +41,7 @@ class _Layout:
 
     @property
     def disc(self) -> float:
-        """Diameter of the largest disc; on narrow rows it may reach into the neighbours."""
+        """Diameter of the largest disc; in narrow rows it may overlap the neighbours."""
         return 0.95 * min(self.step_x, max(self.step_y, 0.36))
 
     @property
@@ -50,12 +50,12 @@ class _Layout:
 
     @property
     def roomy(self) -> bool:
-        """Whether every disc can have its number."""
+        """Whether there is space for a number at every disc."""
         return self.step_y >= 0.3 and self.step_x >= 0.6
 
     @property
     def wrapped(self) -> list[str]:
-        """The class names on as many lines as the columns are narrow."""
+        """The class names, wrapped to the width of a column."""
         letters = max(1, int(self.step_x / LETTER))
         return [textwrap.fill(name, letters, break_long_words=False, break_on_hyphens=False) for name in self.classes]
 
@@ -95,36 +95,38 @@ class _Layout:
 
 
 def plot(partition: Partition, sections: Sections, classes: Sequence[str] | None, path: str | Path) -> None:
-    """Draw discs, site x class, their area in proportion to the training images, with totals at the margins.
+    """Draw a disc for each site and class, its area in proportion to the training images, and totals at the margins.
 
-    The kind of picture follows the ending of `path` (png, svg, pdf). Without classes, one column holds all images.
+    The ending of `path` (png, svg, pdf) decides the file format. Without classes one column holds all images.
     """
-    # Here and not above: the command line reads this module also where nothing is drawn.
+    # Imported here because the command line imports this module also where nothing is drawn.
     from matplotlib.figure import Figure
 
-    held = partition.sites
-    counts = partition.counts(sections, len(classes)) if classes else {s: [len(h["train"])] for s, h in held.items()}
+    sites = partition.sites
+    counts = partition.counts(sections, len(classes)) if classes else {s: [len(h["train"])] for s, h in sites.items()}
     shown = shown_sections(partition)
     layout = _Layout(
-        tuple(shorten(site, 28) for site in held), tuple(shorten(name, 36) for name in classes or ["all images"]), shown
+        tuple(shorten(site, 28) for site in sites),
+        tuple(shorten(name, 36) for name in classes or ["all images"]),
+        shown,
     )
     figure = Figure(figsize=layout.size, dpi=130, facecolor="white")
     width, height = layout.body
     bands = layout.box(figure, 0, 0, width + 1.6 + 0.75 * len(shown), height)
-    bands.set_ylim(len(held), 0)
-    for row in range(0, len(held), 2):
+    bands.set_ylim(len(sites), 0)
+    for row in range(0, len(sites), 2):
         bands.axhspan(row, row + 1, color=BAND, linewidth=0)
-    matrix = [counts[site] for site in held]
+    matrix = [counts[site] for site in sites]
     _draw_discs(layout, layout.box(figure, 0, 0, width, height), matrix)
     _draw_classes(layout.box(figure, 0, height + layout.head, width, 0.75), matrix)
-    sizes = [[len(parts[name]) for name in shown] for parts in held.values()]
+    sizes = [[len(parts[name]) for name in shown] for parts in sites.values()]
     _draw_sizes(layout, layout.box(figure, width + 0.2, 0, 1.3, height), sizes)
     _draw_numbers(layout, layout.box(figure, width + 1.6, 0, 0.75 * len(shown), height), sizes)
     _draw_scale(layout, layout.box(figure, 0, -0.85, layout.size[0] - layout.left, 0.75), max(map(max, matrix)))
     x, top = 0.2 / layout.size[0], 1 - 0.15 / layout.size[1]
     title = "Training images of each class at each site" if classes else "Training images at each site"
     figure.text(x, top, title, size=13, weight="bold", color=INK, va="top")
-    text = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {len(held)} sites, " + (
+    text = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {len(sites)} sites, " + (
         f"{sum(map(sum, matrix)):,} training images"
     )
     figure.text(x, top - 0.28 / layout.size[1], text, size=9.5, color=SOFT, va="top")
@@ -156,7 +158,7 @@ def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) ->
 
 
 def _draw_classes(axes: Axes, matrix: Sequence[Sequence[int]]) -> None:
-    """Draw the images of each class over all sites as bars above the class names."""
+    """Draw each class's images at all sites as bars above the class names."""
     totals = [sum(column) for column in zip(*matrix, strict=True)]
     axes.bar(range(len(totals)), totals, width=0.55, color=TINTS["train"])
     axes.set(xlim=(-0.5, len(totals) - 0.5), ylim=(0, max(totals) * 1.25))
@@ -175,7 +177,7 @@ def _draw_sizes(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> 
 
 
 def _draw_numbers(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> None:
-    """Write the section sizes of each site, each column headed by its colour, name and total."""
+    """Write the section sizes of each site below the section's colour, name and total."""
     axes.set(xlim=(0, len(layout.shown)), ylim=(len(sizes) - 0.5, -0.5))
     style: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right"}
     for k, name in enumerate(layout.shown):
@@ -189,7 +191,7 @@ def _draw_numbers(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -
 
 
 def _draw_scale(layout: _Layout, axes: Axes, largest: int) -> None:
-    """Draw discs of round numbers, so that areas can be read; the axes are in inches."""
+    """Draw a legend of discs for round numbers; the axes are in inches."""
     axes.set(xlim=(0, layout.size[0] - layout.left), ylim=(0, 0.75))
     power = 10 ** int(math.log10(largest))
     top = max(step * power for step in (1, 2, 5) if step * power <= largest)
@@ -208,5 +210,5 @@ def _draw_scale(layout: _Layout, axes: Axes, largest: int) -> None:
 
 
 def _diameter(layout: _Layout, count: int, largest: int) -> float:
-    """Return a disc's diameter in points; a single image among thousands is still drawn as a dot."""
+    """Return a disc's diameter in points, never too small to be seen."""
     return max(SMALLEST, 72 * layout.disc * math.sqrt(count / largest))

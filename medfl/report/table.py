@@ -8,8 +8,8 @@ from pathlib import Path
 
 from medfl.core import terminal
 from medfl.evaluation import metrics
-from medfl.report import words
-from medfl.report.run_folder import KINDS, POOLED, RunFolder
+from medfl.report import formatting
+from medfl.report.run_files import KINDS, POOLED, RunFiles
 
 _TABLE_SITES = 24
 
@@ -22,31 +22,31 @@ def result_table(run_folder: Path) -> str:
     Raises:
         InputError: as for `write_report`.
     """
-    folder = RunFolder.read(Path(run_folder))
-    names = [folder.key] + (["accuracy"] if folder.key != "accuracy" and "accuracy" in folder.metric_names() else [])
-    columns = [(name, kind, folder.site_values(kind, name)) for name in names for kind, _ in KINDS]
+    run = RunFiles.read(Path(run_folder))
+    names = [run.key] + (["accuracy"] if run.key != "accuracy" and "accuracy" in run.metric_names() else [])
+    columns = [(name, kind, run.site_values(kind, name)) for name in names for kind, _ in KINDS]
     columns = [column for column in columns if column[2]]
     if 45 + 9 * len(columns) > terminal.width():  # a narrow terminal: the key metric alone
-        columns = [column for column in columns if column[0] == folder.key]
-    lines = [*_site_lines(folder, columns), *_pooled_lines(folder)]
-    summary = folder.summary or {}
-    if not folder.finished:
-        lines.append(f"unfinished: {len(folder.rounds)} of {folder.run['rounds']} rounds")
-    sent = [f"{way} {words.size(summary[f'bytes_{way}'])}" for way in ("up", "down") if f"bytes_{way}" in summary]
+        columns = [column for column in columns if column[0] == run.key]
+    lines = [*_site_lines(run, columns), *_pooled_lines(run)]
+    summary = run.summary or {}
+    if not run.finished:
+        lines.append(f"unfinished: {len(run.rounds)} of {run.record['rounds']} rounds")
+    sent = [f"{way} {formatting.size(summary[f'bytes_{way}'])}" for way in ("up", "down") if f"bytes_{way}" in summary]
     if "seconds" in summary:
-        sent.append(f"time {words.duration(summary['seconds'])}")
+        sent.append(f"time {formatting.duration(summary['seconds'])}")
     if sent:
         lines.append("total     " + ", ".join(sent))
-    lines.append(_data_line(folder))
+    lines.append(_data_line(run))
     return "\n".join(lines)
 
 
-def _site_lines(folder: RunFolder, columns: Sequence[tuple[str, str, Mapping[str, float]]]) -> list[str]:
-    """Two heading lines, the sites, then mean, sd and worst of each column."""
-    shown = list(folder.site_names)
+def _site_lines(run: RunFiles, columns: Sequence[tuple[str, str, Mapping[str, float]]]) -> list[str]:
+    """Return two heading lines, the sites, then mean, sd and worst of each column."""
+    shown = list(run.site_names)
     if len(shown) > _TABLE_SITES:
-        sign = 1 if metrics.higher_is_better(folder.key) else -1
-        judged = folder.site_values(folder.judged, folder.key)
+        sign = 1 if metrics.higher_is_better(run.key) else -1
+        judged = run.site_values(run.judged, run.key)
         shown = sorted(shown, key=lambda site: sign * judged.get(site, math.inf * sign))[: _TABLE_SITES - 4]
     # a gap opens each metric's group of columns
     gaps = ["  " if i == 0 or columns[i - 1][0] != name else "" for i, (name, _, _) in enumerate(columns)]
@@ -58,26 +58,26 @@ def _site_lines(folder: RunFolder, columns: Sequence[tuple[str, str, Mapping[str
     head = line("site", "train", "test", [kind for _, kind, _ in columns])
     rule = "─" * len(head)
     lines = [
-        " " * 40 + "".join(f"  {folder.title(name)[:width]:>{width}}" for name, width in widths.items()),
+        " " * 40 + "".join(f"  {run.title(name)[:width]:>{width}}" for name, width in widths.items()),
         head,
         rule,
     ]
     for site in shown:
-        cells = [words.number(values.get(site)) for _, _, values in columns]
-        lines.append(line(words.plain(site), str(folder.size(site, "train")), str(folder.size(site, "test")), cells))
-    if len(shown) < len(folder.site_names):
-        lines.append(f"… {len(folder.site_names) - len(shown)} better sites are in sites.csv")
+        cells = [formatting.number(values.get(site)) for _, _, values in columns]
+        lines.append(line(formatting.plain(site), str(run.size(site, "train")), str(run.size(site, "test")), cells))
+    if len(shown) < len(run.site_names):
+        lines.append(f"… {len(run.site_names) - len(shown)} better sites are in sites.csv")
     spreads = [metrics.spread(values, metrics.higher_is_better(name)) for name, _, values in columns]
     if not columns:
         return [text.rstrip() for text in lines]
-    lines += [rule, line("mean", "", "", [words.number(s["mean"]) for s in spreads])]
-    lines += [line("sd", "", "", [words.sd(s) for s in spreads])]
-    return [*lines, line("worst", "", "", [words.number(s["worst"]) for s in spreads])]
+    lines += [rule, line("mean", "", "", [formatting.number(s["mean"]) for s in spreads])]
+    lines += [line("sd", "", "", [formatting.sd(s) for s in spreads])]
+    return [*lines, line("worst", "", "", [formatting.number(s["worst"]) for s in spreads])]
 
 
-def _pooled_lines(folder: RunFolder) -> list[str]:
-    """One line for each model's last and best round, with as many metrics as fit."""
-    pooled = folder.pooled()
+def _pooled_lines(run: RunFiles) -> list[str]:
+    """Return a line for each model's last and best round, with as many metrics as fit."""
+    pooled = run.pooled()
     if not pooled:
         return []
     lines = ["", f"{'pooled test set':<22} {'round':>5}"]
@@ -85,25 +85,25 @@ def _pooled_lines(folder: RunFolder) -> list[str]:
         f"{POOLED[kind][1].lower()} {what}".ljust(22) + f" {values.get('round', '–'):>5}"
         for kind, what, values in pooled
     ]
-    for name in folder.metric_names():
-        unit = folder.title(name).removeprefix(metrics.title(name))
-        cells = [words.plain(f"{name}{unit}"), *(words.number(values.get(name)) for _, _, values in pooled)]
+    for name in run.metric_names():
+        unit = run.title(name).removeprefix(metrics.title(name))
+        cells = [formatting.plain(f"{name}{unit}"), *(formatting.number(values.get(name)) for _, _, values in pooled)]
         width = max(map(len, cells)) + 2
         if len(lines[1]) + width <= terminal.width():
             lines[1:] = [f"{line}{cell:>{width}}" for line, cell in zip(lines[1:], cells, strict=True)]
     return [*lines, ""]
 
 
-def _data_line(folder: RunFolder) -> str:
-    public = folder.public
+def _data_line(run: RunFiles) -> str:
+    public = run.public
     shared = ""
     if public:
-        drawn = public["data"]["source"] == "phantom"
-        shared = f"; {'PHANTOM' if drawn else 'real'} public data: {words.plain(str(public['bundle']), 40)}"
+        source = "PHANTOM" if public["data"]["source"] == "phantom" else "real"
+        shared = f"; {source} public data: {formatting.plain(str(public['bundle']), 40)}"
         if public["teachers"]:
-            shared += f", teachers: {words.plain(', '.join(str(name) for name, _ in public['teachers']), 60)}"
-    if folder.phantom:
+            shared += f", teachers: {formatting.plain(', '.join(str(name) for name, _ in public['teachers']), 60)}"
+    if run.phantom:
         return f"PHANTOM data: images drawn by a program; these numbers say nothing about patients{shared}"
-    checksum = str(folder.run["data"].get("checksum") or "")
-    own = f"real data: {words.plain(str(folder.run['bundle']), 40)}"
-    return own + (f", checksum {checksum[:16]}" if checksum else "") + shared
+    checksum = str(run.record["data"].get("checksum") or "")
+    bundle = formatting.plain(str(run.record["bundle"]), 40)
+    return f"real data: {bundle}" + (f", checksum {checksum[:16]}" if checksum else "") + shared

@@ -23,7 +23,7 @@ from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation import metrics
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.evaluation.metrics import Cases
-from medfl.report import RunFolder, activation_maps, write_report
+from medfl.report import RunFiles, activation_maps, write_report
 from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunResult
 from medfl.runs.plan import Plan, repeat
@@ -57,14 +57,14 @@ class Result:
     def __init__(self, folder: str | Path, device: str = "cpu") -> None:
         """Read the folder; neither images nor networks yet."""
         self.path, self.device = Path(folder).expanduser(), torch.device(device)
-        self._read = RunFolder.read(self.path)
+        self._files = RunFiles.read(self.path)
         self.run: Run = read_run(self.path / "run.json")[0]
         self._opened: dict[str, RunResult] = {}
         self._held: dict[str, Prepared] = {}
 
     def __repr__(self) -> str:
         """Say in one line what was run on what and how it went."""
-        run, key = self.run, self._read.key
+        run, key = self.run, self._files.key
         data = "PHANTOM data" if run.data.source == "phantom" else "real data"
         last = (self.summary.get("last") or {}).get(key) if self.finished else None
         score = f", {metrics.title(key).lower()} {last:.3f}" if last is not None else ""
@@ -76,7 +76,7 @@ class Result:
     @property
     def finished(self) -> bool:
         """Whether all rounds are there, and the summary."""
-        return bool(self._read.finished)
+        return bool(self._files.finished)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -85,17 +85,17 @@ class Result:
         Raises:
             InputError: the run has not come that far.
         """
-        return dict(self._needed(self._read.summary, "summary.json"))
+        return dict(self._needed(self._files.summary, "summary.json"))
 
     @property
     def task(self) -> str:
         """Classification, segmentation or other."""
-        return str(self._read.run["task"])
+        return str(self._files.record["task"])
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Class names in label order, () where there are none."""
-        return tuple(self._read.run.get("classes") or ())
+        return tuple(self._files.record.get("classes") or ())
 
     @cached_property
     def rounds(self) -> list[Record]:
@@ -109,7 +109,7 @@ class Result:
                 **{f"val_{name}": value for name, value in (entry.get("val") or {}).items()},
                 **(entry.get("observed") or {}),
             }
-            for entry in self._read.rounds
+            for entry in self._files.rounds
         ]
         return _even(rows)
 
@@ -117,7 +117,7 @@ class Result:
     def site_rounds(self) -> list[Record]:
         """One record a round and site: its training loss, and metrics as `received_<name>` and `personal_<name>`."""
         rows = []
-        for entry in self._read.rounds:
+        for entry in self._files.rounds:
             for site, told in (entry.get("sites") or {}).items():
                 row: Record = {"round": entry["round"], "site": site}
                 for kind, value in told.items():
@@ -128,7 +128,7 @@ class Result:
     @cached_property
     def sites(self) -> list[Record]:
         """One record a site: its numbers of items, class counts and test metrics, as in sites.csv."""
-        return _even([_typed(row) for row in self._read.sites])
+        return _even([_typed(row) for row in self._files.sites])
 
     @cached_property
     def predictions(self) -> list[Record]:
@@ -279,7 +279,7 @@ class Result:
             prepared = new_images.prepared(self._trained(which).bundle, images)
             shard = Shard.of(prepared, range(len(prepared)))
         with tf32(self.run.tf32):
-            return activation_maps.of(network, shard, self.classes, self.device, target=target, method=method)
+            return activation_maps.compute(network, shard, self.classes, self.device, target=target, method=method)
 
     # Parts
 
@@ -344,7 +344,7 @@ class Result:
     def _needed(self, found: Any, file: str) -> Any:
         if found is None:
             raise InputError(
-                f"the run in {self.path} has no {file}: {len(self._read.rounds)} of {self.run.rounds} rounds are done",
+                f"the run in {self.path} has no {file}: {len(self._files.rounds)} of {self.run.rounds} rounds are done",
                 "it is written when a run ends",
                 f"let it finish: medfl run --resume --out {self.path}",
             )

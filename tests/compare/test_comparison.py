@@ -14,11 +14,11 @@ import pytest
 from scipy import stats
 
 from medfl.compare import tables
-from medfl.compare.comparison import Comparison, Spread, progress, read
-from medfl.compare.grid import titled
+from medfl.compare.comparison import Comparison, MeanSd, read
+from medfl.compare.tables import titled
 from medfl.core.errors import InputError
-from medfl.report import RunFolder
-from tests.compare.test_curves import folder
+from medfl.report import RunFiles
+from tests.compare.test_cost_curves import folder
 
 SCORES = {"fedavg": (0.5, 0.6, 0.7), "fedprox": (0.6, 0.65, 0.8), "moon": (0.4, 0.62, 0.6)}
 
@@ -49,7 +49,7 @@ def test_rows_are_methods_with_their_seeds(tmp_path: Path) -> None:
     assert found.partitions == ["iid"]
     assert found.judged_by.name == "global_last_accuracy"
     column = found.judged_by
-    spread = Spread.of(list(found.rows[0].values(column).values()))
+    spread = MeanSd.of(list(found.rows[0].values(column).values()))
     assert spread is not None
     assert (spread.mean, spread.count) == (pytest.approx(0.6), 3)
     assert spread.sd == pytest.approx(math.sqrt((0.01 + 0 + 0.01) / 3)), "ddof 0"
@@ -85,7 +85,7 @@ def test_differences_that_are_equal_up_to_rounding_have_no_test(tmp_path: Path) 
     (test,) = read(runs).tests("fedavg")
     assert test.difference == pytest.approx(0.1)
     assert all(math.isnan(value) for value in (test.low, test.high, test.p, test.effect))
-    cells = [cell.strip() for cell in tables.tested([test], "md").splitlines()[2].strip("|").split("|")]
+    cells = [cell.strip() for cell in tables.test_table([test], "md").splitlines()[2].strip("|").split("|")]
     assert cells[3:] == ["3", "+10.0", "–", "–", "–"]
 
 
@@ -98,12 +98,12 @@ def test_ranks_are_means_over_seeds_with_ties_shared(tmp_path: Path) -> None:
 def test_targets_count_rounds_bytes_and_seconds(tmp_path: Path) -> None:
     found = read(grid(tmp_path))
     run = next(iter(found.rows[0].runs.values()))
-    assert [point[0] for point in progress(run)] == [1, 3]
+    assert [point[0] for point in run.progress()] == [1, 3]
     assert found.target_value("fedavg", "iid") == pytest.approx(0.3)
     target = found.to_reach(found.rows[0], 0.2)
     assert (target.reached, target.count) == (3, 3)
-    assert target.rounds == Spread(3, 0, 3)
-    assert target.bytes == Spread(6e6, 0, 3)
+    assert target.rounds == MeanSd(3, 0, 3)
+    assert target.bytes == MeanSd(6e6, 0, 3)
     assert found.to_reach(found.rows[0], 0.9).rounds is None
     with pytest.raises(InputError, match="target x; a number, or one of"):
         found.target_value("x", "iid")
@@ -118,10 +118,10 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no runs"):
         Comparison([])
     other = finished(tmp_path, "moon", 0, 0.5, bundle="other")
-    with pytest.raises(InputError, match="different bundles: other, toy"):
+    with pytest.raises(InputError, match="different bundles: other and toy"):
         read([one, other])
     unfinished = folder(tmp_path, "x")
-    assert len(Comparison([RunFolder.read(one)]).rows) == 1
+    assert len(Comparison([RunFiles.read(one)]).rows) == 1
     with pytest.raises(InputError, match="no runs"):
         read([unfinished])
 
@@ -165,27 +165,27 @@ def test_twins_with_other_sites_or_folders_of_images(tmp_path: Path) -> None:
 
 def test_the_tables(tmp_path: Path) -> None:
     found = read([*grid(tmp_path), finished(tmp_path, "fedavg", 0, 0.2, "dirichlet:0.1")])
-    lines = tables.results(found, "iid", "md").splitlines()
+    lines = tables.result_table(found, "iid", "md").splitlines()
     assert lines[0].startswith("| method")
     assert "| 60.0 ± 8.2" in lines[2]
     assert "**68.3 ± 8.5**" in lines[3], "the best is bold"
     assert "6.0 ± 0.0" in lines[2]
-    assert tables.results(found, "dirichlet:0.1", "md").splitlines()[2].startswith("| fedavg   | 1       | 20.0 ")
-    latex = tables.results(found, "iid", "tex")
+    assert tables.result_table(found, "dirichlet:0.1", "md").splitlines()[2].startswith("| fedavg   | 1       | 20.0 ")
+    latex = tables.result_table(found, "iid", "tex")
     assert "\\toprule" in latex
     assert "\\%" in latex
     assert "fedprox" in latex
     assert "\\textbf{68.3 $\\pm$ 8.5}" in latex
     assert latex.isascii()
-    assert "+8.3" in tables.tested(found.tests("fedavg"), "md")
-    assert "| fedprox  | 1.00" in tables.ranked(found.ranks(), "md"), (
+    assert "+8.3" in tables.test_table(found.tests("fedavg"), "md")
+    assert "| fedprox  | 1.00" in tables.rank_table(found.ranks(), "md"), (
         "a partition that not all methods have counts for none"
     )
     rows = list(csv.DictReader(io.StringIO(tables.as_csv(found))))
     assert len(rows) == 10
     assert float(rows[0]["global_last_accuracy"]) == 0.5
     assert {row["data_source"] for row in rows} == {"phantom"}
-    assert "3 of 3" in tables.to_target(found, "iid", 0.3, "md")
+    assert "3 of 3" in tables.target_table(found, "iid", 0.3, "md")
 
 
 def test_a_table_in_latex_has_its_title_as_caption() -> None:
@@ -205,5 +205,5 @@ def test_runs_on_phantoms_and_on_real_images_make_no_table(tmp_path: Path) -> No
     real = finished(tmp_path, "fedavg", 1, 0.5)
     run = json.loads((real / "run.json").read_text())
     (real / "run.json").write_text(json.dumps({**run, "data": {**run["data"], "source": "real"}}))
-    with pytest.raises(InputError, match="different kinds of images: phantom, real"):
+    with pytest.raises(InputError, match="different kinds of images: phantom and real"):
         read([finished(tmp_path, "fedavg", 0, 0.5), real])

@@ -12,7 +12,7 @@ import pytest
 from medfl.cli import main
 from medfl.compare.gains import draw, gains
 from medfl.core.errors import InputError
-from tests.compare.test_curves import folder
+from tests.compare.test_cost_curves import folder
 
 SITES = {"big": 30, "tiny": 4}
 
@@ -165,7 +165,7 @@ def test_drawn_images_are_told_from_real_ones(tmp_path: Path) -> None:
     real = finished(tmp_path, "fedprox", {"big": 0.5, "tiny": 0.6})
     run = json.loads((real / "run.json").read_text())
     (real / "run.json").write_text(json.dumps({**run, "data": {**run["data"], "source": "real"}}))
-    with pytest.raises(InputError, match="runs on phantoms and runs on real images"):
+    with pytest.raises(InputError, match="runs of different kinds of images: phantom and real"):
         gains([*runs, real])
 
 

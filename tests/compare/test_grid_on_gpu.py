@@ -18,7 +18,7 @@ import torch
 
 from medfl import datasets
 from medfl.cli import verbs as cli
-from medfl.compare import checks as comparable
+from medfl.compare import checks
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, RunError
 from medfl.core.gpu_memory import (
@@ -221,8 +221,8 @@ def test_what_is_planned_as_on_a_cpu_is_compared_as_on_the_gpu(
         planned.append((request.device, os.environ.get(name)))
         return planning.make_plan(request)
 
-    monkeypatch.setattr(module, "make_plan", plan)
-    monkeypatch.setattr(comparable, "runs", lambda run, there: compared.append(run.device))
+    monkeypatch.setattr(module, "plan", plan)
+    monkeypatch.setattr(checks, "check_same_data", lambda run, there: compared.append(run.device))
     assert go(scans, tmp_path / "grid", "--methods", "fedavg", "--seeds", "0") == 0
     assert planned == [("cpu", "1")]
     assert compared == ["cuda"]

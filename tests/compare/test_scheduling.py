@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from medfl.compare.scheduling import Kind, Schedule, Start, allowance, described, most, next_start, remaining
+from medfl.compare.scheduling import Kind, Schedule, Start, allowance, describe_memory, fitting, next_start, remaining
 from medfl.core.gpu_memory import GIB
 
 MEMORY = 100 * GIB
@@ -36,16 +36,16 @@ def on_gpu(
     left: list[Run],
     *running: float,
     peaks: Mapping[Kind, int],
-    took: Mapping[Kind, float] | None = None,
+    seconds: Mapping[Kind, float] | None = None,
     at_once: int = 8,
     alone: tuple[Run, ...] = (),
 ) -> Start[Run] | None:
     taken = [int(size * GIB) for size in running]
-    return next_start(left, taken, took=took or {}, peaks=peaks, memory=MEMORY, at_once=at_once, alone=alone)
+    return next_start(left, taken, seconds=seconds or {}, peaks=peaks, memory=MEMORY, at_once=at_once, alone=alone)
 
 
-def on_cpu(left: list[Run], running: int = 0, took: Mapping[Kind, float] | None = None) -> Start[Run] | None:
-    return next_start(left, [None] * running, took=took or {}, peaks={}, memory=None, at_once=2)
+def on_cpu(left: list[Run], running: int = 0, seconds: Mapping[Kind, float] | None = None) -> Start[Run] | None:
+    return next_start(left, [None] * running, seconds=seconds or {}, peaks={}, memory=None, at_once=2)
 
 
 # One after the other
@@ -54,15 +54,15 @@ def on_cpu(left: list[Run], running: int = 0, took: Mapping[Kind, float] | None 
 def test_the_longest_run_of_a_seed_comes_first_and_one_of_which_nothing_is_known_before_it() -> None:
     left = [Run(method, seed) for seed in (0, 1) for method in ("fedavg", "scaffold", "fedprox")]
     assert on_cpu(left) == Start(Run("fedavg"))
-    took = {kind("fedavg"): 5.0, kind("scaffold"): 9.0}
+    seconds = {kind("fedavg"): 5.0, kind("scaffold"): 9.0}
     order = []
     while left:
-        start = on_cpu(left, 0, took)
+        start = on_cpu(left, 0, seconds)
         assert start is not None
         assert start.allowance is None
         left.remove(start.run)
         order.append((start.run.method, start.run.seed))
-        took.setdefault(start.run.kind, 7.0)
+        seconds.setdefault(start.run.kind, 7.0)
     assert order == [
         ("fedprox", 0), ("scaffold", 0), ("fedavg", 0), ("scaffold", 1), ("fedprox", 1), ("fedavg", 1),
     ]  # fmt: skip
@@ -87,22 +87,22 @@ def test_an_unmeasured_kind_has_the_device_to_itself() -> None:
 
 def test_an_unmeasured_kind_comes_before_one_whose_time_alone_is_unknown() -> None:
     left, peaks = [Run("fedavg"), Run("fedprox")], gib(fedavg=10)
-    took = {kind("fedprox"): 1.0}  # of a run on a CPU
-    assert on_gpu(left, peaks=peaks, took=took) == Start(Run("fedprox"), MEMORY, measures=True)
+    seconds = {kind("fedprox"): 1.0}  # of a run on a CPU
+    assert on_gpu(left, peaks=peaks, seconds=seconds) == Start(Run("fedprox"), MEMORY, measures=True)
 
 
 def test_runs_that_fit_are_under_way_together() -> None:
     left, peaks = [Run("fedavg"), Run("fedprox")], gib(fedavg=40, fedprox=50)
-    took = {kind("fedavg"): 2.0, kind("fedprox"): 1.0}
-    assert on_gpu(left, peaks=peaks, took=took) == Start(Run("fedavg"), allowance(40 * GIB, MEMORY))
-    assert on_gpu(left[1:], 44, peaks=peaks, took=took) == Start(Run("fedprox"), allowance(50 * GIB, MEMORY))
-    assert on_gpu(left[1:], 45.1, peaks=peaks, took=took) is None
-    assert on_gpu(left[1:], 10, 10, peaks=peaks, took=took, at_once=2) is None, "no more than are asked for"
+    seconds = {kind("fedavg"): 2.0, kind("fedprox"): 1.0}
+    assert on_gpu(left, peaks=peaks, seconds=seconds) == Start(Run("fedavg"), allowance(40 * GIB, MEMORY))
+    assert on_gpu(left[1:], 44, peaks=peaks, seconds=seconds) == Start(Run("fedprox"), allowance(50 * GIB, MEMORY))
+    assert on_gpu(left[1:], 45.1, peaks=peaks, seconds=seconds) is None
+    assert on_gpu(left[1:], 10, 10, peaks=peaks, seconds=seconds, at_once=2) is None, "no more than are asked for"
 
 
 def test_no_shorter_run_overtakes_one_that_waits_for_memory() -> None:
-    peaks, took = gib(fedavg=5, fedprox=50), {kind("fedavg"): 1.0, kind("fedprox"): 9.0}
-    assert on_gpu([Run("fedavg"), Run("fedprox")], 50, peaks=peaks, took=took) is None
+    peaks, seconds = gib(fedavg=5, fedprox=50), {kind("fedavg"): 1.0, kind("fedprox"): 9.0}
+    assert on_gpu([Run("fedavg"), Run("fedprox")], 50, peaks=peaks, seconds=seconds) is None
 
 
 def test_an_allowance_is_the_peak_with_a_margin() -> None:
@@ -128,24 +128,24 @@ def test_a_run_that_has_to_be_alone_is() -> None:
 
 def test_how_many_fit() -> None:
     kinds = [kind("fedavg")] * 3 + [kind("fedprox")]
-    assert most(kinds, gib(fedavg=10, fedprox=60), MEMORY, 8) == 4  # 3 x 11 + 66
-    assert most(kinds, gib(fedavg=10, fedprox=61), MEMORY, 8) == 3
-    assert most(kinds, gib(fedavg=10, fedprox=10), MEMORY, 2) == 2
-    assert most(kinds, {}, MEMORY, 8) == 1
-    assert most([], {}, MEMORY, 8) == 1
+    assert fitting(kinds, gib(fedavg=10, fedprox=60), MEMORY, 8) == 4  # 3 x 11 + 66
+    assert fitting(kinds, gib(fedavg=10, fedprox=61), MEMORY, 8) == 3
+    assert fitting(kinds, gib(fedavg=10, fedprox=10), MEMORY, 2) == 2
+    assert fitting(kinds, {}, MEMORY, 8) == 1
+    assert fitting([], {}, MEMORY, 8) == 1
 
 
 def test_peaks_are_told_when_all_are_known() -> None:
     runs = [Run(method, seed) for seed in range(3) for method in ("fedavg", "fedprox")]
-    assert described(runs, runs, gib(fedavg=10), MEMORY, 8) == ""
-    assert described(runs, [], gib(fedavg=10, fedprox=20.6), MEMORY, 8) == ""
-    line = described(runs, runs[2:], gib(fedavg=10, fedprox=20.6), MEMORY, 8)
+    assert describe_memory(runs, runs, gib(fedavg=10), MEMORY, 8) == ""
+    assert describe_memory(runs, [], gib(fedavg=10, fedprox=20.6), MEMORY, 8) == ""
+    line = describe_memory(runs, runs[2:], gib(fedavg=10, fedprox=20.6), MEMORY, 8)
     assert line == "peaks: fedavg 10.0 GiB, fedprox 20.6 GiB; up to 5 runs at a time on 100.0 GiB"
 
 
 def test_what_is_too_large_is_told() -> None:
     runs = [Run("fedavg", 0, "iid"), Run("fedavg", 1, "iid")]
-    line = described(runs, runs, {("fedavg", "iid"): 120 * GIB}, MEMORY, 8)
+    line = describe_memory(runs, runs, {("fedavg", "iid"): 120 * GIB}, MEMORY, 8)
     assert line == (
         "peaks: fedavg on iid 120.0 GiB; up to 1 run at a time on 100.0 GiB; "
         "alone, as there is no margin for more: fedavg on iid"
@@ -155,10 +155,10 @@ def test_what_is_too_large_is_told() -> None:
 def test_the_time_that_is_left_counts_what_runs_and_what_waits() -> None:
     fedavg, scaffold = Run("fedavg"), Run("scaffold")
     assert remaining([fedavg], [], {}, 2) is None
-    took = {fedavg.kind: 10.0, scaffold.kind: 30.0}
-    assert remaining([fedavg, fedavg], [(scaffold, 10.0)], took, 2) == 20.0  # (10 + 10 + 20) / 2
-    assert remaining([], [(scaffold, 5.0), (fedavg, 50.0)], took, 2) == 25.0  # no run is shared between workers
-    assert remaining([Run("fedprox")], [], took, 1) == 20.0
+    seconds = {fedavg.kind: 10.0, scaffold.kind: 30.0}
+    assert remaining([fedavg, fedavg], [(scaffold, 10.0)], seconds, 2) == 20.0  # (10 + 10 + 20) / 2
+    assert remaining([], [(scaffold, 5.0), (fedavg, 50.0)], seconds, 2) == 25.0  # no run is shared between workers
+    assert remaining([Run("fedprox")], [], seconds, 1) == 20.0
 
 
 # A grid from its beginning to its end
@@ -168,13 +168,13 @@ def test_a_grid_on_a_gpu_measures_first_and_packs_then() -> None:
     runs = [Run(method, seed) for seed in (0, 1) for method in ("fedavg", "fedprox")]
     schedule = Schedule(runs, 8, MEMORY)
     for method in ("fedavg", "fedprox"):
-        assert [*schedule.news()] == []
+        assert [*schedule.messages()] == []
         start = schedule.start([])
         assert start == Start(Run(method), MEMORY, measures=True)
         assert schedule.start([start]) is None
         schedule.learn(start.run, 10.0, 20 * GIB)
-    assert len([*schedule.news()]) == 1
-    assert [*schedule.news()] == [], "told once"
+    assert len([*schedule.messages()]) == 1
+    assert [*schedule.messages()] == [], "told once"
     first = schedule.start([])
     assert first == Start(Run("fedavg", 1), 22 * GIB)
     second = schedule.start([first])
@@ -204,12 +204,12 @@ def test_a_run_that_ran_out_of_its_allowance_begins_once_more_alone() -> None:
     assert short is not None
     other = schedule.start([short])
     assert other is not None
-    assert schedule.again(short)
+    assert schedule.retry(short)
     assert schedule.left[0] == short.run
     schedule.learn(other.run, 10.0, 19 * GIB)  # a run of its kind that got along
     once_more = schedule.start([])
     assert once_more == Start(short.run, MEMORY)
-    assert not schedule.again(once_more), "it had everything"
+    assert not schedule.retry(once_more), "it had everything"
     schedule.learn(short.run, 1.0, 5 * GIB)  # of its last round alone
     last = schedule.start([])
     assert last == Start(Run("fedavg", 3), allowance(22 * GIB, MEMORY)), "more than what did not suffice"
@@ -221,7 +221,7 @@ def test_after_a_run_ran_out_its_kind_is_unmeasured() -> None:
     schedule.learn(Run("fedavg", 0), 10.0, 20 * GIB)
     short = schedule.start([])
     assert short is not None
-    assert schedule.again(short)
+    assert schedule.retry(short)
     assert schedule.start([Start(Run("fedprox"), GIB)]) is None
     assert schedule.start([]) == Start(short.run, MEMORY)
     assert schedule.start([]) == Start(Run("fedavg", 2), MEMORY, measures=True)
@@ -234,7 +234,7 @@ def test_a_grid_on_a_cpu_tells_nothing_of_memory() -> None:
     second = schedule.start([first])
     assert second == Start(Run("fedprox"))
     assert schedule.start([first, second]) is None
-    assert [*schedule.news()] == []
-    assert not schedule.again(first)
+    assert [*schedule.messages()] == []
+    assert not schedule.retry(first)
     schedule.learn(first.run, 6.0, None)
     assert schedule.remaining([(second.run, 0.0)]) == 6.0

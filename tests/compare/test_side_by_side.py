@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from medfl.compare.side_by_side import names, write_page
+from medfl.compare.labels import unique_labels
+from medfl.compare.side_by_side import write_page
 from medfl.core.errors import InputError
-from medfl.report import RunFolder
+from medfl.report import RunFiles
 from tests.support.run_folders import Make, Page, build
 
 
@@ -155,7 +156,7 @@ def test_other_sites_are_not_compared(make: Make, tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"bundle": "ham10000"}, "runs of different bundles: ham10000 and pneumonia; one page compares like with like"),
-        ({"source": "phantom"}, "runs of different kinds of data: phantom and real"),
+        ({"source": "phantom"}, "runs of different kinds of images: phantom and real"),
         ({"key_metric": "accuracy"}, "runs of different key metrics: accuracy and balanced_accuracy"),
         ({"classes": ["normal", "other"]}, "runs of different classes"),
     ],
@@ -188,12 +189,12 @@ def test_names_say_what_sets_runs_apart(make: Make) -> None:
         make("d", done=0, method="fedavg", options={}),
         make("e", done=0, method="fedavg", options={}),
     ]
-    read = [RunFolder.read(run) for run in runs]
-    assert names(read) == [
+    read = [RunFiles.read(run) for run in runs]
+    assert unique_labels(read) == [
         "fedprox mu=0.1",
         "fedprox mu=1.0, seed 0",
         "fedprox mu=1.0, seed 1",
         "fedavg, d",
         "fedavg, e",
     ]
-    assert names([read[0], read[0]]) == ["fedprox (1)", "fedprox (2)"]
+    assert unique_labels([read[0], read[0]]) == ["fedprox (1)", "fedprox (2)"]

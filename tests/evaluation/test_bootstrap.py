@@ -33,7 +33,7 @@ def test_blocks_of_draws_change_no_number(monkeypatch: pytest.MonkeyPatch) -> No
     label, _, probabilities = cases()
     whole = intervals.draw(label, 0, 40)
     areas = intervals.areas(label, probabilities, whole)
-    monkeypatch.setattr(intervals, "_AT_ONCE", 7 * 30)
+    monkeypatch.setattr(intervals, "_DRAWN_AT_ONCE", 7 * 30)
     monkeypatch.setattr(intervals, "_BLOCK", 7)
     assert (intervals.draw(label, 0, 40) == whole).all()
     assert intervals.areas(label, probabilities, whole) == pytest.approx(areas, abs=1e-12)

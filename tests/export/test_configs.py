@@ -14,7 +14,7 @@ from torch import nn
 from medfl.core.errors import InputError
 from medfl.core.storage import save_weights
 from medfl.export import network as exported
-from medfl.export.configs import Rewritten, adapted, starting, without_start
+from medfl.export.configs import EditedConfig, network_of_method, network_with_weights, network_without_weights
 
 TEXT = """\
 # A head.
@@ -43,11 +43,11 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_nothing_changed_is_nothing_rewritten(file: Path) -> None:
-    assert Rewritten(file).text() == TEXT
+    assert EditedConfig(file).text() == TEXT
 
 
 def test_one_line_is_changed_with_its_comment(file: Path) -> None:
-    made = Rewritten(file)
+    made = EditedConfig(file)
     made.set("network", "small_cnn")
     made.set("image_size", [1, 2])
     made.set("elsewhere", 3)
@@ -55,7 +55,7 @@ def test_one_line_is_changed_with_its_comment(file: Path) -> None:
 
 
 def test_ids_inside_are_changed_and_the_other_blocks_stay(file: Path) -> None:
-    made = Rewritten(file)
+    made = EditedConfig(file)
     made.set("train#transforms#0#keys", "label")
     made.set("validate::dataset::data", "$[]")
     made.insert("new", {"a": [1, 2]}, before="network")
@@ -69,29 +69,29 @@ def test_ids_inside_are_changed_and_the_other_blocks_stay(file: Path) -> None:
 
 def test_json_stays_json(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text('{"a": {"b": 1}, "c": 2}')
-    made = Rewritten(tmp_path / "train.json")
+    made = EditedConfig(tmp_path / "train.json")
     made.set("a#b", [3])
     assert json.loads(made.text()) == {"a": {"b": [3]}, "c": 2}
 
 
 def test_a_style_without_blocks_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text("{a: 1, b: {c: 2}}\n")
-    made = Rewritten(tmp_path / "train.yaml")
+    made = EditedConfig(tmp_path / "train.yaml")
     made.set("b#c", 3)
     assert yaml.safe_load(made.text()) == {"a": 1, "b": {"c": 3}}
 
 
 def test_a_start_replaces_an_earlier_one() -> None:
     node = {"_target_": "torch.nn.Linear"}
-    once = starting(node, "1")
-    assert starting(once, "2") == {**once, "sha256": "2"}
-    assert without_start(once) == node
-    made = starting(adapted(once, {"method": "fedetf"}), "3")
+    once = network_with_weights(node, "1")
+    assert network_with_weights(once, "2") == {**once, "sha256": "2"}
+    assert network_without_weights(once) == node
+    made = network_with_weights(network_of_method(once, {"method": "fedetf"}), "3")
     assert made == {
         "_target_": "medfl.exported.network", "network": node, "method": "fedetf", "weights": "@initial_weights",
         "sha256": "3",
     }  # fmt: skip
-    assert without_start(made) == adapted(node, {"method": "fedetf"})
+    assert network_without_weights(made) == network_of_method(node, {"method": "fedetf"})
 
 
 # The network

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.data.prepared import Shard, Stacked
 from medfl.networks import build
-from medfl.report.activation_maps import last_convolution, of
+from medfl.report.activation_maps import compute, last_convolution
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_a_map_shows_what_the_output_rests_on(method: str) -> None:
     x = torch.zeros(1, 1, 16, 16)
     x[..., 2:6, 9:13] = 1
     network = Corner().eval()
-    (found,) = of(network, shard(x), ("dark", "bright"), CPU, method=method)
+    (found,) = compute(network, shard(x), ("dark", "bright"), CPU, method=method)
     assert (found.target, found.layer) == ("bright", "look")
     assert found.map[3:5, 10:12].min() == pytest.approx(1)
     assert found.map[8:].max() == 0
@@ -52,7 +52,7 @@ def test_the_last_convolution_that_can_say_where_is_taken() -> None:
 
 def test_volumes_have_maps_too() -> None:
     x = torch.rand(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
-    (found,) = of(build("small_cnn", 1, 3, 3).eval(), shard(x), ("a", "b", "c"), CPU, target=2)
+    (found,) = compute(build("small_cnn", 1, 3, 3).eval(), shard(x), ("a", "b", "c"), CPU, target=2)
     assert found.map.shape == (16, 16, 16)
     assert found.target == "c"
 
@@ -60,9 +60,9 @@ def test_volumes_have_maps_too() -> None:
 def test_a_network_without_convolutions_is_refused() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 2)).eval()
     with pytest.raises(InputError, match="a network with 0 convolutions"):
-        of(network, shard(torch.rand(1, 1, 8, 8)), ("a", "b"), CPU)
+        compute(network, shard(torch.rand(1, 1, 8, 8)), ("a", "b"), CPU)
 
 
 def test_another_method_is_refused() -> None:
     with pytest.raises(InputError, match="gradcam"):
-        of(Corner().eval(), shard(torch.rand(1, 1, 8, 8)), ("a", "b"), CPU, method="guess")
+        compute(Corner().eval(), shard(torch.rand(1, 1, 8, 8)), ("a", "b"), CPU, method="guess")

@@ -11,7 +11,9 @@ import pytest
 from PIL import Image
 
 from medfl.compare.side_by_side import write_page
-from medfl.report import pictures, write_report
+from medfl.report import write_report
+from medfl.report.model_plots import generated_grid
+from medfl.report.picture import image_picture
 from tests.support.browser import Browser, browser, executable
 from tests.support.run_folders import build
 
@@ -32,10 +34,10 @@ def finished(place: Path, name: str = "run", **changes: object) -> Path:
     folder = build(place, name, **changes)
     (folder / "pictures").mkdir()
     made = [
-        pictures.single(f"worst-{i:02d}", np.full((24, 30), 0.4), "a, taken for b", "confidence 0.9; id, site")
+        image_picture(f"worst-{i:02d}", np.full((24, 30), 0.4), "a, taken for b", "confidence 0.9; id, site")
         for i in range(1, 7)
     ]
-    made += [pictures.generated(np.zeros((6, 1, 16, 16)), ("a", "b", "c"), 1)]
+    made += [generated_grid(np.zeros((6, 1, 16, 16)), ("a", "b", "c"), 1)]
     for picture in made:
         (folder / "pictures" / f"{picture.name}.png").write_bytes(picture.png)
     return folder

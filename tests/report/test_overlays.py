@@ -26,7 +26,8 @@ from medfl.methods import load
 from medfl.report import dice_strip, overlays, write_report
 from medfl.report.dice_strip import dice_strips
 from medfl.report.overlays import Example, ranked
-from medfl.report.pictures import Picture, render
+from medfl.report.picture import Picture, render
+from medfl.report.saved_pictures import mask_pictures
 from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.registry import Execution
@@ -175,13 +176,13 @@ def amount(picture: Picture, colour: str) -> int:
 
 def test_errors_have_their_colours() -> None:
     """Of a square shifted to the right, what is on the left is missed and on the right added."""
-    right, wrong = (overlays.masks("masks-x", "x", [example(shift=shift)], NAMES[1:], 0.9) for shift in (0, 8))
+    right, wrong = (overlays.mask_overlays("masks-x", "x", [example(shift=shift)], NAMES[1:], 0.9) for shift in (0, 8))
     assert amount(wrong, overlays.MISSED) > amount(right, overlays.MISSED) + 500
     assert amount(wrong, overlays.ADDED) > amount(right, overlays.ADDED) + 500
     assert amount(wrong, overlays.CONFUSED) == amount(right, overlays.CONFUSED)
     turned = example()
     turned.prediction[10:30, 10:30] = 3 - turned.reference[10:30, 10:30]
-    confused = overlays.masks("masks-x", "x", [turned], NAMES[1:], 0.9)
+    confused = overlays.mask_overlays("masks-x", "x", [turned], NAMES[1:], 0.9)
     assert amount(confused, overlays.CONFUSED) > amount(right, overlays.CONFUSED) + 500
     assert amount(confused, overlays.MISSED) == amount(right, overlays.MISSED)
 
@@ -189,7 +190,7 @@ def test_errors_have_their_colours() -> None:
 @pytest.mark.parametrize("dims", [2, 3])
 def test_a_picture_of_cases_says_what_it_shows(dims: int, tmp_path: Path) -> None:
     cases = [example(rank, shift, dims) for rank, shift in (("best", 0), ("median", 3), ("worst", 40))]
-    made = overlays.masks("masks-x", "a site", cases, NAMES[1:], 0.8125)
+    made = overlays.mask_overlays("masks-x", "a site", cases, NAMES[1:], 0.8125)
     (tmp_path / "masks-x.png").write_bytes(made.png)
     assert Picture.read(tmp_path / "masks-x.png") == made
     assert made.title == "a site: best, median and worst test case"
@@ -202,7 +203,7 @@ def test_a_picture_of_cases_says_what_it_shows(dims: int, tmp_path: Path) -> Non
 def test_any_number_of_structures_and_sizes(structures: int) -> None:
     mask = np.arange(300).reshape(100, 3).astype(np.uint8) % (structures + 1)
     case = Example("only", "x" * 200, {"dice": 0.0}, mask[None].astype(float), mask, mask, picture_geometry(100, 3))
-    made = overlays.masks("masks-x", "s" * 300, [case], [f"structure {i}" * 3 for i in range(structures)], 0.0)
+    made = overlays.mask_overlays("masks-x", "s" * 300, [case], [f"structure {i}" * 3 for i in range(structures)], 0.0)
     assert made.pixels.shape[0] < 700
 
 
@@ -228,13 +229,13 @@ def test_close_points_of_a_strip_lie_beside_each_other() -> None:
 
 def test_a_report_shows_the_worst_and_the_best_sites(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
-    assert overlays.shown(tmp_path) == ([], 0)
+    assert mask_pictures(tmp_path) == ([], 0)
     for number in range(11):
         made = render(f"masks-{number}", "x", "", (1, 1), lambda _: None, mark=f"{number * 7 % 11 / 10}")
         (tmp_path / "pictures" / f"{made.name}.png").write_bytes(made.png)
     (strip,) = dice_strips({"a": [0.9]})
     (tmp_path / "pictures" / "dice.png").write_bytes(strip.png)
-    found, more = overlays.shown(tmp_path)
+    found, more = mask_pictures(tmp_path)
     assert [picture.name for picture in found[:1]] == ["dice"]
     assert [float(picture.mark) for picture in found[1:]] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert more == 5
@@ -309,7 +310,9 @@ def test_a_run_leaves_pictures_masks_and_cases(method: str, tmp_path: Path) -> N
 
 def test_workers_and_masks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Distances are computed for test items, and are in no round."""
-    monkeypatch.setattr(overlays, "masks", lambda name, *_: Picture(name, dice_strips({"a": [1.0]})[0].png, "", ""))
+    monkeypatch.setattr(
+        overlays, "mask_overlays", lambda name, *_: Picture(name, dice_strips({"a": [1.0]})[0].png, "", "")
+    )
     one, two = simulate(tmp_path / "one"), simulate(tmp_path / "two", jobs=2, save=False)
     assert one["weights_sha256"] == two["weights_sha256"]
     assert one["last"] == two["last"]

@@ -16,7 +16,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from medfl.core.errors import InputError
-from medfl.report import RunFolder, pictures, result_table, write_report
+from medfl.report import RunFiles, result_table, write_report
+from medfl.report.model_plots import generated_grid
 from tests.support.run_folders import CLASSES, Make, build, render
 
 
@@ -242,7 +243,7 @@ def test_pictures_are_embedded_with_their_words(make: Make) -> None:
     assert "Pictures" not in render(folder)[1].text
     (folder / "pictures").mkdir()
     for number in range(1, 7):
-        picture = pictures.generated(np.zeros((3, 1, 16, 16)), CLASSES, number)
+        picture = generated_grid(np.zeros((3, 1, 16, 16)), CLASSES, number)
         (folder / "pictures" / f"{picture.name}.png").write_bytes(picture.png)
     words = PngInfo()
     words.add_text("Title", '"><script>title')
@@ -308,7 +309,7 @@ def test_result_table(make: Make) -> None:
 
 def test_table_lists_the_worst_sites_where_lower_is_better(make: Make) -> None:
     folder = make(sites=30, key_metric="loss")
-    values = RunFolder.read(folder).site_values("received", "loss")
+    values = RunFiles.read(folder).site_values("received", "loss")
     lines = result_table(folder).splitlines()
     assert lines[3].split()[0] == max(values, key=lambda site: values[site])
 

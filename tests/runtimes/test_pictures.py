@@ -20,7 +20,7 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.methods import load
 from medfl.methods.base import Method
 from medfl.methods.fedbm import FedBM
-from medfl.report.pictures import Picture
+from medfl.report.picture import Picture
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import pictures
 from medfl.runtimes.registry import Execution
@@ -74,7 +74,7 @@ def pngs(out: Path) -> dict[str, bytes]:
 @pytest.fixture
 def unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes longest."""
-    monkeypatch.setattr(pictures.pictures, "maps", lambda *_: [])
+    monkeypatch.setattr(pictures.model_plots, "feature_maps", lambda *_: [])
 
 
 @pytest.fixture(scope="module")

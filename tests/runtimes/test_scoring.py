@@ -10,7 +10,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from medfl.evaluation.metrics import Cases, summarise
-from medfl.report.run_folder import RunFolder as Read
+from medfl.report.run_files import RunFiles as Read
 from medfl.runtimes.server.scoring import _predictions
 from tests.support.run_folders import build
 

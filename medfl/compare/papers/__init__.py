@@ -1,1 +1,1 @@
-"""The published tables as data, and the runs that they take."""
+"""The published tables as data, and the runs that reproduce them."""

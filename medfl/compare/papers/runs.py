@@ -10,10 +10,10 @@ from typing import Any
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.protocol import resolved
 from medfl.compare.comparison import Comparison
-from medfl.compare.grid import Grid, compare, write_tables
+from medfl.compare.grid import Grid, compare
 from medfl.compare.papers import tables as paper_tables
 from medfl.compare.papers.tables import PaperTable
-from medfl.compare.tables import rendered
+from medfl.compare.tables import rendered, write_tables
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
@@ -45,10 +45,10 @@ def run(
         out: folder.
         bundle: only this one of the table's bundles.
         methods: only these, by the name of the method (all its variants) or of the table's row.
-        seeds: instead of the table's.
+        seeds: used instead of the table's.
         partitions: only these of the table's.
         scale: part of the rounds.
-        options: of all methods that have them, laid over the table's own; what is laid over is said.
+        options: for all methods that have them; they take the place of the table's, and are printed.
         config: of the bundle, likewise.
         requested: other settings, likewise.
         at_once: runs at the same time.
@@ -59,7 +59,7 @@ def run(
         lines to print, exit code, document.
 
     Raises:
-        InputError: nothing of the table is left, or what a run would refuse.
+        InputError: no run of the table is left, or a run would be refused.
     """
     grids = [(number, chosen(table, grid, methods, partitions)) for number, grid in enumerate(table.grids, 1)]
     grids = [(n, grid) for n, grid in grids if grid.entries and grid.partitions and bundle in (None, grid.bundle)]
@@ -70,15 +70,15 @@ def run(
             f"partitions {', '.join(partitions or ()) or 'all'}",
             f"its bundles are {', '.join(offered)}, its rows {', '.join(dict.fromkeys(table.names.values()))}, its "
             f"partitions {', '.join(dict.fromkeys(_spec(grid, p) for grid in table.grids for p in grid.partitions))}",
-            "leave out what the table does not have",
+            "give --methods and --partition from these lists, and one of the bundles",
         )
     lines, code = [f"# {table.paper}: {table.title}", *(f"note: {note}" for note in table.notes)], 0
     collected: list[tuple[Comparison, dict[str, str]]] = []
     document: dict[str, Any] = {"paper": table.key, "folder": str(out), "failed": {}, "rows": []}
     for number, grid in grids:
         grid, rounds = paper_tables.scaled(grid, scale, Bundle(grid.bundle).protocol)
-        own = [*grid.requested.get("presets", ()), *requested.get("presets", ())]
-        presets = {"presets": own} if own else {}
+        all_presets = [*grid.requested.get("presets", ()), *requested.get("presets", ())]
+        presets = {"presets": all_presets} if all_presets else {}
         grid = replace(
             grid,
             seeds=tuple(seeds) if seeds is not None else grid.seeds,
@@ -87,13 +87,13 @@ def run(
             requested={**grid.requested, **requested, **presets},
         )
         changed = [f"{name}={value}" for part in (options, config, requested) for name, value in part.items()]
-        told = f"{grid.bundle}, {rounds}" + (f", changed: {', '.join(changed)}" if changed else "")
-        say(f"{table.key}: {told}")
+        heading = f"{grid.bundle}, {rounds}" + (f", changed: {', '.join(changed)}" if changed else "")
+        say(f"{table.key}: {heading}")
         folder = out / (grid.bundle if len(table.grids) == 1 else f"{number}-{grid.bundle}")
         found, failed = compare(grid, folder, at_once=at_once, progress=progress, say=say)
         document["failed"] |= failed
-        drawn = "PHANTOM images, not the paper's: " if found is not None and found.phantom else ""
-        lines += ["", f"## {drawn}{told}"]
+        phantom = "PHANTOM images, not the paper's: " if found is not None and found.phantom else ""
+        lines += ["", f"## {phantom}{heading}"]
         if found is None:
             lines.append("no run finished")
         else:
@@ -113,16 +113,16 @@ def run(
 
 
 def published(found: Comparison) -> list[str]:
-    """Return lines that put beside our runs whatever the papers' tables say of these methods, partitions and sites.
+    """Return lines with our runs beside the papers' figures for these methods, partitions and numbers of sites.
 
-    The runs may have other settings than the papers'; only `--paper` runs a table's own protocol.
+    The runs may have other settings than the papers'; `--paper` runs a table's own protocol.
     """
-    bundle, rows, notes = next(iter(found.rows[0].runs.values())).run["bundle"], list[list[str]](), list[str]()
+    bundle, rows, notes = next(iter(found.rows[0].runs.values())).record["bundle"], list[list[str]](), list[str]()
     for key in paper_tables.names():
         table = paper_tables.load(key)
         for grid in (grid for grid in table.grids if grid.bundle == bundle):
-            told = [[key, *row] for row in paper_tables.beside(table, found, _labels(grid, found))]
-            rows += [row for row in told if row not in rows]
+            candidates = [[key, *row] for row in paper_tables.beside(table, found, _labels(grid, found))]
+            rows += [row for row in candidates if row not in rows]
         if any(row[0] == key for row in rows):
             notes += [f"{key}: {table.paper}, {table.title}; its own protocol: medfl compare {bundle} --paper {key}"]
     if not rows:
@@ -135,33 +135,33 @@ def published(found: Comparison) -> list[str]:
 
 
 def chosen(table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None = None) -> Grid:
-    """Return a grid with those of its entries and partitions that are among these; where none are given, all.
+    """Return a grid with only these methods and partitions; where none are given, with all.
 
     A method is given by its name, for all its variants, or by that of the table's row.
     """
     wanted = {name.lower() for name in methods}
-    kept = [e for e in grid.entries if not wanted or {e.method, table.names[e.label].lower()} & wanted]
+    entries = [e for e in grid.entries if not wanted or {e.method, table.names[e.label].lower()} & wanted]
     specs = tuple(p for p in grid.partitions if not partitions or _spec(grid, p) in partitions)
-    return replace(grid, entries=tuple(kept), partitions=specs)
+    return replace(grid, entries=tuple(entries), partitions=specs)
 
 
 def _spec(grid: Grid, partition: str | None) -> str:
-    """Return a partition of a grid, or that of its bundle's protocol with the grid's presets."""
+    """Return the spec of a partition of a grid; None is that of the bundle's protocol with the grid's presets."""
     protocol = resolved(grid.bundle, Bundle(grid.bundle).protocol, grid.requested.get("presets", ()))
     return partition or str(protocol["partition"])
 
 
 def _labels(grid: Grid, found: Comparison) -> dict[str, str]:
-    """Return the label of each of our rows -> label of the grid's entry that it comes from."""
+    """Return the label of each of our rows -> the label of its entry in the grid."""
     labels = {}
     for row in found.rows:
-        run = next(iter(row.runs.values())).run
+        run = next(iter(row.runs.values())).record
         for entry in grid.entries:
             if entry.method != run["method"]:
                 continue
-            own = values_of(load(entry.method, {**entry.options}))
-            if all(run["options"].get(name) == own[name] for name in entry.options):
+            values = values_of(load(entry.method, {**entry.options}))
+            if all(run["options"].get(name) == values[name] for name in entry.options):
                 labels[row.method] = entry.label
-                if entry.options:  # an entry with options of its own is more to the point than one without
+                if entry.options:  # an entry with options fits better than one without
                     break
     return labels

@@ -13,7 +13,7 @@ A table is a YAML file `papers/<paper>/<table>.yaml` of this package:
         partition, num_sites: what tells figures of one bundle apart; left out where they hold for all.
             partition: average stands for the mean over all the bundle's grids and partitions
         a row of one column may be the value itself
-    notes: what a reader must know
+    notes: remarks for the reader
 
 Metrics, beside `accuracy`, `f1_macro`, ... of one model on the pooled test items (of methods without one model: the
 mean over the sites' own models, each on all of them):
@@ -24,7 +24,7 @@ mean over the sites' own models, each on all of them):
     million_values_down: received by a participant in the last round, encoded bytes / 4
     thousand_values_up: sent by all participants in the last round, encoded bytes / 4
 
-A metric that is none of these is published only: no run here measures it.
+No run here measures any other metric: its figures are published only.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from typing import Any
 import yaml
 
 from medfl.bundle.protocol import resolved
-from medfl.compare.comparison import Comparison, Row, Spread
+from medfl.compare.comparison import Comparison, MeanSd, Row
 from medfl.compare.grid import Entry, Grid
 from medfl.core.errors import InputError
-from medfl.report import RunFolder
+from medfl.report import RunFiles
 
 ROOT = Path(__file__).parent
 AVERAGE = "average"
@@ -77,12 +77,12 @@ class PaperTable:
     Attributes:
         key: its name here, as fedbm/table3.
         paper, title: where it stands.
-        grids: the runs that it takes.
+        grids: its runs.
         names: label of a method in a grid -> its name in the table.
-        figures: what is published.
-        notes: what a reader must know.
+        figures: the published ones.
+        notes: remarks for the reader.
         round: "last" or "best", whose pooled metrics are compared.
-        spread: "seeds" or "sites", what standard deviations are over.
+        spread: "seeds" or "sites", over which standard deviations are taken.
     """
 
     key: str
@@ -96,7 +96,7 @@ class PaperTable:
     spread: str = "seeds"
 
     def published(self, bundle: str, partition: str, name: str, num_sites: int | None = None) -> dict[str, Figure]:
-        """Return metric -> figure of a method on a partition of a bundle, over so many sites."""
+        """Return metric -> figure of a method on a partition of a bundle."""
         return {
             figure.metric: figure
             for figure in self.figures
@@ -108,7 +108,7 @@ class PaperTable:
 
 
 def names() -> tuple[str, ...]:
-    """Return the tables that are here."""
+    """Return the names of the tables."""
     return tuple(sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.glob("*/*.yaml")))
 
 
@@ -116,17 +116,17 @@ def load(key: str) -> PaperTable:
     """Return a table by its name.
 
     Raises:
-        InputError: there is none of this name.
+        InputError: there is no such table.
     """
     if key not in names():
         raise InputError(f"--paper {key}", f"tables are {', '.join(names())}", "choose one of them")
     document = yaml.safe_load((ROOT / f"{key}.yaml").read_text())
     unit = float(document.get("unit", 100))
-    known: dict[str, str] = {}
+    names_by_label: dict[str, str] = {}
     grids = []
     for grid in document["grids"]:
         entries = tuple(Entry.read(method["run"]) for method in grid["methods"])
-        known |= {entry.label: method["name"] for entry, method in zip(entries, grid["methods"], strict=True)}
+        names_by_label |= {entry.label: method["name"] for entry, method in zip(entries, grid["methods"], strict=True)}
         requested = dict(grid.get("requested") or {})
         if grid.get("presets"):
             requested["presets"] = list(grid["presets"])
@@ -146,7 +146,7 @@ def load(key: str) -> PaperTable:
         document["paper"],
         document["title"],
         tuple(grids),
-        known,
+        names_by_label,
         tuple(figure for block in document.get("published") or () for figure in _figures(block, unit)),
         tuple(document.get("notes") or ()),
         document.get("round", "last"),
@@ -169,7 +169,7 @@ def _figures(block: Mapping[str, Any], unit: float) -> Iterator[Figure]:
 
 
 def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid, str]:
-    """Return a grid with fewer rounds, and what was reduced, in words.
+    """Return a grid with fewer rounds, and a text on how many.
 
     Args:
         grid: the grid.
@@ -180,18 +180,18 @@ def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid
         InputError: the factor is outside (0, 1].
     """
     if not 0 < factor <= 1:
-        raise InputError(f"--scale {factor:g}", "a factor above 0 and at most 1", "give for example --scale 0.1")
+        raise InputError(f"--scale {factor:g}", "a factor above 0 and at most 1", "give 0.1 for a tenth of the rounds")
     full = grid.requested.get("rounds")
     if full is None:
         full = resolved(grid.bundle, protocol, grid.requested.get("presets", ()))["rounds"]
     rounds = max(1, math.ceil(factor * int(full) - 1e-9))
-    told = f"{rounds} of {full} rounds" if rounds < int(full) else f"all {full} rounds"
+    text = f"{rounds} of {full} rounds" if rounds < int(full) else f"all {full} rounds"
     requested = {**grid.requested, "rounds": rounds}
-    return Grid(grid.bundle, grid.entries, grid.partitions, grid.seeds, grid.options, grid.config, requested), told
+    return replace(grid, requested=requested), text
 
 
 def beside(table: PaperTable, found: Comparison, labels: Mapping[str, str]) -> list[list[str]]:
-    """Return rows (partition, method, metric, ours, published, difference) for what is published, in percent.
+    """Return rows (partition, method, metric, ours, published, difference) for the published figures, in percent.
 
     Args:
         table: the table.
@@ -201,16 +201,16 @@ def beside(table: PaperTable, found: Comparison, labels: Mapping[str, str]) -> l
     rows = []
     for row in found.rows:
         run = next(iter(row.runs.values()))
-        name, count = _name(table, labels, row), len(run.run["partition"]["sites"])
-        for figure in table.published(run.run["bundle"], row.partition, name, count).values():
-            rows.append([row.partition, *_told(figure, _spread(table, found, row, figure.metric))])
+        name, count = _name(table, labels, row), len(run.record["partition"]["sites"])
+        for figure in table.published(run.record["bundle"], row.partition, name, count).values():
+            rows.append([row.partition, *_cells(figure, _spread(table, found, row, figure.metric))])
     return rows
 
 
 def averages(table: PaperTable, found: Sequence[tuple[Comparison, Mapping[str, str]]]) -> list[list[str]]:
-    """Return rows as `beside` does for what is published as the mean over all grids and partitions of a bundle.
+    """Return rows as `beside` for figures published as the mean over all grids and partitions of a bundle.
 
-    Ours is given where a seed has all of them; its spread is that of the seeds.
+    Ours is the mean over the seeds that have all of them.
 
     Args:
         table: the table.
@@ -228,11 +228,11 @@ def averages(table: PaperTable, found: Sequence[tuple[Comparison, Mapping[str, s
             for row in comparison.rows:
                 for seed, run in row.runs.items():
                     value = _ours(run, figure.metric, table.round)
-                    same = run.run["bundle"] == figure.bundle and _name(table, labels, row) == figure.name
+                    same = run.record["bundle"] == figure.bundle and _name(table, labels, row) == figure.name
                     if same and value is not None:
                         by_seed.setdefault(seed, []).append(value)
         means = [statistics.fmean(values) for values in by_seed.values() if len(values) == wanted]
-        rows.append([AVERAGE, *_told(figure, Spread.of(means))])
+        rows.append([AVERAGE, *_cells(figure, MeanSd.of(means))])
     return rows
 
 
@@ -240,33 +240,33 @@ def _name(table: PaperTable, labels: Mapping[str, str], row: Row) -> str:
     return table.names.get(labels.get(row.method, row.method), row.method)
 
 
-def _told(figure: Figure, ours: Spread | None) -> list[str]:
+def _cells(figure: Figure, ours: MeanSd | None) -> list[str]:
     """Return method, metric, ours, published and the difference as text."""
 
     def text(value: float, form: str = "") -> str:
         return f"{value:{form}.5g}" if figure.metric in COUNTS else f"{100 * value:{form}.1f}"
 
-    shown = "–" if ours is None else text(ours.mean) + (f" ± {text(ours.sd)}" if ours.count > 1 or ours.sd else "")
-    theirs = text(figure.mean) + (f" ± {text(figure.sd)}" if figure.sd is not None else "")
-    apart = "–" if ours is None else text(ours.mean - figure.mean, "+")
-    return [figure.name, figure.metric, shown, theirs, apart]
+    our_text = "–" if ours is None else text(ours.mean) + (f" ± {text(ours.sd)}" if ours.count > 1 or ours.sd else "")
+    published = text(figure.mean) + (f" ± {text(figure.sd)}" if figure.sd is not None else "")
+    difference = "–" if ours is None else text(ours.mean - figure.mean, "+")
+    return [figure.name, figure.metric, our_text, published, difference]
 
 
-def _spread(table: PaperTable, found: Comparison, row: Row, metric: str) -> Spread | None:
-    """Return our mean over the seeds, with the sd over the seeds, or the mean of the runs' sds over their sites."""
+def _spread(table: PaperTable, found: Comparison, row: Row, metric: str) -> MeanSd | None:
+    """Return our mean over the seeds; its sd is over the seeds, or the mean of the runs' sds over their sites."""
     if metric == "rounds_to_fedavg":
         with suppress(InputError):  # FedAvg is not among the runs
             return found.to_reach(row, found.target_value("fedavg", row.partition)).rounds
         return None
     values = [value for run in row.runs.values() if (value := _ours(run, metric, table.round)) is not None]
-    ours = Spread.of(values)
+    ours = MeanSd.of(values)
     if ours is not None and table.spread == "sites" and metric.startswith("sites"):
-        spreads = [Spread.of([*_at_sites(run, metric).values()]) for run in row.runs.values()]
+        spreads = [MeanSd.of([*_at_sites(run, metric).values()]) for run in row.runs.values()]
         ours = replace(ours, sd=statistics.fmean([spread.sd for spread in spreads if spread is not None]))
     return ours
 
 
-def _ours(run: RunFolder, metric: str, when: str) -> float | None:
+def _ours(run: RunFiles, metric: str, when: str) -> float | None:
     """Return our value of a published metric, None where this run has none."""
     kind, _, site = metric.partition(":")
     if kind.partition("_")[0] in ("site", "sites"):
@@ -282,12 +282,12 @@ def _ours(run: RunFolder, metric: str, when: str) -> float | None:
     return None if value is None else float(value)
 
 
-def _at_sites(run: RunFolder, kind: str) -> dict[str, float]:
+def _at_sites(run: RunFiles, kind: str) -> dict[str, float]:
     """Return the test metric of `site_METRIC` or `sites_METRIC` of each site's judged model after the last round."""
     return run.site_values(run.judged, kind.partition("_")[2] or run.key)
 
 
-def _sent(run: RunFolder, metric: str) -> float | None:
+def _sent(run: RunFiles, metric: str) -> float | None:
     if not run.rounds:
         return None
     last = run.rounds[-1]

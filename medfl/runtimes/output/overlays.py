@@ -13,7 +13,7 @@ from medfl.evaluation.metrics import Cases
 from medfl.report import overlays
 from medfl.report.dice_strip import dice_strips
 from medfl.report.overlays import Example
-from medfl.report.pictures import Picture
+from medfl.report.picture import Picture
 from medfl.runtimes.federation import Federation
 
 SITES = 60
@@ -52,7 +52,7 @@ def drawn(
         ]
         median = float(np.nanmedian(list(dice[site].values())))
         structures = _structures(federation, max(masks.classes for masks in made.values()))
-        yield overlays.masks(f"masks-{safe_file_name(site)}", site, examples, structures, median)
+        yield overlays.mask_overlays(f"masks-{safe_file_name(site)}", site, examples, structures, median)
 
 
 def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:

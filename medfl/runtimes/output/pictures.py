@@ -22,8 +22,10 @@ from medfl.evaluation.metrics import Cases
 from medfl.methods._parts.extras import Synthetic
 from medfl.methods._parts.prototypes import DISTANCES, features
 from medfl.networks.heads import entering_head, head
-from medfl.report import pictures
-from medfl.report.pictures import Floats, Labels, Picture
+from medfl.report import model_plots
+from medfl.report.model_plots import Labels
+from medfl.report.picture import Floats, Picture
+from medfl.report.saved_pictures import generated_grids
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import overlays, worst
 from medfl.training.layers import evaluating
@@ -51,7 +53,7 @@ class Pictures:
             layer = _linear_head(federation.networks.lease(federation.networks.initial))
             found = getattr(layer, "embeddings", None)
             if isinstance(found, Tensor) and found.ndim == 3 and len(found) == len(classes):
-                self._keep(pictures.similarities(found.double().mean(1).cpu().numpy(), classes), 0)
+                self._keep(model_plots.text_similarities(found.double().mean(1).cpu().numpy(), classes), 0)
 
     def after(self, round_: int, server: State) -> None:
         """Draw generated images of each class, if the method makes any and they are not those of the last picture."""
@@ -62,7 +64,7 @@ class Pictures:
         images = made.images.float().cpu().numpy()
         mark = hashlib.sha256(images.tobytes()).hexdigest()
         if mark != self._mark:
-            self._keep(pictures.generated(images, classes, round_, mark), round_)
+            self._keep(model_plots.generated_grid(images, classes, round_, mark), round_)
             self._mark = mark
 
     def finish(self, round_: int, server: State) -> None:
@@ -72,7 +74,7 @@ class Pictures:
             for name, value in entry.get("observed", {}).items():
                 if name in DISTANCES:
                     seen.setdefault(name, []).append((entry["round"], value))
-        drawn = pictures.distances(seen)
+        drawn = model_plots.prototype_distances(seen)
         if drawn is not None:
             self._keep(drawn, round_)
         federation, classes = self.federation, self.federation.task.classes
@@ -91,9 +93,11 @@ class Pictures:
                 images = Stacked([{}] * len(asked), made.inputs, asked)
                 synthetic, made_labels = self._read(network, Shard.of(images, range(len(asked))))
         some, of = real[:_MAPPED], labels[:_MAPPED]
-        for picture in pictures.maps(some, of, synthetic, made_labels, classes, derive(seed, "pictures"), round_):
+        for picture in model_plots.feature_maps(
+            some, of, synthetic, made_labels, classes, derive(seed, "pictures"), round_
+        ):
             self._keep(picture, round_)
-        spectrum = pictures.spectrum(real, labels, classes, round_)
+        spectrum = model_plots.spectrum(real, labels, classes, round_)
         if spectrum is not None:
             self._keep(spectrum, round_)
 
@@ -157,7 +161,7 @@ def _linear_head(network: nn.Module) -> nn.Module | None:
 
 def _last_mark(folder: RunFolder, done: int) -> str:
     """Return the mark of the last committed grid; a picture that cannot be read is none."""
-    earlier = [path for round_, path in pictures.grids(folder.path) if round_ <= done]
+    earlier = [path for round_, path in generated_grids(folder.path) if round_ <= done]
     try:
         return Picture.read(earlier[-1]).mark if earlier else ""
     except OSError:

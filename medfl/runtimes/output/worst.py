@@ -10,7 +10,8 @@ from torch import Tensor
 from medfl.data.prepared import Geometry, Shard
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.slices import planes
-from medfl.report.pictures import WORST, Picture, single
+from medfl.report.picture import Picture, image_picture
+from medfl.report.saved_pictures import WORST
 from medfl.runtimes.federation import Federation
 
 
@@ -46,7 +47,7 @@ def drawn(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Pictur
         predicted = int(chances.argmax())
         wrong = label != predicted
         true, taken = (_name(federation, c, len(chances)) for c in (label, predicted))
-        yield single(
+        yield image_picture(
             f"worst-{rank:02d}",
             plane.image,
             f"{true}, taken for {taken}" if wrong else f"{true}, rightly",

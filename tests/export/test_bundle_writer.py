@@ -28,10 +28,9 @@ from medfl.core.seeding import stream
 from medfl.core.storage import load_weights, save_weights
 from medfl.export import checks as export_checks
 from medfl.export import formats as export_formats
-from medfl.export import writing
+from medfl.export.bundle_writer import _BundleWriter, _NetworkDefinition, export
 from medfl.export.checks import SCHEMA, problems
-from medfl.export.formats import Session, chosen
-from medfl.export.writing import export
+from medfl.export.formats import OnnxNetwork, parse_formats
 from medfl.networks.heads import head
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
@@ -162,7 +161,7 @@ def test_every_format_gives_what_the_network_gives(bundle: Path, plain: Path) ->
     """Measured again, on other images and with batches of other sizes than in the export."""
     network = Bundle("mednist", SMALL).network().eval()
     network.load_state_dict(load_weights(plain / "weights.safetensors"))
-    scripted, session = torch.jit.load(bundle / "models" / "model.ts"), Session(bundle / "models" / "model.onnx")
+    scripted, session = torch.jit.load(bundle / "models" / "model.ts"), OnnxNetwork(bundle / "models" / "model.onnx")
     for size in (1, 5):
         images = torch.randn(size, 1, 20, 20, generator=torch.Generator().manual_seed(size))
         with torch.no_grad():
@@ -374,13 +373,17 @@ def test_a_moved_phantom_is_drawn_again(plain: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_what_does_not_pass(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medfl.export.writing.problems", lambda folder, data: ["LICENSE is missing"])
+    monkeypatch.setattr("medfl.export.bundle_writer.problems", lambda folder, data: ["LICENSE is missing"])
     with pytest.raises(RunError, match="does not pass its checks: LICENSE is missing; nothing was kept"):
         export(plain, tmp_path / "bundle", formats=())
     monkeypatch.setitem(export_formats.LIMITS, "torchscript", -1.0)
     with pytest.raises(RunError, match=r"model.ts differs from the network by .*; leave it out with --formats"):
         export(plain, tmp_path / "bundle", formats=("torchscript",))
-    monkeypatch.setattr(writing._Export, "_named", lambda self, network: writing._Named("torchscript", {}))
+    monkeypatch.setattr(
+        _BundleWriter,
+        "_network_definition",
+        lambda self, network: _NetworkDefinition("torchscript", {}),
+    )
     with pytest.raises(RunError, match="differs from the network by .*; it has no other form, so this model cannot be"):
         export(plain, tmp_path / "bundle", formats=("torchscript",))
     assert list(tmp_path.iterdir()) == []
@@ -418,14 +421,14 @@ def test_folders_that_are_no_runs_or_are_in_use(plain: Path, personal: Path, tmp
 
 
 def test_formats_are_a_list_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen("onnx, torchscript") == ("onnx", "torchscript")
-    assert chosen("none") == ()
+    assert parse_formats("onnx, torchscript") == ("onnx", "torchscript")
+    assert parse_formats("none") == ()
     with pytest.raises(InputError, match="--formats tensorrt; a list of torchscript, onnx, or none"):
-        chosen("tensorrt")
+        parse_formats("tensorrt")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert chosen("torchscript") == ("torchscript",)
+    assert parse_formats("torchscript") == ("torchscript",)
     with pytest.raises(InputError, match=r'without onnx, .*; pip install "medfl\[export\]"; install it, or use '):
-        chosen("torchscript,onnx")
+        parse_formats("torchscript,onnx")
 
 
 # The checks
@@ -468,7 +471,7 @@ def test_files_are_listed_with_their_hashes(copy: Path, monkeypatch: pytest.Monk
 
 
 def test_large_files_are_named_for_the_zoo(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medfl.export.writing.LARGE", 100_000)
+    monkeypatch.setattr("medfl.export.bundle_writer.LARGE", 100_000)
     monkeypatch.setattr(export_checks, "LARGE", 100_000)
     done = export(plain, tmp_path / "bundle", formats=())["bundles"][0]
     listed = yaml.safe_load((tmp_path / "bundle" / "large_files.yml").read_text())["large_files"]

@@ -14,8 +14,9 @@ import pytest
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
 from medfl.core.errors import InputError
-from medfl.report import RunFolder, pictures, write_report
-from medfl.report.outcomes import Outcomes, outcomes
+from medfl.report import RunFiles, write_report
+from medfl.report.picture import image_picture
+from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
 from tests.support.run_folders import CLASSES, Make, Page, build, render
 
 
@@ -32,8 +33,8 @@ def change(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def found(folder: Path) -> Outcomes:
-    made = outcomes(RunFolder.read(folder))
+def found(folder: Path) -> PredictionAnalysis:
+    made = analyse_predictions(RunFiles.read(folder))
     assert made is not None
     return made
 
@@ -44,7 +45,7 @@ def test_metrics_of_the_last_round_have_intervals_and_say_how(make: Make) -> Non
     low, high = found(folder).intervals["balanced_accuracy"]
     assert words(page).count(f"95 % interval {low:.3f} to {high:.3f}") >= 1
     assert "1000 draws, the 120 test cases drawn again with replacement within each reference class" in words(page)
-    read = RunFolder.read(folder).predictions
+    read = RunFiles.read(folder).predictions
     assert read is not None
     point = balanced_accuracy_score(read.label, read.predicted)
     assert low < point < high
@@ -71,7 +72,7 @@ def test_draws_are_those_of_the_runs_seed(make: Make) -> None:
 def test_roc_and_calibration_are_those_of_scikit_learn(make: Make) -> None:
     folder = make(rounds=1)
     made = found(folder)
-    read = made.found
+    read = made.predictions
     assert read.probabilities is not None
     roc = made.roc()
     assert roc is not None
@@ -125,7 +126,7 @@ def test_worst_cases_are_shown_with_their_words(make: Make) -> None:
     folder = make(rounds=1)
     (folder / "pictures").mkdir()
     for rank in (2, 1):
-        made = pictures.single(f"worst-{rank:02d}", np.full((8, 6), 0.5), f"class {rank} <b>", "confidence 0.9; 医院")
+        made = image_picture(f"worst-{rank:02d}", np.full((8, 6), 0.5), f"class {rank} <b>", "confidence 0.9; 医院")
         (folder / "pictures" / f"{made.name}.png").write_bytes(made.png)
     text, page = render(folder)
     assert "holds no pictures" not in page.text

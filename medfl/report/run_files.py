@@ -1,4 +1,4 @@
-"""What a run folder holds, read once and checked."""
+"""The files of a run folder, read once and checked."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from medfl.core.errors import InputError
 from medfl.evaluation import metrics
-from medfl.report import forms
+from medfl.report import record_types
 
-_RUN_FOLDER = "a folder that `medfl run` wrote"
-_NEEDED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
+_SOURCE = "a folder that `medfl run` wrote"
+_REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
 KINDS = (("received", "Global model"), ("personal", "Personalised"), ("local", "Local only"))
 """The models that a site's test items are scored with, and their titles."""
 POOLED = {
@@ -28,20 +28,20 @@ POOLED = {
     "sites": ("site_models", "Each site's model", ("mean", "sd")),
     "local": ("local", "Local models", ("mean", "sd")),
 }
-"""Kind -> its key in summary.json, its title, and what is told of it."""
+"""Kind -> its key in summary.json, its title, and the entries below that key."""
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What the judged models predict for N test cases.
+    """The predictions of the judged models for N test cases.
 
     Attributes:
         ids: of the cases.
-        sites: whose each case is, "" where nobody's.
-        label: (N,) reference classes; empty where the task is no classification.
-        predicted: (N,) most probable classes; empty likewise.
+        sites: the site of each case, "" where it has none.
+        label: (N,) reference classes; empty for other tasks than classification.
+        predicted: (N,) most probable classes; likewise.
         probabilities: (N, K), None where the file has none.
-        scores: metric -> (N,) of other tasks, NaN where a case has none.
+        scores: for other tasks metric -> (N,), NaN where a case has none.
     """
 
     ids: Sequence[str]
@@ -53,90 +53,108 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """What a run folder holds, read once; `summary` and `predictions` are None where the run did not get that far.
+class RunFiles:
+    """The files of a run folder; `summary` and `predictions` are None where the run did not get that far.
 
     Attributes:
-        sites: one dict per site as in `sites.csv`, blank cells left out.
+        record: `run.json`.
+        rounds: the lines of `rounds.jsonl`.
+        sites: the rows of `sites.csv` without blank cells.
     """
 
     path: Path
-    run: Mapping[str, Any]
+    record: Mapping[str, Any]
     rounds: Sequence[Mapping[str, Any]]
     sites: Sequence[Mapping[str, str]]
     summary: Mapping[str, Any] | None
     predictions: Predictions | None
 
     @classmethod
-    def read(cls, path: Path) -> RunFolder:
-        """Read a run folder.
+    def read(cls, path: Path) -> RunFiles:
+        """Read the files of a run folder.
 
         Raises:
             InputError: the folder is not a run's, or a file in it is damaged; the file is named.
         """
         if not (path / "run.json").is_file():
-            raise InputError(f"{path} has no run.json", f"a report is made from {_RUN_FOLDER}", "check the path")
-        run = _object(path / "run.json", (path / "run.json").read_bytes())
-        missing = [name for name in _NEEDED if name not in run]
+            raise InputError(f"{path} has no run.json", f"a report is made from {_SOURCE}", "check the path")
+        file = path / "run.json"
+        record = _object(file, file.read_bytes())
+        missing = [name for name in _REQUIRED if name not in record]
         if missing:
-            raise damaged(path / "run.json", f"lacks {', '.join(missing)}")
-        _check(path / "run.json", run, forms.RUN)
-        for entry in run.get("resumed") or ():
-            _check(path / "run.json", {**dict.fromkeys(forms.RESUMED), **entry}, forms.RESUMED, "resumed.")
-        if any(count < 0 for counts in (run.get("site_class_counts") or {}).values() for count in counts):
-            raise damaged(path / "run.json", "has a negative count under site_class_counts")
-        if run["data"].get("source") not in ("real", "phantom"):
-            raise damaged(path / "run.json", "does not say whether its data are real or phantom")
+            raise damaged(file, f"lacks {', '.join(missing)}")
+        _check(file, record, record_types.RUN)
+        for entry in record.get("resumed") or ():
+            _check(file, {**dict.fromkeys(record_types.RESUMED), **entry}, record_types.RESUMED, "resumed.")
+        if any(count < 0 for counts in (record.get("site_class_counts") or {}).values() for count in counts):
+            raise damaged(file, "has a negative count under site_class_counts")
+        if record["data"].get("source") not in ("real", "phantom"):
+            raise damaged(file, "does not say whether its data are real or phantom")
         file = path / "summary.json"
         summary = _object(file, file.read_bytes()) if file.is_file() else None
-        _check(file, summary or {}, forms.SUMMARY)
+        _check(file, summary or {}, record_types.SUMMARY)
         return cls(
             path,
-            run,
+            record,
             _read_rounds(path / "rounds.jsonl"),
             [{name: cell for name, cell in row.items() if cell} for _, row in _read_csv(path / "sites.csv")],
             summary,
-            _read_predictions(path / "predictions.csv", len(run.get("classes") or ())),
+            _read_predictions(path / "predictions.csv", len(record.get("classes") or ())),
         )
 
     @property
     def key(self) -> str:
         """The metric by which the run is judged."""
-        return str(self.run["key_metric"])
+        return str(self.record["key_metric"])
+
+    @property
+    def method(self) -> str:
+        """The name of its method."""
+        return str(self.record["method"])
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of its method."""
+        return self.record.get("options") or {}
+
+    @property
+    def partition(self) -> str:
+        """The spec of its partition."""
+        return str(self.record["partition"].get("spec"))
 
     @property
     def phantom(self) -> bool:
         """Whether the images were drawn by a program."""
-        return bool(self.run["data"]["source"] == "phantom")
+        return bool(self.record["data"]["source"] == "phantom")
 
     @property
     def public(self) -> Mapping[str, Any] | None:
         """The run's public data, None where it used none."""
-        found: Mapping[str, Any] | None = self.run.get("public")
-        return found
+        public: Mapping[str, Any] | None = self.record.get("public")
+        return public
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds asked for are there, with a summary."""
-        return self.summary is not None and len(self.rounds) >= int(self.run["rounds"])
+        """Whether all requested rounds and the summary are there."""
+        return self.summary is not None and len(self.rounds) >= int(self.record["rounds"])
 
     @property
     def judged(self) -> str:
-        """The kind of model the run is judged by: "received" (the global model) or "personal"."""
+        """The kind of model by which the run is judged: "received" (the global model) or "personal"."""
         source = self.summary or (self.rounds[-1] if self.rounds else {})
         return "personal" if source.get("judged") == "personal" else "received"
 
     @cached_property
     def site_names(self) -> tuple[str, ...]:
         """The sites in the order of `sites.csv`, or of the partition before that file exists."""
-        return tuple(row["site"] for row in self.sites) or tuple(self.run["partition"].get("sites", ()))
+        return tuple(row["site"] for row in self.sites) or tuple(self.record["partition"].get("sites", ()))
 
     def size(self, site: str, section: str) -> int:
         """Return how many items of a section the site has."""
-        return len(self.run["partition"].get("sites", {}).get(site, {}).get(section, ()))
+        return len(self.record["partition"].get("sites", {}).get(site, {}).get(section, ()))
 
     def site_values(self, kind: str, metric: str) -> dict[str, float]:
-        """Return the test metric of each site that has it; `kind` is received, personal or local."""
+        """Return site -> test metric of the sites that have it; `kind` is received, personal or local."""
         column = f"{kind}_{metric}"
         try:
             values = {row["site"]: float(row[column]) for row in self.sites if column in row}
@@ -151,28 +169,39 @@ class RunFolder:
         """
         if self.summary is None:
             return []
-        given = {kind: self.summary.get(name) for kind, (name, _, _) in POOLED.items()}
-        if not any(given.values()):
-            given[self.judged] = self.summary
+        by_kind = {kind: self.summary.get(name) for kind, (name, _, _) in POOLED.items()}
+        if not any(by_kind.values()):
+            by_kind[self.judged] = self.summary
         return [
-            (kind, what, got[what])
-            for kind, got in given.items() if got
-            for what in POOLED[kind][2] if got.get(what) and (what != "sd" or len(self.site_names) > 1)
+            (kind, what, entries[what])
+            for kind, entries in by_kind.items() if entries
+            for what in POOLED[kind][2] if entries.get(what) and (what != "sd" or len(self.site_names) > 1)
         ]  # fmt: skip
 
+    def progress(self) -> list[tuple[int, float, float, float]]:
+        """Return (round, bytes so far, seconds so far, key metric) of the rounds whose validation metric is known."""
+        points, sent, seconds = [], 0.0, 0.0
+        for entry in self.rounds:
+            sent += entry.get("bytes_up", 0) + entry.get("bytes_down", 0)
+            seconds += entry.get("seconds", 0)
+            value = (entry.get("val") or {}).get(self.key)
+            if value is not None:
+                points.append((int(entry["round"]), sent, seconds, float(value)))
+        return points
+
     def title(self, metric: str) -> str:
-        """Return a metric's name with its unit, as people write it; older runs do not say which unit it is."""
-        known = (self.summary or {}).get("units") or {}
-        unit = known.get(metric, "mm or pixels" if metric == "hd95" else "")
+        """Return a metric's title with its unit, which older runs do not state."""
+        units = (self.summary or {}).get("units") or {}
+        unit = units.get(metric, "mm or pixels" if metric == "hd95" else "")
         return f"{metrics.title(metric)} ({unit})" if unit else metrics.title(metric)
 
     def metric_names(self) -> list[str]:
         """Return the names of all pooled metrics, the key metric first, then in the order of `metrics.METRICS`."""
-        found = {name for _, _, values in self.pooled() for name in values}
-        if not found:
-            found = {name for entry in self.rounds[-1:] for name in entry.get("val") or {}}
-        known = [name for name in metrics.METRICS if name in found and name != self.key]
-        return [self.key, *known, *sorted(found - {"round", self.key, *known})]
+        names = {name for _, _, values in self.pooled() for name in values}
+        if not names:
+            names = {name for entry in self.rounds[-1:] for name in entry.get("val") or {}}
+        known = [name for name in metrics.METRICS if name in names and name != self.key]
+        return [self.key, *known, *sorted(names - {"round", self.key, *known})]
 
 
 def _read_rounds(path: Path) -> list[Mapping[str, Any]]:
@@ -186,14 +215,14 @@ def _read_rounds(path: Path) -> list[Mapping[str, Any]]:
     if any("round" not in entry for entry in rounds):
         raise damaged(path, "has a line without a round number")
     for entry in rounds:
-        _check(path, entry, forms.ROUND)
+        _check(path, entry, record_types.ROUND)
     return rounds
 
 
-def _check(path: Path, document: Mapping[str, Any], form: Mapping[str, Any], within: str = "") -> None:
-    """Raise the error of a damaged file unless what a report reads of it is of its kind."""
-    for wrong in forms.odd(document, form, within):
-        raise damaged(path, wrong)
+def _check(path: Path, document: Mapping[str, Any], types: Mapping[str, Any], within: str = "") -> None:
+    """Raise the error of a damaged file if an entry has another type than a report reads."""
+    for error in record_types.type_errors(document, types, within):
+        raise damaged(path, error)
 
 
 def _read_csv(path: Path) -> list[tuple[int, dict[str, str]]]:
@@ -217,10 +246,12 @@ def _read_predictions(path: Path, classes: int) -> Predictions | None:
     rows = _read_csv(path)
     columns = list(rows[0][1]) if rows else []
     ids, sites = [row.get("id", "") for _, row in rows], [row.get("site", "") for _, row in rows]
-    nothing = np.zeros(0, np.int64)
-    if not classes or (columns and "predicted" not in columns):  # scores of cases, no classes
+    no_classes = np.zeros(0, np.int64)
+    if not classes or (columns and "predicted" not in columns):  # scores instead of classes
         names = [name for name in columns if name not in ("id", "site")]
-        return Predictions(ids, sites, nothing, nothing, None, {name: _numbers(path, rows, name) for name in names})
+        return Predictions(
+            ids, sites, no_classes, no_classes, None, {name: _numbers(path, rows, name) for name in names}
+        )
     pairs = []
     for number, row in rows:
         try:
@@ -230,13 +261,13 @@ def _read_predictions(path: Path, classes: int) -> Predictions | None:
         if not all(0 <= value < classes for value in pair):
             raise damaged(path, f"line {number} has a class outside 0 to {classes - 1}")
         pairs.append(pair)
-    found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    chances = [name for name in columns if name.startswith("p_")]
-    known = len(chances) == classes  # else written by something older
-    probabilities = np.stack([_numbers(path, rows, name) for name in chances], 1) if known else None
+    label, predicted = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    names = [name for name in columns if name.startswith("p_")]
+    complete = len(names) == classes  # files of older versions lack some
+    probabilities = np.stack([_numbers(path, rows, name) for name in names], 1) if complete else None
     if probabilities is not None and not ((probabilities >= 0) & (probabilities <= 1)).all():
         raise damaged(path, "has a probability that is not between 0 and 1")
-    return Predictions(ids, sites, found[:, 0], found[:, 1], probabilities, {})
+    return Predictions(ids, sites, label, predicted, probabilities, {})
 
 
 def _numbers(path: Path, rows: Sequence[tuple[int, Mapping[str, str]]], name: str) -> NDArray[np.float64]:
@@ -249,14 +280,14 @@ def _numbers(path: Path, rows: Sequence[tuple[int, Mapping[str, str]]], name: st
 
 def _object(path: Path, data: bytes, where: str = "") -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        document = json.loads(data)
     except ValueError as error:
         raise damaged(path, f"is not JSON{where} ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise damaged(path, f"holds no JSON object{where}")
-    return found
+    return document
 
 
 def damaged(path: Path, what: str) -> InputError:
     """Return the error that names a file of a run folder and what is wrong with it."""
-    return InputError(f"{path} {what}", f"a report is made from {_RUN_FOLDER}", "restore the file or repeat the run")
+    return InputError(f"{path} {what}", f"a report is made from {_SOURCE}", "restore the file or repeat the run")

@@ -1,6 +1,6 @@
-"""What an exported bundle says of itself: metadata.json, docs/README.md and docs/medfl.json, the record of the run.
+"""The descriptions in an exported bundle: metadata.json, docs/README.md and docs/medfl.json, the record of the run.
 
-No path of this machine and no item's name goes into them.
+They contain no path of the local machine and no item's name.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.open import PHANTOM
 from medfl.core.run import Run
-from medfl.export.formats import Agreement, Seen, tiny
+from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunResult
 
-PHANTOM_SAID = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
+PHANTOM_NOTE = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
 _SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
-_PLACE = re.compile(r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspace/))[\w.+%@~/\\-]+""")
-"""A folder or file of this machine: not one of the bundle, not a URL, not the zoo's /workspace."""
+_LOCAL_PATH = re.compile(r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspace/))[\w.+%@~/\\-]+""")
+"""A path of the local machine: not of the bundle, no URL, not the zoo's /workspace."""
 _DEFAULTS = {
     "supported_apps": {},
     "intended_use": "Research only: not for diagnosis or any other clinical use.",
@@ -50,7 +50,7 @@ _TENSOR = {
 
 
 def scores(result: RunResult, model: Model) -> dict[str, float]:
-    """Return the test metrics of a model; of an interrupted run those of its newest validation.
+    """Return the test metrics of a model; of an interrupted run the metrics of its last validation.
 
     A personal model has those of its own site's items.
     """
@@ -59,12 +59,12 @@ def scores(result: RunResult, model: Model) -> dict[str, float]:
             return {}
         with (result.path / "sites.csv").open() as file:
             row = next((row for row in csv.DictReader(file) if row["site"] == model.site), {})
-        named = {k.removeprefix("personal_"): v for k, v in row.items() if k.startswith("personal_") and v}
-        return _finite({key: float(value) for key, value in named.items()})
+        personal = {k.removeprefix("personal_"): v for k, v in row.items() if k.startswith("personal_") and v}
+        return _finite({key: float(value) for key, value in personal.items()})
     if result.summary is not None:
-        found = (result.summary.get("global") or {}).get(result.which) or {}
-        return _finite({key: value for key, value in found.items() if key != "round"})
-    entry = next((one for one in result.folder.rounds() if one["round"] == result.round), {})
+        pooled = (result.summary.get("global") or {}).get(result.which) or {}
+        return _finite({key: value for key, value in pooled.items() if key != "round"})
+    entry = next((entry for entry in result.folder.rounds() if entry["round"] == result.round), {})
     return _finite({f"validation_{key}": value for key, value in (entry.get("val_global") or {}).items()})
 
 
@@ -74,7 +74,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def counts(run: Run, model: Model) -> dict[str, int]:
-    """Return how many items were trained, validated and tested on: by all, or at the model's site."""
+    """Return how many items each section has, at all sites or at the model's site."""
     sites = [run.partition.sites[model.site]] if model.site else list(run.partition.sites.values())
     return {section: sum(len(site.get(section, ())) for site in sites) for section in ("train", "validate", "test")}
 
@@ -82,71 +82,71 @@ def counts(run: Run, model: Model) -> dict[str, int]:
 # The record of the run
 
 
-def record(result: RunResult) -> dict[str, Any]:
-    """Return run.json and summary.json without places of this machine and without the items' names."""
+def run_record(result: RunResult) -> dict[str, Any]:
+    """Return run.json and summary.json without paths of the local machine and without the items' names."""
     run = {**result.document, **result.run.to_dict(), "device": result.document.get("device", "cpu")}
     run = {key: value for key, value in run.items() if key not in ("bundle_path", "site_class_counts")}
     run["data"] = {key: value for key, value in run["data"].items() if key != "folder"}
     sites = {name: {s: len(ids) for s, ids in sections.items()} for name, sections in run["partition"]["sites"].items()}
-    spec = _placeless(run["partition"]["spec"])
+    spec = _without_paths(run["partition"]["spec"])
     run["partition"] = {**run["partition"], "spec": spec, "notes": [], "sites": sites}
     run["command"] = _command(str(run.get("command", "")))
     if run.get("resumed"):
-        run["resumed"] = [{**one, "command": _command(str(one.get("command", "")))} for one in run["resumed"]]
+        run["resumed"] = [{**entry, "command": _command(str(entry.get("command", "")))} for entry in run["resumed"]]
     if run.get("public"):
         data = {key: value for key, value in run["public"]["data"].items() if key != "folder"}
         run["public"] = {**run["public"], "data": data, "teachers": [digest for _, digest in run["public"]["teachers"]]}
     run["run_hash"] = result.run_hash
-    return {"run": _placeless(run), "summary": _placeless(result.summary)}
+    return {"run": _without_paths(run), "summary": _without_paths(result.summary)}
 
 
 def _command(text: str) -> str:
-    """Return a command without the folders that it names."""
+    """Return a command with DIR instead of its folders."""
     try:
         words = shlex.split(text)
     except ValueError:
         return ""
-    made = []
+    replaced = []
     for before, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")
         if before in ("--out", "--data", "--from") and word != PHANTOM:
-            made.append("DIR")
+            replaced.append("DIR")
         elif equals and name in ("--out", "--data", "--from") and value != PHANTOM:
-            made.append(f"{name}=DIR")
+            replaced.append(f"{name}=DIR")
         else:
-            made.append(_placeless(word))
-    return shlex.join(made)
+            replaced.append(_without_paths(word))
+    return shlex.join(replaced)
 
 
-def _placeless(node: Any) -> Any:
-    """Return plain values with DIR in the place of every absolute path."""
+def _without_paths(node: Any) -> Any:
+    """Return plain values with DIR instead of every absolute path."""
     if isinstance(node, Mapping):
-        return {key: _placeless(value) for key, value in node.items()}
+        return {key: _without_paths(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        return [_placeless(value) for value in node]
-    return _PLACE.sub("DIR", node) if isinstance(node, str) else node
+        return [_without_paths(value) for value in node]
+    return _LOCAL_PATH.sub("DIR", node) if isinstance(node, str) else node
 
 
 def options(run: Run) -> dict[str, Any]:
-    """Return the method's options that are not its defaults, without places of this machine."""
-    usual = methods.values_of(methods.load(run.method))
-    return {name: value for name, value in every_option(run).items() if name not in usual or usual[name] != value}
+    """Return the method's options that are not its defaults, without paths of the local machine."""
+    defaults = methods.values_of(methods.load(run.method))
+    return {name: value for name, value in all_options(run).items() if name not in defaults or defaults[name] != value}
 
 
-def every_option(run: Run) -> dict[str, Any]:
-    """Return the method's options without places of this machine."""
-    found: dict[str, Any] = _placeless(run.options)
-    return found
+def all_options(run: Run) -> dict[str, Any]:
+    """Return the method's options without paths of the local machine."""
+    values: dict[str, Any] = _without_paths(run.options)
+    return values
 
 
 # metadata.json
 
 
-def describe(
+def bundle_metadata(
     source: Mapping[str, Any],
     result: RunResult,
     model: Model,
-    seen: Seen,
+    seen: ShapeRecorder,
     agreements: Mapping[str, Agreement],
     kind: str,
 ) -> dict[str, Any]:
@@ -155,35 +155,35 @@ def describe(
     Args:
         source: its metadata, {} where it has none.
         result: the run.
-        model: what is exported.
-        seen: what inference gave the network.
-        agreements: format -> how far it is from the network.
-        kind: "configuration", "medfl" or "torchscript": how the network is named in the configuration.
+        model: the exported model.
+        seen: inputs and outputs of the network in inference.
+        agreements: format -> differences from the network.
+        kind: "configuration", "medfl" or "torchscript": how the configuration defines the network.
     """
-    run, made = result.run, {"schema": _SCHEMA, **_DEFAULTS, **deepcopy(dict(source))}
-    version = _next(str(made.get("version", "0.0.0")))
-    made["version"] = version
-    made["changelog"] = {version: title(result, model), **dict(made.get("changelog") or {})}
-    made |= {f"{short}_version": _version(name) for short, name in _PACKAGES.items()}
-    wanted = {**dict(made.pop("optional_packages_version", {})), **dict(made.get("required_packages_version") or {})}
-    wanted |= {"medfl": ""} if kind == "medfl" else {}
-    made["required_packages_version"] = {name: _version(name) or str(old) for name, old in wanted.items()}
-    made["name"] = f"{made.get('name') or run.bundle}, federated ({run.method})"
+    run, meta = result.run, {"schema": _SCHEMA, **_DEFAULTS, **deepcopy(dict(source))}
+    version = _next(str(meta.get("version", "0.0.0")))
+    meta["version"] = version
+    meta["changelog"] = {version: title(result, model), **dict(meta.get("changelog") or {})}
+    meta |= {f"{short}_version": _version(name) for short, name in _PACKAGES.items()}
+    packages = {**dict(meta.pop("optional_packages_version", {})), **dict(meta.get("required_packages_version") or {})}
+    packages |= {"medfl": ""} if kind == "medfl" else {}
+    meta["required_packages_version"] = {name: _version(name) or str(old) for name, old in packages.items()}
+    meta["name"] = f"{meta.get('name') or run.bundle}, federated ({run.method})"
     phantom = run.data.source == PHANTOM
-    judged = {
-        "data": PHANTOM_SAID if phantom else f"real test images: {made['data_source']}",
+    about = {
+        "data": PHANTOM_NOTE if phantom else f"real test images: {meta['data_source']}",
         "items": counts(run, model)["test"],
     }
-    made["eval_metrics"] = {**judged, **scores(result, model)}
-    made["network_data_format"] = _format(made.get("network_data_format") or {}, seen)
-    made["medfl"] = {
+    meta["eval_metrics"] = {**about, **scores(result, model)}
+    meta["network_data_format"] = _data_format(meta.get("network_data_format") or {}, seen)
+    meta["medfl"] = {
         "method": run.method, "options": options(run), "round": model.round, "which": result.which,
-        "site": model.site, "sites": len(run.partition.sites), "partition": _placeless(run.partition.spec),
+        "site": model.site, "sites": len(run.partition.sites), "partition": _without_paths(run.partition.spec),
         "data_source": run.data.source, "finished": result.finished, "run_hash": result.run_hash, "network": kind,
         "agreement": {name: asdict(found) for name, found in agreements.items()},
     }  # fmt: skip
-    order = [key for key in ("schema", "version", "changelog") if key in made]
-    return {key: made[key] for key in [*order, *(key for key in made if key not in order)]}
+    order = [key for key in ("schema", "version", "changelog") if key in meta]
+    return {key: meta[key] for key in [*order, *(key for key in meta if key not in order)]}
 
 
 _PACKAGES = {"monai": "monai", "pytorch": "torch", "numpy": "numpy"}
@@ -203,7 +203,7 @@ def _next(version: str) -> str:
 
 
 def title(result: RunResult, model: Model) -> str:
-    """Say in one line what is exported."""
+    """Return in one line what is exported."""
     run, phantom = result.run, " of a PHANTOM (drawn images)" if result.run.data.source == PHANTOM else ""
     whose = f"the model of site {model.site}" if model.site else "the global model"
     best = " (best by validation)" if result.which == "best" else ""
@@ -212,9 +212,9 @@ def title(result: RunResult, model: Model) -> str:
     return f"weights of {whose} after round {model.round}{best}{stopped}: {run.method}, {many} sites{phantom}"
 
 
-def _format(given: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
-    """Return network_data_format with the shapes that were seen, and whatever else was left open."""
-    inputs, outputs = (deepcopy(dict(given.get(part) or {})) for part in ("inputs", "outputs"))
+def _data_format(source: Mapping[str, Any], seen: ShapeRecorder) -> dict[str, Any]:
+    """Return network_data_format with the recorded shapes, and defaults for what the source bundle leaves open."""
+    inputs, outputs = (deepcopy(dict(source.get(part) or {})) for part in ("inputs", "outputs"))
     for part, name, which in ((inputs, "image", 0), (outputs, "pred", 1)):
         shapes = seen.shapes[0][which]
         tensor = {**_TENSOR, **dict(part.get(name) or {})}
@@ -225,13 +225,13 @@ def _format(given: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
             channels = {str(index): f"channel {index}" for index in range(shapes[1])}
         tensor["channel_def"] = channels
         part[name] = tensor
-    return {**given, "inputs": inputs, "outputs": outputs}
+    return {**source, "inputs": inputs, "outputs": outputs}
 
 
 # Files
 
 
-def listed(folder: Path) -> dict[str, dict[str, Any]]:
+def weight_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return bytes and sha256 of each file of weights, by its path."""
     files = sorted(path for path in (folder / "models").iterdir() if path.is_file())
     return {
@@ -255,10 +255,10 @@ def readme(
     Args:
         meta: the content of metadata.json.
         result: the run.
-        model: what is exported.
+        model: the exported model.
         file: name of the inference configuration, "" if there is none.
         content: of that file.
-        notes: what else a user should know.
+        notes: further remarks for the user.
     """
     run = result.run
     environment = jinja2.Environment(
@@ -266,7 +266,7 @@ def readme(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         autoescape=False,
     )  # fmt: skip
-    environment.filters |= {"sized": _sized, "tiny": tiny}
+    environment.filters |= {"sized": _sized, "tiny": format_difference}
     steps = (content.get("preprocessing") or {}).get("transforms") or []
     text = environment.get_template("export_readme.md.j2").render(
         meta=meta,
@@ -278,23 +278,23 @@ def readme(
         paper=methods.load(run.method).paper,
         options=options(run),
         phantom=run.data.source == PHANTOM,
-        phantom_said=PHANTOM_SAID,
+        phantom_note=PHANTOM_NOTE,
         counts=counts(run, model),
         scores=scores(result, model),
         steps=[target_name(step) for step in steps if isinstance(step, Mapping)] if isinstance(steps, list) else [],
-        partition=_placeless(run.partition.spec),
+        partition=_without_paths(run.partition.spec),
         command=_command(str(result.document.get("command", ""))),
         tags=tags(meta, run),
         notes=notes,
         inference=file,
-        data_notes=_placeless(run.data.notes),
+        data_notes=_without_paths(run.data.notes),
         channels=list(meta["network_data_format"]["outputs"]["pred"]["channel_def"].values()),
     )
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
 def tags(meta: Mapping[str, Any], run: Run) -> list[str]:
-    """Return words to find the bundle by."""
+    """Return the tags of the bundle."""
     image = meta["network_data_format"]["inputs"]["image"]
     modality = [str(image["modality"])] if image["modality"] not in ("n/a", "") else []
     return ["federated learning", run.method, *modality, *([str(meta["data_type"])] if "data_type" in meta else [])]
@@ -302,8 +302,8 @@ def tags(meta: Mapping[str, Any], run: Run) -> list[str]:
 
 def large_files(folder: Path, limit: int) -> str:
     """Return large_files.yml for the files above the zoo's limit, "" if there are none."""
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > limit]
-    large = [(path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in found]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > limit]
+    large = [(path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
     if not large:
         return ""
     lines = [

@@ -1,4 +1,4 @@
-"""Of what kind the entries of a run's records are that a report reads; one that is not there is no fault."""
+"""The types of the entries of a run's files that a report reads; an entry that is missing is no error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from medfl.core.type_checks import describe_type, matches_type
 
 _METRICS = dict[str, float | None] | None
 _BY_ROUND = dict[str, dict[str, float | None] | None] | None
-_NAMED = dict[str, Any] | None
+_OBJECT = dict[str, Any] | None
 RUN: Mapping[str, Any] = {
     "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": int, "classes": list[str] | None,
-    "options": _NAMED, "config": _NAMED, "versions": dict[str, str] | None, "command": str | None,
-    "run_hash": str | None, "site_class_counts": dict[str, list[int]] | None, "public": _NAMED,
+    "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": str | None,
+    "run_hash": str | None, "site_class_counts": dict[str, list[int]] | None, "public": _OBJECT,
     "data": {
         "source": str, "folder": str | None, "checksum": str | None, "split": str | None,
         "counts": dict[str, int] | None, "notes": list[str] | None,
@@ -40,16 +40,16 @@ SUMMARY: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def odd(document: Mapping[str, Any], form: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """Yield what is wrong with entries of a record, as "has 'x' under rounds, where a whole number belongs"."""
-    for name, kind in form.items():
+def type_errors(document: Mapping[str, Any], types: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Yield the entries of a wrong type, as "has 'x' under rounds, where a whole number belongs"."""
+    for name, expected in types.items():
         if name not in document:
             continue
         value, where = document[name], f"{within}{name}"
-        if isinstance(kind, Mapping):
+        if isinstance(expected, Mapping):
             if not isinstance(value, Mapping):
                 yield f"has {value!r:.60} under {where}, where a dict belongs"
             else:
-                yield from odd(value, kind, f"{where}.")
-        elif not matches_type(value, kind) or (kind is float and not math.isfinite(value)):
-            yield f"has {value!r:.60} under {where}, where {describe_type(kind)} belongs"
+                yield from type_errors(value, expected, f"{where}.")
+        elif not matches_type(value, expected) or (expected is float and not math.isfinite(value)):
+            yield f"has {value!r:.60} under {where}, where {describe_type(expected)} belongs"

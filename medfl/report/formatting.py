@@ -1,4 +1,4 @@
-"""Numbers and names as a report and its table write them."""
+"""Numbers and names as text for a report and its table."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def signed(value: float) -> str:
 
 
 def interval(ends: tuple[float, float] | None) -> str:
-    """Return the ends of an interval, nothing where there is none, a dash where no draw differs from another."""
+    """Return the ends of an interval, "" where there is none, a dash where all draws are equal."""
     if ends is None:
         return ""
     return "–" if math.isclose(*ends, rel_tol=1e-9) else f"{number(ends[0])} to {number(ends[1])}"
 
 
 def sd(spread: Mapping[str, Any]) -> str:
-    """Return the standard deviation of `metrics.spread`, a dash for one site: it says nothing about others."""
+    """Return the standard deviation of `metrics.spread`, a dash for a single site."""
     return number(spread["sd"]) if spread["count"] > 1 else "–"
 
 
 def count(value: float) -> str:
-    """Return a whole number with its thousands apart."""
+    """Return a whole number with thousands separators."""
     return f"{int(value):,}".replace(",", "\u202f")
 
 
@@ -44,7 +44,7 @@ def size(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """Return a number of seconds, as minutes or hours where it is many."""
+    """Return a number of seconds, from two minutes on as minutes or hours."""
     if value < 120:
         return f"{value:.3g} s"
     minutes = round(value / 60)
@@ -52,7 +52,7 @@ def duration(value: float) -> str:
 
 
 def plain(text: str, width: int = 24) -> str:
-    """Make a user's name safe for a terminal and cut it to a width."""
+    """Return a name that is safe for a terminal, cut to a width."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= width else text[: width - 1] + "…"
 

@@ -1,7 +1,8 @@
-"""`medfl export`: a run's result as a MONAI bundle that stands on its own.
+"""`medfl export`: the result of a run as a self-contained MONAI bundle.
 
-The source bundle with the settings of the run, the weights in four formats, the measured agreement of these, and a
-description. It is written beside its place, read back, checked (`medfl.export.checks`) and only then put there.
+It has the configuration of the source bundle with the settings of the run, the weights in four formats with their
+measured agreement, and a description. It is written to a temporary folder, read back, checked (`medfl.export.checks`)
+and only then renamed to `out`.
 """
 
 from __future__ import annotations
@@ -28,17 +29,34 @@ from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.export import network as exported
 from medfl.export.checks import LARGE, problems
-from medfl.export.configs import Rewritten, adapted, starting, without_start
-from medfl.export.formats import FILES, LIMITS, Agreement, Seen, agreement, quiet, tiny, write
-from medfl.export.images import Images, plain, same_predictions, test_images
-from medfl.export.texts import as_json, describe, every_option, large_files, listed, readme, record
+from medfl.export.configs import EditedConfig, network_of_method, network_with_weights, network_without_weights
+from medfl.export.descriptions import (
+    all_options,
+    as_json,
+    bundle_metadata,
+    large_files,
+    readme,
+    run_record,
+    weight_files,
+)
+from medfl.export.formats import (
+    FILES,
+    LIMITS,
+    Agreement,
+    ShapeRecorder,
+    format_difference,
+    measure_agreement,
+    quiet,
+    write,
+)
+from medfl.export.images import Images, same_predictions, test_images, without_metadata
 from medfl.runs.networks_of_run import CPU, WHICH, Model, RunResult
 
-_SCRIPTED = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
-_START = "$@bundle_root + '/models/model.safetensors'"
+_TORCHSCRIPT = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
+_INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
 _NO_OTHER = "it has no other form, so this model cannot be exported"
-_EXACT = 1e-6
-_SAME = {True: 2e-4, False: 1e-2}  # a GPU's convolutions are less exact than the CPU's
+_SAME_NETWORK = 1e-6  # difference of outputs
+_SAME_PREDICTIONS = {True: 2e-4, False: 1e-2}  # computed on a CPU or on a GPU, which is less exact
 
 
 def export(
@@ -51,23 +69,23 @@ def export(
     data: str | None = None,
     say: Print = str,
 ) -> dict[str, Any]:
-    """Write a run's model as a MONAI bundle; several sites' models as one bundle each, below `out`.
+    """Write a run's model as a MONAI bundle; the models of several sites as one bundle each, below `out`.
 
     Args:
-        run: folder of the run; it may have been interrupted, which the bundle says.
+        run: folder of the run; the bundle states it where the run was interrupted.
         out: new or empty folder.
         which: "last" or "best" (by validation).
         site: whose model, of a method that makes one for each site; "all" for everybody's; None for the global model.
         formats: of "torchscript" and "onnx"; a state dict and safetensors are always written.
-        data: folder of the run's images, where it has moved.
+        data: folder of the run's images, where they have moved.
         say: where lines for the user go.
 
     Returns:
-        What was written and measured, for JSON.
+        The written files and the measured differences, for JSON.
 
     Raises:
-        InputError: no such run, model or site, or `out` is in use; nothing was written.
-        RunError: a format differs from the network by more than its limit, or a check fails; nothing is left.
+        InputError: no such run, model or site, or `out` is in use; nothing is written.
+        RunError: a format differs from the network by more than its limit, or a check fails; nothing is written.
     """
     run, out = Path(run), Path(out)
     if which not in WHICH:
@@ -81,8 +99,8 @@ def export(
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
         temporary.mkdir(parents=True)
-        made = [
-            _Export(
+        documents = [
+            _BundleWriter(
                 result, model, temporary / safe_file_name(model.site) if several else temporary, formats, data, say
             ).write()
             for model in models
@@ -94,9 +112,9 @@ def export(
         raise RunError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for one, model in zip(made, models, strict=True):
-        one["folder"] = str(out / safe_file_name(model.site) if several else out)
-    return {"run": str(run), "run_hash": result.run_hash, "data_source": result.run.data.source, "bundles": made}
+    for document, model in zip(documents, models, strict=True):
+        document["folder"] = str(out / safe_file_name(model.site) if several else out)
+    return {"run": str(run), "run_hash": result.run_hash, "data_source": result.run.data.source, "bundles": documents}
 
 
 def _refuse_used(out: Path) -> None:
@@ -108,15 +126,15 @@ def _refuse_used(out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Named:
-    """How a configuration names the network: "configuration", "medfl" with arguments, or "torchscript"."""
+class _NetworkDefinition:
+    """How a configuration defines the network: "configuration" (as it is), "medfl" with arguments, or "torchscript"."""
 
     kind: str
     arguments: Mapping[str, Any]
 
 
-class _Export:
-    """One bundle in the making."""
+class _BundleWriter:
+    """Writes one bundle."""
 
     def __init__(
         self, result: RunResult, model: Model, folder: Path, formats: Sequence[str], data: str | None, say: Print
@@ -129,11 +147,11 @@ class _Export:
         self.activation = partial(
             _probabilities, self.task.kind, getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
         )
-        self.place = str(self.bundle.get("dataset_dir")) if self._has_place() else None
+        self.data_folder = str(self.bundle.get("dataset_dir")) if self._has_data_folder() else None
         self.notes: list[str] = []
 
-    def _has_place(self) -> bool:
-        """Tell whether the bundle says where its images are."""
+    def _has_data_folder(self) -> bool:
+        """Tell whether the bundle's training configuration names the folder of its images."""
         file = config_file(self.root, "train")
         return file is not None and "dataset_dir" in read(file)
 
@@ -144,39 +162,39 @@ class _Export:
     def write(self) -> dict[str, Any]:
         """Write everything and check it."""
         network = self.model.network.eval()
-        seen = Seen(network)
+        seen = ShapeRecorder(network)
         with torch.no_grad():
             for x in self.images.inputs:
                 self.inferer(x, seen)
         same = self._recorded(network)
-        named = self._named(network)
+        definition = self._network_definition(network)
         for folder in ("configs", "models", "docs"):
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
-        agreements = self._formats(network, seen, named)
-        self._weights(network, named)
-        files = listed(self.folder)
-        self._configurations(named, files["models/model.safetensors"]["sha256"])
-        self._others()
-        meta = describe(self.bundle.metadata, self.result, self.model, seen, agreements, named.kind)
+        agreements = self._formats(network, seen, definition)
+        self._weights(network, definition)
+        files = weight_files(self.folder)
+        self._configurations(definition, files["models/model.safetensors"]["sha256"])
+        self._copy_files()
+        meta = bundle_metadata(self.bundle.metadata, self.result, self.model, seen, agreements, definition.kind)
         meta["medfl"]["files"] = files
-        meta["medfl"]["measured_on"] = "test images of the run" if self.images.own else "drawn images"
+        meta["medfl"]["measured_on"] = "test images of the run" if self.images.from_run else "drawn images"
         self._write("configs/metadata.json", as_json(meta))
         self._read_back(network)
         self._describe(meta)
-        found = problems(self.folder, self.place)
-        if found:
-            raise RunError(f"the export does not pass its checks: {', '.join(found[:3])}; nothing was kept")
+        failures = problems(self.folder, self.data_folder)
+        if failures:
+            raise RunError(f"the export does not pass its checks: {', '.join(failures[:3])}; nothing was kept")
         return {
             "site": self.model.site, "round": self.model.round, "which": self.result.which,
-            "finished": self.result.finished, "network": named.kind, "measured_on": meta["medfl"]["measured_on"],
+            "finished": self.result.finished, "network": definition.kind, "measured_on": meta["medfl"]["measured_on"],
             "agreement": meta["medfl"]["agreement"], "predictions": same, "eval_metrics": meta["eval_metrics"],
             "version": meta["version"], "files": files, "notes": self.notes,
         }  # fmt: skip
 
     def _recorded(self, network: nn.Module) -> dict[str, Any] | None:
-        """Compare the network with what the run predicted; another one is never exported in its place."""
+        """Compare the network with the run's predictions; raise a RunError where they differ."""
         same = same_predictions(network, self.result, self.model, self.images)
-        limit = _SAME[self.result.computed_on_cpu]
+        limit = _SAME_PREDICTIONS[self.result.computed_on_cpu]
         if same and not same["largest_difference"] <= limit:
             raise RunError(
                 f"the model differs from the run's predictions.csv by {same['largest_difference']:.1e} on "
@@ -184,15 +202,15 @@ class _Export:
             )
         return same
 
-    # How the network is named
+    # How the network is definition
 
-    def _named(self, network: nn.Module) -> _Named:
+    def _network_definition(self, network: nn.Module) -> _NetworkDefinition:
         try:
-            with stream(0, "export"):  # what is drawn is replaced, but the caller's generator is left as it was
-                plain_one = self.bundle.network().to(CPU)
-            plain_one.load_state_dict(network.state_dict())
-            if self._equal(network, plain_one):
-                return _Named("configuration", {})
+            with stream(0, "export"):  # keeps the caller's generator
+                unchanged = self.bundle.network().to(CPU)
+            unchanged.load_state_dict(network.state_dict())
+            if self._equal(network, unchanged):
+                return _NetworkDefinition("configuration", {})
         except RuntimeError:  # other tensors: the method changed it
             pass
         run = self.result.run
@@ -200,61 +218,66 @@ class _Export:
             arguments = self._arguments()
             try:
                 with stream(0, "export"):
-                    like = exported.network(self.bundle.network().to(CPU), **arguments)
-                like.load_state_dict(exported.complete(network).state_dict())
-                if self._equal(network, like):
-                    return _Named("medfl", arguments)
+                    rebuilt = exported.network(self.bundle.network().to(CPU), **arguments)
+                rebuilt.load_state_dict(exported.complete(network).state_dict())
+                if self._equal(network, rebuilt):
+                    return _NetworkDefinition("medfl", arguments)
             except RuntimeError:
                 pass
         if "torchscript" not in self.formats:
             raise InputError(
                 f"--formats {','.join(self.formats) or 'none'} with method {run.method!r}",
-                "its network can only be named as TorchScript",
+                "its network can only be definition as TorchScript",
                 "add torchscript",
             )
-        return _Named("torchscript", {})
+        return _NetworkDefinition("torchscript", {})
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of `medfl.exported.network`; all options, so that no later default takes their place."""
-        run, asked = self.result.run, list[list[int]]()
+        """Return the arguments of `medfl.exported.network`, with all options, so that later defaults change nothing."""
+        run, shapes = self.result.run, list[list[int]]()
 
         def embeddings(plm: str) -> Tensor:
-            found = self.task.embeddings(plm)
-            asked.append(list(found.shape))
-            return found
+            values = self.task.embeddings(plm)
+            shapes.append(list(values.shape))
+            return values
 
         task = Task(self.task.kind, self.task.classes, embeddings)
         with stream(0, "export"):
             self.result.method.adapt(self.bundle.network(), task)
-        found = {"method": run.method, "options": every_option(run), "task": task.kind, "classes": list(task.classes)}
-        return {**found, **({"embeddings": asked[0]} if asked else {})}
+        arguments = {
+            "method": run.method,
+            "options": all_options(run),
+            "task": task.kind,
+            "classes": list(task.classes),
+        }
+        return {**arguments, **({"embeddings": shapes[0]} if shapes else {})}
 
     @torch.no_grad()
     def _equal(self, network: nn.Module, other: nn.Module) -> bool:
         other.eval()
-        found = agreement(network, other, self.images.inputs, self.inferer, self.activation, _EXACT, "")
-        return found.outputs <= _EXACT
+        found = measure_agreement(network, other, self.images.inputs, self.inferer, self.activation, _SAME_NETWORK, "")
+        return found.outputs <= _SAME_NETWORK
 
     # Files
 
-    def _formats(self, network: nn.Module, seen: Seen, named: _Named) -> dict[str, Agreement]:
-        found = {}
+    def _formats(self, network: nn.Module, seen: ShapeRecorder, definition: _NetworkDefinition) -> dict[str, Agreement]:
+        agreements = {}
         for kind in self.formats:
-            only = {"instead": _NO_OTHER} if named.kind == kind else {}
-            found[kind] = write(
+            only = {"instead": _NO_OTHER} if definition.kind == kind else {}
+            agreements[kind] = write(
                 kind, network, seen, self.folder / FILES[kind],
                 images=self.images.inputs, inferer=self.inferer, activation=self.activation, **only,
             )  # fmt: skip
-            one = found[kind]
+            measured = agreements[kind]
             self.say(
-                f"{kind} ({one.how}): differs by {tiny(one.probabilities)} (outputs {tiny(one.outputs)}) on "
-                f"{one.images} images"
+                f"{kind} ({measured.how}): differs by {format_difference(measured.probabilities)} "
+                f"(outputs {format_difference(measured.outputs)}) on {measured.images} images"
             )
-        return found
+        return agreements
 
-    def _weights(self, network: nn.Module, named: _Named) -> None:
+    def _weights(self, network: nn.Module, definition: _NetworkDefinition) -> None:
         state = network.state_dict()
-        if named.kind == "torchscript":
+        if definition.kind == "torchscript":
             with quiet():
                 loaded: Any = torch.jit.load(str(self.folder / FILES["torchscript"]))  # type: ignore[no-untyped-call]
             state = loaded.state_dict()
@@ -262,54 +285,55 @@ class _Export:
         torch.save(state, self.folder / "models" / "model.pt")
         save_weights(self.folder / "models" / "model.safetensors", state)
 
-    def _configurations(self, named: _Named, sha256: str) -> None:
-        run, known = self.result.run, self.bundle.is_shipped
-        changes = {**run.config, **self.model.config, **({"split": run.data.split} if known else {})}
+    def _configurations(self, definition: _NetworkDefinition, sha256: str) -> None:
+        run, split = self.result.run, {"split": self.result.run.data.split} if self.bundle.is_shipped else {}
+        changes = {**run.config, **self.model.config, **split}
         for stem in ("train", "evaluate", "inference", "federated"):
             source = config_file(self.root, stem)
             if source is None:
                 continue
-            file = Rewritten(source)
+            file = EditedConfig(source)
             if stem != "federated":
                 for key, value in changes.items():
                     if key != "dataset_dir":
                         file.set(key, value)
-                self._local_data(file)
-                self._network_def(file, stem, named, sha256)
+                self._replace_data_folder(file)
+                self._network_def(file, stem, definition, sha256)
             self._write(f"configs/{source.name}", file.text())
         if config_file(self.root, "inference") is None:
             self.notes.append("The source bundle has no inference configuration, so this one has none either.")
 
-    def _local_data(self, file: Rewritten) -> None:
-        """Forget where the images lie on this machine."""
-        place = file.get("dataset_dir")
-        if isinstance(place, str) and place[:1] in "/~" and not place.startswith("/workspace/"):
+    def _replace_data_folder(self, file: EditedConfig) -> None:
+        """Replace a data folder of the local machine."""
+        folder = file.get("dataset_dir")
+        if isinstance(folder, str) and folder[:1] in "/~" and not folder.startswith("/workspace/"):
             file.set("dataset_dir", "$@bundle_root + '/data'" if "bundle_root" in file else "data")
 
-    def _network_def(self, file: Rewritten, stem: str, named: _Named, sha256: str) -> None:
+    def _network_def(self, file: EditedConfig, stem: str, definition: _NetworkDefinition, sha256: str) -> None:
         node = file.get("network_def")
         if node is None:
-            if named.kind != "configuration" and stem == "train":
+            if definition.kind != "configuration" and stem == "train":
                 raise InputError(
                     f"bundle {self.bundle.name!r} has no id 'network_def', and method {self.result.run.method!r} "
                     "changed its network",
-                    "this id is where an export names it",
-                    "call the network of the bundle network_def",
+                    "an export defines the network under this id",
+                    "give the network of the bundle's train configuration the id network_def",
                 )
             return
-        trained = stem == "train"
-        if named.kind == "torchscript":
-            if not trained:
-                file.set("network_def", _SCRIPTED)
+        for_training = stem == "train"
+        if definition.kind == "torchscript":
+            if not for_training:
+                file.set("network_def", _TORCHSCRIPT)
             return
-        node = adapted(node, named.arguments) if named.kind == "medfl" else without_start(node)
-        if trained and "bundle_root" in file:
-            node = starting(node, sha256)
+        of_method = definition.kind == "medfl"
+        node = network_of_method(node, definition.arguments) if of_method else network_without_weights(node)
+        if for_training and "bundle_root" in file:
+            node = network_with_weights(node, sha256)
             if "initial_weights" not in file:
-                file.insert("initial_weights", _START, before="network_def")
+                file.insert("initial_weights", _INITIAL_WEIGHTS, before="network_def")
         file.set("network_def", node)
 
-    def _others(self) -> None:
+    def _copy_files(self) -> None:
         """Copy licence, embeddings and the bundle's own Python."""
         for name in ("LICENSE", "docs/data_license.txt"):
             if (self.root / name).is_file():
@@ -332,7 +356,7 @@ class _Export:
         content = read(inference) if inference else {}
         name = inference.name if inference else ""
         self._write("docs/README.md", readme(meta, self.result, self.model, name, content, self.notes))
-        self._write("docs/medfl.json", as_json(record(self.result)))
+        self._write("docs/medfl.json", as_json(run_record(self.result)))
         if text := large_files(self.folder, LARGE):
             self._write("large_files.yml", text)
 
@@ -342,12 +366,12 @@ class _Export:
     # Reading it back
 
     def _read_back(self, network: nn.Module) -> None:
-        """See that the written configuration and weights are the network, and read images as validation did."""
+        """Check that the written configuration and weights give the network; note where images are read otherwise."""
         file = config_file(self.folder, "inference")
         if file is None:
             return
-        place = {"dataset_dir": self.place} if self.place and "dataset_dir" in read(file) else {}
-        config = Configuration(self.folder, [file], place, read(self.folder / "configs" / "metadata.json"), CPU)
+        overrides = {"dataset_dir": self.data_folder} if self.data_folder and "dataset_dir" in read(file) else {}
+        config = Configuration(self.folder, [file], overrides, read(self.folder / "configs" / "metadata.json"), CPU)
         if "network_def" in config:
             with quiet():
                 written = config.content("network_def")
@@ -355,12 +379,12 @@ class _Export:
             if not self._equal(network, written):
                 raise RunError(f"configs/{file.name} with models/model.pt is not the network of the run")
         if "preprocessing" in config and self.images.entries:
-            reads = config.content("preprocessing")
-            alike = [
-                torch.equal(plain(reads(entry)["image"])[None].float(), x.float())
+            preprocess = config.content("preprocessing")
+            same = [
+                torch.equal(without_metadata(preprocess(entry)["image"])[None].float(), x.float())
                 for entry, x in zip(self.images.entries, self.images.inputs, strict=True)
             ]
-            if not all(alike):
+            if not all(same):
                 self.notes.append(
                     f"configs/{file.name} reads images in another way than validation did in the run: its predictions "
                     "may differ from those that were scored."
@@ -368,7 +392,7 @@ class _Export:
 
 
 def _probabilities(task: str, ends_in_sigmoid: bool, outputs: Tensor) -> Tensor:
-    """Return probabilities of outputs (B, K[, ...]); of tasks without classes the outputs."""
+    """Return the probabilities of outputs (B, K[, ...]); in tasks without classes the outputs."""
     if task == "other" or ends_in_sigmoid:
         return outputs
     return outputs.sigmoid() if outputs.shape[1] == 1 else outputs.softmax(1)

@@ -1,0 +1,188 @@
+"""One picture of a run: a PNG file with its title and caption inside, and how all of them are drawn."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from medfl.core.errors import InputError
+from medfl.core.storage import write_atomic
+from medfl.data.partition.table import shorten
+from medfl.report.style import INK, SOFT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
+
+GRID_NAME = re.compile(r"generated-\d+")
+WIDTH, _DPI = 4.8, 200  # inches and dots of a plot: twice what a column of the report is wide
+LETTER = 0.085  # inches a letter takes
+ENTRY = 28  # letters of a legend's entry; two fit beside each other
+_THUMBNAIL = 256  # pixels of the longer side of a single image, at most
+_COLUMNS, _ROWS = 2, 6  # of a legend; more rows make the figure higher
+_STYLE: dict[Any, Any] = {"text.parse_math": False, "font.size": 10, "axes.edgecolor": SOFT, "axes.labelcolor": INK}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture; its title and caption are kept inside the PNG file.
+
+    Attributes:
+        name: file name without its ending.
+        png: the file.
+        title: what it shows, in one line.
+        caption: how to read it.
+        mark: of its content, by which pictures are sorted or found unchanged.
+    """
+
+    name: str
+    png: bytes
+    title: str
+    caption: str
+    mark: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> Picture:
+        """Read a picture that medfl wrote.
+
+        Raises:
+            OSError: it cannot be read, or is no whole PNG file.
+        """
+        png = path.read_bytes()
+        try:
+            with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
+                image.load()
+                texts = dict(getattr(image, "text", {}))
+        except (
+            OSError,
+            SyntaxError,
+            ValueError,
+            Image.DecompressionBombError,
+        ) as error:  # which one depends on the damage
+            raise OSError(f"{path.name} is no whole PNG file") from error
+        title = str(texts.get("Title", path.stem))
+        return cls(path.stem, png, title, str(texts.get("Description", "")), str(texts.get("Mark", "")))
+
+    @property
+    def pixels(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The picture as (H, W, 3)."""
+        with Image.open(io.BytesIO(self.png)) as image:
+            return np.asarray(image.convert("RGB"))
+
+    @property
+    def kind(self) -> str:
+        """The name without a round."""
+        return "generated" if GRID_NAME.fullmatch(self.name) else self.name
+
+
+def image_picture(name: str, image: Floats, title: str, caption: str) -> Picture:
+    """Return one image as a picture, with its title and caption; a large one is made smaller.
+
+    Args:
+        name: file name without its ending.
+        image: (H, W) or (H, W, 3) in 0 to 1.
+        title: what it shows.
+        caption: more of it.
+    """
+    texts, file = PngInfo(), io.BytesIO()
+    for key, text in (("Title", title), ("Description", caption), ("Mark", "")):
+        texts.add_itxt(key, text)
+    thumbnail = Image.fromarray((255 * np.nan_to_num(image).clip(0, 1)).round().astype(np.uint8))
+    thumbnail.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    thumbnail.save(file, format="png", pnginfo=texts)
+    return Picture(name, file.getvalue(), title, caption)
+
+
+def plot(
+    name: str, title: str, caption: str, draw: Callable[[Figure, Axes], None], height: float, mark: str = ""
+) -> Picture:
+    """Return a picture with one axes below its title, filled by `draw`; its height is in inches."""
+
+    def fill(figure: Figure) -> None:
+        figure.set_layout_engine("compressed")
+        figure.suptitle(title, size=11, weight="bold", color=INK)
+        axes = figure.subplots()
+        axes.tick_params(labelcolor=INK, color=SOFT)
+        draw(figure, axes)
+
+    return render(name, title, caption, (WIDTH, height), fill, mark=mark)
+
+
+def render(
+    name: str,
+    title: str,
+    caption: str,
+    size: tuple[float, float],
+    fill: Callable[[Figure], None],
+    *,
+    dpi: int = _DPI,
+    mark: str = "",
+) -> Picture:
+    """Return a picture of this size in inches, drawn by `fill`."""
+    import matplotlib as mpl  # here: importing it takes longer than most verbs of the command line
+    from matplotlib.figure import Figure
+
+    texts = {"Title": title, "Description": caption, "Mark": mark, "Software": None}
+    file = io.BytesIO()
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=size, dpi=dpi, facecolor="white")  # not pyplot's
+        fill(figure)
+        figure.savefig(file, format="png", metadata={key: text for key, text in texts.items() if text != ""})
+    return Picture(name, file.getvalue(), title, caption, mark)
+
+
+def require_png(file: Path, flag: str) -> None:
+    """Raise an InputError if the file that a flag names does not end in .png."""
+    if file.suffix.lower() != ".png":
+        raise InputError(f"{flag} {file}", f"the {flag[2:]} are a PNG file", f"give {file.with_suffix('.png')}")
+
+
+def write_png(picture: Picture, file: Path) -> Path:
+    """Write a picture and return its path."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, picture.png)
+    return file
+
+
+def plain_axes(axes: Axes) -> None:
+    """Style axes with a grey grid across and without a frame at the top and right."""
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def colours(count: int) -> list[Any]:
+    """Return distinct colours."""
+    import matplotlib as mpl
+
+    if count <= 10:
+        return [mpl.colormaps["tab10"](index) for index in range(count)]
+    return [mpl.colormaps["turbo"](index / (count - 1)) for index in range(count)]
+
+
+def add_legend(figure: Figure, entries: Sequence[tuple[Any, str]], synthetic: bool = False, title: str = "") -> None:
+    """Add a legend below: a colour for each entry and, with `synthetic`, the markers of real and generated items."""
+    from matplotlib.lines import Line2D
+
+    def handle(colour: Any, marker: str, text: str) -> Line2D:
+        return Line2D([], [], linestyle="", marker=marker, color=colour, label=text, markersize=7)
+
+    handles = [handle(colour, "o", shorten(text, ENTRY)) for colour, text in entries]
+    if synthetic:
+        handles += [handle(SOFT, "o", "test items"), handle(SOFT, "^", "generated")]
+    extra_rows = max(0, (len(handles) + 1) // _COLUMNS - _ROWS)
+    figure.set_figheight(figure.get_figheight() + 0.2 * extra_rows)  # else a long legend takes the axes' room
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=_COLUMNS, frameon=False, fontsize=9, labelcolor=INK,
+        title=title or None, title_fontproperties={"size": 9}, columnspacing=1.2, handletextpad=0.2,
+    )  # fmt: skip

@@ -1,0 +1,194 @@
+"""The test predictions of a run analysed: confusion, ROC, calibration, intervals, and the worst cases."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medfl.core.seeding import derive
+from medfl.evaluation import bootstrap, calibration, metrics, roc
+from medfl.evaluation.bootstrap import Interval
+from medfl.report import charts, formatting
+from medfl.report.run_files import RunFiles
+from medfl.report.saved_pictures import WORST
+
+_MAX_SITES, _MAX_CLASSES = 12, 12  # of the single sites' confusion matrices: more cannot be read
+_FEW = 5  # cases of a class: with fewer its share of an interval means nothing
+
+
+class PredictionAnalysis:
+    """The predictions of a run's judged models for the test cases, as numbers for the page.
+
+    Args:
+        run: with predictions, of at least one case.
+    """
+
+    def __init__(self, run: RunFiles) -> None:
+        """Take the run."""
+        assert run.predictions is not None
+        self.run, self.predictions = run, run.predictions
+        self.classes: list[str] = list(run.record.get("classes") or ())
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether the cases have classes."""
+        return bool(len(self.predictions.label))
+
+    @cached_property
+    def _times(self) -> NDArray[np.int32]:
+        strata = self.predictions.label if self.is_classification else np.zeros(len(self.predictions.ids), np.int64)
+        return bootstrap.draw(strata, derive(int(self.run.record.get("seed") or 0), "report", "intervals"))
+
+    @cached_property
+    def _areas(self) -> NDArray[np.float64]:
+        assert self.predictions.probabilities is not None
+        return bootstrap.areas(self.predictions.label, self.predictions.probabilities, self._times)
+
+    @cached_property
+    def intervals(self) -> dict[str, Interval]:
+        """Metric -> its interval over draws of the test cases."""
+        cases = self.predictions
+        if not self.is_classification:
+            return bootstrap.means(cases.scores, self._times)
+        ends = bootstrap.classification(cases.label, cases.predicted, None, len(self.classes), self._times)
+        if cases.probabilities is not None:
+            area = bootstrap.interval(_mean(self._areas))
+            ends |= {"auroc": area} if area else {}
+        return ends
+
+    def describe_intervals(self) -> str:
+        """Return how the intervals are made."""
+        cases = f"{len(self.predictions.ids)} test cases"
+        if not self.is_classification:
+            draws, few = f"the {cases} drawn again with replacement", []
+        else:
+            draws = f"the {cases} drawn again with replacement within each reference class, so that every draw has each"
+            sizes = np.bincount(self.predictions.label, minlength=len(self.classes))
+            few = [name for name, n in zip(self.classes, sizes, strict=True) if 0 < n < _FEW]
+        text = (
+            f"Intervals are {100 * bootstrap.LEVEL:g} % percentile bootstrap intervals of the judged model after the "
+            f"last round: {bootstrap.DRAWS} draws, {draws}. They say how much hangs on these test cases, not on the "
+            "training; where a patient has several images, the true ones are wider."
+        )
+        if any(formatting.interval(ends) == "–" for ends in self.intervals.values()):
+            text += " A dash: all draws give the same, which is no interval."
+        return text + (f" Too narrow, for want of cases, as regards {', '.join(few)}." if few else "")
+
+    def confusion(self) -> dict[str, Any] | None:
+        """Return the pooled confusion matrix."""
+        return self._matrix(np.ones(len(self.predictions.label), bool)) if self.is_classification else None
+
+    def confusions(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return each site's confusion matrix; none for a single site, or more sites or classes than can be read."""
+        sites = [site for site in self.run.site_names if site in set(self.predictions.sites)]
+        if not self.is_classification or not 1 < len(sites) <= _MAX_SITES or len(self.classes) > _MAX_CLASSES:
+            return []
+        site_of = np.array(self.predictions.sites)
+        return [(site, self._matrix(site_of == site)) for site in sites]
+
+    def _matrix(self, which: NDArray[np.bool_]) -> dict[str, Any]:
+        counts = metrics.confusion(self.predictions.label[which], self.predictions.predicted[which], len(self.classes))
+        rows, columns, hits = counts.sum(1), counts.sum(0), np.diag(counts)
+        return {
+            "rows": counts.tolist(),
+            "shares": (counts / np.maximum(rows, 1)[:, None]).tolist(),
+            "reference": rows.tolist(),
+            "cases": int(counts.sum()),
+            "recall": [float(h / n) if n else None for h, n in zip(hits, rows, strict=True)],
+            "precision": [float(h / n) if n else None for h, n in zip(hits, columns, strict=True)],
+        }
+
+    @cached_property
+    def curves(self) -> list[roc.Curve]:
+        """The ROC curves, one against the rest."""
+        cases = self.predictions
+        return roc.curves(cases.label, cases.probabilities) if cases.probabilities is not None else []
+
+    def roc(self) -> dict[str, Any] | None:
+        """Return the ROC chart and a row for each class with its area, None without probabilities."""
+        if not self.curves:
+            return None
+        many = len(self.curves) > charts.TONES
+        tones = ["local" if many else f"tone-{i}" for i in range(len(self.curves))]
+        rows = [
+            {
+                "tone": tone,
+                "name": self.classes[curve.index],
+                "area": curve.area,
+                "ends": bootstrap.interval(self._areas[:, curve.index]),
+                "positives": curve.positives,
+            }
+            for tone, curve in zip(tones, self.curves, strict=True)
+        ]
+        each = [(curve.false, curve.true) for curve in self.curves]
+        coloured, grey = ({}, each) if many else (dict(zip(tones, each, strict=True)), [])
+        mean, mean_curve = None, None
+        if len(self.curves) > 1:
+            mean_curve = roc.macro(self.curves)
+            area = float(np.mean([curve.area for curve in self.curves]))
+            mean = {"area": area, "ends": bootstrap.interval(_mean(self._areas))}
+        title = "ROC curves, one class against the others" if mean else f"ROC curve of {rows[0]['name']}"
+        return {"title": title, "svg": charts.roc(title, coloured, grey, mean_curve), "rows": rows, "mean": mean}
+
+    @cached_property
+    def _confidence(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
+        """Confidence of each case, and whether its predicted class is right."""
+        if self.predictions.probabilities is None or not self.is_classification:
+            return None
+        return self.predictions.probabilities.max(1), self.predictions.predicted == self.predictions.label
+
+    def calibration(self) -> dict[str, Any] | None:
+        """Return the reliability chart and its numbers, None without probabilities."""
+        if self._confidence is None:
+            return None
+        confidence, right = self._confidence
+        curve = calibration.reliability(confidence, right)
+        eces, accuracy = calibration.redrawn(curve, confidence, right, self._times)
+        pairs = zip(accuracy.T, curve.accuracy, strict=True)
+        ends = [bootstrap.interval(column) or (value, value) for column, value in pairs]
+        title = "Reliability of the predicted class"
+        svg = charts.reliability(title, curve.confidence, curve.accuracy, curve.count.tolist(), np.array(ends).T)
+        return {
+            "title": title,
+            "svg": svg,
+            "ece": curve.ece,
+            "ends": bootstrap.interval(eces),
+            "bins": curve.bins,
+            "filled": len(curve.count),
+            "confidence": float(confidence.mean()),
+            "accuracy": float(right.mean()),
+            "cases": len(right),
+        }
+
+    def worst(self) -> list[dict[str, Any]]:
+        """Return the cases with the least probability for their reference class, the worst first."""
+        cases = self.predictions
+        if cases.probabilities is None or not self.is_classification:
+            return []
+        own = cases.probabilities[np.arange(len(cases.label)), cases.label]
+        order = sorted(range(len(own)), key=lambda i: (own[i], cases.ids[i]))[:WORST]
+        return [
+            {
+                "id": cases.ids[i],
+                "site": cases.sites[i],
+                "label": self.classes[cases.label[i]],
+                "predicted": self.classes[cases.predicted[i]],
+                "confidence": float(cases.probabilities[i, cases.predicted[i]]),
+                "own": float(own[i]),
+            }
+            for i in order
+        ]
+
+
+def analyse_predictions(run: RunFiles) -> PredictionAnalysis | None:
+    """Return the analysis of a run's predictions, None where it left none."""
+    return PredictionAnalysis(run) if run.predictions is not None and len(run.predictions.ids) else None
+
+
+def _mean(areas: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean area of each draw over the classes that have one."""
+    usable = areas[:, ~np.isnan(areas).all(0)]
+    return usable.mean(1) if usable.size else np.full(len(areas), np.nan)

@@ -1,0 +1,80 @@
+"""A report's charts of the rounds: learning curves and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from medfl.evaluation import metrics
+from medfl.report import charts
+from medfl.report.run_files import KINDS, POOLED, RunFiles
+
+_PARTS = ("received", "personal", "local")  # the page's colours, here for the parts of a cost
+_COSTS = (
+    (
+        "Seconds a round",
+        1,
+        (("seconds_train", "training"), ("seconds_server", "server"), ("seconds_eval", "evaluation")),
+    ),
+    ("Megabytes a round", 1e6, (("bytes_up", "to the server"), ("bytes_down", "to the sites"))),
+)
+
+_KEYS = ("title", "legend", "svg", "caption")
+Chart = dict[str, Any]
+"""A value for each of `_KEYS`; the legend is pairs of colour and text."""
+
+
+def learning_curves(run: RunFiles) -> list[Chart]:
+    """Return the charts that have data: the key metric with a band over the sites, and the training loss."""
+    rounds, key, judged = run.rounds, run.key, run.judged
+    numbers = [entry["round"] for entry in rounds]
+    classes = run.record.get("classes") or ()
+    curves = {
+        kind: [_metric(entry, f"val_{POOLED[kind][0]}", key) for entry in rounds] for kind in ("received", "personal")
+    }
+    if all(value is None for line in curves.values() for value in line):
+        curves = {judged: [_metric(entry, "val", key) for entry in rounds]}
+    site_values = [[_metric(site, judged, key) for site in _site_entries(entry)] for entry in rounds]
+    chance = 1 / len(classes) if key == "balanced_accuracy" and classes else None
+    shown = [kind for kind, line in curves.items() if any(value is not None for value in line)]
+    bounded = key in metrics.METRICS and metrics.higher_is_better(key)
+    title = f"{run.title(key)} on the validation set"
+    svg = charts.lines(title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance)
+    band = (
+        [("band", f"{dict(KINDS)[judged].lower()}, lowest to highest site")]
+        if any(value for values in site_values for value in values)
+        else []
+    )
+    legend = [*((kind, dict(KINDS)[kind]) for kind in shown), *band]
+    dotted = " Dotted: guessing." if chance is not None else ""
+    caption = "Lines: all validation images pooled. Band: each site's own validation images." if band else ""
+    entries = [(title, legend, svg, caption + dotted)]
+    losses = [[site.get("train_loss") for site in _site_entries(entry)] for entry in rounds]
+    curve = {judged: [entry.get("train_loss") for entry in rounds]}
+    svg = charts.lines("Training loss", numbers, curve, losses, band_of=judged)
+    legend = [(judged, "mean over the cohort"), ("band", "lowest to highest site")]
+    entries.append(("Training loss", legend, svg, "The method's own loss, as the sites report it while training."))
+    return [dict(zip(_KEYS, entry, strict=True)) for entry in entries if entry[2] is not None]
+
+
+def costs(run: RunFiles) -> list[Chart]:
+    """Return the charts of seconds and megabytes of each round, where the rounds have them."""
+    rounds, drawn = run.rounds, list[Chart]()
+    numbers = [entry["round"] for entry in rounds]
+    for title, unit, names in _COSTS:
+        parts = {
+            colour: [entry.get(name) for entry in rounds] for colour, (name, _) in zip(_PARTS, names, strict=False)
+        }
+        legend = [(colour, text) for colour, (_, text) in zip(_PARTS, names, strict=False)]
+        svg = charts.stacked(title, numbers, parts, unit) if numbers else None
+        if svg is not None:
+            drawn.append(dict(zip(_KEYS, (title, legend, svg, ""), strict=True)))
+    return drawn
+
+
+def _metric(entry: Mapping[str, Any], group: str, metric: str) -> float | None:
+    return (entry.get(group) or {}).get(metric)
+
+
+def _site_entries(entry: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return tuple((entry.get("sites") or {}).values())
