@@ -24,7 +24,7 @@ ROUNDS = 3
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "phantom"
-    return datasets.write_phantom("hippocampus", folder, per_class=14, size=24)
+    return datasets.write_phantom("hippocampus", folder, per_class=10, size=24)
 
 
 def run(phantom: Path, out: Path, method: str = "fedavg", **changes: object) -> dict[str, object]:

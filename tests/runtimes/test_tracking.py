@@ -13,7 +13,7 @@ pytest.importorskip("mlflow")
 
 from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
-from medfl.runtimes.output.events import Events, log, scalars
+from medfl.runtimes.output.events import Events, scalars
 from medfl.runtimes.output.tracking import FILE, STORE, Tracking, parse, tracked
 from tests.support.toy import run_record
 
@@ -49,7 +49,7 @@ def play(folder: RunFolder, uri: str | None, rounds: range, commit: bool = True)
     with Events(folder.path / "events", done, Tracking(folder, uri, said.append)) as events:
         for round_ in rounds:
             folder.append_round(entry(round_))
-            log(events, entry(round_))
+            events.log(entry(round_))
     if not commit:
         folder.rounds(up_to=rounds.stop - 2)
     return said
@@ -116,7 +116,7 @@ def test_what_is_cut_short_is_said_to_mlflow(tmp_path: Path, store: str) -> None
 
     def stopped() -> None:
         with Events(run.path / "events", 0, Tracking(run, store, str)) as events:
-            log(events, entry(1))
+            events.log(entry(1))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

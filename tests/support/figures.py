@@ -17,8 +17,7 @@ WHOLE_RUNS = {
 
 RENDERED = {
     "cli/test_report.py", "compare/test_curves.py", "compare/test_gains.py", "compare/test_side_by_side.py",
-    "product/test_deploy.py", "product/test_docs.py", "product/test_laws.py", "runtimes/test_overlays.py",
-    "runtimes/test_pictures.py",
+    "product/test_deploy.py", "product/test_docs.py", "runtimes/test_overlays.py", "runtimes/test_pictures.py",
 }  # fmt: skip
 """Files in them whose figures are rendered; those of report/ and partner/ are too."""
 
