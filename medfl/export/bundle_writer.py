@@ -50,7 +50,7 @@ from medfl.export.formats import (
     write,
 )
 from medfl.export.images import Images, same_predictions, test_images, without_metadata
-from medfl.runs.networks_of_run import CPU, WHICH, Model, RunResult
+from medfl.runs.networks_of_run import CPU, WHICH, Model, RunNetworks
 
 _TORCHSCRIPT = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
 _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
@@ -91,7 +91,7 @@ def export(
     if which not in WHICH:
         raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
     _refuse_used(out)
-    result = RunResult(run, which)
+    result = RunNetworks(run, which)
     if not result.finished:
         say(f"note: the run in {run} was interrupted: this is round {result.round} of {result.run.rounds}")
     models = result.models(site, data, say)
@@ -137,7 +137,7 @@ class _BundleWriter:
     """Writes one bundle."""
 
     def __init__(
-        self, result: RunResult, model: Model, folder: Path, formats: Sequence[str], data: str | None, say: Print
+        self, result: RunNetworks, model: Model, folder: Path, formats: Sequence[str], data: str | None, say: Print
     ) -> None:
         self.result, self.model, self.folder, self.formats, self.say = result, model, folder, formats, say
         self.images: Images = test_images(result, model, data, say)

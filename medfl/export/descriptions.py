@@ -25,7 +25,7 @@ from medfl.bundle.configuration import target_name
 from medfl.bundle.open import PHANTOM
 from medfl.core.run import Run
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
-from medfl.runs.networks_of_run import Model, RunResult
+from medfl.runs.networks_of_run import Model, RunNetworks
 
 PHANTOM_NOTE = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
 _SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
@@ -49,7 +49,7 @@ _TENSOR = {
 # Numbers
 
 
-def scores(result: RunResult, model: Model) -> dict[str, float]:
+def scores(result: RunNetworks, model: Model) -> dict[str, float]:
     """Return the test metrics of a model; of an interrupted run the metrics of its last validation.
 
     A personal model has those of its own site's items.
@@ -82,7 +82,7 @@ def counts(run: Run, model: Model) -> dict[str, int]:
 # The record of the run
 
 
-def run_record(result: RunResult) -> dict[str, Any]:
+def run_record(result: RunNetworks) -> dict[str, Any]:
     """Return run.json and summary.json without paths of the local machine and without the items' names."""
     run = {**result.document, **result.run.to_dict(), "device": result.document.get("device", "cpu")}
     run = {key: value for key, value in run.items() if key not in ("bundle_path", "site_class_counts")}
@@ -144,7 +144,7 @@ def all_options(run: Run) -> dict[str, Any]:
 
 def bundle_metadata(
     source: Mapping[str, Any],
-    result: RunResult,
+    result: RunNetworks,
     model: Model,
     seen: ShapeRecorder,
     agreements: Mapping[str, Agreement],
@@ -202,7 +202,7 @@ def _next(version: str) -> str:
     return f"{found[1]}.{int(found[2]) + 1}.0" if found else "0.1.0"
 
 
-def title(result: RunResult, model: Model) -> str:
+def title(result: RunNetworks, model: Model) -> str:
     """Return in one line what is exported."""
     run, phantom = result.run, " of a PHANTOM (drawn images)" if result.run.data.source == PHANTOM else ""
     whose = f"the model of site {model.site}" if model.site else "the global model"
@@ -244,7 +244,7 @@ def weight_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 def readme(
     meta: Mapping[str, Any],
-    result: RunResult,
+    result: RunNetworks,
     model: Model,
     file: str,
     content: Mapping[str, Any],

@@ -20,7 +20,7 @@ from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.source import Source
 from medfl.evaluation.metrics import Cases
-from medfl.runs.networks_of_run import CPU, Model, RunResult
+from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 
 _COUNT = {"classification": 8}  # images by task
 _DEFAULT_COUNT = 3  # fewer, because masks take longer
@@ -45,7 +45,7 @@ class Images:
     prepared: Prepared
 
 
-def test_images(result: RunResult, model: Model, data: str | None, say: Print) -> Images:
+def test_images(result: RunNetworks, model: Model, data: str | None, say: Print) -> Images:
     """Return a few test images, of the model's site where it has one.
 
     Args:
@@ -69,7 +69,7 @@ def test_images(result: RunResult, model: Model, data: str | None, say: Print) -
     return _opened(result, model, None, None)
 
 
-def _opened(result: RunResult, model: Model, folder: str | None, ids: Sequence[str] | None) -> Images:
+def _opened(result: RunNetworks, model: Model, folder: str | None, ids: Sequence[str] | None) -> Images:
     """Open the bundle on a folder, or with None on its phantom."""
     run, name = result.run, bundle_of(result.run)
     from_run = folder is not None or name not in shipped()
@@ -104,7 +104,7 @@ def without_metadata(x: Any) -> Tensor:
 # The run's own predictions
 
 
-def same_predictions(network: nn.Module, result: RunResult, model: Model, images: Images) -> dict[str, Any] | None:
+def same_predictions(network: nn.Module, result: RunNetworks, model: Model, images: Images) -> dict[str, Any] | None:
     """Compare a network with predictions.csv on these images.
 
     Returns:

@@ -20,7 +20,7 @@ from medfl.flare.job import recipe, require_flare, write_job
 from medfl.flare.wire import is_flare_name
 from medfl.runs import text_record
 from medfl.runs.plan import Request, make_plan
-from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.attendance import Tolerance
 
 OWN_IMAGES = "own"
 """The partition of a run whose sites have images of their own."""

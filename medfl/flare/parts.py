@@ -45,7 +45,7 @@ from medfl.flare.wire import Payload, from_model, to_model
 from medfl.report import write_report
 from medfl.runs import text_record
 from medfl.runs.plan import repeat
-from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
@@ -349,11 +349,11 @@ class RemoteExecutor(_Executor):
 
     def _failed(self, error: Exception, flare_name: str) -> Payload:
         from medfl.flare.site import hidden_failure
-        from medfl.runtimes.monai_fl.guard import Doing, Guard
+        from medfl.runtimes.monai_fl.guard import Activity, Guard
 
         if self._config is not None and self._config.audit:
             with suppress(MedflError):  # it is in the log of the process anyway
-                Guard(None, self._config.audit, None, str, flare_name).refused(Doing("open", 0), error)
+                Guard(None, self._config.audit, None, str, flare_name).refused(Activity("open", 0), error)
         return hidden_failure(flare_name, error)
 
 

@@ -22,7 +22,7 @@ from medfl.evaluation.metrics import Cases
 from medfl.flare import wire
 from medfl.flare.wire import Payload
 from medfl.runtimes import profiling
-from medfl.runtimes.absent import Absent
+from medfl.runtimes.attendance import Absent
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.view import moved_message

@@ -39,10 +39,10 @@ from medfl.runs.resume import (
 )
 from medfl.runs.resume import LISTED as _LISTED
 from medfl.runtimes import registry
-from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation, prepared_sections
-from medfl.runtimes.local import trial
 from medfl.runtimes.local.memory import jobs_that_fit
+from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
 from medfl.training.accelerate.precision import tf32
 
@@ -62,17 +62,17 @@ class Shared:
         self.free: Free | None = None
         self._known: dict[str, dict[str, Prepared]] = {}
 
-    def sections(self, made: Plan) -> dict[str, Prepared]:
+    def sections(self, plan: Plan) -> dict[str, Prepared]:
         """Return the sections of a plan's bundle, prepared once."""
-        key = self.key(made)
+        key = self.key(plan)
         if key not in self._known:
-            self._known[key] = prepared_sections(made.bundle)
+            self._known[key] = prepared_sections(plan.bundle)
         return self._known[key]
 
     @staticmethod
-    def key(made: Plan) -> str:
+    def key(plan: Plan) -> str:
         """Return what is the same for plans that share their images."""
-        run, root = made.run, str(made.bundle.root)
+        run, root = plan.run, str(plan.bundle.root)
         return json.dumps([root, run.config, run.data.folder, run.data.split], sort_keys=True, default=str)
 
 
@@ -139,20 +139,20 @@ def federate(
     if out is not None and not resume:
         RunFolder.require_unused(Path(out), BESIDE)
     with tf32(False):  # what teachers know and answer is kept for other runs too
-        made = with_notes(_plan(bundle, options or {}, config or {}, requested, out, resume, source, say))
-    run = made.run
+        plan = with_notes(_plan(bundle, options or {}, config or {}, requested, out, resume, source, say))
+    run = plan.run
     if profile and run.compile:
         raise InputError(
             "--profile with --compile", "it listens to every step, and a compiled one tells nothing", "leave one out"
         )
     if save_predictions:
-        _refuse_unsaved(made)
-    path = Path(out) if out else Path("runs") / f"{made.bundle.name}-{run.method.rpartition('.')[2]}-{run.seed}"
+        _refuse_unsaved(plan)
+    path = Path(out) if out else Path("runs") / f"{plan.bundle.name}-{run.method.rpartition('.')[2]}-{run.seed}"
     if not resume:
         RunFolder.require_unused(path, BESIDE)
     else:
         _refuse_elsewhere(path, runtime)
-    for note in made.notes:
+    for note in plan.notes:
         say(f"note: {note}")
     used = {"tf32": run.tf32, "capture": run.capture and run.pack == 1, "pack": run.pack > 1}
     idle = [f"--{name}" for name in used if used[name] and run.device == "cpu"]
@@ -160,37 +160,37 @@ def federate(
         say(f"note: {' and '.join(idle)}: of no effect on a CPU")
     if run.compile:
         say("note: --compile: the first training steps wait for the compiler, seconds to minutes")
-    say(_division(made))
+    say(_division(plan))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with _threads(run.threads), tf32(run.tf32):
         with tf32(False):
-            public = made.public.prepare(jobs=workers, progress=progress, say=say) if made.public else None
-        prepared = shared.sections(made) if shared is not None else None
+            public = plan.public.prepare(jobs=workers, progress=progress, say=say) if plan.public else None
+        prepared = shared.sections(plan) if shared is not None else None
         federation = Federation(
-            made.bundle, made.method, run, prepared=prepared, public=public, jobs=workers, progress=progress
+            plan.bundle, plan.method, run, prepared=prepared, public=public, jobs=workers, progress=progress
         )
         tolerance.check(federation)
         if config and not resume:
-            trial.step(federation, config)
+            try_training_step(federation, config)
         if save_predictions:
             _refuse_unplaced(federation)
         if run.device != "cpu" and not chosen.remote:
             say(federation.hold((shared.free if shared is not None else None) or free_memory))
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
-        told = {"runtime": runtime, **tolerance.record()}
+        record = {"runtime": runtime, **tolerance.record()}
         execute = partial(_execute, chosen, jobs=workers, tolerance=tolerance, progress=progress, say=say)
         with_local = run.method != "local" and (with_local or (resume and has_local(path)))
         if not with_local:
-            opened = open_folder(made, federation, path, command, told)
+            opened = open_folder(plan, federation, path, command, record)
         else:
-            local = _local(made)
+            local = _local(plan)
             alone = Federation(local.bundle, local.method, local.run, prepared=federation.sections)
             due = is_due(local.run, path / "local")
-            opened = open_folder(made, federation, path, command, {**told, "with_local": True})
+            opened = open_folder(plan, federation, path, command, {**record, "with_local": True})
             if due:
                 say("first the Local reference")
                 with discarding(*opened):
-                    execute(alone, *open_folder(local, alone, path / "local", command, told))
+                    execute(alone, *open_folder(local, alone, path / "local", command, record))
                 say(f"now {run.method}")
         summary = execute(federation, *opened, save_predictions=save_predictions, profile=profile, track=track)
         if with_local:
@@ -235,20 +235,20 @@ def site_algo(
 
     rules = None
     if policy is not None:
-        given = Policy.read(Path(policy))
-        inspect(shipped_folders().get(bundle, Path(bundle)), given).require()
-        rules = given.outbound
+        policy_rules = Policy.read(Path(policy))
+        inspect(shipped_folders().get(bundle, Path(bundle)), policy_rules).require()
+        rules = policy_rules.outbound
     whole = {**(requested or {}), "sites": 1, "partition": "iid"}
-    made = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole), say)
-    (items,) = made.run.partition.sites.values()
-    run = replace(made.run, partition=replace(made.run.partition, sites={name: items}))
+    plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole), say)
+    (items,) = plan.run.partition.sites.values()
+    run = replace(plan.run, partition=replace(plan.run.partition, sites={name: items}))
 
     def federation() -> Federation:
-        public = made.public.prepare(say=say) if made.public else None
-        found = Federation(made.bundle, made.method, run, public=public)
+        public = plan.public.prepare(say=say) if plan.public else None
+        built = Federation(plan.bundle, plan.method, run, public=public)
         if run.device != "cpu":
-            say(found.hold(free_memory))
-        return found
+            say(built.hold(free_memory))
+        return built
 
     return MedflClientAlgo(federation, name, folder=folder, host=host, outbound=rules, audit=audit, say=say)
 
@@ -264,14 +264,14 @@ def _refuse_elsewhere(path: Path, runtime: str) -> None:
         )
 
 
-def _division(made: Plan) -> str:
+def _division(plan: Plan) -> str:
     """Return the table of the partition; of more sites than can be read, how large they are."""
-    record = made.run.partition
+    record = plan.run.partition
     if len(record.sites) <= _LISTED:
-        return made.partition.table(made.sections, made.bundle.classes or None)
+        return plan.partition.table(plan.sections, plan.bundle.classes or None)
     sizes = sorted(len(ids["train"]) for ids in record.sites.values())
-    told = f"{sizes[0]} to {sizes[-1]} training images each, median {sizes[len(sizes) // 2]}"
-    lines = [f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {told}; all are in run.json"]
+    summary = f"{sizes[0]} to {sizes[-1]} training images each, median {sizes[len(sizes) // 2]}"
+    lines = [f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {summary}; all are in run.json"]
     return "\n".join([*lines, *(f"note: {note}" for note in record.notes)])
 
 
@@ -301,22 +301,22 @@ def _plan(
     return make_plan(Request(bundle, options=options, config=config, **requested), say)
 
 
-def _same_networks(made: Plan) -> str:
+def _same_networks(plan: Plan) -> str:
     """Return the option `bodies` with which Local trains the same network at each site."""
-    bodies = methods.extra(made.method, methods.Bodies)
+    bodies = methods.extra(plan.method, methods.Bodies)
     if bodies is not None:
         return bodies.bodies
-    configs = methods.site_networks(made.method, list(made.run.partition.sites)).values()
+    configs = methods.site_networks(plan.method, list(plan.run.partition.sites)).values()
     if not any(configs):
         return ""
-    return ",".join(str(config.get("network") or made.bundle.get("network")) for config in configs)
+    return ",".join(str(config.get("network") or plan.bundle.get("network")) for config in configs)
 
 
-def _refuse_unsaved(made: Plan) -> None:
+def _refuse_unsaved(plan: Plan) -> None:
     """Raise an InputError if the bundle predicts no masks."""
-    if made.bundle.task != "segmentation":
+    if plan.bundle.task != "segmentation":
         raise InputError(
-            f"--save-predictions with bundle {made.bundle.name!r}, a {made.bundle.task} task",
+            f"--save-predictions with bundle {plan.bundle.name!r}, a {plan.bundle.task} task",
             "masks are predicted in segmentation",
             "leave it out; predictions.csv is written in any case",
         )
@@ -334,11 +334,11 @@ def _refuse_unplaced(federation: Federation) -> None:
         )
 
 
-def _local(made: Plan) -> Plan:
+def _local(plan: Plan) -> Plan:
     """Return the plan of the Local reference: the same sites, networks and steps."""
-    method = methods.load("local", {"bodies": _same_networks(made)})
-    run = replace(made.run, method="local", options=methods.values_of(method), public=None, text=None)
-    return replace(made, run=replace(run, messages=LOSSLESS, aggregation=MEAN), method=method, public=None)
+    method = methods.load("local", {"bodies": _same_networks(plan)})
+    run = replace(plan.run, method="local", options=methods.values_of(method), public=None, text=None)
+    return replace(plan, run=replace(run, messages=LOSSLESS, aggregation=MEAN), method=method, public=None)
 
 
 def _execute(

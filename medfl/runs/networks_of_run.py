@@ -54,7 +54,7 @@ class Model:
     config: Mapping[str, Any]
 
 
-class RunResult:
+class RunNetworks:
     """What a run's folder holds.
 
     Args:
@@ -227,7 +227,7 @@ class RunResult:
 class _States:
     """The networks that a method makes from the saved States, in a federation built again."""
 
-    def __init__(self, result: RunResult, data: str | None, say: Print) -> None:
+    def __init__(self, result: RunNetworks, data: str | None, say: Print) -> None:
         self.result = result
         if result.manifest is None:
             raise InputError(

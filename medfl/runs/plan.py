@@ -234,26 +234,26 @@ def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> Pu
     if run.public is None:
         return None
     folder = run.public.data.folder
-    found = plan_public(
+    plan = plan_public(
         method, run.options, bundle, run.device, folder=folder if Path(folder).is_dir() else None, say=say
     )
-    if found is None:
+    if plan is None:
         raise InputError(
             f"a run of {run.method!r} with public data that its options do not use",
             "such runs have none any more",
             "run it anew",
         )
     for what, was, now in (
-        ("public data", run.public.data.checksum, found.record.data.checksum),
-        ("choice of public items", run.public.ids_sha256, found.record.ids_sha256),
-        ("configuration of the public bundle", run.public.bundle_sha256, found.record.bundle_sha256),
-        ("teachers", [digest for _, digest in run.public.teachers], [d for _, d in found.record.teachers]),
+        ("public data", run.public.data.checksum, plan.record.data.checksum),
+        ("choice of public items", run.public.ids_sha256, plan.record.ids_sha256),
+        ("configuration of the public bundle", run.public.bundle_sha256, plan.record.bundle_sha256),
+        ("teachers", [digest for _, digest in run.public.teachers], [d for _, d in plan.record.teachers]),
     ):
         if was != now:
             raise InputError(
                 f"other {what} than the run's: {str(now)[:40]}", f"it used {str(was)[:40]}", "restore them, or run anew"
             )
-    return found
+    return plan
 
 
 def _recorded_data(run: Run, known: bool) -> str | None:
@@ -300,9 +300,9 @@ def device_named(name: str) -> str:
     return name
 
 
-def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+def check_names(names: Iterable[str], known: Sequence[str]) -> None:
     """Raise an InputError if a name is none of the known settings."""
-    for name in given:
+    for name in names:
         if name not in known:
             raise InputError(
                 f"setting {name!r}", f"settings are {', '.join(known)}", did_you_mean(name, known, "choose one")

@@ -25,7 +25,7 @@ from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.evaluation.metrics import Cases
 from medfl.report import RunFiles, activation_maps, write_report
 from medfl.runs import subgroups
-from medfl.runs.networks_of_run import RunResult
+from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import Plan, repeat
 from medfl.training.accelerate.precision import tf32
 
@@ -59,7 +59,7 @@ class Result:
         self.path, self.device = Path(folder).expanduser(), torch.device(device)
         self._files = RunFiles.read(self.path)
         self.run: Run = read_run(self.path / "run.json")[0]
-        self._opened: dict[str, RunResult] = {}
+        self._opened: dict[str, RunNetworks] = {}
         self._held: dict[str, Prepared] = {}
 
     def __repr__(self) -> str:
@@ -283,11 +283,11 @@ class Result:
 
     # Parts
 
-    def _trained(self, which: str) -> RunResult:
+    def _trained(self, which: str) -> RunNetworks:
         if which not in ("last", "best"):
             raise InputError(f"which={which!r}", "the weights of the 'last' or of the 'best' round", "choose one")
         if which not in self._opened:
-            self._opened[which] = RunResult(self.path, which)
+            self._opened[which] = RunNetworks(self.path, which)
         return self._opened[which]
 
     def _networks(self, which: str, site: str | None) -> dict[str, nn.Module]:
@@ -333,22 +333,25 @@ class Result:
         for index, ident in enumerate(cases.ids):
             row: Record = {"id": ident}
             if cases.is_classification:
-                found = cases.values["probabilities"][index].tolist()
-                row |= {"label": int(cases.values["label"][index]), "predicted": found.index(max(found))}
-                row |= {f"p_{name}": value for name, value in zip(self.classes, found, strict=True)}
+                probabilities = cases.values["probabilities"][index].tolist()
+                row |= {
+                    "label": int(cases.values["label"][index]),
+                    "predicted": probabilities.index(max(probabilities)),
+                }
+                row |= {f"p_{name}": value for name, value in zip(self.classes, probabilities, strict=True)}
             else:
                 row |= {name: float(values[index]) for name, values in cases.values.items()}
             rows.append(row)
         return rows
 
-    def _needed(self, found: Any, file: str) -> Any:
-        if found is None:
+    def _needed(self, value: Any, file: str) -> Any:
+        if value is None:
             raise InputError(
                 f"the run in {self.path} has no {file}: {len(self._files.rounds)} of {self.run.rounds} rounds are done",
                 "it is written when a run ends",
                 f"let it finish: medfl run --resume --out {self.path}",
             )
-        return found
+        return value
 
     def _refuse_others(self, what: str) -> None:
         if self.task != "classification":

@@ -41,8 +41,8 @@ def recorded_plan(source: Path, data: str | None, say: Print) -> Plan:
     file = source / "run.json" if source.is_dir() else source
     run, _ = read_verified_run(file)
     _tell_versions(run, "was recorded", say)
-    made = repeat(run, data, say, file.parent)
-    return replace(made, run=replace(made.run, versions=versions()))
+    plan = repeat(run, data, say, file.parent)
+    return replace(plan, run=replace(plan.run, versions=versions()))
 
 
 def resumed_plan(
@@ -71,29 +71,29 @@ def resumed_plan(
     if rounds > run.options.get("rounds", rounds):
         ends = run.options["rounds"]
         say(f"note: the schedule of {run.method} ends with round {ends}; it is not stretched over more")
-    made = repeat(run, requested.get("data"), say, path)
-    return replace(made, run=replace(made.run, rounds=rounds))
+    plan = repeat(run, requested.get("data"), say, path)
+    return replace(plan, run=replace(plan.run, rounds=rounds))
 
 
-def with_notes(made: Plan) -> Plan:
+def with_notes(plan: Plan) -> Plan:
     """Return a plan that says of images and masks of one's own which were left out; shipped data sets say it.
 
     It does so where the bundle names its folders as `medfl new` writes it: ids dataset_dir, images and masks.
     """
-    if made.bundle.is_shipped:
-        return made
+    if plan.bundle.is_shipped:
+        return plan
     try:
-        folder, images, masks = (made.bundle.get(name) for name in ("dataset_dir", "images", "masks"))
+        folder, images, masks = (plan.bundle.get(name) for name in ("dataset_dir", "images", "masks"))
     except InputError:
-        return made
-    lists = [made.bundle.data(section) for section in SECTIONS]
+        return plan
+    lists = [plan.bundle.data(section) for section in SECTIONS]
     named = all(isinstance(name, str) for name in (folder, images, masks))
     if not (named and all(isinstance(data, list) for data in lists)):
-        return made
+        return plan
     items = [item for data in lists for item in data if isinstance(item, Mapping)]
-    found = own.notes(folder, images, masks, items)
-    record = replace(made.run.data, notes=(*made.run.data.notes, *found))
-    return replace(made, run=replace(made.run, data=record), notes=(*made.notes, *found))
+    notes = own.notes(folder, images, masks, items)
+    record = replace(plan.run.data, notes=(*plan.run.data.notes, *notes))
+    return replace(plan, run=replace(plan.run, data=record), notes=(*plan.notes, *notes))
 
 
 def has_local(path: Path) -> bool:
@@ -143,26 +143,26 @@ def known(run: Run, path: Path, sums: bool = True) -> int | None:
 
 
 def open_folder(
-    made: Plan, federation: Federation, path: Path, command: str, told: Mapping[str, Any]
+    plan: Plan, federation: Federation, path: Path, command: str, extra: Mapping[str, Any]
 ) -> tuple[RunFolder, bool]:
     """Make the folder of a run, or open it (`federate` has refused others), and write its record.
 
     Returns:
         The folder, and whether the run is gone on with.
     """
-    done = known(made.run, path, sums=False)
+    done = known(plan.run, path, sums=False)
     folder = RunFolder.create(path, BESIDE) if done is None else RunFolder.existing(path)
-    told = {**told, "leaves": federation.policy()}
+    extra = {**extra, "leaves": federation.policy()}
     if done is not None:
         folder.state.mkdir(exist_ok=True)
         before = folder.read_run()[1]
         now = {"round": done, "versions": versions(), "command": command}
-        told["resumed"] = [*(before.get("resumed") or []), now]
+        extra["resumed"] = [*(before.get("resumed") or []), now]
         command = before.get("command") or command
-    text_record.keep(made.bundle, made.run, made.method, path)
-    folder.write_run(made.run, {**made.extra(command), **told})
-    if len(made.run.partition.sites) <= LISTED:
-        partition_plot.plot(made.partition, made.sections, made.bundle.classes or None, path / "partition.png")
+    text_record.keep(plan.bundle, plan.run, plan.method, path)
+    folder.write_run(plan.run, {**plan.extra(command), **extra})
+    if len(plan.run.partition.sites) <= LISTED:
+        partition_plot.plot(plan.partition, plan.sections, plan.bundle.classes or None, path / "partition.png")
     return folder, done is not None
 
 

@@ -53,8 +53,8 @@ def record(bundle: Bundle, method: Method) -> TextRecord | None:
     plm = language_model(method)
     if not plm or bundle.task not in method.tasks:
         return None
-    found = bundle.embeddings(plm)
-    return TextRecord(bundle.plm_of(plm), fingerprint(found), tuple(found.shape))
+    embeddings = bundle.embeddings(plm)
+    return TextRecord(bundle.plm_of(plm), fingerprint(embeddings), tuple(embeddings.shape))
 
 
 def keep(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
@@ -97,13 +97,13 @@ def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> No
         return
     path = next((folder / name for name in (FILE, CARRIED) if (folder / name).is_file()), None) if folder else None
     if path is not None:
-        found, where = _read(path), str(path)
-        bundle.give_embeddings(language_model(method), found, run.text.plm)
+        embeddings, where = _read(path), str(path)
+        bundle.give_embeddings(language_model(method), embeddings, run.text.plm)
     else:
-        found, where = bundle.embeddings(language_model(method)), f"plm={run.options.get('plm', '')}"
-    if fingerprint(found) != run.text.sha256:
+        embeddings, where = bundle.embeddings(language_model(method)), f"plm={run.options.get('plm', '')}"
+    if fingerprint(embeddings) != run.text.sha256:
         raise InputError(
-            f"the text embeddings of {where} (checksum {fingerprint(found)[:12]})",
+            f"the text embeddings of {where} (checksum {fingerprint(embeddings)[:12]})",
             f"the run used those of {run.text.plm!r} with checksum {run.text.sha256[:12]}",
             "restore them, or start a new run",
         )
@@ -111,14 +111,14 @@ def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> No
 
 def _read(path: Path) -> Tensor:
     try:
-        found = _carried(path) if path.name == CARRIED else _kept(path)
-        if found.ndim != 3 or found.dtype != torch.float32:
-            raise ValueError(f"its tensor is {tuple(found.shape)} {found.dtype}")
-        if not found.isfinite().all():
+        embeddings = _carried(path) if path.name == CARRIED else _kept(path)
+        if embeddings.ndim != 3 or embeddings.dtype != torch.float32:
+            raise ValueError(f"its tensor is {tuple(embeddings.shape)} {embeddings.dtype}")
+        if not embeddings.isfinite().all():
             raise ValueError("its values are not finite")
     except Exception as error:  # the Rust reader raises its own type for each kind of damage
         raise InputError(f"{path} is damaged ({error})", "the text embeddings of the run", "restore it") from error
-    return found
+    return embeddings
 
 
 def _kept(path: Path) -> Tensor:

@@ -119,13 +119,13 @@ class Federation:
 
     def _dealt(self) -> dict[str, _Body]:
         """Return each participant's body; sites with the same network share one."""
-        made: dict[str, _Body] = {}
+        bodies: dict[str, _Body] = {}
         dealt = {}
         for name, config in methods.site_networks(self.method, self.participants).items():
             key = repr(config)
-            if key not in made:
-                made[key] = self._body(config)
-            dealt[name] = made[key]
+            if key not in bodies:
+                bodies[key] = self._body(config)
+            dealt[name] = bodies[key]
         return dealt
 
     def _body(self, config: Mapping[str, Any]) -> _Body:
@@ -146,9 +146,9 @@ class Federation:
         leaves = {f"weights/{n}": (t.shape, t.dtype) for n, t in common.items() if n not in personal}
         by_site = methods.extra(self.method, methods.SiteNetworks)
         whole = by_site is not None and by_site.keeps_network(config)
-        kept = [n for n in networks.initial if whole or f"weights/{n}" not in leaves]
+        staying = [n for n in networks.initial if whole or f"weights/{n}" not in leaves]
         own = networks.initial.keys() - common.keys()
-        return _Body(bundle, networks, leaves, frozenset(personal | own), len(kept))
+        return _Body(bundle, networks, leaves, frozenset(personal | own), len(staying))
 
     def _messages(self) -> Compression:
         """Return how messages are made smaller; of every network all but matrices and kernels stay exact."""
@@ -223,13 +223,13 @@ class Federation:
             what is held there and what is not, "" on the CPU.
         """
         public = {} if self.public is None else {"public": self.public.shard.prepared}
-        held, said = hold({**self.sections, **public}, self.networks.device, free)
+        held, report = hold({**self.sections, **public}, self.networks.device, free)
         if self.public is not None:
             self.public = replace(self.public, shard=replace(self.public.shard, prepared=held.pop("public")))
         self.sections = held
         for section, shards in self._shards.items():
             self._shards[section] = {name: replace(shard, prepared=held[section]) for name, shard in shards.items()}
-        return said
+        return report
 
     def shard(self, name: str, section: str) -> Shard:
         """Return a site's items in a section."""
@@ -299,22 +299,22 @@ class Federation:
         dealt = self._bodies.values()
         leave, stay = _span([len(body.leaves) for body in dealt]), _span([body.stays for body in dealt])
         besides = sorted(group.name for group in self.method.groups() if group.up)
-        said = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
-        said += f"; besides them leave: {', '.join(besides)}" if besides else ""
+        text = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
+        text += f"; besides them leave: {', '.join(besides)}" if besides else ""
         if not self.aggregation.is_mean:
-            said += f"; aggregation: {self.aggregation}, every reply counts the same, whatever its number of images"
+            text += f"; aggregation: {self.aggregation}, every reply counts the same, whatever its number of images"
         if self.messages.lossless:
-            return said
+            return text
         smaller = [sum(self._smaller(*leaf) for leaf in body.leaves.items()) for body in dealt]
         exact = [len(body.leaves) - number for body, number in zip(dealt, smaller, strict=True)]
         which = "replies" if self.messages.kind == "topk" else "replies and broadcasts"
-        return f"{said}; {which}: {self.messages}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
+        return f"{text}; {which}: {self.messages}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
 
     def _smaller(self, key: str, form: tuple[torch.Size, torch.dtype]) -> bool:
         group, _, name = key.partition("/")
         return self.messages.takes(group, name, form[1], form[0].numel())
 
-    def check(self, name: str, said: Message) -> None:
+    def check(self, name: str, message: Message) -> None:
         """Enforce the policy on what a site says: declared groups, no personal tensor, known forms, finite values.
 
         A tensor is personal by its name in the network, whichever group it is in.
@@ -322,9 +322,9 @@ class Federation:
         Raises:
             RunError: names the site and the tensor, or what is too large.
         """
-        flat, body = said.flat(), self._bodies[name]
+        flat, body = message.flat(), self._bodies[name]
         self.message_limits.checked(flat, f"site {name!r}")
-        undeclared = said.tensors.keys() - {"weights", *(group.name for group in self.method.groups() if group.up)}
+        undeclared = message.tensors.keys() - {"weights", *(group.name for group in self.method.groups() if group.up)}
         for key, tensor in flat.items():
             group, _, own = key.partition("/")
             form = body.leaves.get(key)

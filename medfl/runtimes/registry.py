@@ -14,7 +14,7 @@ from typing import Any
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
-from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
 
 SHIPPED = {
@@ -97,11 +97,11 @@ def load(name: str) -> Runtime:
         allowed = f"runtimes here are: {', '.join(SHIPPED)}, or a dotted path"
         raise InputError(f"--runtime {name}", allowed, did_you_mean(name, tuple(SHIPPED), "choose one"))
     try:
-        found = getattr(importlib.import_module(module), attribute or "RUNTIME", None)
+        runtime = getattr(importlib.import_module(module), attribute or "RUNTIME", None)
     except ModuleNotFoundError as error:
         raise InputError(f"--runtime {name} ({error})", "a module that Python finds", "check PYTHONPATH") from error
-    if not isinstance(found, Runtime):
+    if not isinstance(runtime, Runtime):
         raise InputError(
             f"--runtime {name}", f"module {module} has a Runtime called {attribute or 'RUNTIME'}", "add it there"
         )
-    return found
+    return runtime

@@ -33,11 +33,11 @@ def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
         BrokenRule: it is no State with a reply, or nothing was trained by `fit`.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Message)):
-        told = type(result).__name__
+        returned = type(result).__name__
         if isinstance(result, tuple):
-            told += f" of {', '.join(type(part).__name__ for part in result)}"
+            returned += f" of {', '.join(type(part).__name__ for part in result)}"
         raise BrokenRule(
-            f"local_update of method {method!r} returned a {told}",
+            f"local_update of method {method!r} returned a {returned}",
             "it returns the site's next State and the reply, a Message",
             "return both",
         )
@@ -72,10 +72,10 @@ def marks(state: Any, path: str = "") -> Marks:
         return {path: (id(state), 0 if state.is_inference() else state._version)}
     # not into other mappings: one on disk makes new tensors whenever it is read
     parts = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
-    found = {path: (id(state), len(state) if isinstance(state, dict | list) else 0)}
+    noted = {path: (id(state), len(state) if isinstance(state, dict | list) else 0)}
     for name, part in parts:
-        found |= marks(part, f"{path}/{name}".removeprefix("/"))
-    return found
+        noted |= marks(part, f"{path}/{name}".removeprefix("/"))
+    return noted
 
 
 def check_marks(method: str, state: State, before: Marks) -> None:

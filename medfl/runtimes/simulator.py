@@ -27,9 +27,9 @@ from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.output.tracking import tracked
 from medfl.runtimes.registry import Execution, Runtime
 from medfl.runtimes.server.dispatch import Dispatcher
+from medfl.runtimes.server.next_state import first_state, next_state
 from medfl.runtimes.server.round_training import RoundTraining
 from medfl.runtimes.server.scoring import Final, Scoring
-from medfl.runtimes.server.settling import begin, settle
 from medfl.runtimes.spilled_replies import Replies
 from medfl.runtimes.step import StepResult
 from medfl.training.accelerate.cuda_graphs import GRAPHS
@@ -93,7 +93,7 @@ class Simulator:
             )
         self.folder.rounds(up_to=self.done)
         with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
-            self.tolerance.hand_over(self.workers)
+            self.tolerance.set_deadline(self.workers)
             self.workers.together = self._together()
             self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
@@ -139,7 +139,7 @@ class Simulator:
             introductions.add(name, message)
             self.record["bytes_up"] += message.num_bytes
         federation.leave_out(self.record["absent"])
-        self.server = begin(federation, introductions, self.tolerance, self.record["absent"], self.say)
+        self.server = first_state(federation, introductions, self.tolerance, self.record["absent"], self.say)
         federation.leave_out(self.record["absent"])
 
     def _evaluated(self, round_: int) -> bool:
@@ -207,8 +207,8 @@ class Simulator:
             renewed += [name] * saved
         trained = time.perf_counter()
         with profiling.during(profiling.AGGREGATION):
-            settled = settle(federation, round_, self.server, replies, self.tolerance, left_out, self.say)
-        self.server, observed = settled.server, settled.observed
+            outcome = next_state(federation, round_, self.server, replies, self.tolerance, left_out, self.say)
+        self.server, observed = outcome.server, outcome.observed
         for name in left_out:
             results.pop(name, None)
         renewed = [name for name in renewed if name not in left_out]

@@ -23,7 +23,7 @@ BUDGET: int | None = None
 _MOST = 2 * 2**30
 
 
-class Stock:
+class TensorStore:
     """Tensors that stay in memory while they fit, and then in an unnamed file, which is gone when the process is.
 
     Args:
@@ -48,7 +48,7 @@ class Stock:
         if self.held + size <= self._budget:
             self.held += size
             return tensors
-        return _Filed(self, {name: self._write(tensor) for name, tensor in tensors.items()})
+        return _TensorsOnDisk(self, {name: self._write(tensor) for name, tensor in tensors.items()})
 
     def read(self, place: _Place) -> Tensor:
         """Return a tensor of the file in memory of its own."""
@@ -94,10 +94,10 @@ class _Place(NamedTuple):
     device: torch.device
 
 
-class _Filed(Mapping[str, Tensor]):
+class _TensorsOnDisk(Mapping[str, Tensor]):
     """Named tensors of a stock's file; each access reads one anew."""
 
-    def __init__(self, stock: Stock, places: Mapping[str, _Place]) -> None:
+    def __init__(self, stock: TensorStore, places: Mapping[str, _Place]) -> None:
         self._stock, self._places = stock, places
 
     def __getitem__(self, name: str) -> Tensor:
@@ -122,7 +122,7 @@ class Replies(Mapping[str, Message]):
 
     def __init__(self, names: Sequence[str], folder: Path, budget: int | None = None) -> None:
         """Expect these sites' messages."""
-        self._names, self._stock = names, Stock(folder, budget)
+        self._names, self._stock = names, TensorStore(folder, budget)
         self._messages: dict[str, Message] = {}
 
     def add(self, name: str, message: Message) -> None:
@@ -148,7 +148,7 @@ class SitesWeights(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, budget: int | None = None) -> None:
         """Begin with no site."""
-        self._stock = Stock(folder, budget)
+        self._stock = TensorStore(folder, budget)
         self._places: dict[str, tuple[Weights, str]] = {}
 
     def add(self, name: str, weights: Weights) -> None:

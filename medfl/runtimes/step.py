@@ -82,8 +82,8 @@ def site_step(
         if not messages.lossless:
             federation.check(name, arrived)
     report = summed(site.journal)
-    kept = {**state, UNSENT: unsent} if unsent else state
-    return StepResult(kept, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down, report.eager)
+    next_state = {**state, UNSENT: unsent} if unsent else state
+    return StepResult(next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down, report.eager)
 
 
 def site_judge(
@@ -179,13 +179,13 @@ def segment(
         return {}
     chosen = [i for i, ident in enumerate(shard.ids) if folder is not None or ident in wanted]
     part = Shard(shard.prepared, shard.indices[chosen])
-    found = {}
-    made = evaluator.masks(network, part, federation.networks.device)
-    for index, ident, masks in zip(part.indices.tolist(), part.ids, made, strict=True):
+    shown = {}
+    masks_of_items = evaluator.masks(network, part, federation.networks.device)
+    for index, ident, masks in zip(part.indices.tolist(), part.ids, masks_of_items, strict=True):
         if masks is None:
             continue
         if folder is not None:
             save(masks.prediction, masks.classes, part.prepared.geometry[index], Path(folder) / safe_file_name(ident))
         if ident in wanted:
-            found[ident] = masks
-    return found
+            shown[ident] = masks
+    return shown

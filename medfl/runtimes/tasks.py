@@ -21,7 +21,7 @@ from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
 from medfl.runtimes import profiling
-from medfl.runtimes.absent import Absent
+from medfl.runtimes.attendance import Absent
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import (
     StepResult,

@@ -27,7 +27,7 @@ from medfl.flare.server import Answer, FlareWorkers
 from medfl.flare.site import FlareSite
 from medfl.flare.wire import Payload, from_model, to_model
 from medfl.methods import load, names
-from medfl.runtimes.absent import Absent, Tolerance
+from medfl.runtimes.attendance import Absent, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import MedflClientAlgo

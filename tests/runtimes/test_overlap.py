@@ -24,7 +24,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.runtimes import spilled_replies
-from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.pool import Pool
 from medfl.runtimes.local.workers import Workers

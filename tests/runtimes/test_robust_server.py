@@ -21,7 +21,7 @@ from medfl.core.storage import load_state, load_weights
 from medfl.methods import load
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.runs.launch import federate
-from medfl.runtimes.absent import Absent, Tolerance
+from medfl.runtimes.attendance import Absent, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange

@@ -15,7 +15,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.methods import Method, load
-from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.rules import check_state

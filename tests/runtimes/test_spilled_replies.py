@@ -1,4 +1,4 @@
-"""Stock: what lies in the file is what was put in, and a method cannot tell where its replies lie."""
+"""TensorStore: what lies in the file is what was put in, and a method cannot tell where its replies lie."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from medfl.core.storage import weights_sha256
 from medfl.methods import load, names
 from medfl.methods._parts.aggregation import _BLOCK, sample_shares, weighted_mean
 from medfl.runtimes import spilled_replies
-from medfl.runtimes.spilled_replies import Replies, SitesWeights, Stock
+from medfl.runtimes.spilled_replies import Replies, SitesWeights, TensorStore
 from tests.support.toy import WITHOUT_IMAGES, Toy, bits, simulate
 
 TENSORS = {
@@ -30,7 +30,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("budget", [0, 10**9])
 def test_tensors_come_back_bit_for_bit(tmp_path: Path, budget: int) -> None:
-    kept = Stock(tmp_path, budget).keep(TENSORS)
+    kept = TensorStore(tmp_path, budget).keep(TENSORS)
     assert list(kept) == list(TENSORS)
     assert bits(dict(kept)) == bits(TENSORS)
     assert "w" in kept
@@ -40,7 +40,7 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path, budget: int) -> None:
 
 def test_what_fits_the_budget_stays_in_memory_and_the_rest_is_in_no_file_with_a_name(tmp_path: Path) -> None:
     """Two tensors of 40 bytes fit 100; the third goes to the file, and a fourth of 20 fits again."""
-    held = Stock(tmp_path, 100)
+    held = TensorStore(tmp_path, 100)
     given = [{"w": torch.randn(10)}, {"w": torch.randn(10)}, {"w": torch.randn(10)}, {"w": torch.randn(5)}]
     kept = [held.keep(tensors) for tensors in given]
     assert [mine is theirs for mine, theirs in zip(kept, given, strict=True)] == [True, True, False, True]
@@ -50,14 +50,14 @@ def test_what_fits_the_budget_stays_in_memory_and_the_rest_is_in_no_file_with_a_
 
 
 def test_every_access_reads_a_tensor_of_its_own(tmp_path: Path) -> None:
-    kept = Stock(tmp_path, 0).keep({"w": torch.ones(3)})
+    kept = TensorStore(tmp_path, 0).keep({"w": torch.ones(3)})
     kept["w"].zero_()
     assert kept["w"].tolist() == [1, 1, 1]
 
 
 def test_a_folder_without_room_is_our_own_error(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot keep what the sites sent in .*--resume"):
-        Stock(tmp_path / "gone", 0).keep(TENSORS)
+        TensorStore(tmp_path / "gone", 0).keep(TENSORS)
 
 
 @pytest.mark.parametrize("budget", [0, 10**9])
@@ -87,15 +87,15 @@ def test_a_mean_reads_a_block_of_one_reply_at_a_time(tmp_path: Path, monkeypatch
         message = Message({"weights": {"w": torch.randn(size, generator=generator)}}, {"samples": i + 1})
         plain[f"{i:02}"] = message
         replies.add(f"{i:02}", message)
-    alive, most, read = [], [], Stock.part
+    alive, most, read = [], [], TensorStore.part
 
-    def counted(self: Stock, place: object, start: int, stop: int) -> torch.Tensor:
+    def counted(self: TensorStore, place: object, start: int, stop: int) -> torch.Tensor:
         tensor = read(self, place, start, stop)
         alive.append(torch.utils.weak.WeakTensorKeyDictionary({tensor: 1}))
         most.append(sum(key.numel() for one in alive for key in one))
         return tensor
 
-    monkeypatch.setattr(Stock, "part", counted)
+    monkeypatch.setattr(TensorStore, "part", counted)
     mean = weighted_mean(replies, "weights", sample_shares(replies))
     assert bits(mean) == bits(weighted_mean(plain, "weights", sample_shares(plain)))
     assert len(most) == 1 + 4 * 20

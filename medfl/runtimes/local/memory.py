@@ -52,11 +52,11 @@ def step_bytes(federation: Federation) -> int:
     process = context.Process(target=_measure, args=(federation, there), daemon=True)
     process.start()
     there.close()
-    found = 0
+    size = 0
     with suppress(EOFError, OSError):
-        found = int(here.recv_bytes())
+        size = int(here.recv_bytes())
     process.join()
-    return found
+    return size
 
 
 def _measure(federation: Federation, link: Any) -> None:
@@ -87,6 +87,6 @@ def _large(federation: Federation) -> bool:
 def _status(field: str) -> int:
     """Return a field of this process's memory in bytes, 0 where the system does not tell."""
     with suppress(OSError):
-        found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-        return int(found[1]) * 1024 if found else 0
+        match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return int(match[1]) * 1024 if match else 0
     return 0

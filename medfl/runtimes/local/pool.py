@@ -22,7 +22,7 @@ from medfl.core.message import Weights
 from medfl.core.shared_memory import SharedBuffer, pack, unpack
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.spilled_replies import Stock
+from medfl.runtimes.spilled_replies import TensorStore
 from medfl.runtimes.tasks import MakeTask, result_or_absent
 
 _ROOM, _MORE = 4, 2**25
@@ -61,7 +61,7 @@ class TaskGroup:
         self.pending.reverse()
         self.running = 0
         self.unread: deque[tuple[int, Connection, Weights]] = deque()
-        self._stock = None if folder is None else Stock(folder)
+        self._stock = None if folder is None else TensorStore(folder)
 
     def put(self, index: int, link: Connection, answer: bytes) -> None:
         """Keep an answer until it is asked for."""

@@ -19,12 +19,12 @@ _ITEMS = (2, 5)
 """Of a segmentation, and of a classification: unlike most numbers of classes, that shapes fit by no accident."""
 
 
-def step(federation: Federation, given: Mapping[str, Any]) -> None:
+def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> None:
     """Train on a few items of a site, as FedAvg would, and forget it.
 
     Args:
         federation: of the run that is to come.
-        given: ids of the bundle's configuration that the user overrides, to name in an error.
+        overrides: ids of the bundle's configuration that the user overrides, to name in an error.
 
     Raises:
         InputError: network, loss and images do not go together, or the network has more outputs than there are classes.
@@ -35,7 +35,7 @@ def step(federation: Federation, given: Mapping[str, Any]) -> None:
     few = Shard.of(work.prepared, work.indices.tolist()[: _ITEMS[bundle.task == "classification"]])
     networks = Networks(bundle.network, run.seed, torch.device(run.device))
     site = replace(site, train=few, networks=networks, settings=replace(site.settings, epochs=1))
-    values = ", ".join(f"{key}={value}" for key, value in given.items())
+    values = ", ".join(f"{key}={value}" for key, value in overrides.items())
     try:
         with stream(0, "trial step"), networks.scope():
             model = networks.lease(networks.initial)

@@ -47,7 +47,7 @@ from medfl.policy.outbound import Outbound
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.data_stats import Bins, statistics
-from medfl.runtimes.monai_fl.guard import Doing, Guard
+from medfl.runtimes.monai_fl.guard import Activity, Guard
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
 from medfl.runtimes.monai_fl.view import Aborted, AtSite
 from medfl.runtimes.step import UNSENT, StepResult, introduce, site_judge, site_step
@@ -159,8 +159,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """
         own, judge = self._ready(), tuple((extra or {}).get(JUDGE, ()))
         self._reply, self._trained, self.cases = None, True, {}
-        with self._busy(FlPhase.TRAIN, self.states.last + 1) as doing:
-            round_, base, received = self._received(own, data, doing)
+        with self._busy(FlPhase.TRAIN, self.states.last + 1) as activity:
+            round_, base, received = self._received(own, data, activity)
             with errors_safe_to_send():
                 own.require(base is None or base < round_, f"its round is {round_}, after a State of round {base}")
             with profiling.during(profiling.CHECKPOINT):
@@ -185,8 +185,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         if self._reply is None:
             if self._trained:
                 raise RunError(f"site {self.name!r} has nothing to send: its last training did not end")
-            with self._busy(FlPhase.GET_WEIGHTS, 0) as doing:
-                self._reply = self._exchanged(own, self._introduction(own), {}, doing)
+            with self._busy(FlPhase.GET_WEIGHTS, 0) as activity:
+                self._reply = self._exchanged(own, self._introduction(own), {}, activity)
         return self._reply
 
     def evaluate(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> ExchangeObject:
@@ -229,13 +229,13 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             RunError: what was received is not what the method expects, the function fails, or that may not leave.
         """
         own = self._ready()
-        with self._busy(FlPhase.EVALUATE, self.states.last) as doing:
-            round_, base, received = self._received(own, data, doing)
+        with self._busy(FlPhase.EVALUATE, self.states.last) as activity:
+            round_, base, received = self._received(own, data, activity)
             with profiling.during(profiling.CHECKPOINT):
                 state = self._state(round_, base)
-            found = self._called(part, function, round_, state, received, *rest)
-            self._guard.scored(Doing(doing.kind, round_), function.__name__, found, state, counted=counted)
-            return found
+            result = self._called(part, function, round_, state, received, *rest)
+            self._guard.scored(Activity(activity.kind, round_), function.__name__, result, state, counted=counted)
+            return result
 
     def get_data_stats(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
         """Return counts and statistics of the training ("train") and validation ("eval") images (`data_stats`).
@@ -248,15 +248,15 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             InputError: the bins are none, or not the site's own.
         """
         own, bins = self._ready(), Bins.of(extra or {})
-        with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as doing:
+        with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as activity:
             if bins is not None and self._guard.least and bins != (mine := Bins.own(own.bundle.metadata)):
                 allowed = "none" if mine is None else f"{mine.number} from {mine.low:g} to {mine.high:g}"
                 asked = f"{bins.number} bins from {bins.low:g} to {bins.high:g}"
                 raise InputError(f"site {self.name!r}: {asked}", f"with min_count {allowed}", "ask for these, or none")
             parts = {part: own.shard(self.name, section) for part, section in _PARTS.items()}
-            found = statistics(parts, own.task, bins, self._guard.least)
-            self._guard.statistics(doing, found)
-            return ExchangeObject(statistics=found)
+            answer = statistics(parts, own.task, bins, self._guard.least)
+            self._guard.statistics(activity, answer)
+            return ExchangeObject(statistics=answer)
 
     def abort(self, extra: dict[str, Any] | None = None) -> None:
         """Stop, from another thread, what is going on: it ends with `Aborted` before its next batch."""
@@ -265,7 +265,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
     def failed(self, kind: str, error: BaseException) -> None:
         """Write what went wrong with a question into the audit log, unless it stands there already."""
-        self._guard.refused(Doing(kind, self.states.last), error)
+        self._guard.refused(Activity(kind, self.states.last), error)
 
     def finalize(self, extra: dict[str, Any] | None = None) -> None:
         """Stop what is going on and let go of everything but a State in a folder; `initialize` begins anew."""
@@ -278,18 +278,18 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         return self._own
 
     @contextmanager
-    def _busy(self, phase: FlPhase, round_: int) -> Iterator[Doing]:
+    def _busy(self, phase: FlPhase, round_: int) -> Iterator[Activity]:
         """Be in a phase, which `abort` can end, in the round that the site counts itself."""
         self._stop.clear()
-        self.phase, doing = phase, Doing(_PHASES[phase][0], round_)
+        self.phase, activity = phase, Activity(_PHASES[phase][0], round_)
         try:
-            yield doing
+            yield activity
         except Aborted as error:
             raise Aborted(
                 f"site {self.name!r}: {_PHASES[phase][1]} aborted; its State is that of the round before"
             ) from error
         except Exception as error:
-            self._guard.refused(doing, error)
+            self._guard.refused(activity, error)
             raise
         finally:
             self.phase = FlPhase.IDLE
@@ -299,7 +299,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         own = self._ready()
         try:
             with profiling.during(part):
-                found = function(own, round_, self.name, *rest)
+                result = function(own, round_, self.name, *rest)
         except MedflError:
             raise
         except Exception as error:  # a message may have all the right forms, and yet not be what the method expects
@@ -308,7 +308,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 f"site {self.name!r}, round {round_}: {_PHASES[self.phase][1]} fails with the server's message: {what}"
             ) from error
         own.go_on()
-        return found
+        return result
 
     def _state(self, newest: int, base: int | None) -> State | None:
         """Return the State of round `base`; where the host does not say, the newest up to a round."""
@@ -319,7 +319,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             named.safe_to_send = error.safe_to_send
             raise named from error
 
-    def _received(self, own: AtSite, data: ExchangeObject, doing: Doing) -> tuple[int, int | None, Message]:
+    def _received(self, own: AtSite, data: ExchangeObject, activity: Activity) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
         with profiling.during(profiling.MESSAGES):
             with errors_safe_to_send():
@@ -328,12 +328,12 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 own.require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")
                 own.require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
                 own.require(data.optim is None, "it has the state of an optimiser")
-                numbers = {ROUND: doing.round, **(data.statistics or {})}
+                numbers = {ROUND: activity.round, **(data.statistics or {})}
                 round_, base = numbers[ROUND], numbers.get(KEPT)
                 for value in (round_, 0 if base is None else base):
                     own.require(type(value) is int and value >= 0, f"its round is {str(value)[:40]!r}, no whole number")
                 received = own.averaged(named) if self.host == "averaging" else own.received(named)
-            self._guard.came(Doing(doing.kind, round_), partial(self._crossed, named))
+            self._guard.came(Activity(activity.kind, round_), partial(self._crossed, named))
             return round_, base, received
 
     def _crossed(self, named: Mapping[str, Any]) -> Message:
@@ -355,8 +355,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         wire, unsent = own.wire.reply(reply, received, seed, unsent)
         state = {key: value for key, value in result.state.items() if key != UNSENT}
         told = self._guard.told({FlStatistics.NUM_EXECUTED_ITERATIONS: result.steps, LOSS: result.loss}, LOSS)
-        self._guard.spend(Doing("train", round_), reply, wire, samples)
-        exchanged = self._exchanged(own, wire, told, Doing("train", round_))
+        self._guard.spend(Activity("train", round_), reply, wire, samples)
+        exchanged = self._exchanged(own, wire, told, Activity("train", round_))
         return exchanged, {**state, UNSENT: unsent} if unsent else state
 
     def _introduction(self, own: AtSite) -> Message:
@@ -364,12 +364,14 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             return Message({"weights": {name: own.networks.initial[name] for name in own.leaves}})
         return introduce(own, self.name)
 
-    def _exchanged(self, own: AtSite, message: Message, told: Mapping[str, Any], doing: Doing) -> ExchangeObject:
+    def _exchanged(
+        self, own: AtSite, message: Message, numbers: Mapping[str, Any], activity: Activity
+    ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
         samples = len(own.work(self.name, "train"))
-        told = {**told, FlStatistics.DATA_COUNT: samples}
-        self._guard.leave(doing, message, told, telling=self.host == "medfl")
-        return exchange_object(message["weights"] if self.host == "averaging" else message.flat(), told)
+        numbers = {**numbers, FlStatistics.DATA_COUNT: samples}
+        self._guard.leave(activity, message, numbers, telling=self.host == "medfl")
+        return exchange_object(message["weights"] if self.host == "averaging" else message.flat(), numbers)
 
 
 def _added(reply: Message, unsent: Weights) -> Message:

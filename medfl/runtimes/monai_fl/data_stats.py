@@ -137,56 +137,56 @@ def statistics(parts: Mapping[str, Shard], task: Task, bins: Bins | None = None,
         bins: of histograms, numbers outside of them left out; None for no histograms.
         least: counts below it are None, and enough others that they do not follow from sums.
     """
-    found = {part: _summed(shard, bins) for part, shard in parts.items()}
+    sums_of_parts = {part: _summed(shard, bins) for part, shard in parts.items()}
     whole = None
-    for one in found.values():
+    for one in sums_of_parts.values():
         whole = one if whole is None else whole if one is None else whole.add(one)
-    told = {part: _told([shard], found[part], task, bins) for part, shard in parts.items()}
-    told[_TOTAL] = _told(list(parts.values()), whole, task, bins)
+    statistics_of_parts = {part: _told([shard], sums_of_parts[part], task, bins) for part, shard in parts.items()}
+    statistics_of_parts[_TOTAL] = _told(list(parts.values()), whole, task, bins)
     if least > 0:
-        images = {part: None if one is None else one.images for part, one in found.items()}
-        _suppress(told, list(parts), images, least)
-    return told
+        images = {part: None if one is None else one.images for part, one in sums_of_parts.items()}
+        _suppress(statistics_of_parts, list(parts), images, least)
+    return statistics_of_parts
 
 
 def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
     """Return the sums over a shard's images, None where there are none."""
-    found: Sums | None = None
+    total: Sums | None = None
     for x, _ in shard.batches(_BATCH):
         if not isinstance(x, Tensor):
             return None
         one = sums(x, bins)
-        found = one if found is None else found.add(one)
-    return found
+        total = one if total is None else total.add(one)
+    return total
 
 
-def _told(shards: Sequence[Shard], found: Sums | None, task: Task, bins: Bins | None) -> dict[str, Any]:
-    told: dict[str, Any] = {
+def _told(shards: Sequence[Shard], total: Sums | None, task: Task, bins: Bins | None) -> dict[str, Any]:
+    result: dict[str, Any] = {
         "data_count": sum(map(len, shards)),
         "fail_count": 0,
-        "data_stats": {} if found is None else _images(found, bins),
+        "data_stats": {} if total is None else _images(total, bins),
     }
     if task.kind == "classification" and task.classes:
         counts = torch.stack([class_counts(shard, task.num_classes) for shard in shards]).sum(0)
-        told["class_counts"] = dict(zip(task.classes, counts.tolist(), strict=True))
-    return told
+        result["class_counts"] = dict(zip(task.classes, counts.tolist(), strict=True))
+    return result
 
 
-def _images(found: Sums, bins: Bins | None) -> dict[str, Any]:
-    intensity = {"mean": found.mean, "stdev": found.deviation}
-    told: dict[str, Any] = {"image_stats": {"channels": len(found.total), "intensity": intensity}}
+def _images(total: Sums, bins: Bins | None) -> dict[str, Any]:
+    intensity = {"mean": total.mean, "stdev": total.deviation}
+    result: dict[str, Any] = {"image_stats": {"channels": len(total.total), "intensity": intensity}}
     if bins is not None:
         edges = bins.edges
-        told["image_histogram"] = [{"counts": counts, "bin_edges": edges} for counts in found.counts.tolist()]
-    return told
+        result["image_histogram"] = [{"counts": counts, "bin_edges": edges} for counts in total.counts.tolist()]
+    return result
 
 
 def _suppress(
-    told: dict[str, Any], parts: Sequence[str], images: Mapping[str, NDArray[np.int64] | None], least: int
+    result: dict[str, Any], parts: Sequence[str], images: Mapping[str, NDArray[np.int64] | None], least: int
 ) -> None:
     """Take out what is of fewer than `least` images, in the parts, and in all together what would give it away."""
     for part in parts:
-        about, count, present = told[part], told[part]["data_count"], images[part]
+        about, count, present = result[part], result[part]["data_count"], images[part]
         if "class_counts" in about:
             about["class_counts"], _ = suppress_counts(about["class_counts"], least)
         about["data_count"] = count if count >= least else None
@@ -195,14 +195,16 @@ def _suppress(
         for channel, histogram in enumerate(about["data_stats"].get("image_histogram", [])):
             assert present is not None
             histogram["counts"] = _bins_told(histogram["counts"], present[channel], least)
-    whole = told[_TOTAL]
-    if any(told[part]["data_count"] is None for part in parts):
+    whole = result[_TOTAL]
+    if any(result[part]["data_count"] is None for part in parts):
         whole["data_count"], whole["data_stats"] = None, {}
     for name in whole.get("class_counts", {}):
-        if any(told[part]["class_counts"][name] is None for part in parts):
+        if any(result[part]["class_counts"][name] is None for part in parts):
             whole["class_counts"][name] = None
     for channel, histogram in enumerate(whole["data_stats"].get("image_histogram", [])):
-        columns = zip(*(told[part]["data_stats"]["image_histogram"][channel]["counts"] for part in parts), strict=True)
+        columns = zip(
+            *(result[part]["data_stats"]["image_histogram"][channel]["counts"] for part in parts), strict=True
+        )
         hidden = [any(count is None for count in column) for column in columns]
         histogram["counts"] = [None if hide else count for hide, count in zip(hidden, histogram["counts"], strict=True)]
 

@@ -24,7 +24,7 @@ from medfl.runtimes.step import UNSENT, StepResult
 
 
 @dataclass(frozen=True)
-class Doing:
+class Activity:
     """What a site is doing: kind (train, evaluate, introduce, statistics) and round."""
 
     kind: str
@@ -94,22 +94,22 @@ class Guard:
 
     # What comes
 
-    def came(self, doing: Doing, message: Callable[[], Message]) -> None:
+    def came(self, activity: Activity, message: Callable[[], Message]) -> None:
         """Write down what came; a training has to be within the budget.
 
         Raises:
             RunError: it is not.
         """
         if self._log is not None:
-            self._add(doing, "came", describe_message(message()))
-        if self._gate is not None and doing.kind == "train":
+            self._add(activity, "came", describe_message(message()))
+        if self._gate is not None and activity.kind == "train":
             self._gate.enter()
 
-    def refused(self, doing: Doing, why: BaseException) -> None:
+    def refused(self, activity: Activity, why: BaseException) -> None:
         """Write down what went wrong, once, with the id that the server may be told of it."""
         if self._log is not None and why is not self._written:
             self._written = why
-            self._add(doing, "refused", {"reason": in_words(why), "failure": error_id(why)})
+            self._add(activity, "refused", {"reason": in_words(why), "failure": error_id(why)})
 
     # What leaves
 
@@ -121,11 +121,11 @@ class Guard:
         """Return the numbers beside a reply that may leave."""
         return dict(numbers) if self._gate is None else self._gate.told(numbers, optional)
 
-    def spend(self, doing: Doing, reply: Message, wire: Message, samples: int) -> None:
+    def spend(self, activity: Activity, reply: Message, wire: Message, samples: int) -> None:
         """Put a reply that is about to leave on the account, and say so.
 
         Args:
-            doing: the training.
+            activity: the training.
             reply: before it was made smaller.
             wire: after it.
             samples: number of the site's training images.
@@ -136,13 +136,13 @@ class Guard:
         if self._gate is not None:
             self._gate.size(wire)
             self._gate.spend(reply, samples)
-            self._say(f"site {self._gate.site!r}, round {doing.round}: {self._gate.account.words()}")
+            self._say(f"site {self._gate.site!r}, round {activity.round}: {self._gate.account.words()}")
 
-    def leave(self, doing: Doing, wire: Message, told: Mapping[str, Any], *, telling: bool) -> None:
+    def leave(self, activity: Activity, wire: Message, told: Mapping[str, Any], *, telling: bool) -> None:
         """Check an introduction that is about to leave; write down any message.
 
         Args:
-            doing: a training, or an introduction.
+            activity: a training, or an introduction.
             wire: as it is encoded.
             told: numbers beside it.
             telling: whether an introduction depends on the site's images.
@@ -150,19 +150,21 @@ class Guard:
         Raises:
             RunError: it may not leave; names what.
         """
-        if self._gate is not None and doing.kind == "introduce":
+        if self._gate is not None and activity.kind == "introduce":
             self._gate.size(wire)
             self._gate.introduction(wire, telling=telling)
         if self._log is not None:
             about = describe_message(wire, norms=True)
             beside = {str(name): value for name, value in told.items()}
-            self._add(doing, "left", {**about, "numbers": {**about["numbers"], **beside}})
+            self._add(activity, "left", {**about, "numbers": {**about["numbers"], **beside}})
 
-    def scored(self, doing: Doing, function: str, found: Any, state: State | None, *, counted: bool = False) -> None:
+    def scored(
+        self, activity: Activity, function: str, found: Any, state: State | None, *, counted: bool = False
+    ) -> None:
         """Check and write down what the caller of a visit may tell: metrics, or in a simulation what it shows.
 
         Args:
-            doing: the evaluation.
+            activity: the evaluation.
             function: of `step`, by its name.
             found: what it returned.
             state: the site's.
@@ -177,31 +179,31 @@ class Guard:
             if self._gate is not None:
                 raise RunError(f"site {self._gate.site!r}: its outbound policy refuses: {function}, which shows cases")
             if self._log is not None:
-                self._add(doing, "left", {"reason": f"{function}, shown in a simulation"})
+                self._add(activity, "left", {"reason": f"{function}, shown in a simulation"})
             return
         if self._gate is not None or self._log is not None:
             named = {f"{section}/{name}": v for section, one in cases.items() for name, v in summarise(one).items()}
             named |= {f"{section}/cases": len(one) for section, one in cases.items() if counted and len(one)}
             own = set(state or {}) - {UNSENT}
-            self._numbers(doing, "metrics", named, telling=trained or bool(own) or "train" in cases)
+            self._numbers(activity, "metrics", named, telling=trained or bool(own) or "train" in cases)
 
-    def statistics(self, doing: Doing, found: Mapping[str, Any]) -> None:
+    def statistics(self, activity: Activity, found: Mapping[str, Any]) -> None:
         """Check and write down statistics of the site's images.
 
         Raises:
             RunError: they may not leave.
         """
-        self._numbers(doing, "data_stats", found, telling=True)
+        self._numbers(activity, "data_stats", found, telling=True)
 
-    def _numbers(self, doing: Doing, group: str, named: Mapping[str, Any], *, telling: bool) -> None:
+    def _numbers(self, activity: Activity, group: str, named: Mapping[str, Any], *, telling: bool) -> None:
         if self._gate is not None:
             self._gate.numbers(group, named, telling=telling)
         if self._log is not None:
             plain = numbers({name: value for name, value in named.items() if isinstance(value, int | float)})
-            self._add(doing, "left", {**describe_document(named), "numbers": plain})
+            self._add(activity, "left", {**describe_document(named), "numbers": plain})
 
-    def _add(self, doing: Doing, direction: str, entry: Mapping[str, Any]) -> None:
+    def _add(self, activity: Activity, direction: str, entry: Mapping[str, Any]) -> None:
         assert self._log is not None
         telling = self._gate is not None and direction == "left"
         words = {"privacy": self._gate.account.words()} if self._gate is not None and telling else {}
-        self._log.add({"round": doing.round, "direction": direction, "kind": doing.kind, **entry, **words})
+        self._log.add({"round": activity.round, "direction": direction, "kind": activity.kind, **entry, **words})

@@ -53,8 +53,8 @@ class Events:
 
 def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of rounds.jsonl that become curves."""
-    found = {"train/loss": entry["train_loss"]}
+    numbers = {"train/loss": entry["train_loss"]}
     for group in ("val_global", "val_personal"):
-        found |= {f"{group}/{metric}": value for metric, value in (entry[group] or {}).items()}
-    found |= {f"observed/{name}": value for name, value in entry.get("observed", {}).items()}
-    return found | {f"cost/{name}": entry[name] for name in ("bytes_up", "bytes_down", "seconds")}
+        numbers |= {f"{group}/{metric}": value for metric, value in (entry[group] or {}).items()}
+    numbers |= {f"observed/{name}": value for name, value in entry.get("observed", {}).items()}
+    return numbers | {f"cost/{name}": entry[name] for name in ("bytes_up", "bytes_down", "seconds")}

@@ -184,13 +184,13 @@ def _without_password(uri: str) -> str:
 
 def _flat(document: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return the settings of a record under dotted names."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in document.items():
         name = above + key
         if name.endswith(_APART):
             continue
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{name}.")
+            settings |= _flat(value, f"{name}.")
         else:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings

@@ -24,16 +24,16 @@ def drawn(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Pictur
         federation: the sites.
         cases: site -> outcomes of its test items by the judged model, with loss, label and probabilities.
     """
-    found: dict[str, tuple[float, str, int]] = {}
+    losses: dict[str, tuple[float, str, int]] = {}
     for site, outcomes in cases.items():
         if not outcomes.is_classification:
             continue
         for row, (ident, loss) in enumerate(zip(outcomes.ids, outcomes.values["loss"].tolist(), strict=True)):
-            found.setdefault(ident, (loss, site, row))
+            losses.setdefault(ident, (loss, site, row))
     rows_first = _reads_rows(federation)
-    order = sorted(found, key=lambda ident: (-found[ident][0], ident))[:WORST]
+    order = sorted(losses, key=lambda ident: (-losses[ident][0], ident))[:WORST]
     for rank, ident in enumerate(order, 1):
-        loss, site, row = found[ident]
+        loss, site, row = losses[ident]
         shard = federation.shard(site, "test")
         index = int(shard.indices[shard.ids.index(ident)])
         image, _ = next(Shard.of(shard.prepared, [index]).batches(1))

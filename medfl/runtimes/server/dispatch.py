@@ -12,7 +12,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State
 from medfl.core.terminal import Print
 from medfl.runtimes import profiling
-from medfl.runtimes.absent import Absent, Attendance, Tolerance
+from medfl.runtimes.attendance import Absent, Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.step import StepResult

@@ -175,8 +175,8 @@ class Scoring:
         """Return what a report cannot know without the images: the unit of distances on the test items."""
         if not any("hd95" in scores for scores in scored):
             return {}
-        found = {unit(geometry) for geometry in self.federation.sections["test"].geometry} or {unit(None)}
-        return {"units": {"hd95": " or ".join(sorted(found))}}
+        units = {unit(geometry) for geometry in self.federation.sections["test"].geometry} or {unit(None)}
+        return {"units": {"hd95": " or ".join(sorted(units))}}
 
     def masks(
         self, server: State, cases: Mapping[str, Cases], save: bool
@@ -277,8 +277,8 @@ class Scoring:
 
 def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Return the answers in the order of the sites, which is that of every sum over them."""
-    found = dict(answers)
-    return {name: found[name] for name in names if name in found}
+    by_site = dict(answers)
+    return {name: by_site[name] for name in names if name in by_site}
 
 
 def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]) -> list[dict[str, Any]]:

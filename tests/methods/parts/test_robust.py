@@ -145,17 +145,17 @@ def test_neither_blocks_nor_the_disk_change_a_bit(rule: str, tmp_path: Path, mon
 
 
 def test_of_a_reply_on_disk_only_a_block_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from medfl.runtimes.spilled_replies import Stock
+    from medfl.runtimes.spilled_replies import TensorStore
 
-    filed, read, part = Replies(["a", "b", "c"], tmp_path, budget=0), [], Stock.part
+    filed, read, part = Replies(["a", "b", "c"], tmp_path, budget=0), [], TensorStore.part
     for name in ("a", "b", "c"):
         filed.add(name, Message({"weights": {"w": torch.randn(100)}}))
 
-    def counted(stock: Stock, place: object, start: int, stop: int) -> Tensor:
+    def counted(stock: TensorStore, place: object, start: int, stop: int) -> Tensor:
         read.append(stop - start)
         return part(stock, place, start, stop)
 
-    monkeypatch.setattr(Stock, "part", counted)
+    monkeypatch.setattr(TensorStore, "part", counted)
     monkeypatch.setattr(robust, "_BLOCK", 30)
     combined("median", filed)
     assert sorted(read) == [10] * 30 + [100], "once whole, for its form"

@@ -19,9 +19,9 @@ from medfl.core.message import Message, is_finite
 from medfl.core.run import PartitionRecord
 from medfl.core.storage import State
 from medfl.methods import load, names
-from medfl.runtimes.absent import Tolerance
+from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.server.settling import Settled, begin, odd, settle
+from medfl.runtimes.server.next_state import NextState, first_state, next_state, odd_replies
 from medfl.runtimes.step import introduce, site_step
 from tests.support.toy import SECTIONS, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
@@ -79,7 +79,7 @@ def played(method: str, sites: int = 3) -> list[Round]:
 
 def settled(
     played: Round, replies: Mapping[str, Message], least: int | None = 1
-) -> tuple[Settled, dict[str, str], list[str]]:
+) -> tuple[NextState, dict[str, str], list[str]]:
     """Check replies as they arrive, and settle the round."""
     made, left_out, said, arrived = played.federation, dict[str, str](), [], {}
     for name, reply in replies.items():
@@ -95,7 +95,7 @@ def settled(
         arrived[name] = reply
     if not arrived:
         raise RunError("; ".join(left_out.values()))
-    after = settle(made, played.round, played.server, arrived, Tolerance(least), left_out, said.append)
+    after = next_state(made, played.round, played.server, arrived, Tolerance(least), left_out, said.append)
     return after, left_out, said
 
 
@@ -391,12 +391,12 @@ def test_the_form_of_most_is_right() -> None:
     def reply(size: int, **more: Tensor) -> Message:
         return Message({"means": {"0": torch.ones(size), "1": torch.ones(size)}, "other": more})
 
-    assert odd({"x": reply(3), "y": reply(3), "z": reply(4)}, {}).keys() == {"z"}
-    assert odd({"x": reply(3), "y": reply(4)}, {"means": {"2": torch.ones(4)}}).keys() == {"x"}
-    assert odd({"x": reply(3), "y": reply(4)}, {"means": {"2": torch.ones(5)}}).keys() == {"x", "y"}
-    assert odd({"x": reply(3, a=torch.ones(1)), "y": reply(3, b=torch.ones(2))}, {}) == {}
+    assert odd_replies({"x": reply(3), "y": reply(3), "z": reply(4)}, {}).keys() == {"z"}
+    assert odd_replies({"x": reply(3), "y": reply(4)}, {"means": {"2": torch.ones(4)}}).keys() == {"x"}
+    assert odd_replies({"x": reply(3), "y": reply(4)}, {"means": {"2": torch.ones(5)}}).keys() == {"x", "y"}
+    assert odd_replies({"x": reply(3, a=torch.ones(1)), "y": reply(3, b=torch.ones(2))}, {}) == {}
     crooked = Message({"means": {"0": torch.ones(3), "1": torch.ones(2)}})
-    assert odd({"x": reply(3), "y": crooked}, {}) == {
+    assert odd_replies({"x": reply(3), "y": crooked}, {}) == {
         "y": "'means/1' is (2,) torch.float32; expected (3,) torch.float32"
     }
 
@@ -421,7 +421,7 @@ def test_what_fails_with_every_reply_is_nobodys_fault() -> None:
     ):
         made.method = Broken(error=error)
         with pytest.raises(RunError, match=text) as caught:
-            settle(made, 2, one.server, one.replies, Tolerance(1), {}, str)
+            next_state(made, 2, one.server, one.replies, Tolerance(1), {}, str)
         assert error is RunError or isinstance(caught.value.__cause__, error)
 
 
@@ -435,7 +435,7 @@ def test_many_sites_are_searched_by_halves() -> None:
     inner = made.aggregate
     made.aggregate = lambda *given: asked.append(len(given[2])) or inner(*given)
     left_out: dict[str, str] = {}
-    settle(made, 2, one.server, replies, Tolerance(1), left_out, str)
+    next_state(made, 2, one.server, replies, Tolerance(1), left_out, str)
     assert left_out.keys() == {"s41"}
     assert len(asked) <= 14
 
@@ -456,7 +456,7 @@ def test_honest_introductions_are_taken_as_they_are() -> None:
             given = {name: introduce(made, name) for name in made.participants}
             expected = made.method.init_server(made.host(0), made.networks.initial, given)
         absent: dict[str, str] = {}
-        assert bits(begin(made, given, Tolerance(), absent, str)) == bits(expected)
+        assert bits(first_state(made, given, Tolerance(), absent, str)) == bits(expected)
         assert absent == {}
 
 
@@ -467,9 +467,9 @@ def test_an_introduction_that_lacks_a_number_is_refused(least: int | None) -> No
     given["y"] = Message({}, {"nonsense": 1.0})
     if least is None:
         with pytest.raises(RunError, match="^site 'y': .* 'features' is missing$"):
-            begin(made, given, Tolerance(), absent, said.append)
+            first_state(made, given, Tolerance(), absent, said.append)
         return
-    assert begin(made, given, Tolerance(least), absent, said.append) == {"prototypes": {}}
+    assert first_state(made, given, Tolerance(least), absent, said.append) == {"prototypes": {}}
     assert absent.keys() == {"y"}
     assert said == [f"introductions: without site 'y': {absent['y']}"]
 
@@ -478,4 +478,4 @@ def test_sites_that_do_not_go_together_are_told_so() -> None:
     made, given = introduced("fedproto")
     given["y"] = Message({}, {"features": 7.0})
     with pytest.raises(InputError, match="features of length 6 at x, z; length 7 at y"):
-        begin(made, given, Tolerance(1), {}, str)
+        first_state(made, given, Tolerance(1), {}, str)

@@ -70,7 +70,7 @@ class Tolerance:
                 f"{given} with --aggregation {kind}", f"{kind} needs at least {least} replies", "ask for as many"
             )
 
-    def hand_over(self, workers: object) -> None:
+    def set_deadline(self, workers: object) -> None:
         """Tell the deadline to what runs the tasks, if it is anything that can hold to one.
 
         Raises:
@@ -117,15 +117,15 @@ class Attendance:
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
         """Go on without the sites that have a reason, and say it; RunError if too few are left."""
+        sender = "site {!r}".format
+        if self.least is None and reasons:
+            raise RunError("; ".join(r if r.startswith(sender(n)) else f"{sender(n)}: {r}" for n, r in reasons.items()))
         for name, reason in reasons.items():
-            sender = f"site {name!r}"
-            if self.least is None:
-                raise RunError(reason if reason.startswith(sender) else f"{sender}: {reason}")
-            self.left_out[name] = reason.replace(_KEPT, "").removeprefix(sender).lstrip(":, ")
+            self.left_out[name] = reason.replace(_KEPT, "").removeprefix(sender(name)).lstrip(":, ")
             self.say(f"{self.what}: without site {name!r}: {self.left_out[name]}")
-            if len(self.names) - len(self.left_out) < self.least:
-                listed = "; ".join(f"{site}: {why}" for site, why in self.left_out.items())
-                raise RunError(
-                    f"{self.what}: {len(self.left_out)} of {len(self.names)} sites do not answer, and at least "
-                    f"{self.least} have to ({listed}){_KEPT}: continue with --resume"
-                )
+        if reasons and len(self.names) - len(self.left_out) < (self.least or 0):
+            listed = "; ".join(f"{site}: {why}" for site, why in self.left_out.items())
+            raise RunError(
+                f"{self.what}: {len(self.left_out)} of {len(self.names)} sites do not answer, and at least "
+                f"{self.least} have to ({listed}){_KEPT}: continue with --resume"
+            )

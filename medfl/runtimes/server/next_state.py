@@ -28,7 +28,7 @@ from medfl.core.message import Message, is_finite
 from medfl.core.storage import State
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
-from medfl.runtimes.absent import Attendance, Tolerance
+from medfl.runtimes.attendance import Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
 
@@ -36,7 +36,7 @@ Form = tuple[tuple[int, ...], str]
 T = TypeVar("T")
 
 
-class Settled(NamedTuple):
+class NextState(NamedTuple):
     """What a round has come to.
 
     Attributes:
@@ -50,7 +50,7 @@ class Settled(NamedTuple):
     observed: Mapping[str, float]
 
 
-def settle(
+def next_state(
     federation: Federation,
     round_: int,
     server: State,
@@ -58,7 +58,7 @@ def settle(
     tolerance: Tolerance,
     left_out: dict[str, str],
     say: Print,
-) -> Settled:
+) -> NextState:
     """Return the server's next State, made of the replies that it can be made of.
 
     Args:
@@ -77,19 +77,21 @@ def settle(
     cohort, method, before = federation.cohort(round_), federation.run.method, marks(server)
     attendance = Attendance(cohort, tolerance.min_replies, left_out, f"round {round_}", say)
 
-    def attempt(names: Sequence[str]) -> Settled:
+    def attempt(names: Sequence[str]) -> NextState:
         try:
-            return _tried(federation, round_, server, _only(replies, names))
+            return _checked_state(federation, round_, server, _only(replies, names))
         finally:
             check_marks(method, server, before)
 
     with federation.networks.scope():
-        told = [federation.method.broadcast(federation.host(round_), server, name) for name in cohort[:1]]
-    attendance.refuse(odd(replies, told[0].tensors if told else {}, {"weights"} | federation.like_weights))
+        broadcasts = [federation.method.broadcast(federation.host(round_), server, name) for name in cohort[:1]]
+    attendance.refuse(
+        odd_replies(replies, broadcasts[0].tensors if broadcasts else {}, {"weights"} | federation.like_weights)
+    )
     return _from_usable(replies, attempt, BrokenRule, attendance)
 
 
-def begin(
+def first_state(
     federation: Federation,
     introductions: Mapping[str, Message],
     tolerance: Tolerance,
@@ -117,8 +119,8 @@ def begin(
             usable = _only(introductions, names)
             first = method.init_server(federation.host(0), federation.networks.initial, usable)
         check_state(federation.run.method, "the server's State", first)
-        for why in _unsound(first, None, "", federation.names, federation.task.num_classes):
-            raise _Unsound(f"the server's first State: {why}")
+        for why in _flaws(first, None, "", federation.names, federation.task.num_classes):
+            raise _Unusable(f"the server's first State: {why}")
         return first
 
     return _from_usable(introductions, attempt, InputError, attendance)
@@ -138,7 +140,7 @@ def _from_usable(
         except fatal:
             raise
         except Exception as error:  # a message of any form may make it fail in any way
-            reasons = _blamed(names, attempt, error, attendance.what)
+            reasons = _at_fault(names, attempt, error, attendance.what)
         attendance.refuse(reasons)
 
 
@@ -146,26 +148,26 @@ def _only(messages: Mapping[str, Message], names: Sequence[str]) -> Mapping[str,
     return messages if len(names) == len(messages) else {name: messages[name] for name in names}
 
 
-class _Unsound(Exception):
+class _Unusable(Exception):
     """The server cannot go on from a State."""
 
 
-def _tried(federation: Federation, round_: int, server: State, replies: Mapping[str, Message]) -> Settled:
-    """Return the server's next State; `_Unsound` if it cannot go on from there."""
+def _checked_state(federation: Federation, round_: int, server: State, replies: Mapping[str, Message]) -> NextState:
+    """Return the server's next State; `_Unusable` if it cannot go on from there."""
     after = federation.aggregate(round_, server, replies)
     check_state(federation.run.method, "the server's State", after)
-    for why in _unsound(after, server, "", federation.names, federation.task.num_classes):
-        raise _Unsound(f"the server's next State: {why}")
+    for why in _flaws(after, server, "", federation.names, federation.task.num_classes):
+        raise _Unusable(f"the server's next State: {why}")
     with federation.networks.scope():
         for name in replies:
             federation.method.broadcast(federation.host(round_ + 1), after, name)
-        return Settled(after, replies, dict(federation.method.observed(after, replies)))
+        return NextState(after, replies, dict(federation.method.observed(after, replies)))
 
 
 # Whose fault it is
 
 
-def _blamed(
+def _at_fault(
     names: Sequence[str], attempt: Callable[[Sequence[str]], Any], error: Exception, what: str
 ) -> dict[str, str]:
     """Return whose replies an attempt failed because of, and why.
@@ -178,8 +180,8 @@ def _blamed(
     def failure(some: Sequence[str]) -> Exception | None:
         try:
             attempt(some)
-        except Exception as found:  # as above
-            return found
+        except Exception as raised:  # as above
+            return raised
         return None
 
     def alone(some: Sequence[str], failed: Exception | None) -> dict[str, Exception]:
@@ -189,43 +191,45 @@ def _blamed(
         parts = [some[:half], some[half:]] if half else []
         return {n: e for part in parts for n, e in alone(part, failure(part)).items()} if half else {some[0]: failed}
 
-    found = alone(names, error) if names else {}
-    if len(found) == len(names) > 1 or not names:
+    at_fault = alone(names, error) if names else {}
+    if len(at_fault) == len(names) > 1 or not names:
         if isinstance(error, MedflError):
             raise error
         sites = ", ".join(map(repr, names)) or "nobody"
-        raise RunError(f"{what}: the server's half fails with each reply ({sites}): {_told(error)}") from error
-    if not found:
+        raise RunError(f"{what}: the server's half fails with each reply ({sites}): {_in_one_line(error)}") from error
+    if not at_fault:
         healing = [name for name in names if failure([other for other in names if other != name]) is None]
-        found = dict.fromkeys(healing or names, error)
-    return {name: "the server's half can do nothing with its reply: " + _told(why) for name, why in found.items()}
+        at_fault = dict.fromkeys(healing or names, error)
+    return {
+        name: "the server's half can do nothing with its reply: " + _in_one_line(why) for name, why in at_fault.items()
+    }
 
 
-def _told(error: Exception) -> str:
+def _in_one_line(error: Exception) -> str:
     """Return an error in one line, without what is said to somebody who could do something about it."""
     if isinstance(error, KeyError) and error.args:
         text = str(error.args[0])
         return printable(text, 200) if " " in text else f"'{printable(text)}' is missing"
     text = error._parts[0] if isinstance(error, InputError) else str(error)
-    kind = "" if isinstance(error, MedflError | _Unsound) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, MedflError | _Unusable) else f"{type(error).__name__}: "
     return kind + printable(" ".join(text.split()), 200).replace("\\'", "'")
 
 
 # Forms
 
 
-def odd(
-    replies: Mapping[str, Message], told: Mapping[str, Mapping[str, Tensor]], known: Collection[str] = ("weights",)
+def odd_replies(
+    replies: Mapping[str, Message], broadcast: Mapping[str, Mapping[str, Tensor]], known: Collection[str] = ("weights",)
 ) -> dict[str, str]:
     """Return which replies have a tensor of another form than most, and what is odd about it.
 
     Args:
         replies: site -> reply.
-        told: what the server says, group -> name -> tensor; it decides where the replies do not.
+        broadcast: what the server sends, group -> name -> tensor; it decides where the replies do not.
         known: groups whose forms were checked on arrival.
     """
     forms = {name: _forms(message.tensors, known) for name, message in replies.items()}
-    expected, found = _forms(told, known), dict[str, str]()
+    expected, reasons = _forms(broadcast, known), dict[str, str]()
     for key in sorted({key for form in forms.values() for key in form}):
         owners = {name: form[key] for name, form in forms.items() if key in form}
         (most, count), *others = Counter(f for form in owners.values() for f in form.values()).most_common()
@@ -233,23 +237,23 @@ def odd(
         right = most if not tied else next(iter({most, *tied} & {*expected.get(key, {}).values()}), None)
         for name, form in owners.items():
             wrong = [tensor for tensor, own in form.items() if own != right]
-            if wrong and name not in found:
-                wanted = "the other sites' is another" if right is None else f"expected {_written(right)}"
-                found[name] = f"{printable(wrong[0], 80)!r} is {_written(form[wrong[0]])}; {wanted}"
-    return found
+            if wrong and name not in reasons:
+                wanted = "the other sites' is another" if right is None else f"expected {_form_text(right)}"
+                reasons[name] = f"{printable(wrong[0], 80)!r} is {_form_text(form[wrong[0]])}; {wanted}"
+    return reasons
 
 
 def _forms(tensors: Mapping[str, Mapping[str, Tensor]], known: Collection[str]) -> dict[str, dict[str, Form]]:
     """Return key -> flat name -> form; tensors that are named by class have one key in common."""
-    found: dict[str, dict[str, Form]] = {}
+    forms: dict[str, dict[str, Form]] = {}
     for group, members in tensors.items():
         for name, tensor in members.items() if group not in known else ():
             form = tuple(tensor.shape), str(tensor.dtype)
-            found.setdefault(f"{group}/{'#' if _is_class(name) else name}", {})[f"{group}/{name}"] = form
-    return found
+            forms.setdefault(f"{group}/{'#' if _is_class(name) else name}", {})[f"{group}/{name}"] = form
+    return forms
 
 
-def _written(form: Form) -> str:
+def _form_text(form: Form) -> str:
     return f"{form[0]} {form[1]}"
 
 
@@ -257,30 +261,30 @@ def _is_class(name: str) -> bool:
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
-def _unsound(after: Any, before: Any, path: str, sites: Sequence[str], classes: int) -> Iterator[str]:
+def _flaws(after: Any, before: Any, path: str, sites: Sequence[str], classes: int) -> Iterator[str]:
     """Say what is wrong with a part of a State, given what it was before, or None."""
     if isinstance(after, Tensor):
         if not is_finite(after):
             yield f"{path!r} has NaN or infinite values"
         if isinstance(before, Tensor) and (before.shape, before.dtype) != (after.shape, after.dtype):
             form, was = ((tuple(t.shape), str(t.dtype)) for t in (after, before))
-            yield f"{path!r} is {_written(form)}; before it was {_written(was)}"
+            yield f"{path!r} is {_form_text(form)}; before it was {_form_text(was)}"
     elif isinstance(after, float) and (after != after or abs(after) == float("inf")):
         yield f"{path!r} is {after}"
     elif isinstance(after, Mapping):
         named = before if isinstance(before, Mapping) else {}
         if path and (after or named) and all(isinstance(value, Tensor) for value in (*after.values(), *named.values())):
-            yield from _misnamed(after, named, path, sites, classes)
+            yield from _naming_flaws(after, named, path, sites, classes)
         for name, value in after.items():
-            yield from _unsound(value, named.get(name), f"{path}/{name}" if path else str(name), sites, classes)
+            yield from _flaws(value, named.get(name), f"{path}/{name}" if path else str(name), sites, classes)
     elif isinstance(after, list | tuple):
         listed = before if isinstance(before, list | tuple) else ()
         for index, value in enumerate(after):
             old = listed[index] if index < len(listed) else None
-            yield from _unsound(value, old, f"{path}/{index}", sites, classes)
+            yield from _flaws(value, old, f"{path}/{index}", sites, classes)
 
 
-def _misnamed(
+def _naming_flaws(
     after: Mapping[str, Tensor], was: Mapping[str, Tensor], path: str, sites: Sequence[str], classes: int
 ) -> Iterator[str]:
     """Say what is wrong with the names of a group of tensors in a State."""
