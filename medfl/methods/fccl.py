@@ -9,17 +9,15 @@ Public:  (1) M = z' z~ / B (K, K), z (B, K) the site's logits of a batch of publ
 Private: (3) CE + KL(frozen || model) + KL(previous || model), temperature 1: the frozen model holds on to what the
          site's own data say, its model of the previous round to what was learnt from the others.
 Judged by each site's own model.
-
 z~ has the site's own model of the previous round among the others', as in the public code. A round is one exchange, as
-in FedMD here: the broadcast of round r has the positions of r's public items and the mean logits of those of r - 1; a
-site goes through its public phase on the latter, its private phase, and replies its logits of the new items. A site
-that was absent in r - 1 has no part in z~.
+in FedMD here: a site learns from the mean logits z~ of the participants of round r - 1 on the public items of r - 1,
+goes through its private phase, and replies its logits of the items of r.
 
 Departures. The others' logits stand still during a public phase; in the public code all sites go through each batch
 together. They are taken in evaluation mode, as the outputs of both references. The first participation is the training
 of the frozen model, for the run's local epochs (and `initial_epochs`). A column whose standard deviation is below 1e-5
-counts as constant, 0 after standardising, and a last batch of one item joins the one before. In segmentation logits are
-maps, averaged over cells to `map_size` a side, and standardised over all items and cells of a batch.
+counts as constant, 0 after standardising, and a last batch of one item joins the one before. Maps of logits are
+averaged over cells to `map_size` a side, and standardised over all items and cells of a batch.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ from medfl.methods.base import option
 from medfl.networks.heads import frozen
 from medfl.training import Objective, Site, fit, snapshot
 
-_BATCH = 512  # of the public code
-_LEAST = 1e-5
+_BATCH, _LEAST = 512, 1e-5
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,7 @@ class FCCL(ScoreExchange):
     frozen_weight: float = option(1.0, "weight of KL(frozen || model) (public code: 1)", minimum=0.0)
     previous_weight: float = option(1.0, "weight of KL(previous || model) (public code: 1)", minimum=0.0)
     public_epochs: int = option(1, "passes over the drawn public items a round (public code: 1)", minimum=0)
-    public_batch_size: int = option(
-        0, "public items a step, not 1; 0: 512 (public code), in segmentation the run's batch size", minimum=0
-    )
+    public_batch_size: int = option(0, "public items a step, not 1; 0: 512 (code), of masks the run's", minimum=0)
 
     paper = "Learn from Others and Be Yourself in Heterogeneous Federated Learning (Huang, Ye, Du, 2022)"
 

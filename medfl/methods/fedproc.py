@@ -2,14 +2,12 @@
 
 Site:    minimise alpha_t l_proc + (1 - alpha_t) f_k, l_proc the mean over items of -log[e^(s(z, g_y) / tau) / sum_c
          e^(s(z, g_c) / tau)], c over the classes with a prototype, s the cosine, z the feature, g_c the received
-         prototype, constant; an item whose own class has none contributes 0. alpha_t = 1 - t / (T - 1) in round t = 0
-         to T - 1, then 0: also in rounds by which a run is made longer, for T stays what it was.
+         prototype, constant; an item whose own class has none contributes 0. alpha_t = 1 - t / (T - 1), then 0.
 Server:  FedAvg's; g_c = plain mean over the participants that own c of their class means of z, or by samples.
-
-Written from re-implementations, not from the paper's text; its other reading, 1 - t / T, is `rounds` = T + 1.
+Written from re-implementations; the other reading, 1 - t / T, is `rounds` = T + 1. T stays when a run is made longer.
 Departures. While there is no prototype (round 1), alpha_t is 0: it would be 1, and nothing would be learnt. Class means
-are taken after training in evaluation mode, not over the last epoch's batches. A class whose owners are all absent
-keeps its prototype. The original's projection layers are left out. Rows of absent classes travel as zeros.
+are taken after training in evaluation mode. A class whose owners are all absent keeps its prototype. The original's
+projection layers are left out. Rows of absent classes travel as zeros.
 """
 
 from __future__ import annotations
@@ -60,9 +58,8 @@ class FedProc(Method):
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights, without prototypes: their counts are 0."""
-        layer: Any = head(host.model(weights))
-        counts = torch.zeros(layer.out_features, dtype=torch.int64, device=host.device)
-        prototypes = {"means": torch.zeros_like(layer.weight.detach()), "counts": counts}
+        means = torch.zeros_like(next(head(host.model(weights)).parameters()).detach())
+        prototypes = {"means": means, "counts": torch.zeros(len(means), dtype=torch.int64, device=host.device)}
         return {**super().init_server(host, weights, introductions), "prototypes": prototypes}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
@@ -88,8 +85,8 @@ class FedProc(Method):
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             z, output = features_and_output(network, x)
-            pull = prototype_loss(z, class_indices(y), means, counts > 0, self.tau)
-            return alpha * pull + (1 - alpha) * site.loss(output, y)
+            loss = alpha * prototype_loss(z, class_indices(y), means, counts > 0, self.tau)
+            return loss + (1 - alpha) * site.loss(output, y)
 
         return fit(model, site, objective=objective)
 
@@ -101,13 +98,13 @@ class FedProc(Method):
         """Average the weights, and each class's means over its owners."""
         old = server["prototypes"]
         means, counts = merge([replies[name]["prototypes"] for name in sorted(replies)])
-        means = torch.where(counts[:, None] > 0, means, old["means"])
-        fresh = {"means": means, "counts": torch.where(counts > 0, counts, old["counts"])}
+        known = torch.where(counts > 0, counts, old["counts"])
+        fresh = {"means": torch.where(counts[:, None] > 0, means, old["means"]), "counts": known}
         return {**super().aggregate(host, server, replies, num_sites), "prototypes": fresh}
 
 
 def prototype_loss(z: Tensor, labels: Tensor, prototypes: Tensor, known: Tensor, tau: float) -> Tensor:
-    """Return the mean over items of -log of the softmax of s(z, g_c) / tau at the item's class, s the cosine.
+    """Return l_proc.
 
     Args:
         z: features (B, d).
