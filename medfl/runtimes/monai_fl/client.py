@@ -35,7 +35,6 @@ from monai.fl.utils.constants import ExtraItems, FlPhase, FlStatistics, WeightTy
 from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
-from medfl import methods
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
@@ -46,6 +45,7 @@ from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.outbound import Outbound
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.monai_fl.averaging_host import refuse_other_servers
 from medfl.runtimes.monai_fl.data_stats import Bins, statistics
 from medfl.runtimes.monai_fl.guard import Activity, Guard
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
@@ -133,7 +133,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             allowed = self.name or ", ".join(federation.participants)
             raise InputError(f"site {called!r}", f"its name here is {allowed}", "use that name")
         if self.host == "averaging":
-            _refuse_plain(federation)
+            refuse_other_servers(federation)
         self.name, self._trained = called, False
         self._own = AtSite(federation, called, self._stop)
         if self.folder is not None:
@@ -379,25 +379,6 @@ def _added(reply: Message, unsent: Weights) -> Message:
     weights = reply.tensors.get("weights", {})
     whole = {name: tensor + unsent[name].to(tensor) if name in unsent else tensor for name, tensor in weights.items()}
     return Message({**reply.tensors, **({"weights": whole} if whole else {})}, reply.scalars)
-
-
-def _refuse_plain(federation: Federation) -> None:
-    """Raise an InputError if averaging weights is not all that the run's server does."""
-    run = federation.run
-    if not methods.has_fedavg_server(federation.method):
-        raise InputError(
-            f"method {run.method!r} with a plain averaging host",
-            "such a host does for methods that keep FedAvg's server half (medfl methods)",
-            "use one of these, or medfl's own server",
-        )
-    if not federation.messages.lossless:
-        raise InputError(
-            f"--messages {run.messages} with a plain averaging host", "it takes lossless ones", "leave it out"
-        )
-    if not federation.aggregation.is_mean:
-        raise InputError(
-            f"--aggregation {run.aggregation} with a plain averaging host", "it takes the mean", "leave it out"
-        )
 
 
 def exchange_object(named: Weights, told: Mapping[str, Any]) -> ExchangeObject:
