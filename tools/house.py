@@ -73,11 +73,17 @@ def code_lines(path: Path) -> int:
 
 
 def imported(path: Path) -> Iterator[Path]:
-    """Yield the modules to be read that a module imports."""
+    """Yield the modules to be read that a module imports; names that a room hands out lie where the room has them from."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(READ):
             file = ROOT / (node.module.replace(".", "/") + ".py")
-            yield file if file.is_file() else file.with_suffix("") / "__init__.py"
+            if file.is_file():
+                yield file
+                continue
+            names = {alias.name for alias in node.names}
+            for inner in ast.parse((file.with_suffix("") / "__init__.py").read_text()).body:
+                if isinstance(inner, ast.ImportFrom) and inner.module and names & {one.name for one in inner.names}:
+                    yield ROOT / (inner.module.replace(".", "/") + ".py")
 
 
 def opened(method: str) -> list[Path]:
