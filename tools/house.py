@@ -73,7 +73,7 @@ def code_lines(path: Path) -> int:
 
 
 def imported(path: Path) -> Iterator[Path]:
-    """Yield the modules to be read that a module imports; names that a room hands out lie where the room has them from."""
+    """Yield the modules to be read that a module imports: names that a room hands out lie where it has them from."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(READ):
             file = ROOT / (node.module.replace(".", "/") + ".py")
