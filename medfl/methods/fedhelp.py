@@ -200,10 +200,11 @@ class FedHelp(LessonOptions, SiteNetworks):
             fit(network, site, objective=lambda net, x, y: loss(net(x), y))
             return snapshot(network), {"weights": snapshot(network)}
         lesson = Lesson(self, site, state, network)
+        following = lesson.items(site)
         factor = self.lambda_j * (len(lesson.public) / site.num_samples if self.loss_reduction == "sum" else 1)
 
         def with_items(x: Any, y: Any) -> tuple[Any, ...]:
-            return x, y, *lesson.items(len(x))
+            return x, y, *following(len(x))
 
         def objective(pair: nn.Module, x: Any, y: Any, *items: Tensor) -> Tensor:
             return loss(network(x), y) + factor * lesson.loss(*items)  # eq. 3

@@ -360,7 +360,7 @@ def lesson(federation: Toy, **options: object) -> tuple[Lesson, nn.Module]:
 
 
 def items(federation: Toy) -> list[Tensor]:
-    return lesson(federation)[0].items(4)
+    return lesson(federation)[0].items(federation.site("b"))(4)
 
 
 def test_the_public_loss_leaves_the_private_head_alone_and_moves_the_body() -> None:

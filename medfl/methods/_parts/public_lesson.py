@@ -6,6 +6,7 @@ FedHelp (Wang et al., KDD 2025), eq. 1, of masks with every pixel weighted by be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,8 +82,6 @@ class Lesson:
         self.contribution = Contribution(options.alpha, state["alpha"], len(self.public.answers), options.lr_alpha)
         self.balance, self.border = state.get("public_balance"), options.border()
         self.beside = SideStream(site, "lesson")
-        generator = torch.Generator().manual_seed(derive(site.seed, "public"))
-        self.walk = cycle(len(self.public), generator)
         trainable = {name for name, _ in network.named_parameters()}
         norm = {name: tensor.to(site.device).clone() for name, tensor in state.get("public_norm", {}).items()}
         self.norm = {name: nn.Parameter(t) if name in trainable else t for name, t in norm.items()}
@@ -97,14 +96,23 @@ class Lesson:
             kept["public_norm"] = {name: value.detach().clone() for name, value in self.norm.items()}
         return kept
 
-    def items(self, size: int) -> list[Tensor]:
-        """Return inputs, targets and positions of the next items, and the answers (M, B, ...) where some count."""
-        positions = self.walk(size)
-        x, y = self.public.at(positions)
-        batch = [x, torch.as_tensor(y), positions]
-        if self.options.lambda_r and self.public.answers:
-            batch.append(self.public.answered(positions))
-        return [part.to(self.device) for part in batch]
+    def items(self, site: Site) -> Callable[[int], list[Tensor]]:
+        """Return a function that gives inputs, targets and positions of so many next items of the round.
+
+        And the answers (M, B, ...) where some count. The seed and the place in the order are this function's own: what
+        a step reaches must not change from one to the next, or it cannot be captured.
+        """
+        walk = cycle(len(self.public), torch.Generator().manual_seed(derive(site.seed, "public")))
+
+        def following(size: int) -> list[Tensor]:
+            positions = walk(size)
+            x, y = self.public.at(positions)
+            batch = [x, torch.as_tensor(y), positions]
+            if self.options.lambda_r and self.public.answers:
+                batch.append(self.public.answered(positions))
+            return [part.to(self.device) for part in batch]
+
+        return following
 
     def loss(self, x: Tensor, y: Tensor, positions: Tensor, answers: Tensor | None = None) -> Tensor:
         """Return R of public items: CE + lambda_R KL(t || q); without answers CE."""
