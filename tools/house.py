@@ -39,7 +39,7 @@ FIGURES: dict[str, tuple[int | None, int]] = {
     "hooks of Method": (14, 14),
     "facts of Method": (None, 6),
     "method files over 120 lines": (8, 10),
-    "lines of the longest method file": (300, 287),
+    "lines of the longest method file": (300, 288),
     "lines of the longest module": (400, 574),
     "words of the README": (1200, 1200),
     "lines of the product": (None, 49600),
