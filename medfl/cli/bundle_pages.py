@@ -109,22 +109,17 @@ def bundles_text(document: Document, width: int = terminal.WIDTH) -> str:
         "data: what $MEDFL_DATA holds: real images, a phantom cohort (drawn images) or none; then runs draw a phantom",
         "one bundle with its classes, defaults and data layouts: medfl bundles NAME",
     )
-    return "\n".join(
-        [
-            *terminal.table(head, rows, width, ("licence", "pixels", "network")),
-            "",
-            *(line for text in legend for line in textwrap.wrap(text, width)),
-        ]
-    )
+    lines = [*terminal.table(head, rows, width, ("licence", "pixels", "network")), ""]
+    return "\n".join([*lines, *(line for text in legend for line in textwrap.wrap(text, width))])
 
 
 def _bundle_page(entry: Document, width: int) -> str:
-    data, name = entry["data"], entry["name"]
+    name = entry["name"]
     status = {
-        "real": f"real images in {data['folder']}",
-        "phantom": f"a PHANTOM cohort in {data['folder']}",
+        "real": f"real images in {entry['data']['folder']}",
+        "phantom": f"a PHANTOM cohort in {entry['data']['folder']}",
         "phantom only": "no images below $MEDFL_DATA: runs use a PHANTOM cohort unless --data names a folder",
-    }[data["status"]]
+    }[entry["data"]["status"]]
     concepts = entry["concepts"] or entry["class_names"]  # a mask's values have no other words
     named = zip(entry["class_names"], concepts, strict=True)
     classes = [key if concepts == entry["class_names"] else f"{key} ({words})" for key, words in named]

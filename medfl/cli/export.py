@@ -62,14 +62,12 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
                 f"  {name}: differs by {format_difference(agreement['probabilities'])} at most "
                 f"(allowed {agreement['limit']:.0e}), on {agreement['images']} {one['measured_on']}"
             )
-        same = one["predictions"]
-        if same:
+        if same := one["predictions"]:
             lines.append(
                 f"  predictions.csv of the run: differs by {format_difference(same['largest_difference'])} at most, "
                 f"on {same['items']} items"
             )
-        for name, file in one["files"].items():
-            lines.append(f"  {name}: {file['bytes']} bytes, sha256 {file['sha256'][:16]}...")
+        lines += [f"  {name}: {f['bytes']} bytes, sha256 {f['sha256'][:16]}..." for name, f in one["files"].items()]
         lines += [f"  note: {note}" for note in one["notes"]]
     phantom = "PHANTOM data: images drawn by a program; this model says nothing about patients"
     return [*lines, phantom if document["data_source"] == "phantom" else "real data"]

@@ -49,10 +49,7 @@ def add(verbs: Any) -> None:
         run.add_flags(action)
         action.set_defaults(runtime=runtime)
     text = "write the job of a run over sites with images of their own"
-    _add_export_flags(add_verb(actions, "export", text, _export, _EXPORT))
-
-
-def _add_export_flags(export: Any) -> None:
+    export = add_verb(actions, "export", text, _export, _EXPORT)
     export.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
     what = export.add_argument_group("what", "each site permits which ids --config may set")
     what.add_argument("--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg")

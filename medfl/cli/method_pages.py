@@ -157,15 +157,13 @@ def methods_text(document: Document, width: int = terminal.WIDTH) -> str:
          " ".join(_defaults(e)) + _more(e) or "-", _authors(e["paper"])]
         for e in document["methods"]
     ]  # fmt: skip
-    return "\n".join(
-        [
-            *terminal.table(head, rows, width, ("tasks", "plain host", "paper")),
-            "",
-            *textwrap.wrap("judged: whether the server's model or each site's own model is the product", width),
-            *textwrap.wrap("plain host: whether a server that only averages (MONAI FL, NVIDIA FLARE) will do", width),
-            *textwrap.wrap("one method with its options and equations: medfl methods NAME", width),
-        ]
+    legend = (
+        "judged: whether the server's model or each site's own model is the product",
+        "plain host: whether a server that only averages (MONAI FL, NVIDIA FLARE) will do",
+        "one method with its options and equations: medfl methods NAME",
     )
+    lines = [*terminal.table(head, rows, width, ("tasks", "plain host", "paper")), ""]
+    return "\n".join([*lines, *(line for text in legend for line in textwrap.wrap(text, width))])
 
 
 def _method_page(entry: Document, width: int) -> str:

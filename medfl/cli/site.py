@@ -100,7 +100,9 @@ def _inspect(options: Any) -> int:
     folder = shipped_folders().get(options.bundle, Path(options.bundle))
     target = options.write_policy
     if target is not None:
-        _check_policy_file(target, folder)
+        _check_new_file("--write-policy", target)
+        if target.resolve().is_relative_to(folder.expanduser().resolve()):
+            raise InputError(f"--write-policy {target}", "a place outside of the bundle", "give a file outside of it")
     inspection = inspect(folder, policy)
     document = {**inspection.as_dict(), "outbound": policy.outbound.lines()}
     if target is not None and inspection.accepted:
@@ -112,13 +114,6 @@ def _inspect(options: Any) -> int:
     show(options, document, lambda: "\n".join(_inspection_lines(document, terminal.width())))
     inspection.require()
     return 0
-
-
-def _check_policy_file(target: Path, folder: Path) -> None:
-    """Raise an InputError if a policy cannot be written into this file."""
-    _check_new_file("--write-policy", target)
-    if target.resolve().is_relative_to(folder.expanduser().resolve()):
-        raise InputError(f"--write-policy {target}", "a place outside of the bundle", "give a file outside of it")
 
 
 def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:

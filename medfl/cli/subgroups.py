@@ -18,7 +18,6 @@ examples
       by the centre where an image was taken
   medfl subgroups runs/ham10000-fedavg-0 --by age --min-count 20
       by bands of 20 years; groups of fewer than 20 cases are not told"""
-_BESIDE = ("loss",)
 
 
 def add(verbs: Any) -> None:
@@ -60,15 +59,11 @@ def text(subgroups: Subgroups, width: int) -> list[str]:
     """Return the groups as a table with 95 % intervals, and what a reader must know."""
     from medfl.evaluation.metrics import title
 
-    names = [name for name in subgroups.told.metrics if name not in _BESIDE]
-    rows = [
-        [
-            group.name,
-            "not told" if group.count is None else str(group.count),
-            *(_cell(group.metrics.get(name)) for name in names),
-        ]
-        for group in (*subgroups.groups, subgroups.told)
-    ]
+    names = [name for name in subgroups.told.metrics if name != "loss"]
+    rows = []
+    for group in (*subgroups.groups, subgroups.told):
+        count = "not told" if group.count is None else str(group.count)
+        rows.append([group.name, count, *(_cell(group.metrics.get(name)) for name in names)])
     spare = [title(name) for name in reversed(names[2:])]
     lines = terminal.table([subgroups.by, "cases", *map(title, names)], rows, width, spare)
     for note in subgroups.notes():

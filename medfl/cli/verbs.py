@@ -15,8 +15,6 @@ from medfl.cli import catalogue, compare, concepts, data, export, flare, new, re
 from medfl.cli.parser import Parser, warn
 from medfl.core.errors import MedflError
 
-_EXIT_INTERRUPTED = 130
-
 EXAMPLES = """\
 examples
   medfl run pneumonia --data phantom --rounds 3
@@ -53,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
     except KeyboardInterrupt:
         warn("interrupted: what was saved is intact; a run continues with --resume")
-        return _EXIT_INTERRUPTED
+        return 130
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -111,7 +111,7 @@ def gains(folders: Sequence[Path]) -> Gains:
             same, two could be the reference of a third, or no run has a reference.
     """
     listed = [RunFiles.read(path) for path in {Path(folder).resolve(): Path(folder) for folder in folders}.values()]
-    local = {run.path: RunFiles.read(run.path / "local") for run in listed if _has_local(run)}
+    local = {run.path: RunFiles.read(run.path / "local") for run in listed if (run.path / "local/run.json").is_file()}
     paths = {run.path.resolve() for run in listed}
     runs = listed + [run for run in local.values() if run.path.resolve() not in paths]
     _check(runs)
@@ -138,8 +138,7 @@ def gains(folders: Sequence[Path]) -> Gains:
                 values[label].setdefault(site, []).append(value)
             for reference, column in gained[label].items() if method != "local" else ():
                 other = local.get(run.path) if reference == "local" else None
-                other = other or _reference(run, reference, rows)
-                if other is None:
+                if (other := other or _reference(run, reference, rows)) is None:
                     continue
                 theirs = other.site_values(other.judged, other.key)
                 for site in (name for name in scores if name in theirs):
@@ -161,16 +160,11 @@ def gains(folders: Sequence[Path]) -> Gains:
     return Gains(runs[0].key, sites, train, small, values, gained, runs[0].phantom, tuple(notes))
 
 
-def _has_local(run: RunFiles) -> bool:
-    return (run.path / "local" / "run.json").is_file()
-
-
 def _check(runs: Sequence[RunFiles]) -> None:
     for run in runs:
         if run.summary is None:
             raise InputError(f"{run.path} is not finished", "gains are of finished runs", "continue it with --resume")
-    one_data = "gains compare one metric of one bundle on the same images"
-    require_same(runs, one_data, "give the runs of each kind apart")
+    require_same(runs, "gains compare one metric of one bundle on the same images", "give the runs of each kind apart")
     names = {tuple(sorted(run.site_names)) for run in runs}
     if len(names) > 1:
         raise InputError(

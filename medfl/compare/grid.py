@@ -19,8 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -41,8 +40,6 @@ from medfl.core.terminal import Print
 from medfl.data.on_device import within
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
-
-_FAILED = "failed.txt"
 
 
 @dataclass(frozen=True)
@@ -243,13 +240,8 @@ def _run_all(
     schedule = Schedule(cells, at_once, gpu.memory if gpu else None)
     for cell in measured:
         schedule.learn(cell, cell.seconds(), cell.peak())
-    with tqdm(
-        total=len(cells),
-        desc="runs",
-        unit="run",
-        disable=not progress,
-        bar_format="{desc} {n}/{total} {bar:8}{postfix}",
-    ) as bar:
+    form = "{desc} {n}/{total} {bar:8}{postfix}"
+    with tqdm(total=len(cells), desc="runs", unit="run", disable=not progress, bar_format=form) as bar:
         try:
             while schedule.left or busy:
                 for line in schedule.messages():
@@ -294,7 +286,7 @@ def _failure_line(cell: Cell) -> str:
 
 
 def _failure_file(cell: Cell) -> Path:
-    return cell.folder.with_name(f"{cell.folder.name}-{_FAILED}")
+    return cell.folder.with_name(f"{cell.folder.name}-failed.txt")
 
 
 def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | None) -> None:
@@ -305,7 +297,7 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
     failure = _failure_file(cell)
     failure.unlink(missing_ok=True)
     request = _request(grid, cell)
-    with _log_to(cell.folder.with_name(f"{cell.folder.name}-log.txt")) as say:
+    with cell.folder.with_name(f"{cell.folder.name}-log.txt").open("a") as log:
         try:
             if gpu and allowance is not None:
                 tensors = gpu.limit_process(allowance)
@@ -322,7 +314,7 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
                 jobs=1,
                 shared=shared,
                 command=f"a run of medfl compare {grid.bundle}",
-                say=say,
+                say=partial(print, file=log, flush=True),
             )
         except Exception as error:  # of any kind: the other runs go on, and the parent reports it
             text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
@@ -343,9 +335,3 @@ def _exit_with(parent: Any) -> None:
     """End this process when its parent ends, even by a kill, so that the grid can be started again."""
     wait([parent.sentinel])
     os._exit(1)
-
-
-@contextmanager
-def _log_to(path: Path) -> Iterator[Print]:
-    with path.open("a") as file:
-        yield lambda line: print(line, file=file, flush=True)

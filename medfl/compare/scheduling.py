@@ -59,13 +59,7 @@ class Schedule(Generic[R]):
     """
 
     def __init__(self, runs: Sequence[R], at_once: int, memory: int | None = None) -> None:
-        """Take the runs; no kind is measured yet.
-
-        Args:
-            runs: seed after seed.
-            at_once: most runs at the same time.
-            memory: bytes of the device that they share; None on a CPU.
-        """
+        """Take the runs, seed after seed, and the bytes of the device that they share, None on a CPU."""
         self.left, self._runs, self._at_once, self._memory = [*runs], runs, at_once, memory
         self._seconds: dict[Kind, float] = {}
         self._peaks: dict[Kind, int] = {}
@@ -181,15 +175,7 @@ def fitting(kinds: Iterable[Kind], peaks: Mapping[Kind, int], memory: int, at_on
 def describe_memory(
     runs: Sequence[Waiting], left: Sequence[Waiting], peaks: Mapping[Kind, int], memory: int, at_once: int
 ) -> str:
-    """Return a line on how many runs fit on a device, "" where none is left or a kind is unmeasured.
-
-    Args:
-        runs: all of the grid.
-        left: those that have not started.
-        peaks: kind -> bytes of the device.
-        memory: bytes of the device that runs share.
-        at_once: most runs at the same time.
-    """
+    """Return a line on how many runs fit on the device at once, "" where none is left or a kind is unmeasured."""
     if not left or any(run.kind not in peaks for run in left):
         return ""
     kinds = [run.kind for run in runs if run.kind in peaks]
@@ -211,11 +197,7 @@ def remaining(
 ) -> float | None:
     """Return about how many seconds a grid will still take, None while no run is over.
 
-    Args:
-        left: runs that have not started.
-        running: those that have, with the seconds since.
-        seconds: kind -> seconds of a run that is over; other kinds count as their mean.
-        at_once: runs at the same time.
+    `running` has the seconds since each start, `seconds` those of a run of a measured kind; others count as their mean.
     """
     if not seconds:
         return None

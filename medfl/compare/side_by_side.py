@@ -122,11 +122,7 @@ def _differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     names = dict.fromkeys(name for own in by_run for name in own)
     table = [(name, [own.get(name, "–") for own in by_run]) for name in names]
     defaults = {f"{name} (option)": setting(value) for run in runs for name, value in _defaults(run).items()}
-    return [
-        (name, values)
-        for name, values in table
-        if len(set(values)) > 1 and not set(values) <= {"–", defaults.get(name, "")}
-    ]
+    return [row for row in table if len({*row[1]}) > 1 and not {*row[1]} <= {"–", defaults.get(row[0], "")}]
 
 
 def _defaults(run: RunFiles) -> dict[str, Any]:
@@ -182,11 +178,8 @@ def _sites(runs: Sequence[RunFiles]) -> dict[str, Any] | None:
     ]
     scale = max([1.0, *(value for _, own in columns for value in own.values())])
     local = any(tone == "local" for tone, _ in columns)
-    return (
-        {"rows": rows, "scale": scale, "local": local, "same": len(sizes) == 1}
-        if any(own for _, own in columns)
-        else None
-    )
+    document = {"rows": rows, "scale": scale, "local": local, "same": len(sizes) == 1}
+    return document if any(own for _, own in columns) else None
 
 
 def _columns(runs: Sequence[RunFiles]) -> list[tuple[str, dict[str, float]]]:

@@ -24,13 +24,7 @@ _UNITS = {"bytes": (1e6, "MB"), "seconds": (1.0, "s"), "count": (1.0, ""), "metr
 
 
 def result_table(comparison: Comparison, partition: str, format_: str) -> str:
-    """Return the result table of a partition: a row a method, mean ± sd over the seeds.
-
-    Args:
-        comparison: the runs.
-        partition: one of its partitions.
-        format_: "md" or "tex".
-    """
+    """Return the result table of a partition as "md" or "tex": a row a method, mean ± sd over the seeds."""
     heads = ["method", "seeds", *(_head(column) for column in comparison.columns)]
     best = {column.name: _best(comparison, partition, column) for column in comparison.columns}
     lines = []
@@ -63,8 +57,7 @@ def target_table(comparison: Comparison, partition: str, value: float, format_: 
     lines = []
     for row in comparison.on(partition):
         target = comparison.to_reach(row, value)
-        spreads = ((target.rounds, 1.0, 1), (target.bytes, 1e6, 1), (target.seconds, 1.0, 0))
-        cells = [_spread(spread, unit, digits) for spread, unit, digits in spreads]
+        cells = [_spread(target.rounds, 1.0, 1), _spread(target.bytes, 1e6, 1), _spread(target.seconds, 1.0, 0)]
         lines.append([row.method, f"{target.reached} of {target.count}", *cells])
     return rendered(heads, lines, format_)
 
@@ -143,8 +136,7 @@ def titled(title: str, table: str, format_: str) -> str:
 
 def _cell(spread: MeanSd | None, column: Column, *, marked: bool = False) -> str:
     """Return mean ± sd in the column's unit; the best is bold."""
-    unit, _ = _UNITS[column.scale]
-    text = _spread(spread, unit, 1)
+    text = _spread(spread, _UNITS[column.scale][0], 1)
     return f"**{text}**" if marked else text
 
 

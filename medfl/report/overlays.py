@@ -72,21 +72,14 @@ def mask_overlays(
     median: float,
     title: str | None = None,
 ) -> Picture:
-    """Draw a site's cases, each with the reference, the prediction and where these differ.
+    """Draw a site's cases, each with the reference, the prediction and where these differ, into a picture `name`.
 
-    Args:
-        name: file name without its ending.
-        site: the site's name.
-        examples: its cases.
-        structures: names of the foreground classes.
-        median: Dice of all its test cases; kept as the picture's mark.
-        title: instead of the cases' ranks.
+    `structures` are the foreground classes, `median` is the Dice of all the site's test cases, kept as the picture's
+    mark, and `title` stands instead of the cases' ranks.
     """
-    rows = [
-        (example, planes(example.image, example.reference, example.prediction, example.geometry))
-        for example in examples
-    ]
-    panel = (_WIDTH - 2 * _EDGE - 3 * _GAP - _label_width(rows)) / 4
+    rows = [(case, planes(case.image, case.reference, case.prediction, case.geometry)) for case in examples]
+    label = 0.18 if any(plane.name for _, cut in rows for plane in cut) else 0.0  # inches of the planes' names
+    panel = (_WIDTH - 2 * _EDGE - 3 * _GAP - label) / 4
     scales = [_scale(cut, panel) for _, cut in rows]
     heights = [_CASE + sum(p.size[0] / scale + _GAP for p in cut) for (_, cut), scale in zip(rows, scales, strict=True)]
     tall = _TITLE + sum(heights) + _LEGEND
@@ -116,11 +109,6 @@ def mask_overlays(
 
 
 # Cases
-
-
-def _label_width(rows: Sequence[tuple[Example, Sequence[Plane]]]) -> float:
-    """Return the inches that the planes' names take on the left."""
-    return 0.18 if any(plane.name for _, cut in rows for plane in cut) else 0.0
 
 
 def _scale(cut: Sequence[Plane], panel: float) -> float:

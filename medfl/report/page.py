@@ -111,7 +111,8 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
     """Return what the page shows of the test predictions."""
     analysis = analyse_predictions(run)
     segmentation = not (run.record.get("classes") or ()) or run.record["task"] != "classification"
-    shown: dict[str, Any] = {
+    last = (run.summary or {}).get("rounds")  # the round of the predictions
+    return {
         "classified": not segmentation,
         "predictions": analysis is not None,
         "intervals": analysis.intervals if analysis else {},
@@ -122,14 +123,8 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
         "roc": analysis.roc() if analysis else None,
         "calibration": analysis.calibration() if analysis else None,
         "worst": analysis.worst() if analysis else [],
+        "exact": [when for kind, when, values in run.pooled() if kind == run.judged and values.get("round") == last],
     }
-    shown["exact"] = [when for kind, when, values in run.pooled() if kind == run.judged and _last(run, values)]
-    return shown
-
-
-def _last(run: RunFiles, values: Mapping[str, Any]) -> bool:
-    """Tell whether these metrics are of the last round, as the predictions are."""
-    return bool(values.get("round") == (run.summary or {}).get("rounds"))
 
 
 def _traffic(run: RunFiles) -> dict[str, Any] | None:
@@ -175,8 +170,7 @@ def _class_counts(run: RunFiles) -> dict[str, Any] | None:
     rows = [(site, counts[site]) for site in run.site_names if site in counts]
     if not rows or any(len(row) != len(classes) for _, row in rows):
         return None
-    most = max(max(row) for _, row in rows)
-    return {"classes": classes, "rows": rows, "most": max(most, 1)}
+    return {"classes": classes, "rows": rows, "most": max(1, *(max(row) for _, row in rows))}
 
 
 def _pictures(run: RunFiles) -> dict[str, Any]:

@@ -49,11 +49,6 @@ class _Layout:
         return 10 if self.step_y > 0.3 else 8.5
 
     @property
-    def roomy(self) -> bool:
-        """Whether there is space for a number at every disc."""
-        return self.step_y >= 0.3 and self.step_x >= 0.6
-
-    @property
     def wrapped(self) -> list[str]:
         """The class names, wrapped to the width of a column."""
         letters = max(1, int(self.step_x / LETTER))
@@ -105,11 +100,8 @@ def plot(partition: Partition, sections: Sections, classes: Sequence[str] | None
     sites = partition.sites
     counts = partition.counts(sections, len(classes)) if classes else {s: [len(h["train"])] for s, h in sites.items()}
     shown = shown_sections(partition)
-    layout = _Layout(
-        tuple(shorten(site, 28) for site in sites),
-        tuple(shorten(name, 36) for name in classes or ["all images"]),
-        shown,
-    )
+    names = tuple(shorten(name, 36) for name in classes or ["all images"])
+    layout = _Layout(tuple(shorten(site, 28) for site in sites), names, shown)
     figure = Figure(figsize=layout.size, dpi=130, facecolor="white")
     width, height = layout.body
     bands = layout.box(figure, 0, 0, width + 1.6 + 0.75 * len(shown), height)
@@ -126,9 +118,8 @@ def plot(partition: Partition, sections: Sections, classes: Sequence[str] | None
     x, top = 0.2 / layout.size[0], 1 - 0.15 / layout.size[1]
     title = "Training images of each class at each site" if classes else "Training images at each site"
     figure.text(x, top, title, size=13, weight="bold", color=INK, va="top")
-    text = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {len(sites)} sites, " + (
-        f"{sum(map(sum, matrix)):,} training images"
-    )
+    text = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {len(sites)} sites, "
+    text += f"{sum(map(sum, matrix)):,} training images"
     figure.text(x, top - 0.28 / layout.size[1], text, size=9.5, color=SOFT, va="top")
     figure.savefig(path)
 
@@ -146,7 +137,7 @@ def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) ->
     axes.set_xticks(range(len(layout.classes)), layout.classes if slant else layout.wrapped, size=9.5, **slant)
     if len(matrix) > 25 and layout.head < 0.4:
         axes.tick_params(labelbottom=True)
-    if not layout.roomy:
+    if layout.step_y < 0.3 or layout.step_x < 0.6:  # no space for a number at every disc
         return
     for (x, y, count), diameter in zip(cells, diameters, strict=True):
         text = f"{count:,}"

@@ -169,12 +169,7 @@ def _figures(block: Mapping[str, Any], unit: float) -> Iterator[Figure]:
 
 
 def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid, str]:
-    """Return a grid with fewer rounds, and a text on how many.
-
-    Args:
-        grid: the grid.
-        factor: 0 to 1; the number of rounds is multiplied by it and rounded up.
-        protocol: the bundle's, for the number of rounds where the grid gives none.
+    """Return a grid with `factor` times its rounds, or those of the bundle's protocol, rounded up; and a text on it.
 
     Raises:
         InputError: the factor is outside (0, 1].
@@ -193,10 +188,7 @@ def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid
 def beside(table: PaperTable, found: Comparison, labels: Mapping[str, str]) -> list[list[str]]:
     """Return rows (partition, method, metric, ours, published, difference) for the published figures, in percent.
 
-    Args:
-        table: the table.
-        found: our runs of one bundle.
-        labels: label of a row of `found` -> label of the grid's entry.
+    `found` has our runs of one bundle; `labels` leads from the label of a row of it to that of the grid's entry.
     """
     rows = []
     for row in found.rows:
@@ -210,11 +202,7 @@ def beside(table: PaperTable, found: Comparison, labels: Mapping[str, str]) -> l
 def averages(table: PaperTable, found: Sequence[tuple[Comparison, Mapping[str, str]]]) -> list[list[str]]:
     """Return rows as `beside` for figures published as the mean over all grids and partitions of a bundle.
 
-    Ours is the mean over the seeds that have all of them.
-
-    Args:
-        table: the table.
-        found: our runs, grid by grid, with `labels` as in `beside`.
+    Ours is the mean over the seeds that have all of them. `found` has our runs by grid, with labels as in `beside`.
     """
     rows = []
     for figure in (figure for figure in table.figures if figure.partition == AVERAGE):
