@@ -113,13 +113,13 @@ def _by_name(rows: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> dict[str,
     """Return id -> row, by the first column that names items: whole, by file name, or by that without its ending."""
     heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
     for column in (heads[name] for name in _NAMES if name in heads):
-        for short in (str, lambda text: PurePosixPath(text).name, _stem):
+        for short in (
+            str,
+            lambda text: PurePosixPath(text).name,
+            lambda text: PurePosixPath(text).name.partition(".")[0],
+        ):
             named = {short(str(row[column])): row for row in rows}
             own = {short(ident): ident for ident in ids}
             if len(own) == len(ids) and (both := own.keys() & named.keys()):
                 return {own[name]: named[name] for name in both}
     return {}
-
-
-def _stem(text: str) -> str:
-    return PurePosixPath(text).name.partition(".")[0]

@@ -157,7 +157,6 @@ class Configuration:
     # Looking without evaluating
 
     def __contains__(self, key: str) -> bool:
-        """Tell whether an id exists."""
         return key in self._parser
 
     @property
@@ -323,7 +322,9 @@ def own_python(root: Path) -> Any:
 @contextmanager
 def _importable(root: Path) -> Iterator[None]:
     for package in own_modules(root) & sys.modules.keys():
-        home = _home(sys.modules[package])
+        module = sys.modules[package]
+        paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or "/"]
+        home = Path(paths[0]).resolve().parent
         if home != root and (home / "configs").is_dir():
             for name in [name for name in sys.modules if name.partition(".")[0] == package]:
                 del sys.modules[name]
@@ -335,9 +336,3 @@ def _importable(root: Path) -> Iterator[None]:
     finally:
         sys.path.remove(str(root))
         sys.dont_write_bytecode = before
-
-
-def _home(module: Any) -> Path:
-    """Return the folder that a top-level module or package was found in."""
-    paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or "/"]
-    return Path(paths[0]).resolve().parent

@@ -133,7 +133,7 @@ class Compression:
                 taken = self.takes(group, name, tensor.dtype, tensor.numel())
                 value = (tensor - base[name] if _changes(group, name, tensor, base) else tensor) if taken else tensor
                 half = _HALVES.get(self.kind)
-                if not taken or (half is not None and _exceeds(value, half)):
+                if not taken or (half is not None and bool(value.abs().max() > torch.finfo(half).max)):
                     groups[group][name] = tensor
                     continue
                 label = _label(group, self.kind, tensor.dtype)
@@ -270,10 +270,6 @@ def _changes(group: str, name: str, tensor: Tensor, base: Weights) -> bool:
     """Return whether a tensor is sent as its change from what was received."""
     held = base.get(name) if group == "weights" else None
     return held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype)
-
-
-def _exceeds(value: Tensor, dtype: torch.dtype) -> bool:
-    return bool(value.abs().max() > torch.finfo(dtype).max)
 
 
 def _positions(size: int) -> torch.dtype:

@@ -50,7 +50,6 @@ class Message:
         return self.tensors[group]
 
     def __contains__(self, group: object) -> bool:
-        """Return whether the message has this group."""
         return group in self.tensors
 
     def __reduce__(self) -> tuple[type[Message], tuple[dict[str, dict[str, Tensor]], dict[str, float]]]:

@@ -169,7 +169,6 @@ class Run(GeneralSettings, ProtocolSettings):
             node.pop(leaf)
         document["data"].pop("notes")
         _forget_places(document)
-        document["device"] = document["device"].partition(":")[0]
         if document["partition"]["spec"].startswith("file:"):
             document["partition"]["spec"] = "file"  # the ids say what the file said
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
@@ -186,7 +185,6 @@ class Run(GeneralSettings, ProtocolSettings):
                 document["data"].pop(name)
             document["partition"].pop("notes")
             _forget_places(document)
-            document["device"] = document["device"].partition(":")[0]
         lines = []
         for name in {**left, **right}:
             now, was = left.get(name), right.get(name)
@@ -220,7 +218,8 @@ def _listed(notes: Any) -> tuple[str, ...]:
 
 
 def _forget_places(document: dict[str, Any]) -> None:
-    """Drop where public data, teachers and text embeddings lie from a record: their hashes say what they are."""
+    """Drop from a record which GPU, and where public data, teachers and text lie: their hashes say what they are."""
+    document["device"] = document["device"].partition(":")[0]
     if "text" in document:
         document["text"].pop("plm")
         document["options"] = {k: v for k, v in document["options"].items() if k != "plm"}

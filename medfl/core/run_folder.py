@@ -61,7 +61,6 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Store the path; nothing is read or written yet."""
         self.path = path
         self.state = path / "state"
         self._files: dict[str, StateFile] | None = None  # site -> its newest State

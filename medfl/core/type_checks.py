@@ -21,6 +21,7 @@ _WORDS = {
     types.NoneType: "None",
     Path: "a path",
 }
+_HINTS = lru_cache(get_type_hints)
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -45,15 +46,10 @@ def type_mismatches(declared: type | Callable[..., Any], values: Mapping[str, An
         declared: a dataclass, or a function.
         values: field or argument -> value, of some or all of its fields.
     """
-    hints = _hints(declared)
+    hints = _HINTS(declared)
     for name, value in values.items():
         if name in hints and not matches_type(value, hints[name]):
             yield name, value, describe_type(hints[name])
-
-
-@lru_cache
-def _hints(declared: type | Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(declared)
 
 
 def matches_type(value: Any, kind: Any) -> bool:

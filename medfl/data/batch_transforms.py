@@ -67,15 +67,10 @@ class BatchRecipe:
         drawn = torch.split(draws, [step.width for step in self.steps], dim=1)
         for step, numbers in zip(self.steps, drawn, strict=True):
             for key in step.keys:
-                rows[key] = step(key, _as_input(step, rows[key]), numbers)
+                column: Any = rows[key] if isinstance(step, Crop) else _as_column(rows[key])  # crops take any sizes
+                rows[key] = step(key, column if step.only_moves else plain(column), numbers)
         masks = plain(_as_column(rows["label"])) if self.masks else rows["label"]
         return plain(_as_column(rows["image"])), masks
-
-
-def _as_input(step: Step, rows: Any) -> Any:
-    """Return rows as a step takes them: stacked, but for a crop, and decoded if it does more than move numbers."""
-    column = rows if isinstance(step, Crop) else _as_column(rows)
-    return column if step.only_moves else plain(column)
 
 
 def _as_column(rows: Any) -> Column:

@@ -32,7 +32,6 @@ class Coded:
     values: Tensor
 
     def __len__(self) -> int:
-        """Return the batch size."""
         return len(self.codes)
 
     def __getitem__(self, indices: Tensor) -> Coded:
@@ -127,7 +126,9 @@ def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
         return torch.stack([decoded(part) for part in parts])
     dtype = coded[0].values.dtype
     tables = [part.values[0].view(_BITS[dtype.itemsize]).numpy(force=True) for part in coded]
-    common = _common(tables) if share else None
+    channels = range(len(tables[0]) if share else 0)  # each channel's values in any of the tables, sorted
+    found = [np.unique(np.concatenate([table[c] for table in tables])) for c in channels]
+    common = found if found and max(map(len, found)) <= _VALUES else None
     codes = torch.empty(len(coded), *shape_of(coded[0]), dtype=torch.uint8)
     for row, table, part in zip(codes, tables, coded, strict=True):
         row.copy_(part.codes[0])
@@ -136,12 +137,6 @@ def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
     values = torch.from_numpy(_padded(tables) if common is None else _padded(common)).view(dtype)
     column = Coded(codes, values)
     return column if column.nbytes < codes.numel() * dtype.itemsize else column.decode()
-
-
-def _common(tables: Sequence[NDArray[np.signedinteger]]) -> list[NDArray[np.signedinteger]] | None:
-    """Return each channel's values in any of the tables (C, K), sorted; None where they are too many."""
-    common = [np.unique(np.concatenate([table[c] for table in tables])) for c in range(len(tables[0]))]
-    return common if max(map(len, common)) <= _VALUES else None
 
 
 def _recode(codes: Tensor, table: NDArray[np.signedinteger], common: Sequence[NDArray[np.signedinteger]]) -> None:

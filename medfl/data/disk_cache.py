@@ -102,11 +102,9 @@ class OnDisk(Sequence[Any]):
     """Samples in files; each access maps one."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Take the files, in the samples' order."""
         self.paths = list(paths)
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.paths)
 
     def __getitem__(self, index: Any) -> Any:

@@ -66,17 +66,13 @@ def hold(
         if data is None:
             data = prepared.to(device, left) if prepared.nbytes else prepared
             left -= 0 if data is prepared else prepared.nbytes
-            moved[id(prepared)] = _pinned(prepared) if data is prepared and device.type == "cuda" else data
+            if data is prepared and device.type == "cuda":  # a copy, whose batches come in pinned memory
+                data = copy.copy(prepared)
+                data.pinned = True
+            moved[id(prepared)] = data
         fate = "single" if not prepared.nbytes else "large" if moved[id(prepared)].device.type == "cpu" else "held"
         sets[fate].append(f"{name} ({_size(prepared.nbytes)})" if prepared.nbytes else name)
     return {name: moved[id(prepared)] for name, prepared in sections.items()}, _line(sets, device, memory)
-
-
-def _pinned(prepared: Prepared) -> Prepared:
-    """Return the same items, whose batches come in pinned memory."""
-    pinned = copy.copy(prepared)
-    pinned.pinned = True
-    return pinned
 
 
 def _line(sets: Mapping[str, list[str]], device: torch.device, memory: int) -> str:

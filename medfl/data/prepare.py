@@ -22,9 +22,9 @@ from medfl.core.errors import InputError
 from medfl.core.shared_memory import pack, unpack
 from medfl.data.byte_codes import shape_of
 from medfl.data.disk_cache import DiskCache, OnDisk
-from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, stack
+from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, as_plain, stack
 from medfl.data.sampled import Sampled
-from medfl.data.samples import Samples, Tracked, as_plain, is_pair
+from medfl.data.samples import Samples, Tracked, is_pair
 from medfl.data.source import Source
 
 _PARALLEL_FROM = 512  # items from which starting worker processes pays

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from monai.data import MetaTensor
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -78,7 +79,6 @@ class Prepared(ABC):
         self.geometry: Sequence[Geometry] = ()
 
     def __len__(self) -> int:
-        """Return the number of items."""
         return len(self.items)
 
     @abstractmethod
@@ -176,7 +176,6 @@ class Augmented(Prepared):
     def __init__(
         self, items: Sequence[Item], cached: Stacked | Sequence[Mapping[str, Any]], recipe: BatchRecipe
     ) -> None:
-        """Keep the parts."""
         super().__init__(items)
         self.cached, self.recipe = cached, recipe
 
@@ -205,7 +204,8 @@ class Augmented(Prepared):
         if generator is not None:
             draws = torch.rand(len(indices), width, generator=generator, dtype=torch.float64)
         else:
-            draws = torch.stack([_draws(index, width) for index in indices.tolist()])
+            seeds = [torch.Generator().manual_seed(derive(0, "sample", index)) for index in indices.tolist()]
+            draws = torch.stack([torch.rand(width, generator=seed, dtype=torch.float64) for seed in seeds])
         for chunk, drawn in zip(torch.split(indices, size), torch.split(draws, size), strict=True):
             yield self.recipe(*self._rows(chunk), drawn)
 
@@ -213,19 +213,14 @@ class Augmented(Prepared):
         if isinstance(self.cached, Stacked):
             return self.cached.rows(chunk)
         samples = [self.cached[index] for index in chunk.tolist()]
-        images, labels = ([_as_plain(sample[key]) for sample in samples] for key in ("image", "label"))
+        images, labels = ([as_plain(sample[key]) for sample in samples] for key in ("image", "label"))
         masks = all(isinstance(label, Coded) or getattr(label, "ndim", 0) > 1 for label in labels)
         return images, labels if masks else default_collate(labels)
 
 
-def _draws(index: int, width: int) -> Tensor:
-    generator = torch.Generator().manual_seed(derive(0, "sample", index))
-    return torch.rand(width, generator=generator, dtype=torch.float64)
-
-
-def _as_plain(value: Any) -> Any:
-    """Return MONAI's MetaTensor as a plain tensor."""
-    return value.as_subclass(Tensor) if isinstance(value, Tensor) else value
+def as_plain(value: Any) -> Any:
+    """Take the tensor out of MONAI's MetaTensor, whose bookkeeping costs more than small networks."""
+    return value.as_tensor() if isinstance(value, MetaTensor) else value
 
 
 @dataclass(frozen=True)
@@ -242,7 +237,6 @@ class Shard:
         return cls(prepared, torch.as_tensor(list(indices), dtype=torch.int64))
 
     def __len__(self) -> int:
-        """Return the number of items."""
         return len(self.indices)
 
     @property

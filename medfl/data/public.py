@@ -38,7 +38,6 @@ class Public:
     channels: int = 0
 
     def __len__(self) -> int:
-        """Return P."""
         return len(self.shard)
 
     def at(self, positions: Tensor) -> Batch:

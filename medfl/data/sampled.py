@@ -45,7 +45,6 @@ class Sampled(Prepared):
         clone: Callable[[], Sampler] | None = None,
         without_draws: Callable[[bool], Sampler] | None = None,
     ) -> None:
-        """Keep the parts."""
         super().__init__(items)
         self.sample, self.reseed, self.collate, self.unpack, self.clone = sample, reseed, collate, unpack, clone
         self._without_draws = without_draws

@@ -18,7 +18,7 @@ from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.byte_codes import Coded, decoded, encode, shape_of
 from medfl.data.deterministic import without_draws
-from medfl.data.prepared import Item, check_channels
+from medfl.data.prepared import Item, as_plain, check_channels
 from medfl.data.sampled import Sampler
 from medfl.data.source import Source
 
@@ -56,7 +56,6 @@ class Samples:
     """
 
     def __init__(self, items: Sequence[Item], source: Source) -> None:
-        """Find the first random transform."""
         chain = source.transforms
         compose = chain[0] if len(chain) == 1 and type(chain[0]) is Compose else Compose(chain)
         self._items, self._entries, self._compose = items, source.entries, compose.flatten()  # type: ignore[no-untyped-call]
@@ -68,7 +67,6 @@ class Samples:
         self._parts: list[Any] | None = None
 
     def __len__(self) -> int:
-        """Return the number of items."""
         return len(self._items)
 
     def fixed(self, index: int) -> Any:
@@ -228,8 +226,3 @@ def _inner_transforms(dataset: Any) -> list[Any]:
     deeper = [transform for part in parts for transform in _inner_transforms(part)]
     own = [dataset, getattr(dataset, "transform", None)]
     return [*deeper, *(part for part in own if hasattr(part, "set_random_state"))]
-
-
-def as_plain(value: Any) -> Any:
-    """Take the tensor out of MONAI's MetaTensor, whose bookkeeping costs more than small networks."""
-    return value.as_tensor() if isinstance(value, MetaTensor) else value

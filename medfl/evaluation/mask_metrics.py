@@ -49,7 +49,8 @@ def scores(
     """
     predicted, true = (mask.detach().cpu().numpy() for mask in (prediction, reference))
     count, shape = len(classes), predicted.shape
-    box = _box((predicted > 0) | (true > 0))
+    boxes = ndimage.find_objects(((predicted > 0) | (true > 0)).astype(np.uint8))
+    box = boxes[0] if boxes else (slice(0, 0),) * predicted.ndim  # empty where both masks are
     predicted, true = predicted[box].astype(np.int64), true[box].astype(np.int64)
     counts = np.bincount((true * count + predicted).ravel(), minlength=count * count).reshape(count, count)
     counts[0, 0] += math.prod(shape) - predicted.size
@@ -101,9 +102,3 @@ def _surfaces(
     hd95 = max(float(torch.quantile(distance, 0.95)) for distance in distances)
     near = sum(int((distance <= tolerance).sum()) for distance in distances)
     return hd95, near / sum(map(len, distances))
-
-
-def _box(mask: np.ndarray) -> tuple[slice, ...]:
-    """Return the bounding box of a mask; an empty mask has an empty box."""
-    boxes = ndimage.find_objects(mask.astype(np.uint8))
-    return boxes[0] if boxes else (slice(0, 0),) * mask.ndim

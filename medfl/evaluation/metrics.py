@@ -107,13 +107,11 @@ class Cases:
     values: Mapping[str, torch.Tensor]
 
     def __post_init__(self) -> None:
-        """Check that every tensor has one entry per case."""
         for name, tensor in self.values.items():
             if tensor.ndim == 0 or len(tensor) != len(self.ids):
                 raise ValueError(f"values[{name!r}] has shape {tuple(tensor.shape)} for {len(self.ids)} cases")
 
     def __len__(self) -> int:
-        """Return the number of cases."""
         return len(self.ids)
 
     @property

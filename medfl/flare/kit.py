@@ -38,15 +38,11 @@ def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
     Raises:
         InputError: the kit's own authorization grants code or commands, or the kit accepts unsigned jobs.
     """
-    if kind == "site":
-        _require_signed(kit / "startup" / "fed_client.json")
+    startup = kit / "startup" / "fed_client.json"
+    if kind == "site" and _read(startup).get("require_signed_jobs") is False:
+        raise InputError(f"{startup}: require_signed_jobs is false", "jobs that somebody signed", "take it out")
     _authorize(kit / "local" / AUTHORIZATION, kind)
     _resources(kit / "local" / RESOURCES, kind, classes)
-
-
-def _require_signed(startup: Path) -> None:
-    if _read(startup).get("require_signed_jobs") is False:
-        raise InputError(f"{startup}: require_signed_jobs is false", "jobs that somebody signed", "take it out")
 
 
 def _authorize(path: Path, kind: str) -> None:

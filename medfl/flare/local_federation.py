@@ -59,7 +59,8 @@ class LocalFederation:
         self._provision([*_BUILDERS[:-1], *builders, _BUILDERS[-1]])
         for name in (SERVER, *self.sites):
             allow_classes(self.kit(name) / "local" / "resources.json", allowed)
-        self._own_storage()
+        resources = self.kit(SERVER) / "local" / "resources.json"  # FLARE's default is one place for all of a machine
+        resources.write_text(resources.read_text().replace("/tmp/nvflare/", f"{self.folder}/storage/"))
 
     def kit(self, name: str) -> Path:
         """Return a startup kit's folder."""
@@ -81,12 +82,6 @@ class LocalFederation:
         )  # fmt: skip
         if not self.kit(SERVER).is_dir():
             raise RunError(f"NVIDIA FLARE could not provision: {(done.stderr or done.stdout).strip()[-400:]}")
-
-    def _own_storage(self) -> None:
-        """Keep jobs and snapshots in this folder: FLARE's default is one place for all servers of a machine."""
-        path = self.kit(SERVER) / "local" / "resources.json"
-        text = path.read_text().replace("/tmp/nvflare/", f"{self.folder}/storage/")
-        path.write_text(text)
 
     # Processes
 
@@ -120,11 +115,9 @@ class LocalFederation:
             self.kill(name)
 
     def __enter__(self) -> LocalFederation:
-        """Return self."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End everything."""
         self.stop()
 
     # Jobs

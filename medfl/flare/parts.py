@@ -188,7 +188,6 @@ class MedflController(_Controller):
         min_replies: int = 0,
         deadline: float = 0.0,
     ) -> None:
-        """Store the arguments as attributes."""
         super().__init__(min_replies, deadline)
         self.folder, self.start, self.save_predictions, self.track = folder, start, save_predictions, track
 
@@ -215,7 +214,6 @@ class RemoteController(_Controller):
     """
 
     def __init__(self, resume: bool = False, min_replies: int = 0, deadline: float = 0.0) -> None:
-        """Store the arguments as attributes."""
         super().__init__(min_replies, deadline)
         self.resume = resume
 
@@ -252,7 +250,6 @@ class _Executor(Executor):  # type: ignore[misc]
     """A site's half."""
 
     def __init__(self) -> None:
-        """Begin with nothing prepared."""
         super().__init__()
         self._site: FlareSite | None = None
         self._carried: Path | None = None
@@ -298,7 +295,6 @@ class MedflExecutor(_Executor):
     """
 
     def __init__(self, folder: str, start: str) -> None:
-        """Store the arguments as attributes, as the controller."""
         super().__init__()
         self.folder, self.start = folder, start
 
@@ -327,7 +323,6 @@ class RemoteExecutor(_Executor):
     """A site with images of its own; its settings are in `local/medfl.yaml`."""
 
     def __init__(self) -> None:
-        """Begin with nothing prepared."""
         super().__init__()
         self._config: SiteConfig | None = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -96,8 +96,8 @@ class _Question:
     numbers: Mapping[str, float]
     message: Message | None
     read: Callable[[Payload], Any]
-    extra: Mapping[str, torch.Tensor]
-    kept: int
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    kept: int = 0
 
     def same_as(self, other: _Question) -> bool:
         """Return whether two sites are sent the same."""
@@ -158,14 +158,12 @@ class FlareWorkers(Workers):
         name = task.site
         match task:
             case Introduce():
-                return _Question(
-                    index, name, wire.INTRODUCE, wire.question_numbers(0), None, self._introduction(name), {}, 0
-                )
+                return _Question(index, name, wire.INTRODUCE, wire.question_numbers(0), None, self._introduction(name))
             case Train():
                 message = self._wire(task)
                 read = self._trained(name, task.broadcast, task.sections, message.num_bytes)
                 numbers = wire.question_numbers(task.round, task.sections)
-                return _Question(index, name, wire.TRAIN, numbers, message, read, {}, _state_round(task))
+                return _Question(index, name, wire.TRAIN, numbers, message, read, kept=_state_round(task))
             case TrainToScore():
                 return self._ask(index, wire.TRY, task, self._cases(name, task.sections), task.sections)
             case ScoreSite():
@@ -187,7 +185,7 @@ class FlareWorkers(Workers):
         self, index: int, task_name: str, task: RoundTask, read: Callable[[Payload], Any], sections: Sequence[str] = ()
     ) -> _Question:
         message, numbers = self._wire(task), wire.question_numbers(task.round, sections)
-        return _Question(index, task.site, task_name, numbers, message, read, {}, _state_round(task))
+        return _Question(index, task.site, task_name, numbers, message, read, kept=_state_round(task))
 
     def _wire(self, task: RoundTask) -> Message:
         """Return a broadcast as it is sent."""
@@ -208,9 +206,8 @@ class FlareWorkers(Workers):
             payload = wire.message_payload(first.message or Message(), first.numbers, extra)
             number = self._link.ask(first.task_name, [question.site for question in group], payload, answers)
             waiting |= {(number, question.site): question for question in group}
-        end = None
-        if self.deadline is not None:
-            end = time.monotonic() + self.deadline + (0.0 if self._started else _START)
+        preparing = 0.0 if self._started else _START
+        end = None if self.deadline is None else time.monotonic() + self.deadline + preparing
         self._started = True
         numbers = {number for number, _ in waiting}
         try:
@@ -240,9 +237,7 @@ class FlareWorkers(Workers):
                 raise RunError(problem) from None
             return [(key, wire.failure(why)) for key, why in lost.items() if why]
         key = (answer.question, answer.site)
-        if key not in waiting:
-            return []
-        return [(key, answer.payload)]
+        return [(key, answer.payload)] if key in waiting else []
 
     def _result(self, question: _Question, payload: Payload) -> Any:
         """Return the task's result, or the site as `Absent` with the reason."""

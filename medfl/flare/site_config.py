@@ -55,20 +55,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ ,:=.+-]{0,200}", re.ASCII)
 
 @dataclass(frozen=True)
 class SiteConfig:
-    """The settings of a site, or of the server, in its `medfl.yaml`.
-
-    Attributes:
-        bundle: name of a shipped bundle, or a folder.
-        folder: for States, or for runs.
-        data: folder of its images; "" at a server without any.
-        policy: the policy file; "" for the one that allows nothing extra.
-        permits: ids of the bundle's configuration that a run may set.
-        device: where it trains.
-        audit: file of its audit log; "" for none.
-        threads: most that a run may ask for.
-        classes: further class paths that a job may name, besides medfl's own.
-        track: at the server, where its numbers go besides the run folder; "" for nowhere.
-    """
+    """The settings of a site, or of the server, in its `medfl.yaml`, as above; "" where one is left out."""
 
     bundle: str
     folder: str
@@ -250,11 +237,6 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
 
 def open_server(offered: Run, config: SiteConfig, carried: Path | None = None) -> Federation:
     """Return the federation as a server without the sites' images sees it, with images of its own if there are any.
-
-    Args:
-        offered: as it came with the job.
-        config: of the server.
-        carried: as for `open_site`.
 
     Raises:
         InputError: the bundle or the run is refused, or the method needs what sites cannot be asked for.

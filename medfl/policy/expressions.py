@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import BUILTINS, MEMBERS, METHODS, STATEMENT_METHODS, WORDED, argument_refused
@@ -80,19 +81,14 @@ class _References(ast.NodeTransformer):
         return ast.Name(f"{_PLACEHOLDER}0", node.ctx) if reference else node
 
 
+@dataclass
 class _Checker:
-    def __init__(
-        self,
-        names: Mapping[str, str],
-        words: Collection[str],
-        own_modules: Collection[str],
-        uses: Uses,
-        statement: bool,
-    ) -> None:
-        self.names, self.words, self.own_modules, self.uses = names, words, own_modules, uses
-        self.methods = METHODS | STATEMENT_METHODS if statement else METHODS
-        self.statement = statement
-        self.calls: ast.AST | None = None
+    names: Mapping[str, str]
+    words: Collection[str]
+    own_modules: Collection[str]
+    uses: Uses
+    statement: bool
+    calls: ast.AST | None = None
 
     def value(self, node: ast.AST | None, local: frozenset[str], *, continues: bool = False) -> None:
         """Check one node and all below it; `local` are the names that lambdas and comprehensions around it bind."""
@@ -149,7 +145,7 @@ class _Checker:
         if path:
             self._member(path)
             return
-        if node.attr not in self.methods:
+        if node.attr not in (METHODS | STATEMENT_METHODS if self.statement else METHODS):
             raise Refused(f"the attribute .{printable(node.attr)}, which is not on the list")
         if node.attr == "replace" and self.calls is not node:
             raise Refused("a replace() that is handed on")  # a path's would move a file
@@ -227,13 +223,11 @@ class _Checker:
         after = isinstance(node.op, ast.Add) and not isinstance(node.left, ast.Constant)
         self.value(node.right, local, continues=after)
 
-    def _boolop(self, node: ast.BoolOp, local: frozenset[str]) -> None:
+    def _boolop(self, node: ast.BoolOp | ast.UnaryOp, local: frozenset[str]) -> None:
         self._operator(node.op)
-        self.all(node.values, local)
+        self.all(node.values if isinstance(node, ast.BoolOp) else [node.operand], local)
 
-    def _unaryop(self, node: ast.UnaryOp, local: frozenset[str]) -> None:
-        self._operator(node.op)
-        self.value(node.operand, local)
+    _unaryop = _boolop
 
     def _compare(self, node: ast.Compare, local: frozenset[str]) -> None:
         for operator in node.ops:

@@ -44,7 +44,6 @@ class Refusal:
     why: str
 
     def __str__(self) -> str:
-        """Return the refusal as a line."""
         where = f"{self.file}: {self.id}" if self.id else self.file
         return f"{printable(where)}: {self.why}"
 

@@ -58,12 +58,10 @@ class Gate:
             RunError: it is not.
         """
         self.account.refresh()
-        budget = self.rules.epsilon
-        if budget is None:
-            return
-        after = self.account.epsilon(self.rules.multiplier)
-        if after > budget:
-            raise self._overspent(after)
+        if self.rules.epsilon is not None:
+            after = self.account.epsilon(self.rules.multiplier)
+            if after > self.rules.epsilon:
+                raise self._overspent(after)
 
     def reply(self, message: Message, received: Message, samples: int) -> Message:
         """Return a reply as it may leave, before it is made smaller.

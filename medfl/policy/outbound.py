@@ -30,17 +30,7 @@ from medfl.core.untrusted import printable
 
 @dataclass(frozen=True)
 class Outbound:
-    """Rules for what leaves; the default lets leave what the method sends.
-
-    Attributes:
-        keys: patterns of what may leave; None: everything that the method sends.
-        max_bytes: of one encoded reply.
-        clip: C, the largest L2 norm of the change of all weights that leave together.
-        noise: standard deviation of the Gaussian noise in each number of that change, after clipping.
-        epsilon: budget of all replies together.
-        delta: of the (epsilon, delta) that is told.
-        min_count: counts of statistics below it are not told; 0 tells all.
-    """
+    """Rules for what leaves, as the keys above; the default lets leave what the method sends."""
 
     keys: tuple[str, ...] | None = None
     max_bytes: int | None = None

@@ -63,7 +63,6 @@ class BudgetExceeded(Exception):
     """
 
     def __init__(self, after: float) -> None:
-        """Take epsilon as it would be."""
         super().__init__(f"epsilon would be {after:g}")
         self.after = after
 

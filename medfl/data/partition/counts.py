@@ -32,7 +32,6 @@ class Count:
     test: int
 
     def __str__(self) -> str:
-        """Return it as a partition's text has it."""
         return f"{self.train}/{self.test}"
 
 
@@ -44,7 +43,6 @@ class Limit:
     count: Count
 
     def __str__(self) -> str:
-        """Return it as a partition's text has it."""
         return f"{self.centre}={self.count}"
 
 

@@ -83,7 +83,6 @@ class Verdicts:
     """The verdicts of a process, by code, numbers and shapes of a step."""
 
     def __init__(self) -> None:
-        """Start without verdicts."""
         self._verdicts: dict[Hashable, Verdict] = {}
         self._unshared: set[Hashable] = set()
 

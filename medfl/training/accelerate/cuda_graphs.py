@@ -40,8 +40,8 @@ def without_readback(optimizer: Optimizer) -> Iterator[None]:
     For that PyTorch has to take the step for one that it is compiling: outside of that a CPU's optimiser may not count
     in tensors, and SGD makes a number of its learning rate.
     """
-    groups = optimizer.param_groups
-    if not any(isinstance(g["lr"], Tensor) or (g.get("capturable") and _on_cpu(g)) for g in groups):
+    counted = [g["params"][0].device.type for g in optimizer.param_groups if g.get("capturable") and g["params"]]
+    if "cpu" not in counted and not any(isinstance(g["lr"], Tensor) for g in optimizer.param_groups):
         yield
         return
     before = torch.compiler._is_compiling_flag
@@ -50,10 +50,6 @@ def without_readback(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-def _on_cpu(group: dict[str, Any]) -> bool:
-    return any(parameter.device.type == "cpu" for parameter in group["params"][:1])
 
 
 class CudaGraph:

@@ -61,13 +61,10 @@ class _FastMaxPool2d(nn.MaxPool2d):
             plain: Tensor = super().forward(x)
             return plain
         stride = self.kernel_size if self.stride is None else self.stride
-        sizes = [_pair(value) for value in (self.kernel_size, stride, self.padding, self.dilation)]
+        given = (self.kernel_size, stride, self.padding, self.dilation)
+        sizes = [[value] * 2 if isinstance(value, int) else list(value) for value in given]
         pooled: Tensor = _MaxPoolFunction.apply(x, *sizes, self.ceil_mode)[0]  # type: ignore[no-untyped-call]
         return pooled
-
-
-def _pair(value: Any) -> list[int]:
-    return [value] * 2 if isinstance(value, int) else list(value)
 
 
 def use_fast_max_pool(network: nn.Module) -> nn.Module:

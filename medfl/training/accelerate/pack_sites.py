@@ -83,7 +83,6 @@ class Choice:
     refused: dict[str, str]
 
     def __str__(self) -> str:
-        """Return it as a line."""
         details = [f"{way} {1000 * seconds:.2f} ms" for way, seconds in self.seconds.items()]
         details += [f"not {way}: {why}" for way, why in self.refused.items()]
         return f"steps of {self.sites} sites {self.way} ({', '.join(details)})"

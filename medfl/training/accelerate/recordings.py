@@ -61,7 +61,6 @@ class VisitMemory:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Find the blocks in which the tensors lie."""
         indices: dict[int, int] = {}
         self.tensors, self.blocks = list(tensors), list[Tensor]()
         layout = []
@@ -92,7 +91,6 @@ class Recording:
     """
 
     def __init__(self, graph: Graph, step: Callable[..., Tensor], memory: VisitMemory, batch: Sequence[Tensor]) -> None:
-        """Do the step and record it."""
         self._graph = graph
         self._inputs = [tensor.detach().clone() for tensor in batch]
         self._blocks = [block.clone() for block in memory.blocks]

@@ -54,7 +54,6 @@ class StorageIds:
     """Ids of memory, unique for as long as this object lives: memory that is freed meanwhile passes its id to none."""
 
     def __init__(self) -> None:
-        """Start without ids."""
         self._references: dict[int, StorageWeakRef] = {}
 
     def id_of(self, tensor: Tensor) -> int:
@@ -91,7 +90,6 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Do and log one operation."""
         options = dict(kwargs or {})
         if func.namespace == "profiler":
             return func(*args, **options)

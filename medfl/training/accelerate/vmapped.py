@@ -46,12 +46,9 @@ def trace_step(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -
     Raises:
         CannotBeTraced: it draws random numbers, or uses other tensors.
     """
-
-    def of_all(*arguments: Tensor) -> Tensor:
-        return step(*arguments[len(tensors) :])
-
     try:
-        operations: GraphModule = make_fx(of_all, tracing_mode="real")(*tensors, *batch)
+        of_all = make_fx(lambda *arguments: step(*arguments[len(tensors) :]), tracing_mode="real")
+        operations: GraphModule = of_all(*tensors, *batch)
     except RuntimeError as error:
         raise CannotBeTraced(f"its operations cannot be traced: {str(error).splitlines()[0]}") from error
     for node in operations.graph.nodes:
@@ -72,7 +69,6 @@ class GroupedStep(Interpreter):
     """
 
     def __init__(self, operations: GraphModule, count: int) -> None:
-        """Take the operations."""
         super().__init__(operations)  # type: ignore[no-untyped-call]
         self._count = count
 
