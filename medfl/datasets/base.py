@@ -146,14 +146,11 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
     """
     dataset = get(name)
     known = "known layouts: " + " | ".join(dataset.layouts)
-    if folder is None:
-        if not os.environ.get("MEDFL_DATA"):
-            raise InputError(
-                f"no folder is given for {name} and MEDFL_DATA is not set", known, "give --data, or set MEDFL_DATA"
-            )
-        root = Path(os.environ["MEDFL_DATA"])
-    else:
-        root = Path(folder)
+    if folder is None and not os.environ.get("MEDFL_DATA"):
+        raise InputError(
+            f"no folder is given for {name} and MEDFL_DATA is not set", known, "give --data, or set MEDFL_DATA"
+        )
+    root = Path(os.environ["MEDFL_DATA"] if folder is None else folder)
     if not root.is_dir():
         raise InputError(f"{root} is not a folder", known, f"give the folder that holds {name} with --data")
     places = [root, *(root / known_name for known_name in dataset.folders)]

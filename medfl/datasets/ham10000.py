@@ -43,11 +43,8 @@ def _sections(folder: Path) -> Mapping[str, str]:
 
 
 def _read(folder: Path, table_path: Path, centre_column: str, roots: list[Path]) -> Table:
-    rows, images, derma = (
-        read_csv(table_path, ("image_id", "lesion_id", "dx", centre_column)),
-        image_index(roots),
-        _sections(folder),
-    )
+    rows = read_csv(table_path, ("image_id", "lesion_id", "dx", centre_column))
+    images, derma = image_index(roots), _sections(folder)
     table, labels = Table(), {name: number for number, name in enumerate(CLASSES)}
     for row in rows:
         key, where = row["image_id"], f"{row['image_id']} in {table_path}"

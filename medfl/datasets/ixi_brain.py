@@ -101,10 +101,6 @@ def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
     return images, masks
 
 
-def _read_pairs(folder: Path) -> Table:
-    return paired(*_pairs(folder))
-
-
 def split_few(records: Sequence[Record]) -> list[str]:
     """Cut 70/10/20 in the order of a hash, but with at least one case to test and, from three on, one to validate."""
     order = sorted(range(len(records)), key=lambda i: hashlib.sha256(f"ixi_brain/{records[i].id}".encode()).digest())
@@ -160,7 +156,7 @@ DATASET = DataSet(
             f"whole-head pairs <name>{_T1}.nii.gz + <name>{_MASK}.nii.gz (no hospitals)",
             ("few",),
             lambda folder: all(_pairs(folder)),
-            _read_pairs,
+            lambda folder: paired(*_pairs(folder)),
             notes=("these pairs name no hospital: divide them with --partition iid; centre makes one site of them",),
         ),
     ),

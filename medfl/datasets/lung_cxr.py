@@ -9,7 +9,7 @@ from pathlib import Path
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.phantom import Generator, save, write_csv
 from medfl.datasets.phantoms.scenes_masks import centre_cases, lungs, photograph
-from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair
+from medfl.datasets.readers.pairs import mask_index, pair_folders, paired, read_pair, read_pair_folders
 from medfl.datasets.readers.reading import JOINED, archive
 from medfl.datasets.readers.splitting import Record, by_group
 from medfl.datasets.readers.tables import Layout, Table, image_files, image_index, read_csv
@@ -76,11 +76,6 @@ def _read_sets(folder: Path) -> Table:
     return table
 
 
-def _read_plain(folder: Path) -> Table:
-    images, masks = pair_folders(folder)
-    return paired(*matched(images, masks), _centre)
-
-
 def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
     """Write a phantom in the layout of the four sources: labels.csv + images/ + masks/, pictures of several heights."""
     rows: list[tuple[str | int, ...]] = []
@@ -128,7 +123,7 @@ DATASET = DataSet(
             "images/ + masks/ (folders or zips), masks named <image>[_mask].png",
             SPLITS,
             lambda folder: bool(pair_folders(folder)),
-            _read_plain,
+            functools.partial(read_pair_folders, centre=_centre),
             notes=("neither patients nor, but for names in MCUCXR_ and CHNCXR_, centres are known",),
         ),
     ),

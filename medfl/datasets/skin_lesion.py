@@ -11,7 +11,7 @@ from medfl.datasets.base import DataSet, Download
 from medfl.datasets.ham10000 import CENTRES, METADATA, centre_roots, part_roots
 from medfl.datasets.phantoms.phantom import Generator, save, write_csv
 from medfl.datasets.phantoms.scenes_masks import centre_cases, photograph, some_lesion
-from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair
+from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair, read_pair_folders
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_test, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, image_index, read_csv
 
@@ -69,11 +69,6 @@ def _read_isic(folder: Path) -> Table:
         table.problems += part.problems
         table.notes += part.notes
     return table
-
-
-def _read_plain(folder: Path) -> Table:
-    images, masks = pair_folders(folder)
-    return paired(*matched(images, masks))
 
 
 def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
@@ -142,7 +137,7 @@ DATASET = DataSet(
             "images/ + masks/ (folders or zips), masks named <image>[_segmentation|_mask].png",
             ("image",),
             lambda folder: bool(pair_folders(folder)),
-            _read_plain,
+            read_pair_folders,
             notes=(_LESIONS_UNKNOWN,),
         ),
     ),

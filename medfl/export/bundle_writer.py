@@ -140,6 +140,7 @@ class _BundleWriter:
         self, result: RunNetworks, model: Model, folder: Path, formats: Sequence[str], data: str | None, say: Print
     ) -> None:
         self.result, self.model, self.folder, self.formats, self.say = result, model, folder, formats, say
+        self.task = result.task
         self.images: Images = test_images(result, model, data, say)
         self.bundle = self.images.bundle
         self.root = self.bundle.root
@@ -147,17 +148,10 @@ class _BundleWriter:
         self.activation = partial(
             _probabilities, self.task.kind, getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
         )
-        self.data_folder = str(self.bundle.get("dataset_dir")) if self._has_data_folder() else None
+        train = config_file(self.root, "train")
+        has_folder = train is not None and "dataset_dir" in read(train)
+        self.data_folder = str(self.bundle.get("dataset_dir")) if has_folder else None
         self.notes: list[str] = []
-
-    def _has_data_folder(self) -> bool:
-        """Tell whether the bundle's training configuration names the folder of its images."""
-        file = config_file(self.root, "train")
-        return file is not None and "dataset_dir" in read(file)
-
-    @property
-    def task(self) -> Task:
-        return self.result.task
 
     def write(self) -> dict[str, Any]:
         """Write everything and check it."""
@@ -213,8 +207,7 @@ class _BundleWriter:
                 return _NetworkDefinition("configuration", {})
         except RuntimeError:  # other tensors: the method changed it
             pass
-        run = self.result.run
-        if run.method in methods.names():
+        if self.result.run.method in methods.names():
             arguments = self._arguments()
             try:
                 with stream(0, "export"):
@@ -226,7 +219,7 @@ class _BundleWriter:
                 pass
         if "torchscript" not in self.formats:
             raise InputError(
-                f"--formats {','.join(self.formats) or 'none'} with method {run.method!r}",
+                f"--formats {','.join(self.formats) or 'none'} with method {self.result.run.method!r}",
                 "its network can only be definition as TorchScript",
                 "add torchscript",
             )
@@ -244,12 +237,7 @@ class _BundleWriter:
         task = Task(self.task.kind, self.task.classes, embeddings)
         with stream(0, "export"):
             self.result.method.adapt(self.bundle.network(), task)
-        arguments = {
-            "method": run.method,
-            "options": all_options(run),
-            "task": task.kind,
-            "classes": list(task.classes),
-        }
+        arguments = {"method": run.method, "options": all_options(run), "task": task.kind, "classes": [*task.classes]}
         return {**arguments, **({"embeddings": shapes[0]} if shapes else {})}
 
     @torch.no_grad()
@@ -297,17 +285,13 @@ class _BundleWriter:
                 for key, value in changes.items():
                     if key != "dataset_dir":
                         file.set(key, value)
-                self._replace_data_folder(file)
+                folder = file.get("dataset_dir")
+                if isinstance(folder, str) and folder[:1] in "/~" and not folder.startswith("/workspace/"):  # local
+                    file.set("dataset_dir", "$@bundle_root + '/data'" if "bundle_root" in file else "data")
                 self._network_def(file, stem, definition, sha256)
             self._write(f"configs/{source.name}", file.text())
         if config_file(self.root, "inference") is None:
             self.notes.append("The source bundle has no inference configuration, so this one has none either.")
-
-    def _replace_data_folder(self, file: EditedConfig) -> None:
-        """Replace a data folder of the local machine."""
-        folder = file.get("dataset_dir")
-        if isinstance(folder, str) and folder[:1] in "/~" and not folder.startswith("/workspace/"):
-            file.set("dataset_dir", "$@bundle_root + '/data'" if "bundle_root" in file else "data")
 
     def _network_def(self, file: EditedConfig, stem: str, definition: _NetworkDefinition, sha256: str) -> None:
         node = file.get("network_def")
@@ -335,15 +319,11 @@ class _BundleWriter:
 
     def _copy_files(self) -> None:
         """Copy licence, embeddings and the bundle's own Python."""
-        for name in ("LICENSE", "docs/data_license.txt"):
+        for name, what in (("LICENSE", "licence"), ("docs/data_license.txt", "licence of its images")):
             if (self.root / name).is_file():
                 shutil.copyfile(self.root / name, self.folder / name)
-        if not (self.folder / "LICENSE").is_file():
-            self._write("LICENSE", "The source bundle states no licence: ask its authors.\n")
-        if not (self.folder / "docs" / "data_license.txt").is_file():
-            self._write(
-                "docs/data_license.txt", "The source bundle states no licence of its images: ask its authors.\n"
-            )
+            else:
+                self._write(name, f"The source bundle states no {what}: ask its authors.\n")
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         for name in ["embeddings", *own_modules(self.root)]:
             if (self.root / name).is_dir():
@@ -352,9 +332,8 @@ class _BundleWriter:
                 shutil.copyfile(self.root / f"{name}.py", self.folder / f"{name}.py")
 
     def _describe(self, meta: Mapping[str, Any]) -> None:
-        inference = config_file(self.folder, "inference")
-        content = read(inference) if inference else {}
-        name = inference.name if inference else ""
+        file = config_file(self.folder, "inference")
+        name, content = (file.name, read(file)) if file else ("", {})
         self._write("docs/README.md", readme(meta, self.result, self.model, name, content, self.notes))
         self._write("docs/medfl.json", as_json(run_record(self.result)))
         if text := large_files(self.folder, LARGE):

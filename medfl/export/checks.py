@@ -68,11 +68,8 @@ def _hashes(folder: Path, meta: dict[str, Any]) -> Iterator[str]:
     listed = (meta.get("medfl") or {}).get("files", {})
     here = {path.relative_to(folder).as_posix() for path in (folder / "models").iterdir()}
     for name in sorted(here ^ listed.keys()):
-        yield (
-            f"metadata.json lists {name}, which is not here"
-            if name in listed
-            else f"metadata.json does not list {name}"
-        )
+        what = f"lists {name}, which is not here" if name in listed else f"does not list {name}"
+        yield f"metadata.json {what}"
     for name in sorted(here & listed.keys()):
         if hashlib.sha256((folder / name).read_bytes()).hexdigest() != listed[name]["sha256"]:
             yield f"{name} has another sha256 than metadata.json says"

@@ -150,15 +150,9 @@ def bundle_metadata(
     agreements: Mapping[str, Agreement],
     kind: str,
 ) -> dict[str, Any]:
-    """Return the content of metadata.json, from that of the source bundle.
+    """Return the content of metadata.json, from that of the source bundle ({} where it has none).
 
-    Args:
-        source: its metadata, {} where it has none.
-        result: the run.
-        model: the exported model.
-        seen: inputs and outputs of the network in inference.
-        agreements: format -> differences from the network.
-        kind: "configuration", "medfl" or "torchscript": how the configuration defines the network.
+    `kind` is how the configuration defines the network: "configuration", "medfl" or "torchscript".
     """
     run, meta = result.run, {"schema": _SCHEMA, **_DEFAULTS, **deepcopy(dict(source))}
     version = _next(str(meta.get("version", "0.0.0")))
@@ -169,12 +163,8 @@ def bundle_metadata(
     packages |= {"medfl": ""} if kind == "medfl" else {}
     meta["required_packages_version"] = {name: _version(name) or str(old) for name, old in packages.items()}
     meta["name"] = f"{meta.get('name') or run.bundle}, federated ({run.method})"
-    phantom = run.data.source == PHANTOM
-    about = {
-        "data": PHANTOM_NOTE if phantom else f"real test images: {meta['data_source']}",
-        "items": counts(run, model)["test"],
-    }
-    meta["eval_metrics"] = {**about, **scores(result, model)}
+    data = PHANTOM_NOTE if run.data.source == PHANTOM else f"real test images: {meta['data_source']}"
+    meta["eval_metrics"] = {"data": data, "items": counts(run, model)["test"], **scores(result, model)}
     meta["network_data_format"] = _data_format(meta.get("network_data_format") or {}, seen)
     meta["medfl"] = {
         "method": run.method, "options": options(run), "round": model.round, "which": result.which,
@@ -216,15 +206,12 @@ def _data_format(source: Mapping[str, Any], seen: ShapeRecorder) -> dict[str, An
     """Return network_data_format with the recorded shapes, and defaults for what the source bundle leaves open."""
     inputs, outputs = (deepcopy(dict(source.get(part) or {})) for part in ("inputs", "outputs"))
     for part, name, which in ((inputs, "image", 0), (outputs, "pred", 1)):
-        shapes = seen.shapes[0][which]
+        count = seen.shapes[0][which][1]
         tensor = {**_TENSOR, **dict(part.get(name) or {})}
-        tensor["num_channels"] = shapes[1]
-        tensor["spatial_shape"] = seen.spatial(which)
-        channels = tensor.get("channel_def") or {}
-        if len(channels) != shapes[1]:
-            channels = {str(index): f"channel {index}" for index in range(shapes[1])}
-        tensor["channel_def"] = channels
-        part[name] = tensor
+        tensor |= {"num_channels": count, "spatial_shape": seen.spatial(which)}
+        if len(channels := tensor.get("channel_def") or {}) != count:
+            channels = {str(index): f"channel {index}" for index in range(count)}
+        part[name] = {**tensor, "channel_def": channels}
     return {**source, "inputs": inputs, "outputs": outputs}
 
 
@@ -252,13 +239,7 @@ def readme(
 ) -> str:
     """Return docs/README.md by the model zoo's template.
 
-    Args:
-        meta: the content of metadata.json.
-        result: the run.
-        model: the exported model.
-        file: name of the inference configuration, "" if there is none.
-        content: of that file.
-        notes: further remarks for the user.
+    `file` is the name of the inference configuration, "" if there is none, and `content` what it says.
     """
     run = result.run
     environment = jinja2.Environment(

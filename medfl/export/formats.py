@@ -73,11 +73,7 @@ class Agreement:
 
 
 class ShapeRecorder(nn.Module):
-    """A network that records its first input and the shapes of all inputs and outputs.
-
-    Args:
-        network: the network that computes.
-    """
+    """A network that records its first input and the shapes of all inputs and outputs."""
 
     def __init__(self, network: nn.Module) -> None:
         """Start without records."""

@@ -46,13 +46,7 @@ class Images:
 
 
 def test_images(result: RunNetworks, model: Model, data: str | None, say: Print) -> Images:
-    """Return a few test images, of the model's site where it has one.
-
-    Args:
-        result: the run.
-        model: the model to export.
-        data: folder of the images, where they have moved.
-        say: gets a line where the run's images are missing.
+    """Return a few test images, of the model's site where it has one; `data` is their folder, where they have moved.
 
     Raises:
         InputError: the folder does not have them.
@@ -82,16 +76,9 @@ def _opened(result: RunNetworks, model: Model, folder: str | None, ids: Sequence
     positions = positions[:: max(1, len(positions) // count)][:count] or [0]
     source, whole = section.source, section.source.entries
     entries: Any = [whole[i] for i in positions] if source.is_list else Subset(whole, positions)
-    items = [section.items[i] for i in positions]
-    prepared = prepare(
-        items,
-        Source(entries, source.transforms, source.fixed),
-        section.collate,
-        section.prepare_batch,
-        label="preparing",
-    )
-    batches = prepared.batches(torch.arange(len(items)), 1, None)
-    inputs = tuple(without_metadata(x) for x, _ in batches)
+    items, chosen = [section.items[i] for i in positions], Source(entries, source.transforms, source.fixed)
+    prepared = prepare(items, chosen, section.collate, section.prepare_batch, label="preparing")
+    inputs = tuple(without_metadata(x) for x, _ in prepared.batches(torch.arange(len(items)), 1, None))
     return Images(bundle, from_run, inputs, tuple(entries) if source.is_list else (), prepared)
 
 
@@ -120,12 +107,9 @@ def same_predictions(network: nn.Module, result: RunNetworks, model: Model, imag
     cases = images.bundle.evaluator(network, shard, CPU)
     with file.open() as stream:
         rows = {row["id"]: row for row in csv.DictReader(stream)}
-    compared, largest = 0, 0.0
-    for index, ident in enumerate(cases.ids):
-        if ident in rows:
-            compared += 1
-            largest = max([largest, *_differences(cases, index, rows[ident])])
-    return {"items": compared, "largest_difference": largest} if compared else None
+    compared = [_differences(cases, index, rows[ident]) for index, ident in enumerate(cases.ids) if ident in rows]
+    largest = max([0.0, *(value for differences in compared for value in differences)])
+    return {"items": len(compared), "largest_difference": largest} if compared else None
 
 
 def _differences(cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:

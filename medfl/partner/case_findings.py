@@ -34,9 +34,6 @@ _VALUES = 256
 class Findings:
     """Gathers what is found; images are not kept.
 
-    Args:
-        bundle: open on its data.
-
     Attributes:
         unreadable: why items could not be read.
         bytes: section -> bytes that its images take, once transformed.
@@ -98,13 +95,11 @@ class Findings:
         """Yield a line for each thing that was looked at."""
         for problem in self.unreadable[:_NAMED]:
             yield Finding("files", "FAILED", problem, "restore it from a copy, or remove it")
-        count = len(self.unreadable)
+        count, read = len(self.unreadable), sum(self._read.values())
         if count:
-            yield Finding(
-                "files", "FAILED", f"{count} of {count + sum(self._read.values())} items cannot be read", "see above"
-            )
+            yield Finding("files", "FAILED", f"{count} of {count + read} items cannot be read", "see above")
         else:
-            yield Finding("files", "ok", f"all {sum(self._read.values())} items can be read")
+            yield Finding("files", "ok", f"all {read} items can be read")
         if not self._read:
             return
         if self._broken:
@@ -125,8 +120,7 @@ class Findings:
         counts = [self._labels[label] for label in range(len(classes))]
         told = ", ".join(f"{printable(name)} {count}" for name, count in zip(classes, counts, strict=True))
         yield Finding("labels", "ok", f"all within the {len(classes)} classes: {told}")
-        absent = [name for name, count in zip(classes, counts, strict=True) if not count]
-        if absent:
+        if absent := [name for name, count in zip(classes, counts, strict=True) if not count]:
             yield Finding("labels", "warning", f"no image of {named(absent)}", "nothing, if this is so at your site")
 
     def _structures(self) -> Iterator[Finding]:
@@ -139,12 +133,8 @@ class Findings:
         if not whole:
             yield Finding("masks", "warning", f"{text}: not whole numbers of at least 0", "see that these are masks")
         elif declared and values[-1] >= len(declared) and len(values) > 1:
-            yield Finding(
-                "masks",
-                "FAILED",
-                f"{text}: more than the {len(declared)} declared",
-                "relabel the masks, or declare more in metadata.json",
-            )
+            text += f": more than the {len(declared)} declared"
+            yield Finding("masks", "FAILED", text, "relabel the masks, or declare more in metadata.json")
         else:
             yield Finding("masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else ""))
         empty = self._masked - self._masks.get(1.0, 0) if values == [0.0, 1.0] else 0
@@ -179,8 +169,7 @@ class Findings:
         rows = np.array(list(self._range.values()))
         low, mean, high = (_span(column) for column in rows.T)
         yield Finding("intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them")
-        far = [name for name, is_far in zip(self._range, _far(rows).any(1), strict=True) if is_far]
-        if far:
+        if far := [name for name, is_far in zip(self._range, _far(rows).any(1), strict=True) if is_far]:
             yield Finding("intensity", "warning", f"unlike the others: {named(far)}", "look at them")
         if self._flat:
             yield Finding("intensity", "warning", f"of one value all over: {named(self._flat)}", "look at them")
@@ -190,16 +179,13 @@ class Findings:
         across = [found for found in twins if len({section for section, _ in found}) > 1]
         if not twins:
             yield Finding("duplicates", "ok", "no two images are the same")
-        if across:
-            pairs = [" = ".join(f"{section} {name}" for section, name in found[:3]) for found in across]
-            text = f"{len(across)} images are in several sections: {named(pairs)}"
-            yield Finding("duplicates", "warning", text, "scores on them are too good: remove one of each")
-        if len(twins) > len(across):
-            pairs = [
-                " = ".join(f"{section} {name}" for section, name in found[:3]) for found in twins if found not in across
-            ]
-            text = f"{len(pairs)} images come more than once: {named(pairs)}"
-            yield Finding("duplicates", "warning", text, "remove the copies")
+        for groups, what, advice in (
+            (across, "are in several sections", "scores on them are too good: remove one of each"),
+            ([found for found in twins if found not in across], "come more than once", "remove the copies"),
+        ):
+            if groups:
+                pairs = [" = ".join(f"{section} {name}" for section, name in found[:3]) for found in groups]
+                yield Finding("duplicates", "warning", f"{len(pairs)} images {what}: {named(pairs)}", advice)
 
     def _leakage(self) -> Iterator[Finding]:
         """Find patients or lesions with images in several sections."""

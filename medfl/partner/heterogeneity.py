@@ -150,9 +150,8 @@ def read(paths: Sequence[Path]) -> FederationStatistics:
                     "sites of one federation use one bundle, --bins and --range",
                     "ask the site to write it again with those of the others",
                 )
-    return FederationStatistics(
-        str(documents[0]["bundle"]), sites, max(int(document["min_count"]) for document in documents)
-    )
+    least = max(int(document["min_count"]) for document in documents)
+    return FederationStatistics(str(documents[0]["bundle"]), sites, least)
 
 
 def _document(path: Path) -> Mapping[str, Any]:
@@ -191,11 +190,9 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
 
 def _distances(rows: Sequence[NDArray[np.float64]]) -> list[float]:
     usable = [bool(row.size) and not np.isnan(row).any() and row.sum() > 0 for row in rows]
-    pooled = sum(row for row, is_usable in zip(rows, usable, strict=True) if is_usable)
-    return [
-        float(jensenshannon(row, pooled, base=2)) if is_usable else math.nan
-        for row, is_usable in zip(rows, usable, strict=True)
-    ]
+    pairs = list(zip(rows, usable, strict=True))
+    pooled = sum(row for row, is_usable in pairs if is_usable)
+    return [float(jensenshannon(row, pooled, base=2)) if is_usable else math.nan for row, is_usable in pairs]
 
 
 def _finite(value: float) -> float | None:

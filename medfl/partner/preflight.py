@@ -134,31 +134,26 @@ class PreflightOptions:
 def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
     """Look at everything.
 
-    Args:
-        options: what to look at.
-        progress: show bars on stderr.
-
     Raises:
         InputError: there is no such bundle.
     """
     report = Preflight(options.bundle, options.data or "the data folder of the bundle")
     accepted = _check_inspection(report, options)
-    _report_versions(report)
-    if accepted:
-        bundle = _open(report, options)
-        if bundle is not None:
-            _check_packages(report, bundle)
-            with report.errors_as("images"):
-                findings = Findings(bundle)
-                for section in sections(bundle):
-                    for seen in scan(bundle, section, progress=progress):
-                        findings.add(seen)
-                for finding in findings.lines():
-                    report.add(*finding)
-                if not findings.unreadable:
-                    with report.errors_as("memory"):
-                        _memory(report, _one_batch(options, bundle))
-                        _disk(report, options, findings, sum(t.nbytes for t in snapshot(bundle.network()).values()))
+    here = ", ".join(f"{name} {version}" for name, version in versions().items())
+    report.add("versions", OK, f"{here}, Python {platform.python_version()}")
+    if accepted and (bundle := _open(report, options)) is not None:
+        _check_packages(report, bundle)
+        with report.errors_as("images"):
+            findings = Findings(bundle)
+            for section in sections(bundle):
+                for seen in scan(bundle, section, progress=progress):
+                    findings.add(seen)
+            for finding in findings.lines():
+                report.add(*finding)
+            if not findings.unreadable:
+                with report.errors_as("memory"):
+                    _memory(report, _one_batch(options, bundle))
+                    _disk(report, options, findings, sum(t.nbytes for t in snapshot(bundle.network()).values()))
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
             report.add("server", OK, reach(options.server, None if options.kit is None else Kit.open(options.kit)))
@@ -191,11 +186,6 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
     return result.accepted
 
 
-def _report_versions(report: Preflight) -> None:
-    here = ", ".join(f"{name} {version}" for name, version in versions().items())
-    report.add("versions", OK, f"{here}, Python {platform.python_version()}")
-
-
 def _check_packages(report: Preflight, bundle: Bundle) -> None:
     """Compare the installed packages with those that the bundle was written for."""
     wanted = {package: str(bundle.metadata.get(key, "")) for key, package in _PACKAGES.items()}
@@ -204,12 +194,8 @@ def _check_packages(report: Preflight, bundle: Bundle) -> None:
         try:
             here = metadata.version(package)
         except metadata.PackageNotFoundError:
-            report.add(
-                "versions",
-                WARNING,
-                f"{printable(package)} is not installed",
-                f"install {printable(package)} {printable(least)}",
-            )
+            advice = f"install {printable(package)} {printable(least)}"
+            report.add("versions", WARNING, f"{printable(package)} is not installed", advice)
             continue
         if _older(here, least):
             text = f"{package} {here} is older than the bundle's {printable(least)}"
@@ -253,10 +239,9 @@ def _one_batch(options: PreflightOptions, bundle: Bundle) -> Federation:
     """Return a federation of one site with one batch of the training images, whose step is measured."""
     size = options.batch_size or int(bundle.protocol.get("batch_size") or bundle.batch_size)
     data = bundle.section("train")
-    items = data.items[:size]
-    entries = data.source.entries[:size] if data.source.is_list else data.source.entries
-    if not data.source.is_list:
-        items = data.items
+    items, entries = data.items, data.source.entries
+    if data.source.is_list:
+        items, entries = items[:size], entries[:size]
     source = Source(entries, data.source.transforms, data.source.fixed)
     prepared = prepare(items, source, data.collate, data.prepare_batch)
     ids = prepared.ids(range(len(prepared)))

@@ -59,18 +59,11 @@ def sections(bundle: Bundle) -> list[str]:
 
 
 def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[ScannedItem]:
-    """Yield the items of a section, one after the other; nothing of them is kept.
-
-    Args:
-        bundle: open on its data.
-        section: train, validate or test.
-        progress: show a bar.
-    """
+    """Yield the items of a section, one after the other; nothing of them is kept."""
     data = bundle.section(section)
     samples = Samples(data.items, data.source)
-    for index, item in enumerate(
-        tqdm(data.items, desc=f"reading {section} images", unit="image", disable=not progress, leave=False)
-    ):
+    bar = tqdm(data.items, desc=f"reading {section} images", unit="image", disable=not progress, leave=False)
+    for index, item in enumerate(bar):
         ident, entry = str(item["id"]), data.source.entries[index] if data.source.is_list else None
         try:
             sample = samples.fixed(index)

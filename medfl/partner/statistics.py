@@ -74,13 +74,7 @@ def bins_of(bundle: Bundle, number: int, given: str | None) -> Bins:
 
 
 def gather(bundle: Bundle, folder: str, options: StatisticsOptions, *, progress: bool = False) -> dict[str, Any]:
-    """Return what may leave, as plain JSON values.
-
-    Args:
-        bundle: open on its data.
-        folder: of the data, whose tables may know age and sex.
-        options: what is told.
-        progress: show bars on stderr.
+    """Return what may leave of a bundle's data, as plain JSON values; the tables in `folder` may know age and sex.
 
     Raises:
         InputError: an item cannot be read; names it.
@@ -177,12 +171,10 @@ class _Counts:
                 found[f"structure {name}"] = _over(("present", "absent"), cells)
         for name, domain in _DOMAINS.items():
             found[name] = _over(domain, self._open.get(name, Counter()), _SEXES if name == "sex" else {})
-        return {name: self._completed(cells) for name, cells in found.items()}
-
-    def _completed(self, cells: Counter[str]) -> Counter[str]:
-        if UNRECORDED in cells:
-            cells[UNRECORDED] += self._images - cells.total()
-        return cells
+        for cells in found.values():
+            if UNRECORDED in cells:
+                cells[UNRECORDED] += self._images - cells.total()
+        return found
 
     def _intensity(self, options: StatisticsOptions, images: int) -> dict[str, Any] | None:
         if self._sums is None:
@@ -197,13 +189,8 @@ class _Counts:
                 shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
                 mean, deviation = _moments(shares, options.bins)
                 hidden = [False] * len(shares)
-            channels.append(
-                {
-                    "mean": _rounded(mean),
-                    "sd": _rounded(deviation),
-                    "shares": [None if hide else round(float(s), 5) for hide, s in zip(hidden, shares, strict=True)],
-                }
-            )
+            told = [None if hide else round(float(s), 5) for hide, s in zip(hidden, shares, strict=True)]
+            channels.append({"mean": _rounded(mean), "sd": _rounded(deviation), "shares": told})
         return {"low": options.bins.low, "high": options.bins.high, "channels": channels}
 
 

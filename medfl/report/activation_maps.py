@@ -103,11 +103,7 @@ def compute(
 
 
 def last_convolution(network: nn.Module, x: Tensor) -> str:
-    """Return the name of the last convolution to run whose output has at least 4 pixels along each axis.
-
-    Args:
-        network: in evaluation mode.
-        x: (B, C, H, W[, D]).
+    """Return the name of the last convolution to run on x (B, C, H, W[, D]) with at least 4 output pixels each axis.
 
     Raises:
         InputError: there is none.
@@ -132,12 +128,7 @@ def last_convolution(network: nn.Module, x: Tensor) -> str:
 
 
 def draw(maps: Sequence[ActivationMap], columns: int = 3) -> Figure:
-    """Return a figure of each image, plain and with its map over it; volumes in the slice where the map is largest.
-
-    Args:
-        maps: at least one.
-        columns: images in a row.
-    """
+    """Return a figure of each image, plain and with its map over it; volumes in the slice where the map is largest."""
     from matplotlib.figure import Figure
 
     columns = min(columns, len(maps), _MAX_COLUMNS)
@@ -162,8 +153,7 @@ def draw(maps: Sequence[ActivationMap], columns: int = 3) -> Figure:
 def _map(network: nn.Module, layer: str, x: Tensor, index: int, method: str) -> NDArray[np.float32]:
     """Return the map (H, W[, D]) of a class, in 0 to 1."""
     cam = _METHODS[method](nn_module=network, target_layers=layer, postprocessing=lambda values: values)
-    raw = torch.as_tensor(cam(x=x.detach().requires_grad_(), class_idx=index)).detach()[0, 0].float()
-    raw = raw.nan_to_num()
+    raw = torch.as_tensor(cam(x=x.detach().requires_grad_(), class_idx=index)).detach()[0, 0].float().nan_to_num()
     largest = raw.max()
     return (raw / largest if largest > 0 else torch.zeros_like(raw)).cpu().numpy()
 

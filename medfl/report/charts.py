@@ -98,14 +98,7 @@ def roc(
     others: Sequence[tuple[Floats, Floats]] = (),
     mean: tuple[Floats, Floats] | None = None,
 ) -> Markup:
-    """Draw curves of true over false positive rates.
-
-    Args:
-        label: text for screen readers.
-        curves: colour name -> rates of false and of true positives.
-        others: curves without a colour of their own, drawn thin and grey.
-        mean: the mean curve, drawn on top and wider.
-    """
+    """Draw curves (false, true positive rates) by colour name, the others thin and grey, their mean on top and wide."""
 
     def draw(axes: Axes) -> None:
         axes.plot([0, 1], [0, 1], color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
@@ -121,15 +114,7 @@ def roc(
 
 
 def reliability(label: str, confidence: Floats, accuracy: Floats, count: Sequence[int], ends: Floats) -> Markup:
-    """Draw accuracy over confidence with an interval in each bin, and bars of the bins' cases.
-
-    Args:
-        label: text for screen readers.
-        confidence: (B,) mean of each bin.
-        accuracy: (B,).
-        count: (B,) cases.
-        ends: (2, B) ends of the accuracy's interval.
-    """
+    """Draw accuracy over confidence of B bins with its intervals (2, B), and bars of the bins' cases."""
 
     def draw(axes: Axes) -> None:
         axes.plot([0, 1], [0, 1], color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))

@@ -20,11 +20,7 @@ _WIDTH, _HEIGHT, _DPI = 7.2, 3.6, 150  # inches and dots
 
 
 def dice_strips(dice: Mapping[str, Sequence[float]]) -> list[Picture]:
-    """Draw the Dice of each site's test cases as points and their median as a line; 20 sites a picture.
-
-    Args:
-        dice: site -> values, NaN where a case has none.
-    """
+    """Draw the Dice of each site's test cases (NaN: none) as points and their median as a line; 20 sites a picture."""
     by_site = {site: np.sort([value for value in values if not math.isnan(value)]) for site, values in dice.items()}
     by_site = {site: values for site, values in by_site.items() if len(values)}
     low = min((float(values[0]) for values in by_site.values()), default=0.0)
@@ -49,9 +45,8 @@ def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
             sides = _swarm(values, 0.0058 * math.sqrt(size) * (1 - bottom), 0.0032 * math.sqrt(size) * len(dice))
             axes.scatter(x + sides, values, s=size, color=TINTS["train"], alpha=0.65, linewidths=0, zorder=2)
             middle = float(np.median(values))
-            axes.plot(
-                [x - 0.4, x + 0.4], [middle, middle], color=TINTS["test"], linewidth=2.2, zorder=1 if size > 6 else 3
-            )
+            order = 1 if size > 6 else 3
+            axes.plot([x - 0.4, x + 0.4], [middle, middle], color=TINTS["test"], linewidth=2.2, zorder=order)
             place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
             axes.text(x, 1.01, f"{middle:.2f}", size=8 if len(dice) > 12 else 9, color=INK, **place)
         names = [f"{shorten(site, 24)} ({len(values)})" for site, values in dice.items()]

@@ -26,14 +26,7 @@ _MIN_ITEMS, _MIN_ITEMS_OF_CLASS = 30, 10  # test items without which a map or a 
 
 
 def generated_grid(images: Floats, classes: Sequence[str], round_: int, mark: str = "") -> Picture:
-    """Draw generated images as a grid with one row a class.
-
-    Args:
-        images: (K * columns, C, H, W) in 0 to 1, class by class.
-        classes: K names.
-        round_: after which round the images were made.
-        mark: of the picture.
-    """
+    """Draw images generated after a round, (K * columns, C, H, W) in 0 to 1, class by class, with one row a class."""
     rows, (count, _, height, width) = len(classes), images.shape
     columns, gap = count // rows, max(1, width // 16)
     shades = np.moveaxis(images, 1, 3) if images.shape[1] == 3 else images.mean(1)[..., None].repeat(3, 3)
@@ -101,19 +94,9 @@ def feature_maps(
     seed: int,
     round_: int,
 ) -> list[Picture]:
-    """Draw the features of test items and of generated images in two dimensions, by PCA and by t-SNE.
+    """Draw the features of test items (N, d) and of generated images (M, d) in two dimensions, by PCA and by t-SNE.
 
-    Args:
-        real: (N, d).
-        labels: (N,).
-        synthetic: (M, d), M may be 0.
-        synthetic_labels: (M,).
-        classes: names.
-        seed: of t-SNE.
-        round_: after which round.
-
-    Returns:
-        No picture for fewer than 30 test items, or features that are all the same or not finite.
+    M may be 0. There is no picture for fewer than 30 test items, or features that are all the same or not finite.
     """
     both = np.concatenate([real, synthetic]).astype(np.float64)
     if len(real) < _MIN_ITEMS or not np.isfinite(both).all() or np.ptp(real, axis=0).max() < 1e-12:
@@ -133,16 +116,8 @@ def feature_maps(
     def cloud(points: Floats, axis_labels: tuple[str, str] = ("", "")) -> Callable[[Figure, Axes], None]:
         def draw(figure: Figure, axes: Axes) -> None:
             _scatter(axes, points[: len(real)], labels, len(classes), marker="o", s=16, alpha=0.65, linewidths=0)
-            _scatter(
-                axes,
-                points[len(real) :],
-                synthetic_labels,
-                len(classes),
-                marker="^",
-                s=34,
-                edgecolors=INK,
-                linewidths=0.7,
-            )
+            style: dict[str, Any] = {"marker": "^", "s": 34, "edgecolors": INK, "linewidths": 0.7}
+            _scatter(axes, points[len(real) :], synthetic_labels, len(classes), **style)
             axes.set(xticks=[], yticks=[], xlabel=axis_labels[0], ylabel=axis_labels[1])
             present = [c for c in range(len(classes)) if c in labels or c in synthetic_labels]
             add_legend(figure, [(colours(len(classes))[c], classes[c]) for c in present], bool(len(synthetic)))
@@ -177,11 +152,8 @@ def _scatter(axes: Axes, points: Floats, labels: Labels, count: int, **style: An
 def eigenvalues(features: Floats) -> Floats:
     """Return the TOP largest eigenvalues, falling, of FedMR's M of one class: its standardised features' covariance.
 
-    The standard deviation has the divisor n - 1, and 1e-8 is added to the variance, as in FedMR; the trace is the
-    number of features that vary.
-
-    Args:
-        features: (n, d) of one class, n > 1.
+    Features are (n, d), n > 1. The standard deviation has the divisor n - 1, and 1e-8 is added to the variance, as in
+    FedMR; the trace is the number of features that vary.
     """
     centred = features.astype(np.float64) - features.mean(0, dtype=np.float64)
     scaled = centred / np.sqrt(centred.var(0, ddof=1) + 1e-8)
@@ -240,11 +212,7 @@ def spectrum(features: Floats, labels: Labels, classes: Sequence[str], round_: i
 
 
 def prototype_distances(values: Mapping[str, Sequence[tuple[int, float]]]) -> Picture | None:
-    """Draw the distances between class means and prototypes over the rounds; None without two rounds of any.
-
-    Args:
-        values: name -> (round, value) pairs.
-    """
+    """Draw the distances (name -> (round, value) pairs) of class means to prototypes; None without two rounds."""
     curves = {name: pairs for name, pairs in values.items() if len(pairs) > 1}
     if not curves:
         return None

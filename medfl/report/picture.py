@@ -63,12 +63,7 @@ class Picture:
             with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
                 image.load()
                 texts = dict(getattr(image, "text", {}))
-        except (
-            OSError,
-            SyntaxError,
-            ValueError,
-            Image.DecompressionBombError,
-        ) as error:  # which one depends on the damage
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # which: by the damage
             raise OSError(f"{path.name} is no whole PNG file") from error
         title = str(texts.get("Title", path.stem))
         return cls(path.stem, png, title, str(texts.get("Description", "")), str(texts.get("Mark", "")))
@@ -86,14 +81,7 @@ class Picture:
 
 
 def image_picture(name: str, image: Floats, title: str, caption: str) -> Picture:
-    """Return one image as a picture, with its title and caption; a large one is made smaller.
-
-    Args:
-        name: file name without its ending.
-        image: (H, W) or (H, W, 3) in 0 to 1.
-        title: what it shows.
-        caption: more of it.
-    """
+    """Return one image, (H, W) or (H, W, 3) in 0 to 1, as a picture; a large one is made smaller."""
     texts, file = PngInfo(), io.BytesIO()
     for key, text in (("Title", title), ("Description", caption), ("Mark", "")):
         texts.add_itxt(key, text)

@@ -20,14 +20,10 @@ _FEW = 5  # cases of a class: with fewer its share of an interval means nothing
 
 
 class PredictionAnalysis:
-    """The predictions of a run's judged models for the test cases, as numbers for the page.
-
-    Args:
-        run: with predictions, of at least one case.
-    """
+    """The predictions of a run's judged models for the test cases, as numbers for the page."""
 
     def __init__(self, run: RunFiles) -> None:
-        """Take the run."""
+        """Take a run with predictions of at least one case."""
         assert run.predictions is not None
         self.run, self.predictions = run, run.predictions
         self.classes: list[str] = list(run.record.get("classes") or ())
@@ -125,7 +121,7 @@ class PredictionAnalysis:
         ]
         each = [(curve.false, curve.true) for curve in self.curves]
         coloured, grey = ({}, each) if many else (dict(zip(tones, each, strict=True)), [])
-        mean, mean_curve = None, None
+        mean = mean_curve = None
         if len(self.curves) > 1:
             mean_curve = roc.macro(self.curves)
             area = float(np.mean([curve.area for curve in self.curves]))

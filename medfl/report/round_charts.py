@@ -40,11 +40,8 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     bounded = key in metrics.METRICS and metrics.higher_is_better(key)
     title = f"{run.title(key)} on the validation set"
     svg = charts.lines(title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance)
-    band = (
-        [("band", f"{dict(KINDS)[judged].lower()}, lowest to highest site")]
-        if any(value for values in site_values for value in values)
-        else []
-    )
+    has_band = any(value for values in site_values for value in values)
+    band = [("band", f"{dict(KINDS)[judged].lower()}, lowest to highest site")] if has_band else []
     legend = [*((kind, dict(KINDS)[kind]) for kind in shown), *band]
     dotted = " Dotted: guessing." if chance is not None else ""
     caption = "Lines: all validation images pooled. Band: each site's own validation images." if band else ""
@@ -62,12 +59,10 @@ def costs(run: RunFiles) -> list[Chart]:
     rounds, drawn = run.rounds, list[Chart]()
     numbers = [entry["round"] for entry in rounds]
     for title, unit, names in _COSTS:
-        parts = {
-            colour: [entry.get(name) for entry in rounds] for colour, (name, _) in zip(_PARTS, names, strict=False)
-        }
-        legend = [(colour, text) for colour, (_, text) in zip(_PARTS, names, strict=False)]
-        svg = charts.stacked(title, numbers, parts, unit) if numbers else None
-        if svg is not None:
+        coloured = list(zip(_PARTS, names, strict=False))
+        parts = {colour: [entry.get(name) for entry in rounds] for colour, (name, _) in coloured}
+        legend = [(colour, text) for colour, (_, text) in coloured]
+        if numbers and (svg := charts.stacked(title, numbers, parts, unit)) is not None:
             drawn.append(dict(zip(_KEYS, (title, legend, svg, ""), strict=True)))
     return drawn
 

@@ -47,10 +47,8 @@ def mask_pictures(folder: Path) -> tuple[list[Picture], int]:
     Raises:
         OSError: a picture cannot be read.
     """
-    strips, sites = (
-        [Picture.read(path) for path in sorted((folder / "pictures").glob(name))]
-        for name in ("dice*.png", "masks-*.png")
-    )
+    files = (sorted((folder / "pictures").glob(name)) for name in ("dice*.png", "masks-*.png"))
+    strips, sites = ([Picture.read(path) for path in paths] for paths in files)
     shown = _spaced(sorted(sites, key=lambda picture: float(picture.mark or 0)), _MAX_MASK_SITES)
     return [*strips, *shown], len(sites) - len(shown)
 

@@ -57,11 +57,8 @@ def _site_lines(run: RunFiles, columns: Sequence[tuple[str, str, Mapping[str, fl
     widths = {name: sum(9 for column in columns if column[0] == name) for name, _, _ in columns}
     head = line("site", "train", "test", [kind for _, kind, _ in columns])
     rule = "─" * len(head)
-    lines = [
-        " " * 40 + "".join(f"  {run.title(name)[:width]:>{width}}" for name, width in widths.items()),
-        head,
-        rule,
-    ]
+    titles = "".join(f"  {run.title(name)[:width]:>{width}}" for name, width in widths.items())
+    lines = [" " * 40 + titles, head, rule]
     for site in shown:
         cells = [formatting.number(values.get(site)) for _, _, values in columns]
         lines.append(line(formatting.plain(site), str(run.size(site, "train")), str(run.size(site, "test")), cells))
@@ -81,10 +78,8 @@ def _pooled_lines(run: RunFiles) -> list[str]:
     if not pooled:
         return []
     lines = ["", f"{'pooled test set':<22} {'round':>5}"]
-    lines += [
-        f"{POOLED[kind][1].lower()} {what}".ljust(22) + f" {values.get('round', '–'):>5}"
-        for kind, what, values in pooled
-    ]
+    for kind, what, values in pooled:
+        lines.append(f"{POOLED[kind][1].lower()} {what}".ljust(22) + f" {values.get('round', '–'):>5}")
     for name in run.metric_names():
         unit = run.title(name).removeprefix(metrics.title(name))
         cells = [formatting.plain(f"{name}{unit}"), *(formatting.number(values.get(name)) for _, _, values in pooled)]
@@ -95,9 +90,8 @@ def _pooled_lines(run: RunFiles) -> list[str]:
 
 
 def _data_line(run: RunFiles) -> str:
-    public = run.public
     shared = ""
-    if public:
+    if public := run.public:
         source = "PHANTOM" if public["data"]["source"] == "phantom" else "real"
         shared = f"; {source} public data: {formatting.plain(str(public['bundle']), 40)}"
         if public["teachers"]:

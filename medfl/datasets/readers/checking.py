@@ -73,8 +73,7 @@ def check(
     assert layout is not None, place
     split, rule = choose(name, place, split)
     problems: list[str] = []
-    records: Sequence[Record] = ()
-    assigned: list[str] = []
+    records, assigned = list[Record](), list[str]()
     try:
         table = read_table(name, place)
         records = table.records
@@ -111,10 +110,7 @@ def _counts(
         for record, section in zip(records, assigned, strict=False)
     )
     present = {centre for _, centre, _ in counts}
-    centres = [
-        *(centre for centre in dataset.centres if centre in present),
-        *sorted(present.difference(dataset.centres)),
-    ]
+    centres = [*(c for c in dataset.centres if c in present), *sorted(present.difference(dataset.centres))]
     labels = range(len(_columns(dataset)))
     return {
         section: {centre: tuple(counts[section, centre, label] for label in labels) for centre in centres}
@@ -147,21 +143,16 @@ def _warnings(
 ) -> list[str]:
     warnings = []
     for section, rows in counts.items():
-        empty = [
-            name
-            for name, total in zip(_columns(dataset), map(sum, zip(*rows.values(), strict=True)), strict=False)
-            if not total
-        ]
+        totals = map(sum, zip(*rows.values(), strict=True))
+        empty = [name for name, total in zip(_columns(dataset), totals, strict=False) if not total]
         if assigned and empty:
             warnings.append(f"section {section} has no image of {', '.join(empty)}")
     seen: dict[str, set[str]] = defaultdict(set)
     for record, section in zip(records, assigned, strict=False):
         seen[record.group].add(section)
-    leaking = {group for group, found in seen.items() if len(found) > 1}
-    if leaking:
-        test = sum(
-            section == "test" and record.group in leaking for record, section in zip(records, assigned, strict=False)
-        )
+    if leaking := {group for group, found in seen.items() if len(found) > 1}:
+        pairs = zip(records, assigned, strict=False)
+        test = sum(section == "test" and record.group in leaking for record, section in pairs)
         warnings.append(
             f"{len(leaking)} patients or lesions have images in several sections of this split ({test} test images)"
         )

@@ -64,12 +64,7 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
 def _check_places(folder: str, reader: Any, slices: int, normal: NDArray[Any], pixel: float) -> None:
     """Refuse a series whose voxels would not lie where the affine has them: slices are missing, or the gantry tilted.
 
-    Args:
-        folder: is named.
-        reader: has read it.
-        slices: how many there are.
-        normal: (3,), of the slices.
-        pixel: its side in mm; slices may be shifted by half of it.
+    `normal` (3,) is that of the slices, which may be shifted by half the side of a pixel, in mm.
     """
     if slices < 2 or not all(reader.HasMetaDataKey(index, _POSITION) for index in range(slices)):
         return

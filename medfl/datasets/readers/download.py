@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
@@ -65,15 +66,9 @@ def fetch(
             data.download_note or f"it is at {data.source}",
             f"put it into {folder}",
         )
-    for line in (
-        data.title,
-        f"licence: {data.licence}",
-        f"source: {data.source}",
-        f"cite: {data.citation}",
-        data.download_note,
-    ):
-        if line:
-            show(line)
+    about = (f"licence: {data.licence}", f"source: {data.source}", f"cite: {data.citation}")
+    for line in filter(None, (data.title, *about, data.download_note)):
+        show(line)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -162,8 +157,7 @@ class _Transfer:
 
     def accept_existing(self) -> None:
         """Keep a file that is there if it is the published one (or nothing is published to compare it with)."""
-        wrong = self.difference(self.target)
-        if wrong:
+        if wrong := self.difference(self.target):
             raise InputError(
                 f"{self.target} is already there, {wrong}", "the published file", "move it away and fetch again"
             )
@@ -183,8 +177,7 @@ class _Transfer:
 
     def verify(self) -> None:
         """Put a part file aside that is not the published file, and raise a RunError."""
-        wrong = self.difference(self.part)
-        if wrong:
+        if wrong := self.difference(self.part):
             bad = self.part.replace(self.folder / f"{self.item.file}.part.bad")
             self.tag.unlink(missing_ok=True)
             raise RunError(
@@ -209,16 +202,10 @@ class _Transfer:
             total = start + int(length) if length is not None else self.item.bytes
             self.check_space((total or 0) - start)
             self.remember_version(response)
+            bar_of: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": not self.progress}
             with (
                 self.part.open("ab" if start else "wb") as file,
-                tqdm(
-                    total=total,
-                    initial=start,
-                    desc=self.item.file,
-                    unit="B",
-                    unit_scale=True,
-                    disable=not self.progress,
-                ) as bar,
+                tqdm(total=total, initial=start, desc=self.item.file, **bar_of) as bar,
             ):
                 while chunk := response.read(_CHUNK):
                     file.write(chunk)
@@ -228,8 +215,7 @@ class _Transfer:
 
     def resumable(self) -> int:
         """Return from which byte to go on; 0 if nothing tells whether the server's file is still the same."""
-        known = self.tag.exists() or self.item.digest is not None
-        return self.received if known else 0
+        return self.received if self.tag.exists() or self.item.digest is not None else 0
 
     def open(self, start: int) -> HTTPResponse:
         """Ask for the file from byte `start` on."""
@@ -277,8 +263,7 @@ class _Transfer:
             self.tag.unlink(missing_ok=True)
 
     def check_space(self, needed: int) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if needed + _SPARE > free:
+        if needed + _SPARE > (free := shutil.disk_usage(self.folder).free):
             raise RunError(
                 f"{self.item.file} needs {needed / 1e6:.0f} MB more and {self.folder} has {free / 1e6:.0f} MB free; "
                 "free some space, or give another folder with --out"

@@ -18,12 +18,7 @@ _MASKS = {
 
 
 def refuse_other_folders(place: Path, names: Sequence[str]) -> None:
-    """Raise an InputError if the folders with pictures are named as sections, or as images and masks, not classes.
-
-    Args:
-        place: the folder that holds them.
-        names: of the folders.
-    """
+    """Raise an InputError if the folders with pictures are named as sections, or as images and masks, not classes."""
     lower = {name.lower(): name for name in names}
     sections = [lower[name] for name in lower if name in _SECTIONS]
     if {"train", "training"} & lower.keys() or len(sections) == len(lower):

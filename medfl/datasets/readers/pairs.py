@@ -74,6 +74,11 @@ def pair_folders(folder: Path) -> list[Path]:
     return paths if len(paths) == 2 else []
 
 
+def read_pair_folders(folder: Path, centre: Callable[[str], str] = lambda _: "unknown") -> Table:
+    """Return the records of the pictures in images/ that have a mask in masks/, as `paired` does."""
+    return paired(*matched(*pair_folders(folder)), centre)
+
+
 def paired(
     images: Mapping[str, str],
     masks: Mapping[str, str],

@@ -117,10 +117,8 @@ def array(path: str | Path, name: str) -> Pixels:
 
 def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
     """Return the shape of array `name`; of an .npz file from its header only."""
-    if not str(path).endswith(".npz"):
-        return array(path, name).shape
-    if f"{name}.npy" not in archive(path).NameToInfo:
-        return array(path, name).shape  # raises, naming the arrays that are there
+    if not str(path).endswith(".npz") or f"{name}.npy" not in archive(path).NameToInfo:
+        return array(path, name).shape  # or raises, naming the arrays that are there
     with archive(path).open(f"{name}.npy") as file:
         version = np.lib.format.read_magic(file)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -82,8 +82,7 @@ def _matlab(path: Path, name: str) -> Array:
 def _cifar(path: Path, name: str) -> Array:
     kind = CIFAR100 if "100" in path.name else CIFAR10
     part, _, content = name.partition("_")
-    files = _FILES[kind][part]
-    batches = [_unpickled(text) for text in _texts(path, kind, files)]
+    batches = [_unpickled(text) for text in _texts(path, kind, _FILES[kind][part])]
     if content == "labels":
         return np.array([label for batch in batches for label in batch[_LABELS[kind]]])
     values = np.concatenate([batch["data"] for batch in batches])
@@ -145,8 +144,7 @@ def write_cifar(folder: Path, kind: str, part: str, images: Array, labels: Array
     files = _FILES[kind][part]
     (folder / kind).mkdir(parents=True, exist_ok=True)
     rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
-    for file, data, known in zip(
-        files, np.array_split(rows, len(files)), np.array_split(labels, len(files)), strict=True
-    ):
+    parts = (np.array_split(values, len(files)) for values in (rows, labels))
+    for file, data, known in zip(files, *parts, strict=True):
         batch = {"batch_label": file, "data": np.ascontiguousarray(data), _LABELS[kind]: known.tolist()}
         (folder / kind / file).write_bytes(pickle.dumps(batch, protocol=2))

@@ -183,15 +183,11 @@ def medmnist(
     """
     name = re.compile(rf"{re.escape(stem)}(?:_(\d+))?\.npz$")
 
-    def files(folder: Path) -> list[Path]:
-        sized = [
-            (int(match[1] or 28), path) for path in folder.glob(f"{stem}*.npz") if (match := name.match(path.name))
-        ]
-        return [path for _, path in sorted(sized, reverse=True)]
-
     def find(folder: Path) -> dict[str, tuple[str, str]]:
-        largest = files(folder)[:1]
-        return {part: (f"{path}!{part}_images", f"{path}!{part}_labels") for path in largest for part in SECTION_NAMES}
+        files = [(path, match) for path in folder.glob(f"{stem}*.npz") if (match := name.match(path.name))]
+        largest = sorted(((int(match[1] or 28), path) for path, match in files), reverse=True)[:1]
+        parts = [(path, part) for _, path in largest for part in SECTION_NAMES]
+        return {part: (f"{path}!{part}_images", f"{path}!{part}_labels") for path, part in parts}
 
     return stacked(text, find, classes, split, more_splits=more_splits, centre=centre, notes=notes)
 
