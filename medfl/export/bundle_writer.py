@@ -196,7 +196,7 @@ class _BundleWriter:
             )
         return same
 
-    # How the network is definition
+    # How the network is defined
 
     def _network_definition(self, network: nn.Module) -> _NetworkDefinition:
         try:
@@ -220,7 +220,7 @@ class _BundleWriter:
         if "torchscript" not in self.formats:
             raise InputError(
                 f"--formats {','.join(self.formats) or 'none'} with method {self.result.run.method!r}",
-                "its network can only be definition as TorchScript",
+                "its network can only be defined as TorchScript",
                 "add torchscript",
             )
         return _NetworkDefinition("torchscript", {})
