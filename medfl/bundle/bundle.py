@@ -128,13 +128,13 @@ class Bundle:
     def _network_with(self, *keys: str) -> list[Any]:
         """Return a new network, and what ids make of it."""
         network, *others = self._config.anew(f"{self._trainer}#network", *keys)
-        if not isinstance(network, nn.Module):
-            raise InputError(
-                f"{self._file}: id '{self._trainer}#network' is a {type(network).__name__}",
-                "it is a torch module",
-                "let its _target_ build a torch.nn.Module",
-            )
+        self._require(network, nn.Module, "network", "module", "nn.Module")
         return [network.to(self.device), *others]
+
+    def _require(self, value: Any, kind: type, part: str, noun: str, path: str) -> None:
+        if not isinstance(value, kind):
+            given = f"{self._file}: id '{self._trainer}#{part}' is a {type(value).__name__}"
+            raise InputError(given, f"it is a torch {noun}", f"let its _target_ build a torch.{path}")
 
     @cached_property
     def _loss_function(self) -> Callable[..., Tensor]:
@@ -177,12 +177,7 @@ class Bundle:
         """
         with stream(0, "optimizer"):
             network, optimizer = self._network_with(f"{self._trainer}#optimizer")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError(
-                f"{self._file}: id '{self._trainer}#optimizer' is a {type(optimizer).__name__}",
-                "it is a torch optimiser",
-                "let its _target_ build a torch.optim.Optimizer",
-            )
+        self._require(optimizer, torch.optim.Optimizer, "optimizer", "optimiser", "optim.Optimizer")
         empty = {id(p): (nn.Parameter(p.new_empty(0)), name) for name, p in network.named_parameters()}
         template = copy.deepcopy(optimizer, {key: parameter for key, (parameter, _) in empty.items()})
         return template, {id(parameter): name for parameter, name in empty.values()}

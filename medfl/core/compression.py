@@ -98,12 +98,7 @@ class Compression:
     # The sending ends
 
     def broadcast(self, message: Message, seed: int) -> Message:
-        """Return a broadcast as it is sent.
-
-        Args:
-            message: the server's message.
-            seed: of the rounding.
-        """
+        """Return the server's message as it is sent, rounded with this seed."""
         return message if self.lossless or self.kind == "topk" else self._rounded(message, {}, seed)
 
     def reply(self, message: Message, received: Message, seed: int, unsent: Weights) -> tuple[Message, Weights]:

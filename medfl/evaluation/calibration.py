@@ -67,11 +67,7 @@ def redrawn(
 ) -> tuple[Floats, Floats]:
     """Return the ECE (draws,) and each bin's accuracy (draws, B) over draws, NaN where a draw has no case of the bin.
 
-    Args:
-        curve: the reliability of all cases.
-        confidence: (N,) as for `reliability`.
-        correct: (N,) as for `reliability`.
-        times: (draws, N) how often each draw of `medfl.evaluation.bootstrap` takes each case.
+    The curve is that of all cases; `times` (draws, N) is how often each draw of `evaluation.bootstrap` takes each.
     """
     bins = np.equal.outer(curve.member, np.arange(len(curve.count))).astype(np.float64)
     right = np.asarray(correct).astype(np.float64)[:, None]

@@ -80,11 +80,8 @@ def covariance(positive: NDArray[Any], scores: NDArray[Any]) -> tuple[Floats, Fl
     chosen, values = np.asarray(positive).astype(bool), np.atleast_2d(np.asarray(scores, dtype=np.float64))
     m, n = int(chosen.sum()), int((~chosen).sum())
     if chosen.ndim != 1 or values.shape[1] != len(chosen):
-        raise InputError(
-            f"scores {values.shape} of cases {chosen.shape}",
-            "scores (R, N) of cases (N,)",
-            "give each case a score",
-        )
+        given = f"scores {values.shape} of cases {chosen.shape}"
+        raise InputError(given, "scores (R, N) of cases (N,)", "give each case a score")
     if not np.isfinite(values).all():
         raise InputError(
             "scores with NaN or infinite values", "every case has a finite score", "leave out the cases without one"
@@ -103,21 +100,13 @@ def covariance(positive: NDArray[Any], scores: NDArray[Any]) -> tuple[Floats, Fl
 
 
 def area(positive: NDArray[Any], score: NDArray[Any]) -> Area:
-    """Return the area of one score (N,) with its interval.
-
-    Raises:
-        InputError: as `covariance`.
-    """
+    """Return the area of one score (N,) with its interval; raises as `covariance`."""
     values, variances = covariance(positive, score)
     return _area(positive, float(values[0]), float(variances[0, 0]))
 
 
 def paired_test(positive: NDArray[Any], first: NDArray[Any], second: NDArray[Any]) -> Difference:
-    """Compare the areas of two scores (N,) of the same cases.
-
-    Raises:
-        InputError: as `covariance`.
-    """
+    """Compare the areas of two scores (N,) of the same cases; raises as `covariance`."""
     values, covariances = covariance(positive, np.stack([first, second]))
     areas = [_area(positive, float(values[i]), float(covariances[i, i])) for i in (0, 1)]
     difference = float(values[0] - values[1])

@@ -30,8 +30,7 @@ class Plane:
     Attributes:
         name: of the plane, "" for a picture.
         image: (H, W) or (H, W, 3) in 0 to 1.
-        reference: (H, W) class indices.
-        prediction: (H, W) class indices.
+        reference, prediction: (H, W) class indices.
         size: height and width in the unit of the image's spacing.
         left: letter of the side of the patient on the left, "" if unknown.
     """

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,11 @@ def recipe(run: Run, carried: Sequence[Path], clients: list[str], controller: An
     return MedflRecipe(job)
 
 
+@dataclass
 class _ConfigFile:
     """A file for the configuration folder of a job."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def add_to_fed_job(self, job: Any, ctx: Any, **_: Any) -> None:
         """Add the file to the job."""
@@ -102,7 +103,8 @@ def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: An
 def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings: Any) -> dict[str, Any]:
     """Execute the run in a folder on FLARE, in processes on this machine, and return the summary.
 
-    The processes' output goes to `flare/` in the folder, which is removed unless the run fails.
+    The processes' output goes to `flare/` in the folder, which is removed unless the run fails. Errors are those of
+    `Simulator.execute`.
 
     Args:
         run: the run.
@@ -110,9 +112,6 @@ def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings
         say: takes lines for the user.
         poc: run a federation with certificates, server and sites instead of FLARE's simulator.
         settings: further arguments of `MedflController`.
-
-    Raises:
-        InputError, RunError: as `Simulator.execute`.
     """
     beside = folder.resolve() / FLARE_FOLDER
     shutil.rmtree(beside, ignore_errors=True)

@@ -149,11 +149,9 @@ class _Controller(ModelController):  # type: ignore[misc]
             self.cancel_task(task, fl_ctx=self.fl_ctx)
 
     def lost(self, site: str) -> str:
-        """Return that a site is disconnected, "" if FLARE does not say so."""
         return self._disconnected.get(self._flare_names[site], "")
 
     def over(self) -> bool:
-        """Return whether FLARE aborts the job."""
         return bool(self.abort_signal.triggered)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,8 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
         verb: adds one verb with the flags that all have.
         show: prints a result, as JSON or as text.
     """
-
-    def serve(options: Any) -> int:
-        return _serve(options, show)
-
-    served = verb(actions, "serve", "join a NVIDIA FLARE federation with the operator's startup kit", serve, _EXAMPLES)
+    about = "join a NVIDIA FLARE federation with the operator's startup kit"
+    served = verb(actions, "serve", about, partial(_serve, show=show), _EXAMPLES)
     served.add_argument("bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
     served.add_argument("--kit", type=Path, required=True, metavar="DIR", help="the startup kit, unpacked")
     served.add_argument("--data", type=Path, metavar="DIR", help="the site's images; a server may do without")
@@ -66,20 +64,13 @@ def _serve(options: Any, show: Callable[..., int]) -> int:
     require_flare()
     document = prepare(kit, kind)
     show(options, document, lambda: "\n".join(f"{key}: {value}" for key, value in document.items()))
-    if options.check:
-        return 0
-    return start(kit)
+    return 0 if options.check else start(kit)
 
 
 def prepare(kit: Path, kind: str) -> dict[str, Any]:
     """Check what a kit's site says of itself, and let jobs make medfl's classes there and do nothing else.
 
-    Args:
-        kit: the startup kit.
-        kind: "site" or "server".
-
-    Returns:
-        What would run.
+    Return what would run; `kind` is "site" or "server".
 
     Raises:
         InputError: there is no `local/medfl.yaml`, it is wrong, the kit grants more than it may, or the bundle is

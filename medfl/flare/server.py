@@ -81,9 +81,7 @@ class _Question:
 
     Attributes:
         index: position of its task.
-        site: name of the site.
         task_name: one of `wire.TASKS`.
-        numbers: sent with it.
         message: the method's message as it is sent; None at the introduction.
         read: makes the task's result from the answer.
         extra: further tensors.

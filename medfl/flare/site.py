@@ -71,7 +71,9 @@ class FlareSite:
                     asked = f"site {self.name!r} is asked for '{printable(task_name, 40)}'"
                     raise RunError(f"{asked}; it answers {', '.join(answers)}")
             with _stopped(self.algo, stop):
-                self._prepare()
+                if not self._ready:
+                    self.algo.initialize({ExtraItems.CLIENT_NAME: self.name})
+                    self._ready = True
                 return answers[task_name](payload)
         except Exception as error:  # an answer, too: the process must not end, see above
             if self._shows is not None:
@@ -81,18 +83,15 @@ class FlareSite:
                 self.algo.failed(printable(task_name, 40), error)
             return hidden_failure(self.name, error)
 
-    def _prepare(self) -> None:
-        if not self._ready:
-            self.algo.initialize({ExtraItems.CLIENT_NAME: self.name})
-            self._ready = True
-
     def _introduce(self, payload: Payload) -> Payload:
         reply = self.algo.get_weights()
         return Payload(_prefixed(reply.weights or {}), {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]})
 
     def _train(self, payload: Payload) -> Payload:
         data, sections = self._said(payload), payload.sections
-        metrics = {} if self._shows else self._metrics(data, sections)
+        metrics: dict[str, float] = {}
+        if sections and not self._shows:  # of what was received, before it is trained on
+            metrics = _metrics_of(self.algo.visit(site_judge, data, sections))
         self.algo.train(data, {JUDGE: sections if self._shows else ()})
         reply, cases = self.algo.get_weights(), self.algo.cases
         loss = reply.statistics.get(LOSS)
@@ -147,10 +146,6 @@ class FlareSite:
 
     def _scored(self, cases: Mapping[str, Cases]) -> Payload:
         return wire.with_cases(Payload(), cases) if self._shows else Payload(metrics=_metrics_of(cases))
-
-    def _metrics(self, data: Any, sections: tuple[str, ...]) -> dict[str, float]:
-        """Score what was received, before it is trained on."""
-        return _metrics_of(self.algo.visit(site_judge, data, sections)) if sections else {}
 
     def _in_simulation(self, what: str) -> RunFolder:
         with errors_safe_to_send():

@@ -207,11 +207,7 @@ def _check_config(run: Run, protocol: Mapping[str, Any], permits: Sequence[str],
 def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None = None) -> Federation:
     """Return the federation as a site sees it: all images of its folder are its own, the others are names.
 
-    Args:
-        offered: as it came with the job.
-        name: the site.
-        config: of the site.
-        carried: folder of the job's configuration, which may have the run's text embeddings.
+    `carried` is the folder of the job's configuration, which may have the run's text embeddings.
 
     Raises:
         InputError: the bundle or the run is refused, or images or text embeddings are not those that the run says.

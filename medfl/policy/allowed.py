@@ -238,19 +238,15 @@ MEMBERS = frozenset(f"{module}.{name}" for module, names in _MEMBERS.items() for
 """Functions, classes and constants of modules, by their full path."""
 
 _WORDED = {
-    "distributed": (
-        "torch.distributed.get_rank",
-        "torch.distributed.get_world_size",
-        "torch.distributed.is_available",
-        "torch.distributed.is_initialized",
-        "torch.distributed.init_process_group",
-        "torch.distributed.destroy_process_group",
-        "torch.cuda.set_device",
-    ),
-    "pickle": ("torch.load", "torch.jit.load"),
-    "sys.path": ("sys.path.append", "sys.path.insert"),
+    "distributed": """
+        torch.distributed.get_rank torch.distributed.get_world_size torch.distributed.is_available
+        torch.distributed.is_initialized torch.distributed.init_process_group torch.distributed.destroy_process_group
+        torch.cuda.set_device
+        """,
+    "pickle": "torch.load torch.jit.load",
+    "sys.path": "sys.path.append sys.path.insert",
 }
-WORDED = {member: word for word, members in _WORDED.items() for member in members}
+WORDED = {member: word for word, members in _WORDED.items() for member in members.split()}
 """Members that need a word of the site's policy, and the word."""
 
 MODULES = frozenset(

@@ -103,21 +103,13 @@ class Account:
         return account
 
     def refresh(self) -> None:
-        """Read the file again: other jobs on the same images spend too.
-
-        Raises:
-            RunError: as `open`.
-        """
+        """Read the file again, as `open`: other jobs on the same images spend too."""
         if self.path is None or not self.path.is_file():
             return
         self.noised, self.plain, self.uncovered = _read(self.path)
 
     def merge_site_account(self, other: Path) -> None:
-        """Add what stands in the account of a site, as earlier versions kept it, and put that file aside.
-
-        Raises:
-            RunError: as `open`.
-        """
+        """Add what stands in the account of a site, as earlier versions kept it, and put that file aside."""
         if self.path is None or not other.is_file():
             return
         with self._locked():

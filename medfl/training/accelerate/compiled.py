@@ -44,12 +44,7 @@ def compile_enabled() -> bool:
 
 
 def compile_step(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> CompiledStep:
-    """Compile a step; it is done once, on these tensors.
-
-    Args:
-        step: the tensors of a batch -> its loss; changes `tensors` in place.
-        tensors: all that it uses and that outlives it.
-        batch: its arguments.
+    """Compile a step, given as to `trace_step`; it is done once, on these tensors.
 
     Raises:
         CannotBeTraced: its operations cannot be traced or compiled; says why.
@@ -73,11 +68,7 @@ def compile_step(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor])
 
 
 def compile_for_visit(key: Hashable, step: Step, memory: VisitMemory, batch: Sequence[Tensor]) -> Step:
-    """Return the step of a visit, compiled now or for another visit with the same key.
-
-    Raises:
-        CannotBeTraced: as `compile_step`.
-    """
+    """Return the step of a visit, compiled now or for another visit with the same key; raises as `compile_step`."""
     key = (key, memory.layout)
     if key not in _STEPS:
         try:
