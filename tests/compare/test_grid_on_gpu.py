@@ -221,7 +221,7 @@ def test_what_is_planned_as_on_a_cpu_is_compared_as_on_the_gpu(
         planned.append((request.device, os.environ.get(name)))
         return planning.make_plan(request)
 
-    monkeypatch.setattr(module, "plan", plan)
+    monkeypatch.setattr(module, "make_plan", plan)
     monkeypatch.setattr(checks, "check_same_data", lambda run, there: compared.append(run.device))
     assert go(scans, tmp_path / "grid", "--methods", "fedavg", "--seeds", "0") == 0
     assert planned == [("cpu", "1")]
