@@ -1,7 +1,7 @@
 """Metrics by subgroup: by centre, site, sex, age or localisation, with intervals, and silence where a group is small.
 
 A group of fewer than `min_count` cases is not told, nor are others with it, so that its size and metrics do not follow
-from those of all cases (`partner.suppression`). The area of a class is told only where it has at least so many
+from those of all cases (`policy.suppression`). The area of a class is told only where it has at least so many
 cases in the group, and so do all others together; balanced accuracy and AUROC only where this holds for every class in
 the group: a number that rests on three patients says little, and may say who they are.
 

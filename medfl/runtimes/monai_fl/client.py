@@ -14,8 +14,8 @@ What MONAI's own `MonaiAlgo` leaves open is settled so:
     `abort` ends an evaluation as well as a training; the State stays that of the round before.
     `evaluate` scores the network that the site is judged by, which may be personal.
     One pool of networks and one set of prepared images serve training, evaluation and statistics.
-With rules for what leaves (`partner.outbound`) nothing does that they do not permit; with an audit log
-(`partner.audit`) nothing comes or leaves that is not in it. Without them nothing changes.
+With rules for what leaves (`policy.outbound`) nothing does that they do not permit; with an audit log
+(`policy.audit`) nothing comes or leaves that is not in it. Without them nothing changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A site's guard: its rules for what leaves (`partner.leaving`) and its audit log (`partner.audit`), where it has any.
+"""A site's guard: its rules for what leaves (`policy.gate`) and its audit log (`policy.audit`), where it has any.
 
 Without rules every message passes as it is, without a log nothing is written.
 """
