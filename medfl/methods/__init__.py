@@ -217,17 +217,19 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
     if "float" in wanted and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     allowed = tuple(kinds[part] for part in wanted if part in kinds) + ((type(None),) if "None" in wanted else ())
-    choices, minimum = field.metadata.get("choices"), field.metadata.get("minimum")
+    choices = field.metadata.get("choices")
+    minimum, maximum = (field.metadata.get(limit) for limit in ("minimum", "maximum"))
     right = isinstance(value, allowed) and not (isinstance(value, bool) and bool not in allowed)
     if right and choices is not None:
         right = value in choices
     if right and minimum is not None and value is not None:
-        right = value >= minimum
+        right = minimum <= value <= (math.inf if maximum is None else maximum)
     if right and isinstance(value, float):
         right = math.isfinite(value)
     if not right:
         limits = f"one of {', '.join(map(str, choices))}" if choices else _type_name(field)
         limits += f" >= {minimum:g}" if minimum is not None else ""
+        limits += f" and <= {maximum:g}" if maximum is not None else ""
         limits += ", finite" if isinstance(value, float) and not math.isfinite(value) else ""
         raise InputError(
             f"{field.name}={given} for method {name!r}", f"{field.name} is {limits}", f"see medfl methods {name}"

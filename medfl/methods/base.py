@@ -17,9 +17,9 @@ from medfl.networks.heads import head, head_name
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
 
 
-def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, minimum: float | None = None) -> Any:
-    """Declare an option of a method: its type, default, help and limits exist once, on the dataclass field."""
-    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, **limits: float) -> Any:
+    """Declare an option of a method: default, help, choices, `minimum` and `maximum` exist once, on the field."""
+    return field(default=default, metadata={"help": help, "choices": choices, **limits})
 
 
 def same_option(owner: type, name: str) -> Any:

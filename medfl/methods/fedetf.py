@@ -3,9 +3,8 @@
 Fixed simplex classifier M = sqrt(K/(K-1)) U (I - 11'/K), (d, K), U with orthonormal columns, the same at every site and
 never sent. Logits tau <p, M_c>, p the feature after a linear projection to d dimensions, of unit length. Loss: balanced
 softmax, logits + gamma log n with n the site's class counts. Body, projection and tau are averaged by samples.
-The global model is judged. With `finetune_rounds` each site is also scored at the end of a run by the paper's personal
-one: one ordinary local training, then in turn epochs on M and on the projection with plain SGD and the bundle's loss,
-here from the newest global model, on a copy.
+The global model is judged. With `finetune_rounds` each site is also scored at the end by a personal one: a copy of the
+newest global model after a local training, then in turn epochs on M and projection with SGD and the bundle's loss.
 Departures: the bundle's loss stands for cross-entropy; no fine-tuning by default (20 turns in the public code).
 """
 
@@ -28,8 +27,6 @@ from medfl.methods.base import Method, class_head, option
 from medfl.networks.heads import head, head_name, replace_head
 from medfl.training import FitReport, Site, fit
 
-_EPOCHS = 3  # of each phase of the personal model, in the public code
-
 
 class SimplexHead(nn.Linear):
     """A projection (its weight and bias), then tau times the products with a fixed simplex `etf` (d, K).
@@ -47,12 +44,6 @@ class SimplexHead(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, K) of features (B, F)."""
         return self.temperature * (normalize(super().forward(x), dim=1) @ self.etf)
-
-    def release(self) -> None:
-        """Make the simplex a parameter of this network."""
-        values = self.etf.clone()
-        del self.etf
-        self.etf = nn.Parameter(values)
 
 
 @dataclass(frozen=True)
@@ -89,11 +80,8 @@ class FedETF(SiteModels, Method):
         """Tell whether there is something to fine-tune."""
         return self.finetune_rounds > 0
 
-    def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
+    def train(self, model: nn.Module, site: Site, state: State, down: Message, purpose: str = "local") -> FitReport:
         """Train body, projection and tau by balanced softmax."""
-        return self._train(model, site, "local")
-
-    def _train(self, model: nn.Module, site: Site, purpose: str) -> FitReport:
         prior = log_prior(site, _head(model).etf.shape[1], self.gamma)
         return fit(model, site, objective=lambda network, x, y: site.loss(network(x) + prior, y), purpose=purpose)
 
@@ -103,13 +91,16 @@ class FedETF(SiteModels, Method):
             return super().predictor(site, state, down)
         model = site.network()  # not a leased one: its simplex is changed for good
         model.load_state_dict(down["weights"])
-        self._train(model.train(), site, "finetune")
-        _head(model).release()
+        self.train(model.train(), site, state, down, "finetune")
+        layer = _head(model)
+        simplex_here = layer.etf.clone()
+        del layer.etf
+        layer.etf = nn.Parameter(simplex_here)
         prefix = f"{head_name(model)}.".removeprefix(".")
         for index in range(self.finetune_rounds):
             for part, rate in (("etf", self.finetune_simplex_lr), ("weight bias", self.finetune_projection_lr)):
                 names = [prefix + own for own in part.split()]
-                fit_part(model, site, names, f"finetune {part} {index}", epochs=_EPOCHS, rate=rate)
+                fit_part(model, site, names, f"finetune {part} {index}", epochs=3, rate=rate)  # 3 as in the public code
         return model
 
 
@@ -117,8 +108,7 @@ def simplex(dimension: int, classes: int) -> Tensor:
     """Draw a simplex equiangular tight frame (d, K): unit columns whose cosines are all -1/(K-1)."""
     orthonormal: Tensor = torch.linalg.qr(torch.rand(dimension, classes)).Q
     centred = torch.eye(classes) - torch.ones(classes, classes) / classes
-    frame: Tensor = (classes / (classes - 1)) ** 0.5 * orthonormal @ centred
-    return frame
+    return orthonormal.mul((classes / (classes - 1)) ** 0.5) @ centred
 
 
 def _head(network: nn.Module) -> SimplexHead:

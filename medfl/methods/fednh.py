@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
@@ -49,18 +48,13 @@ class CosineHead(nn.Linear):
 class FedNH(Method):
     """FedAvg of a body around a head of class prototypes that only the server moves."""
 
-    rho: float = option(0.9, "share of the old prototypes (paper and FedBM's runs: 0.9), 0 to 1", minimum=0.0)
+    rho: float = option(0.9, "share of the old prototypes (paper and FedBM's runs: 0.9)", minimum=0.0, maximum=1.0)
     scale: float = option(20.0, "start of s, the logits' scale (public code: 20 for ResNets, 1 for a CNN, 30 if fixed)")
     learn_scale: bool = option(True, "train s")
     server_lr: float = option(1.0, "the server's step towards the mean of the sites", minimum=0.0)
 
     paper = "Tackling Data Heterogeneity in Federated Learning with Class Prototypes (Dai et al., 2023)"
     tasks = ("classification",)
-
-    def __post_init__(self) -> None:
-        """Refuse a share above 1."""
-        if self.rho > 1:
-            raise InputError(f"rho={self.rho:g} for method 'fednh'", "a share, 0 to 1", "take for example rho=0.9")
 
     def groups(self) -> tuple[Group, ...]:
         """Declare class means, which go up; the head's prototypes come back among the weights."""

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
@@ -35,18 +34,13 @@ from medfl.training import FitReport, Host, Site, fit, snapshot
 class FedProc(Method):
     """FedAvg whose sites gather features around shared class prototypes first, then train the classifier."""
 
-    alpha: float = option(1.0, "weight of the prototype loss in round 1, 0 to 1; it falls to 0", minimum=0.0)
+    alpha: float = option(1.0, "weight of the prototype loss in round 1; it falls to 0", minimum=0.0, maximum=1.0)
     rounds: int = option(100, "T, the round in which it is 0; default in a run: its number of rounds", minimum=1)
     tau: float = option(1.0, "temperature, above 0 (re-implementations: 1)", minimum=1e-6)
     average: str = option("uniform", "mean over a class's owners: plain or by samples", choices=("uniform", "samples"))
 
     paper = "FedProc: Prototypical contrastive federated learning on non-IID data (Mu et al., 2023)"
     tasks = ("classification",)
-
-    def __post_init__(self) -> None:
-        """Refuse a weight above 1, which would turn the classification loss round."""
-        if self.alpha > 1:
-            raise InputError(f"alpha={self.alpha:g}", "the losses weigh alpha and 1 - alpha, so 0 to 1", "take 0.5")
 
     def groups(self) -> tuple[Group, ...]:
         """Declare class prototypes, both ways."""

@@ -40,18 +40,13 @@ _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.S
 class FedSM(SiteModels, Method):
     """A global model, personal ones that are softly pulled together, and a selector that routes each image."""
 
-    lam: float = option(0.7, "lambda, what a site keeps of its own model in SoftPull, at most 1", minimum=0.0)
+    lam: float = option(0.7, "lambda, what a site keeps of its own model in SoftPull", minimum=0.0, maximum=1.0)
     threshold: float = option(0.9, "confidence above which the selector chooses a personal model", minimum=0.0)
     selector: str = option("small_cnn", "network that tells sites apart", choices=_CLASSIFIERS)
     selector_lr: float = option(1e-3, "learning rate of the selector's Adam", minimum=0.0)
 
     paper = "Closing the Generalization Gap of Cross-silo Federated Medical Image Segmentation (Xu et al., 2022)"
     tasks = ("classification", "segmentation")
-
-    def __post_init__(self) -> None:
-        """Refuse a SoftPull that is no mean."""
-        if self.lam > 1:
-            raise InputError(f"lam={self.lam:g}", "SoftPull keeps a part from 0 to 1", "take at most 1")
 
     def groups(self) -> tuple[Group, ...]:
         """Declare the site's own model, and the selector with its moments."""

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
@@ -61,7 +60,7 @@ from medfl.training import Host, Site, fit, snapshot
 class PFedPM(PrototypeExchange):
     """Sites share class means of features and train near a mixture of their own and the common ones."""
 
-    a: float = option(0.4, "share of own features in the mixed ones, 0 to 1 (best on FEMNIST: 0.3 to 0.6)", minimum=0.0)
+    a: float = option(0.4, "share of own features in the mixed ones (FEMNIST: 0.3 to 0.6)", minimum=0.0, maximum=1.0)
     lam: float = option(1.0, "lambda, pull towards the mixed features (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0)
     agg: str = option(
         "weighted",
@@ -95,11 +94,6 @@ class PFedPM(PrototypeExchange):
     feature_size: int = option(0, "d, by a linear layer with ReLU before the head; 0: as the network has it", minimum=0)
 
     paper = "Personalized federated learning based on feature fusion (Xing et al., 2024)"
-
-    def __post_init__(self) -> None:
-        """Refuse a share above 1."""
-        if self.a > 1:
-            raise InputError(f"a={self.a:g} for method 'pfedpm'", "a is 0 to 1", "see medfl methods pfedpm")
 
     def groups(self) -> tuple[Group, ...]:
         """Declare the class means of features, and the classes' counts where these weigh."""

@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.distillation import divergence
@@ -36,15 +35,12 @@ from medfl.training import Host, Site, snapshot
 class ProxyFL(PrivateModels):
     """Private models of any kind learn with proxies of one kind, which travel from site to site."""
 
-    alpha: float = option(0.5, "share of the other model's opinion in both losses, 0 to 1 (paper: 0.5)", minimum=0.0)
+    alpha: float = option(
+        0.5, "share of the other model's opinion in both losses (paper: 0.5)", minimum=0.0, maximum=1.0
+    )
 
     paper = "Decentralized federated learning through proxy model sharing (Kalra et al., 2023)"
     tasks = ("classification", "segmentation")
-
-    def __post_init__(self) -> None:
-        """Refuse a share above 1."""
-        if self.alpha > 1:
-            raise InputError(f"alpha={self.alpha:g}", "the other model's share is 0 to 1", "take at most 1")
 
     # Server half
 

@@ -190,7 +190,7 @@ def test_embeddings_that_are_not_there_or_no_embeddings(refused: Refused, tmp_pa
         ("fedcb", ("swap=DR,MH",), f"swap=DR,MH; two of the classes {CLASSES}; "),
         ("fedbm", ("condition=text",), "condition=text for method 'fedbm'; condition is one of concept, noise, "),
         ("fedbm", ("normalise=imagenet",), "normalise=imagenet for images of 1 channel; imagenet has means for 3"),
-        ("fednh", ("rho=2",), "rho=2 for method 'fednh'; a share, 0 to 1; take for example rho=0.9"),
+        ("fednh", ("rho=2",), "rho=2 for method 'fednh'; rho is float >= 0 and <= 1"),
         ("fedetf", ("dimension=3",), "dimension=3 for method 'fedetf' with 6 classes; a simplex of K classes"),
     ],
 )  # fmt: skip

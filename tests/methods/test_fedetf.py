@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from medfl.core.errors import InputError
+from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods import load
@@ -107,7 +108,7 @@ def test_the_personal_model_has_a_simplex_of_its_own(toy: Toy) -> None:
     with toy.networks.scope():
         site = toy.site("a")
         local = site.model(outcome.server["weights"])
-        METHOD._train(local, site, "finetune")
+        METHOD.train(local, site, {}, Message(), "finetune")
         tuned = load("fedetf", finetune_rounds=2).predictor(site, {}, down)
         weights, own = snapshot(local), snapshot(tuned)
     assert [report.steps for report in site.journal] == [3, 3, 9, 9, 9, 9]  # then 3 epochs of 3 batches a phase
@@ -128,7 +129,7 @@ def test_the_phases_alone(toy: Toy) -> None:
         with toy.networks.scope():
             model = method.predictor(toy.site("a"), {}, start)
             local = toy.site("a").model(outcome.server["weights"])
-            METHOD._train(local, toy.site("a"), "finetune")
+            METHOD.train(local, toy.site("a"), {}, Message(), "finetune")
             assert (bits(head(model).etf) != common) == simplex_moves
             assert (bits(head(model).weight) == bits(head(local).weight)) == simplex_moves
 

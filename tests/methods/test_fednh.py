@@ -76,7 +76,7 @@ def test_rho_one_never_changes_the_prototypes(toy: Toy) -> None:
 
 
 def test_rho_is_a_share() -> None:
-    with pytest.raises(InputError, match="rho=1.5 for method 'fednh'; a share, 0 to 1; take for example rho=0.9"):
+    with pytest.raises(InputError, match="rho=1.5 for method 'fednh'; rho is float >= 0 and <= 1"):
         load("fednh", rho=1.5)
 
 

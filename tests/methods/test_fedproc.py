@@ -89,7 +89,7 @@ def test_alpha_falls_from_one_in_round_one_to_zero_in_the_last() -> None:
 
 
 def test_alpha_above_one_is_refused() -> None:
-    with pytest.raises(InputError, match=r"alpha=1\.5; the losses weigh alpha and 1 - alpha"):
+    with pytest.raises(InputError, match=r"alpha=1\.5 for method 'fedproc'; alpha is float >= 0 and <= 1"):
         load("fedproc", alpha=1.5)
 
 

@@ -188,7 +188,7 @@ def test_volumes_have_a_selector_of_volumes() -> None:
 
 
 def test_what_is_not_allowed() -> None:
-    with pytest.raises(InputError, match="lam=1.2; SoftPull keeps a part from 0 to 1"):
+    with pytest.raises(InputError, match="lam=1.2 for method 'fedsm'; lam is float >= 0 and <= 1"):
         load("fedsm", lam=1.2)
     with pytest.raises(InputError, match="selector=unet8"):
         load("fedsm", selector="unet8")

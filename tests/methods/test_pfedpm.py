@@ -593,7 +593,7 @@ def test_features_of_a_length_asked_for() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(InputError, match=r"a=1.5 for method 'pfedpm'; a is 0 to 1"):
+    with pytest.raises(InputError, match=r"a=1.5 for method 'pfedpm'; a is float >= 0 and <= 1; see medfl methods"):
         load("pfedpm", a=1.5)
     with pytest.raises(InputError, match="each of the 3 classes"):
         METHOD.adapt(nn.Linear(4, 1), CLASSES)

@@ -276,5 +276,5 @@ def test_a_site_is_judged_by_its_private_model(classes: Toy) -> None:
 
 
 def test_a_share_above_one_is_refused() -> None:
-    with pytest.raises(InputError, match=r"alpha=1.5; the other model's share is 0 to 1; take at most 1"):
+    with pytest.raises(InputError, match=r"alpha=1.5 for method 'proxyfl'; alpha is float >= 0 and <= 1"):
         load("proxyfl", alpha=1.5)
