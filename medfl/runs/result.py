@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -392,11 +393,7 @@ def _value(cell: str) -> Any:
     """Return a cell as a number where it is one, None where it is blank."""
     if cell == "":
         return None
-    try:
-        return int(cell)
-    except ValueError:
-        pass
-    try:
-        return float(cell)
-    except ValueError:
-        return cell
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(cell)
+    return cell

@@ -305,14 +305,15 @@ class Federation:
             text += f"; aggregation: {self.aggregation}, every reply counts the same, whatever its number of images"
         if self.messages.lossless:
             return text
-        smaller = [sum(self._smaller(*leaf) for leaf in body.leaves.items()) for body in dealt]
+
+        def is_smaller(key: str, form: tuple[torch.Size, torch.dtype]) -> bool:
+            group, _, name = key.partition("/")
+            return self.messages.takes(group, name, form[1], form[0].numel())
+
+        smaller = [sum(is_smaller(*leaf) for leaf in body.leaves.items()) for body in dealt]
         exact = [len(body.leaves) - number for body, number in zip(dealt, smaller, strict=True)]
         which = "replies" if self.messages.kind == "topk" else "replies and broadcasts"
         return f"{text}; {which}: {self.messages}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
-
-    def _smaller(self, key: str, form: tuple[torch.Size, torch.dtype]) -> bool:
-        group, _, name = key.partition("/")
-        return self.messages.takes(group, name, form[1], form[0].numel())
 
     def check(self, name: str, message: Message) -> None:
         """Enforce the policy on what a site says: declared groups, no personal tensor, known forms, finite values.
@@ -332,26 +333,16 @@ class Federation:
                 raise RunError(f"site {name!r}: tensor {key!r} must not leave it")
             if group in undeclared:
                 raise RunError(f"site {name!r}: {key!r} is in a group that the method's groups() does not declare")
-            if form is not None:
-                if form != (tensor.shape, tensor.dtype):
-                    raise RunError(
-                        f"site {name!r}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}; "
-                        f"expected {tuple(form[0])} {form[1]}"
-                    )
-            elif group in self.like_weights:
-                self._check_like(name, key, tensor)
+            if group in self.like_weights:
+                like = body.networks.initial.get(own)
+                if like is None:
+                    raise RunError(f"site {name!r}: {key!r} is no tensor of the network")
+                form = like.shape, like.dtype
+            if form is not None and form != (tensor.shape, tensor.dtype):
+                given, wanted = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(form[0])} {form[1]}"
+                raise RunError(f"site {name!r}: {key!r} is {given}; expected {wanted}")
             if not is_finite(tensor):
                 raise RunError(f"site {name!r}: {key!r} has NaN or infinite values; the last good round is kept")
-
-    def _check_like(self, name: str, key: str, tensor: torch.Tensor) -> None:
-        like = self._bodies[name].networks.initial.get(key.partition("/")[2])
-        if like is None:
-            raise RunError(f"site {name!r}: {key!r} is no tensor of the network")
-        if (like.shape, like.dtype) != (tensor.shape, tensor.dtype):
-            raise RunError(
-                f"site {name!r}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}; "
-                f"expected {tuple(like.shape)} {like.dtype}"
-            )
 
     def check_whole(self, name: str, reply: Message) -> None:
         """Make sure that a reply lacks none of the weights, and for FedAvg's server half has the number of items.
