@@ -30,9 +30,9 @@ from medfl.methods.base import Group, Method, option
 
 __all__ = [
     "Bodies", "Group", "MakesImages", "Method", "PublicData", "SiteModels", "SiteNetworks", "TextEmbeddings",
-    "WholeCohort", "extra", "has_fedavg_server", "has_option", "has_site_models", "load", "method_class", "names",
-    "option", "options_of", "prototype_options", "sample_shares", "site_networks", "values_of",
-    "weighted_mean",
+    "WholeCohort", "extra", "has_fedavg_server", "has_option", "has_site_models", "keeps_network", "load",
+    "method_class", "names", "option", "options_of", "prototype_options", "sample_shares", "site_networks",
+    "values_of", "weighted_mean",
 ]  # fmt: skip
 
 
@@ -141,6 +141,12 @@ def site_networks(method: Method, names: Sequence[str]) -> Mapping[str, Mapping[
     """
     by_site = extra(method, SiteNetworks)
     return by_site.site_networks(names) if by_site is not None else {name: {} for name in names}
+
+
+def keeps_network(method: Method, config: Mapping[str, Any]) -> bool:
+    """Tell whether a site with a network of this configuration keeps it whole; see `SiteNetworks`."""
+    by_site = extra(method, SiteNetworks)
+    return by_site is not None and by_site.keeps_network(config)
 
 
 def has_site_models(method: Method) -> bool:

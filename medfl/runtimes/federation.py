@@ -34,7 +34,6 @@ from medfl.training.accelerate.compiled import compile_steps
 from medfl.training.accelerate.max_pool import use_fast_max_pool
 from medfl.training.accelerate.precision import channels_last, tf32
 
-_MOST_ITEMS = 2.0**53
 POOLED = "central"
 """Name of the one participant of a method that pools the data."""
 
@@ -119,14 +118,9 @@ class Federation:
 
     def _dealt(self) -> dict[str, _Body]:
         """Return each participant's body; sites with the same network share one."""
-        bodies: dict[str, _Body] = {}
-        dealt = {}
-        for name, config in methods.site_networks(self.method, self.participants).items():
-            key = repr(config)
-            if key not in bodies:
-                bodies[key] = self._body(config)
-            dealt[name] = bodies[key]
-        return dealt
+        configs = methods.site_networks(self.method, self.participants)
+        bodies = {key: self._body(config) for key, config in {repr(c): c for c in configs.values()}.items()}
+        return {name: bodies[repr(config)] for name, config in configs.items()}
 
     def _body(self, config: Mapping[str, Any]) -> _Body:
         """Return the body with these ids of the bundle's configuration.
@@ -144,11 +138,10 @@ class Federation:
                 personal |= self.method.personal_names(pool.lease(pool.initial))
         common = self.networks.initial
         leaves = {f"weights/{n}": (t.shape, t.dtype) for n, t in common.items() if n not in personal}
-        by_site = methods.extra(self.method, methods.SiteNetworks)
-        whole = by_site is not None and by_site.keeps_network(config)
+        whole = methods.keeps_network(self.method, config)
         staying = [n for n in networks.initial if whole or f"weights/{n}" not in leaves]
-        own = networks.initial.keys() - common.keys()
-        return _Body(bundle, networks, leaves, frozenset(personal | own), len(staying))
+        personal |= networks.initial.keys() - common.keys()
+        return _Body(bundle, networks, leaves, frozenset(personal), len(staying))
 
     def _messages(self) -> Compression:
         """Return how messages are made smaller; of every network all but matrices and kernels stay exact."""
@@ -312,8 +305,8 @@ class Federation:
 
         smaller = [sum(is_smaller(*leaf) for leaf in body.leaves.items()) for body in dealt]
         exact = [len(body.leaves) - number for body, number in zip(dealt, smaller, strict=True)]
-        which = "replies" if self.messages.kind == "topk" else "replies and broadcasts"
-        return f"{text}; {which}: {self.messages}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
+        text += "; replies" if self.messages.kind == "topk" else "; replies and broadcasts"
+        return f"{text}: {self.messages}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
 
     def check(self, name: str, message: Message) -> None:
         """Enforce the policy on what a site says: declared groups, no personal tensor, known forms, finite values.
@@ -356,7 +349,7 @@ class Federation:
             missing = wanted - reply.tensors.get("weights", {}).keys()
             if missing:
                 raise RunError(f"site {name!r}: 'weights/{min(missing)}' is missing in its reply ({len(missing)} such)")
-        if not 0 <= reply.scalars.get("samples", -1 if plain else 0) <= _MOST_ITEMS:
+        if not 0 <= reply.scalars.get("samples", -1 if plain else 0) <= 2.0**53:
             raise RunError(f"site {name!r}: its reply does not say of how many items it is")
 
     def arrived(self, name: str, named: Mapping[Any, Any]) -> Message:
