@@ -40,7 +40,6 @@ class Findings:
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        """Begin with nothing."""
         self._bundle = bundle
         self.unreadable: list[str] = []
         self.bytes: Counter[str] = Counter()

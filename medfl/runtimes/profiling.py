@@ -60,7 +60,7 @@ class Recorder:
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        """Begin with nothing going on, in no round."""
+        """Start before the first round."""
         self.device, self.round = device, 0
         self.walls: dict[int, float] = {}
         self._part: str | None = None

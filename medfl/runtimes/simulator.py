@@ -51,7 +51,7 @@ class Simulator:
     """
 
     def __init__(self, execution: Execution, workers: Callable[[Federation, int], Workers] = Workers) -> None:
-        """Take the parts; nothing runs yet."""
+        """Keep the arguments; nothing runs yet."""
         self.execution, self.federation, self.folder = execution, execution.federation, execution.folder
         self.say, self.tolerance, federation = execution.say, execution.tolerance, execution.federation
         self.tolerance.check(federation)

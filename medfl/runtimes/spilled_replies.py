@@ -32,7 +32,6 @@ class TensorStore:
     """
 
     def __init__(self, folder: Path, budget: int | None = None) -> None:
-        """Begin with nothing."""
         self.held = 0
         given = BUDGET if budget is None else budget
         self._folder, self._budget = folder, min(_MOST, free_memory() // 8) if given is None else given
@@ -67,7 +66,7 @@ class TensorStore:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (open for as long as the stock)
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (open for as long as the store)
             offset = self._file.seek(0, 2)
             self._file.write(data)
             self._file.flush()
@@ -95,17 +94,17 @@ class _Place(NamedTuple):
 
 
 class _TensorsOnDisk(Mapping[str, Tensor]):
-    """Named tensors of a stock's file; each access reads one anew."""
+    """Named tensors of a store's file; each access reads one anew."""
 
-    def __init__(self, stock: TensorStore, places: Mapping[str, _Place]) -> None:
-        self._stock, self._places = stock, places
+    def __init__(self, store: TensorStore, places: Mapping[str, _Place]) -> None:
+        self._store, self._places = store, places
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._stock.read(self._places[name])
+        return self._store.read(self._places[name])
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Return the numbers start..stop of a tensor, and read no others."""
-        return self._stock.part(self._places[name], start, stop)
+        return self._store.part(self._places[name], start, stop)
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -122,12 +121,12 @@ class Replies(Mapping[str, Message]):
 
     def __init__(self, names: Sequence[str], folder: Path, budget: int | None = None) -> None:
         """Expect these sites' messages."""
-        self._names, self._stock = names, TensorStore(folder, budget)
+        self._names, self._store = names, TensorStore(folder, budget)
         self._messages: dict[str, Message] = {}
 
     def add(self, name: str, message: Message) -> None:
         """Take a site's message."""
-        kept = {group: self._stock.keep(members) for group, members in message.tensors.items()}
+        kept = {group: self._store.keep(members) for group, members in message.tensors.items()}
         self._messages[name] = Message(kept, message.scalars)
 
     def __getitem__(self, name: str) -> Message:
@@ -147,13 +146,12 @@ class SitesWeights(Mapping[str, Tensor]):
     """The weights of each site's own model under `<site>/<tensor>`."""
 
     def __init__(self, folder: Path, budget: int | None = None) -> None:
-        """Begin with no site."""
-        self._stock = TensorStore(folder, budget)
+        self._store = TensorStore(folder, budget)
         self._places: dict[str, tuple[Weights, str]] = {}
 
     def add(self, name: str, weights: Weights) -> None:
         """Take a site's weights."""
-        kept = self._stock.keep(weights)
+        kept = self._store.keep(weights)
         self._places |= {f"{name}/{key}": (kept, key) for key in kept}
 
     def __getitem__(self, name: str) -> Tensor:

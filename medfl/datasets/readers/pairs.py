@@ -286,7 +286,6 @@ class WriteMaskd(MapTransform):
         output_dir: str | Path = "output",
         root: str | Path = "",
     ) -> None:
-        """Keep the arguments."""
         super().__init__(keys)
         self.image, self.output_dir, self.root = image, Path(output_dir), root and Path(root).absolute()
         self._resample = SpatialResample(mode="bilinear", padding_mode="border")

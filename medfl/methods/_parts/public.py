@@ -52,7 +52,6 @@ class Scored(Prepared):
     """
 
     def __init__(self, public: Public, positions: Tensor, scores: Tensor | None = None, least: int = 1) -> None:
-        """Keep the parts."""
         self.positions = positions.cpu()  # a State that was moved to a GPU has them there
         super().__init__([public.shard.prepared.items[i] for i in public.shard.indices[self.positions].tolist()])
         self.public, self.scores, self.least = public, scores, least

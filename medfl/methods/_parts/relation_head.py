@@ -64,7 +64,6 @@ class Judged(nn.Module):
     def __init__(
         self, network: nn.Module, allowed: Tensor, relation: Relation | None = None, mixed: Tensor | None = None
     ) -> None:
-        """Take the parts."""
         super().__init__()
         self.relation, self.network = relation, network
         self.register_buffer("allowed", allowed)

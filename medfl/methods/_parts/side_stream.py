@@ -24,7 +24,6 @@ class SideStream:
     """
 
     def __init__(self, site: Site, purpose: str, first: int = 0, each: int = 1) -> None:
-        """Know nothing of what the blocks will draw."""
         self._site, self._purpose, self._first, self._each = site, purpose, first, each
         self._done, self._silent = 0, False
 

@@ -18,7 +18,6 @@ class States:
     """States in memory, which are gone with the process."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._states: dict[int, State] = {}
 
     @property

@@ -33,7 +33,6 @@ class Dispatcher:
     def __init__(
         self, federation: Federation, folder: RunFolder, workers: Workers, tolerance: Tolerance, say: Print
     ) -> None:
-        """Take the parts."""
         self.federation, self.folder, self.workers = federation, folder, workers
         self.tolerance, self.say = tolerance, say
 

@@ -55,7 +55,6 @@ class Scoring:
     def __init__(
         self, federation: Federation, folder: RunFolder, record: dict[str, Any], dispatcher: Dispatcher
     ) -> None:
-        """Take the parts."""
         self.federation, self.folder, self.record, self.dispatcher = federation, folder, record, dispatcher
         self.method, self.run, self.key = federation.method, federation.run, federation.bundle.key_metric
 
