@@ -39,7 +39,7 @@ def test_the_public_loss_of_masks_by_hand(dims: int) -> None:
     """Mean over pixels of beta (CE + 0.1 KL); in volumes each image is repeated and the logits averaged (pseudo3d)."""
     one, _, _ = lesson(dims)
     twin, network, made = lesson(dims)
-    taken = twin.items(2)
+    taken = twin.items(made.site("b"))(2)
     x, y, positions, _ = taken
     if dims == 3:
         x = x[..., None].expand(*x.shape, 16)

@@ -156,7 +156,7 @@ def test_a_cell_is_the_mean_and_sd_of_the_stored_summaries() -> None:
 def test_rows_differ_in_their_seed_only() -> None:
     for name, table in RESULTS.asked["tables"].items():
         for label, entry in table["rows"].items():
-            runs = [RESULTS.run(run_hash).run for run_hash in make._named(entry)]
+            runs = [RESULTS.run(run_hash).record for run_hash in make._named(entry)]
             apart = {"seed", "command", "run_hash", "partition", "site_class_counts"}
             assert len({run["partition"]["spec"] for run in runs}) <= 1, (name, label)
             assert len({run["seed"] for run in runs}) == len(runs), (name, label)

@@ -258,7 +258,7 @@ def test_what_is_no_distribution_is_refused_by_name(value: float, kept: Path) ->
 
 
 def test_other_numbers_of_classes_or_another_grid_are_refused() -> None:
-    text = "teacher 'table' answers with 4 x 5 values about 4 items; the public data 'toys' have 4 classes; choose"
+    text = "teacher 'table' answers with 4 x 5 values about 4 items; the public data 'toys' have 4 classes; name"
     with pytest.raises(InputError, match=text):
         obtain(Table(distributions(classes=5)), classification())
     with pytest.raises(InputError, match="answers with 3 x 5 x 6 values about 3 items; .* have a grid of 6 x 5; "):

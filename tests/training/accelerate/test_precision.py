@@ -53,9 +53,9 @@ def test_a_run_trains_without_it_unless_asked(
     seen: list[tuple[bool, bool]] = []
     execute = simulator.Simulator.execute
 
-    def watched(self: simulator.Simulator, resume: bool = False) -> object:
+    def watched(self: simulator.Simulator, *settings: object, **more: object) -> object:
         seen.append(allowed())
-        return execute(self, resume)
+        return execute(self, *settings, **more)
 
     monkeypatch.setattr(simulator.Simulator, "execute", watched)
     chest = str(datasets.write_phantom("pneumonia", tmp_path / "data", per_class=10, size=28))
