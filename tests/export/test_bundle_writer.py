@@ -283,7 +283,7 @@ def test_every_site_has_its_own_model(personal: Path, data: Path, workplace: Pat
 def test_what_no_configuration_can_say_is_named_as_torchscript(data: Path, workplace: Path) -> None:
     """FedProto classifies by the nearest prototype, which is in no state dict."""
     run = trained(workplace / "run", data, "fedproto")
-    with pytest.raises(InputError, match="can only be named as TorchScript; add torchscript"):
+    with pytest.raises(InputError, match="can only be defined as TorchScript; add torchscript"):
         export(run, workplace / "none", site="site-1", formats=())
     done = export(run, workplace / "bundle", site="site-1", formats=("torchscript",))["bundles"][0]
     assert done["network"] == "torchscript"
