@@ -230,7 +230,7 @@ def test_a_compiled_run_is_the_same_with_workers_clients_and_resumed(scans: Path
     federate(out=tmp_path / "broken", resume=True, requested={"rounds": 2}, jobs=1)
     broken = load_weights(tmp_path / "broken" / "weights.safetensors")
     assert any(not torch.equal(one[name], value) for name, value in plain.items())
-    for name, value in plain.items():
+    for name in plain:
         assert torch.equal(one[name], two[name])
         assert torch.equal(one[name], broken[name])
         assert torch.equal(one[name], clients[name])
