@@ -20,6 +20,10 @@ from torch import Tensor
 from medfl.training.accelerate.recordings import VisitMemory, relocated
 from medfl.training.accelerate.vmapped import CannotBeTraced, Step, trace_step
 
+# TorchInductor's patterns make addmm of a product that is added to a tensor and lose its factor (`alpha`): PyTorch 2.14
+# trains a linear layer by plain SGD, or with weight decay, with a rate of 1. See pytorch/pytorch#167313 for its kin.
+_INDUCTOR = {"compile_threads": 1, "pattern_matcher": False}
+
 CompiledStep = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(tensors that the step uses, its batch) -> loss; changes the former in place."""
 
@@ -53,7 +57,7 @@ def compile_step(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor])
 
     operations = trace_step(step, tensors, batch)
     try:
-        with torch.no_grad(), _inductor.config.patch(compile_threads=1):  # type: ignore[no-untyped-call]
+        with torch.no_grad(), _inductor.config.patch(_INDUCTOR):  # type: ignore[no-untyped-call]
             function = _inductor.compile(operations, [value.detach() for value in (*tensors, *batch)])
     except Exception as error:  # of the compiler, or of whatever else is not there
         raise CannotBeTraced(f"it cannot be compiled: {type(error).__name__}: {str(error).splitlines()[0]}") from error
