@@ -28,8 +28,8 @@ from medfl.bundle.notes import notes
 from medfl.bundle.prompts import Text, read_text
 from medfl.bundle.sections import SECTIONS, Section, Sections
 from medfl.core.errors import InputError
+from medfl.core.places import cache_folder
 from medfl.core.seeding import stream
-from medfl.core.storage import cache_folder
 from medfl.data.disk_cache import DiskCache, budget, sample_key
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared

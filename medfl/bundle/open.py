@@ -15,9 +15,9 @@ from medfl import datasets
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
+from medfl.core.places import cache_folder
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
-from medfl.core.storage import cache_folder
 from medfl.core.terminal import Print
 from medfl.datasets import own
 

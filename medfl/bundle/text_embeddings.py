@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from medfl.bundle.prompts import Text
 from medfl.core.errors import InputError
+from medfl.core.places import cache_folder
 from medfl.core.seeding import stream
-from medfl.core.storage import cache_folder, weights_sha256, write_atomic
+from medfl.core.storage import weights_sha256, write_atomic
 
 _HUB = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",

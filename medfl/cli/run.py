@@ -8,6 +8,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show, telling
+from medfl.cli.sandbox import enter_sandbox
 from medfl.core.importing import without_gc
 
 EXAMPLES = """\
@@ -63,6 +64,11 @@ def add_flags(run: Any) -> None:
         "--profile", action="store_true",
         help="say where the time of the rounds went, and write profile.json, a trace for Perfetto or chrome://tracing",
     )  # fmt: skip
+    output.add_argument(
+        "--sandbox", action="store_true",
+        help="refuse this process to write but below the run folder, to connect, and to start programs, whatever a "
+        "bundle says; needs Linux with Landlock",
+    )  # fmt: skip
     output.add_argument("--track", metavar="mlflow[:URI]", help="write the numbers to MLflow as well")
     arguments.quiet(output)
 
@@ -70,6 +76,8 @@ def add_flags(run: Any) -> None:
 def run(options: Any) -> int:
     """Execute `medfl run`."""
     values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)
+    if options.sandbox:
+        enter_sandbox(options)
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -118,7 +119,8 @@ class RunFolder:
             if path.name not in beside:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         if not any(self.path.iterdir()):
-            self.path.rmdir()
+            with suppress(PermissionError):  # in a sandbox the folder itself stays
+                self.path.rmdir()
 
     def write_run(self, run: Run, extra: Mapping[str, Any]) -> None:
         """Write run.json: the run, its hash, and `extra` entries for the reader."""

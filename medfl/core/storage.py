@@ -25,11 +25,6 @@ State = dict[str, Any]
 """A plain, possibly nested dict of tensors, numbers, strings and lists: all that survives a round."""
 
 
-def cache_folder(kind: str) -> Path:
-    """Return the user's cache folder of one kind ($XDG_CACHE_HOME/medfl/<kind>); it may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medfl" / kind
-
-
 def write_atomic(path: Path, data: bytes) -> None:
     """Write `data` to `path` by way of a sibling file and a rename.
 

@@ -23,8 +23,8 @@ from medfl.bundle.open import with_data
 from medfl.bundle.sections import SECTIONS
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
+from medfl.core.places import cache_folder
 from medfl.core.run import DataRecord, PartitionRecord, Run
-from medfl.core.storage import cache_folder
 from medfl.core.untrusted import printable
 from medfl.data import on_device
 from medfl.data.disk_cache import budget, free_memory

@@ -17,6 +17,7 @@ import torch
 from medfl import methods
 from medfl.bundle.configuration import shipped_folders
 from medfl.core.errors import InputError
+from medfl.core.places import default_run_folder
 from medfl.core.run_folder import RunFolder
 from medfl.core.settings import LOSSLESS, MEAN
 from medfl.core.terminal import Print
@@ -147,7 +148,7 @@ def federate(
         )
     if save_predictions:
         _refuse_unsaved(plan)
-    path = Path(out) if out else Path("runs") / f"{plan.bundle.name}-{run.method.rpartition('.')[2]}-{run.seed}"
+    path = Path(out) if out else default_run_folder(plan.bundle.name, run.method, run.seed)
     if not resume:
         RunFolder.require_unused(path, BESIDE)
     else:

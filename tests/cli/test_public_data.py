@@ -15,8 +15,9 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import Opened
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
+from medfl.core.places import cache_folder
 from medfl.core.run import PublicRecord
-from medfl.core.storage import cache_folder, load_weights
+from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.networks import build
 from medfl.runs.public_data import PublicPlan, chosen_items, plan_public, read_public

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,8 @@ def write_phantom(
     partial: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+        partial.mkdir()
         images = dataset.draw(partial, np.random.default_rng(derive(seed, "phantom", name)), count, side)
         marker = {
             "data_set": name,
@@ -71,7 +72,6 @@ def write_phantom(
             "size": side,
         }
         (partial / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-        partial.chmod(0o755)
         if target.exists():
             target.rmdir()
         os.rename(partial, target)

@@ -27,8 +27,9 @@ from tqdm import tqdm
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.places import cache_folder
 from medfl.core.seeding import stream
-from medfl.core.storage import cache_folder, write_atomic
+from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.runs.teachers import medsam, open_clip, trained
 from medfl.runs.teachers.questions import Questions as Questions

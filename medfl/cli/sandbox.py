@@ -1,0 +1,94 @@
+"""`medfl run --sandbox`: what the command line names may be read, the run folder be written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from medfl.cli.parser import telling
+from medfl.core.errors import InputError
+from medfl.core.places import cache_folder, default_run_folder
+from medfl.core.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
+from medfl.core.settings import SETTINGS
+
+_COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
+
+
+def enter_sandbox(options: Any) -> None:
+    """Enter the sandbox of a run, and say so; before PyTorch is imported, which starts threads.
+
+    `options.out` becomes the run folder, which is made unless the run is resumed: only what exists can be allowed.
+
+    Raises:
+        InputError: the kernel has no Landlock, or the run needs what is refused.
+    """
+    if options.runtime.startswith("flare") or (options.track or "").partition(":")[2]:
+        what = f"--runtime {options.runtime}" if options.runtime.startswith("flare") else f"--track {options.track}"
+        raise InputError(f"--sandbox with {what}", "a run without connections", "leave one of them out")
+    before = _record(options)
+    options.out = out = _run_folder(options, before)
+    bundle = options.bundle or str(before.get("bundle_path", ""))
+    private = cache_folder("sandbox") / hashlib.sha256(os.fsencode(Path(bundle).resolve())).hexdigest()[:16]
+    written = [cache_folder("phantom"), cache_folder("answers")]
+    try:
+        for folder in [*written, *([] if options.resume else [out])]:
+            folder.mkdir(parents=True, exist_ok=True)
+        variables = private_folders(private)
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}", "folders that can be made", "name another") from error
+    programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if options.compile else ()
+    allowed = Allowed(
+        read=(*python_and_system(), *_named(options, before), cache_folder(""), *_hub()),
+        write=(out, *written, private, *devices()),
+        programs=tuple(map(Path, programs)),
+    )
+    sandbox = Sandbox(allowed)
+    os.environ.update(variables)
+    sandbox.enter()
+    telling(options)["say"](sandbox.line(out))
+
+
+def _record(options: Any) -> dict[str, Any]:
+    """Return the record of the run to be resumed or repeated, nothing where it cannot be read, which is told later."""
+    place = options.source or (options.out if options.resume else None)
+    try:
+        return dict(json.loads((place / "run.json" if place.is_dir() else place).read_text())) if place else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _run_folder(options: Any, before: dict[str, Any]) -> Path:
+    if options.out:
+        return Path(options.out)
+    name = Path(options.bundle or str(before.get("bundle", "none"))).expanduser().resolve().name
+    method = options.method or str(before.get("method", "fedavg"))
+    seed = options.seed if options.seed is not None else before.get("seed", SETTINGS["seed"].default)
+    return default_run_folder(name, method, seed)
+
+
+def _named(options: Any, before: dict[str, Any]) -> Iterator[Path]:
+    """Yield the files and folders that are named: on the command line, in a record, by $MEDFL_DATA."""
+    recorded = [before.get(name) for name in ("bundle_path", "data", "public", "options", "config")]
+    for text in (os.environ.get("MEDFL_DATA", ""), *options.given, *(t for t in _texts(recorded) if "/" in t)):
+        value = text.partition("=")[2]
+        for part in (text, value, text.partition(":")[2], value.partition(":")[2]):
+            if os.path.exists(path := os.path.expanduser(part)):
+                yield Path(path)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(one)
+
+
+def _hub() -> Iterator[Path]:
+    """Yield the folder of models from the hub, without the user's token beside it."""
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    yield Path(os.environ.get("HF_HUB_CACHE") or home / "hub")

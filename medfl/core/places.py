@@ -1,0 +1,21 @@
+"""Where files lie for which nobody named a place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PRIVATE = "MEDFL_PRIVATE_CACHE"
+"""Variable of a process in a sandbox: its folder for what is pickled, as other processes would run what it writes."""
+
+
+def cache_folder(kind: str) -> Path:
+    """Return the user's cache folder of one kind ($XDG_CACHE_HOME/medfl/<kind>); it may not exist yet."""
+    if kind == "prepared" and os.environ.get(PRIVATE):
+        return Path(os.environ[PRIVATE]) / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medfl" / kind
+
+
+def default_run_folder(bundle: str, method: str, seed: int) -> Path:
+    """Return the run folder where --out names none; `bundle` is a bundle's name."""
+    return Path("runs") / f"{bundle}-{method.rpartition('.')[2]}-{seed}"

@@ -1,0 +1,188 @@
+"""What a process may still do once it has entered a sandbox: the kernel's Landlock, with a filter of system calls.
+
+Entered before anything of a bundle is evaluated, it holds for this process and all that it starts, for good. It needs
+no rights. What an older kernel does not know is left out, and said.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from medfl.core import syscall_filter
+from medfl.core.errors import InputError
+from medfl.core.places import PRIVATE
+
+_CREATE, _ADD, _RESTRICT = 444, 445, 446
+_BENEATH, _PORT = 1, 2
+_NO_NEW_PRIVILEGES = 38
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _IOCTL = 1, 1 << 1, 1 << 2, 1 << 3, 1 << 15
+_OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | _IOCTL
+_BIND, _CONNECT = 1, 2
+_SINCE = (  # (ABI, rights on files, rights on ports, scopes, what is not refused before)
+    (1, (1 << 13) - 1, 0, 0, "everything"),
+    (2, 1 << 13, 0, 0, ""),
+    (3, 1 << 14, 0, 0, "shortening of files"),
+    (4, 0, _BIND | _CONNECT, 0, "TCP connections"),
+    (5, _IOCTL, 0, 0, "ioctl of devices"),
+    (6, 0, 0, 3, "signals to other processes"),
+)
+_SYSTEM = (
+    "/usr", "/lib", "/lib64", "/bin", "/sbin", "/opt/conda", "/proc", "/sys", "/etc/ld.so.cache", "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d", "/etc/localtime", "/etc/timezone", "/etc/ssl", "/etc/pki", "/etc/ca-certificates",
+    "/etc/resolv.conf", "/etc/hosts", "/etc/host.conf", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/passwd",
+    "/etc/group", "/etc/fonts", "/etc/mime.types", "/etc/os-release", "/etc/alternatives", "/etc/nvidia",
+    "/dev/urandom", "/dev/random", "/dev/zero",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a sandboxed process may do; what does not exist is passed over.
+
+    Attributes:
+        read: files, and folders with all below.
+        write: folders below which everything may be read, written, made, moved and deleted; files; devices.
+        connect: TCP ports, of any machine: Landlock knows no addresses.
+        bind: TCP ports to listen at.
+        programs: files, or folders of them, that may be executed; without any, none at all.
+    """
+
+    read: tuple[Path, ...] = ()
+    write: tuple[Path, ...] = ()
+    connect: tuple[int, ...] = ()
+    bind: tuple[int, ...] = ()
+    programs: tuple[Path, ...] = ()
+
+
+def abi() -> int:
+    """Return the version of the kernel's Landlock, 0 where it has none or it is switched off."""
+    return max(0, _libc().syscall(_CREATE, None, 0, 1)) if sys.platform == "linux" else 0
+
+
+def python_and_system() -> tuple[Path, ...]:
+    """Return what any run reads: Python with its packages, medfl with its bundles, the system's libraries.
+
+    The folder in which `python -m` was started is not among them, unless PYTHONPATH names it.
+    """
+    package = Path(__file__).resolve().parents[1]
+    python = [sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path[1:], package, package.parent / "bundles"]
+    return tuple(Path(path) for path in (*_SYSTEM, *python) if path)
+
+
+def devices() -> tuple[Path, ...]:
+    """Return what a run writes to in /dev: the null device, memory shared by processes, NVIDIA's driver."""
+    return (Path(os.devnull), Path("/dev/shm"), *Path("/dev").glob("nvidia*"))
+
+
+def private_folders(folder: Path) -> dict[str, str]:
+    """Make folders for what this process writes on the side; return the variables that name them.
+
+    What others would run or load as code may not lie in a cache that they share.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (folder / "tmp").mkdir(exist_ok=True)
+    caches = {"MPLCONFIGDIR": "matplotlib", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
+    variables = {name: str(folder / place) for name, place in {**caches, "TMPDIR": "tmp", PRIVATE: ""}.items()}
+    return {**variables, "LOKY_MAX_CPU_COUNT": str(os.cpu_count())}  # joblib would ask a program for it
+
+
+class Sandbox:
+    """A sandbox to be entered, once, by this process or by a child before it executes something.
+
+    Args:
+        allowed: what may still be done.
+
+    Attributes:
+        abi: version of the kernel's Landlock.
+        not_refused: what this kernel lets a process do all the same.
+
+    Raises:
+        InputError: the kernel has no Landlock.
+    """
+
+    def __init__(self, allowed: Allowed) -> None:
+        """Hand the rules to the kernel; nothing is restricted yet."""
+        self.allowed, self.abi = allowed, abi()
+        if not self.abi:
+            raise InputError(
+                "a sandbox", "a Linux kernel of at least 5.13 with Landlock switched on", "run it there, or without"
+            )
+        known = [row for row in _SINCE if row[0] <= self.abi]
+        self._files, ports, scopes = (sum(row[at] for row in known) for at in (1, 2, 3))
+        self.not_refused = [row[4] for row in _SINCE if row[0] > self.abi and row[4]]
+        if not syscall_filter.supported():
+            self.not_refused.append("sockets but TCP, and changes of permissions")
+        attributes = struct.pack("QQQ", self._files, ports, scopes)
+        self._rules = _called(_CREATE, attributes, len(attributes), 0)
+        reading = _READ_FILE | _READ_FOLDER
+        self._allow(allowed.read, reading)
+        self._allow(allowed.write, self._files & ~_EXECUTE)
+        self._allow(allowed.programs, reading | _EXECUTE)
+        for port in {*allowed.connect, *allowed.bind} if ports else ():
+            rights = _CONNECT * (port in allowed.connect) | _BIND * (port in allowed.bind)
+            _called(_ADD, self._rules, _PORT, struct.pack("QQ", rights, port), 0)
+
+    def _allow(self, paths: Iterable[Path], rights: int) -> None:
+        for path, handle in _opened(paths):
+            fitting = rights if path.is_dir() else rights & _OF_A_FILE
+            _called(_ADD, self._rules, _BENEATH, struct.pack("=Qi", fitting & self._files, handle), 0)
+
+    def enter(self) -> None:
+        """Restrict this process, and all that it will start, for good.
+
+        Raises:
+            InputError: other threads run, which would stay free.
+        """
+        if len(os.listdir("/proc/self/task")) > 1:
+            raise InputError("a sandbox in a process with threads", "before any is started", "enter it at the start")
+        if _libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "no_new_privs")
+        _called(_RESTRICT, self._rules, 0)
+        os.close(self._rules)
+        if syscall_filter.supported():
+            allowed = self.allowed
+            syscall_filter.enter(bool(allowed.connect or allowed.bind), bool(allowed.programs))
+
+    def line(self, folder: Path) -> str:
+        """Return what a user is told: the kernel's version and what is still allowed; `folder` is the one written."""
+        ports = sorted({*self.allowed.connect, *self.allowed.bind})
+        network = f"TCP ports {', '.join(map(str, ports))} only" if ports else "no network"
+        some = sorted({str(path) for path in self.allowed.programs if path.exists()})
+        programs = f"programs {', '.join(some)} only" if some else "no programs"
+        lacks = f"; this kernel does not refuse {', '.join(self.not_refused)}" if self.not_refused else ""
+        return f"sandbox: Landlock ABI {self.abi}: writes below {folder} only, {network}, {programs}{lacks}"
+
+
+def _opened(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
+    """Yield the paths that exist, each with a handle that is closed afterwards."""
+    for path in dict.fromkeys(paths):
+        try:
+            handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            yield path, handle
+        finally:
+            os.close(handle)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _called(*arguments: int | bytes) -> int:
+    """Make a system call.
+
+    Raises:
+        OSError: it fails.
+    """
+    result = _libc().syscall(*arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")
+    return int(result)

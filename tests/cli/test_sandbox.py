@@ -1,0 +1,153 @@
+"""`medfl run --sandbox`: the same weights as without, and what a hostile bundle cannot do in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medfl import datasets
+from medfl.bundle.bundle import shipped_root
+from medfl.cli import verbs as cli
+from medfl.core import sandbox
+
+landlock = pytest.mark.skipif(sandbox.abi() < 4, reason="the kernel's Landlock is missing, or older than ABI 4")
+SMALL = ["--config=network=small_cnn", "--config=image_size=16", "--sites=2", "--batch-size=8", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("data") / "mednist", per_class=10, size=16)
+
+
+def started(place: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(sandbox.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "medfl", *arguments], cwd=place, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def medfl(place: Path, *arguments: str) -> tuple[int, str]:
+    """Run medfl as a program; return its exit code and what it said on stderr."""
+    process = started(place, arguments)
+    _, stderr = process.communicate(timeout=120)
+    return process.returncode, stderr
+
+
+def summary(folder: Path) -> Any:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@landlock
+def test_the_weights_are_those_without_it_also_after_a_kill(data: Path, tmp_path: Path) -> None:
+    run = ["run", "mednist", "--data", str(data), *SMALL, "--jobs", "2"]
+    inside = [*run, "--sandbox", "--out", "inside"]
+    process = started(tmp_path, [*inside, "--rounds", "100000"])
+    manifest, deadline = tmp_path / "inside" / "state" / "manifest.json", time.monotonic() + 60
+    while not manifest.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    rounds = json.loads(manifest.read_text())["round"] + 2
+    code, stderr = medfl(tmp_path, *inside[:-2], "--out", "inside", "--resume", "--rounds", str(rounds))
+    assert code == 0, stderr
+    assert cli.main([*run, "--rounds", str(rounds), "--out", str(tmp_path / "without")]) == 0
+    for name in ("weights.safetensors", "best.safetensors", "predictions.csv"):
+        assert (tmp_path / "inside" / name).read_bytes() == (tmp_path / "without" / name).read_bytes()
+    records = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("inside", "without")]
+    assert records[0]["run_hash"] == records[1]["run_hash"]
+    assert (tmp_path / "inside" / "report.html").is_file()
+
+
+@landlock
+def test_it_says_that_it_is_in_force_and_names_the_run_folder_itself(data: Path, tmp_path: Path) -> None:
+    code, stderr = medfl(
+        tmp_path, "run", "mednist", "--data", str(data), *SMALL[:-1], "--sandbox", "--rounds=1", "--jobs=1", "--seed=3"
+    )
+    assert code == 0, stderr
+    line = f"sandbox: Landlock ABI {sandbox.abi()}: writes below runs/mednist-fedavg-3 only, no network, no programs"
+    assert stderr.splitlines()[0] == line
+    assert not [text for text in stderr.splitlines() if "ermission" in text]
+    assert (tmp_path / "runs" / "mednist-fedavg-3" / "summary.json").is_file()
+    private = Path(os.environ["XDG_CACHE_HOME"]) / "medfl" / "sandbox"
+    assert [path for path in private.iterdir() if (path / "tmp").is_dir()]
+
+
+ATTACKS = {
+    "touch": "$[__import__('pathlib').Path('CANARY').touch(), 'small_cnn'][1]",
+    "move": "$[__import__('pathlib').Path.replace(__import__('pathlib').Path('VICTIM'), 'CANARY'), 'small_cnn'][1]",
+    "program": {"_target_": "subprocess.run", "args": ["touch", "CANARY"], "check": True},
+    "socket": "$__import__('socket').create_connection(('127.0.0.1', PORT)).close() or 'small_cnn'",
+}
+
+
+@landlock
+@pytest.mark.parametrize(
+    "attack", ["touch", "program", *(pytest.param(name, marks=pytest.mark.slow) for name in ("move", "socket"))]
+)
+def test_a_hostile_bundle_that_was_let_in_does_no_harm(attack: str, data: Path, tmp_path: Path) -> None:
+    """Each attack succeeds without the sandbox, so that it is the sandbox that stops it."""
+    root = shipped_root()
+    assert root is not None
+    bundle, canary, victim = tmp_path / "bundle", tmp_path / "canary", tmp_path / "victim"
+    shutil.copytree(root / "mednist", bundle, ignore=shutil.ignore_patterns("models"))
+    victim.write_text("precious")
+    file = bundle / "configs" / "train.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        value = json.dumps(ATTACKS[attack]).replace("CANARY", str(canary)).replace("VICTIM", str(victim))
+        value = value.replace("PORT", str(server.getsockname()[1]))
+        assert "  name: '@network'" in file.read_text()
+        file.write_text(file.read_text().replace("  name: '@network'", f"  name: {value}"))
+        run = ["run", str(bundle), "--data", str(data), *SMALL[1:], "--jobs=1", "--rounds=1"]
+        code, stderr = medfl(tmp_path, *run, "--sandbox", "--out", "inside")
+        assert code == 2, stderr
+        assert "PermissionError" in stderr
+        assert not canary.exists()
+        assert victim.read_text() == "precious"
+        with pytest.raises(BlockingIOError):
+            server.accept()
+        cli.main([*run, "--out", str(tmp_path / "without")])
+        if attack == "socket":
+            server.accept()[0].close()
+        else:
+            assert canary.exists()
+
+
+@landlock
+def test_a_run_that_is_refused_leaves_an_empty_folder_and_one_line(tmp_path: Path) -> None:
+    code, stderr = medfl(tmp_path, "run", "mednist", "--data=phantom", *SMALL, "--sandbox", "--out=a", "--rounds=0")
+    assert code == 2
+    assert stderr.splitlines() == ["error: --rounds 0; a whole number of at least 1; raise it"]
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [["--runtime=flare"], ["--track=mlflow:http://localhost:5000"]])
+def test_what_needs_connections_is_refused(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "mednist", "--sandbox", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --sandbox with {flags[0].replace('=', ' ', 1)}; ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_landlock_nothing_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sandbox, "abi", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "mednist", "--data=phantom", "--sandbox"]) == 2
+    error = "error: a sandbox; a Linux kernel of at least 5.13 with Landlock switched on; run it there, or without\n"
+    assert capsys.readouterr().err == error
