@@ -71,8 +71,8 @@ def python_and_system() -> tuple[Path, ...]:
     The folder in which `python -m` was started is not among them, unless PYTHONPATH names it.
     """
     package = Path(__file__).resolve().parents[1]
-    python = [sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path[1:], package, package.parent / "bundles"]
-    return tuple(Path(path) for path in (*_SYSTEM, *python) if path)
+    python = [sys.prefix, sys.base_prefix, sys.exec_prefix, *(path for path in sys.path[1:] if path)]
+    return (*map(Path, (*_SYSTEM, *python)), package, package.parent / "bundles")
 
 
 def devices() -> tuple[Path, ...]:
@@ -114,7 +114,7 @@ class Sandbox:
                 "a sandbox", "a Linux kernel of at least 5.13 with Landlock switched on", "run it there, or without"
             )
         known = [row for row in _SINCE if row[0] <= self.abi]
-        self._files, ports, scopes = (sum(row[at] for row in known) for at in (1, 2, 3))
+        self._files, ports, scopes = (sum(rights) for rights in zip(*(row[1:4] for row in known), strict=True))
         self.not_refused = [row[4] for row in _SINCE if row[0] > self.abi and row[4]]
         if not syscall_filter.supported():
             self.not_refused.append("sockets but TCP, and changes of permissions")
