@@ -14,10 +14,12 @@ from medfl.compare.labels import labels
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
+from medfl.core.untrusted import Refused, json_values
 from medfl.report import RunFiles
 
 GRID = "compare.json"
 """What all runs of a comparison's folder share."""
+_PARTS = {"requested": "", "options": "--set ", "config": "--config "}
 _NO_SETTINGS = re.compile(r"bundle_path|((public\.)?data|partition)\.(folder|counts|notes)(\..*)?")
 """Names in a record that are no settings: paths, counts and notes."""
 KINDS: Mapping[str, Callable[[RunFiles], str]] = {
@@ -53,10 +55,10 @@ def check_folder(settings: Mapping[str, Any], out: Path) -> None:
     if not any(out.iterdir()):
         return
     try:
-        before = json.loads((out / GRID).read_text())
-        if not isinstance(before, dict):
-            raise ValueError("no settings")
-    except (OSError, ValueError) as error:
+        before = json_values(out / GRID)
+        if not isinstance(before, dict) or any(not isinstance(before.get(p) or {}, dict) for p in _PARTS):
+            raise Refused("no settings")
+    except Refused as error:
         raise InputError(f"--out {out}, which holds no comparison", allowed, advice) from error
     asked, present = _flat(settings), _flat(before)
     differing = [name for name in {**present, **asked} if asked.get(name) != present.get(name)]
@@ -72,7 +74,7 @@ def check_folder(settings: Mapping[str, Any], out: Path) -> None:
 def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings of a grid by name, as text."""
     flat = {"bundle": settings.get("bundle")}
-    for part, prefix in (("requested", ""), ("options", "--set "), ("config", "--config ")):
+    for part, prefix in _PARTS.items():
         flat |= {f"{prefix}{name}": value for name, value in (settings.get(part) or {}).items()}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in flat.items()}
 

@@ -34,7 +34,8 @@ from medfl.compare.comparison import Comparison, read
 from medfl.compare.scheduling import Schedule, Start, kind_title
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, MedflError
-from medfl.core.run_folder import read_run, safe_file_name
+from medfl.core.run_documents import read_run, read_summary
+from medfl.core.run_folder import safe_file_name
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.data.on_device import within
@@ -109,13 +110,7 @@ class Cell:
             InputError: it is damaged.
         """
         path = self.folder / "summary.json"
-        try:
-            summary: Any = json.loads(path.read_text()) if path.is_file() else {}
-        except ValueError as error:
-            raise InputError(f"{path} is damaged ({error})", "a run's summary", "remove this run's folder") from error
-        if not isinstance(summary, dict) or (summary and not {"seconds", "rounds"} <= summary.keys()):
-            raise InputError(f"{path} is damaged", "a run's summary", "remove this run's folder")
-        return summary
+        return read_summary(path) if path.is_file() else {}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.settings import ADDED_LATER, GeneralSettings, ProtocolSettings
-from medfl.core.type_checks import type_mismatches
+from medfl.core.settings import ADDED_LATER, SETTINGS, GeneralSettings, ProtocolSettings
+from medfl.core.type_checks import Count, read_record
 
 _NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts")
 """Where things lie and what was said about them cannot change a weight."""
@@ -34,7 +34,7 @@ class DataRecord:
     folder: str
     checksum: str
     split: str
-    counts: Mapping[str, int]
+    counts: Mapping[str, Count]
     notes: tuple[str, ...] = ()
 
 
@@ -43,7 +43,7 @@ class PartitionRecord:
     """Which items each site has: site -> section -> item ids."""
 
     spec: str
-    seed: int
+    seed: Count
     notes: tuple[str, ...]
     sites: Mapping[str, Mapping[str, list[str]]]
 
@@ -68,7 +68,7 @@ class PublicRecord:
     config: Mapping[str, Any]
     data: DataRecord
     section: str
-    items: int
+    items: Count
     ids_sha256: str
     teachers: tuple[tuple[str, str], ...] = ()
 
@@ -85,7 +85,7 @@ class TextRecord:
 
     plm: str
     sha256: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
 
 
 @dataclass(frozen=True)
@@ -135,27 +135,20 @@ class Run(GeneralSettings, ProtocolSettings):
         Raises:
             InputError: a setting is missing or not of its kind.
         """
+        optional = {"public", "text", *ADDED_LATER}
+        names = [field.name for field in dataclasses.fields(cls)]
         try:
-            optional = {"public", "text", *ADDED_LATER}
-            values = {
-                field.name: document[field.name] for field in dataclasses.fields(cls) if field.name not in optional
-            }
-            values |= {name: document.get(name, neutral) for name, neutral in ADDED_LATER.items()}
-            values["data"], partition = _data_record(values["data"]), dict(values["partition"])
-            values["partition"] = PartitionRecord(**{**partition, "notes": _listed(partition["notes"])})
-            if document.get("public") is not None:
-                public = dict(document["public"])
-                teachers = tuple((str(name), str(digest)) for name, digest in public["teachers"])
-                data = _data_record(public["data"])
-                values["public"] = PublicRecord(**{**public, "data": data, "teachers": teachers})
-            if document.get("text") is not None:
-                text = dict(document["text"])
-                values["text"] = TextRecord(**{**text, "shape": tuple(int(side) for side in text["shape"])})
-            _check_kinds(cls, values)
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"without {error}" if isinstance(error, KeyError) else f"that is damaged ({error})"
+            for name in names:
+                if name not in optional and name not in document:
+                    raise ValueError(f"without {name!r}")
+            run = read_record(cls, {name: document[name] for name in names if name in document})
+            for name, one in SETTINGS.items():
+                if not one.allows(getattr(run, name)):
+                    raise ValueError(f"{name} is {getattr(run, name)}, not {one.allowed}")
+        except (TypeError, ValueError) as error:  # TypeError: it is no mapping
+            what = str(error) if str(error).startswith("without") else f"that is damaged ({error})"
             raise InputError(f"run.json {what}", "it is a run.json that medfl wrote", "give that file") from error
-        return cls(**values)
+        return run
 
     @property
     def run_hash(self) -> str:
@@ -196,25 +189,6 @@ class Run(GeneralSettings, ProtocolSettings):
             else:
                 lines.append(f"{name}: {_short(now)} was {_short(was)}")
         return lines
-
-
-def _check_kinds(cls: type, values: Mapping[str, Any]) -> None:
-    """Raise TypeError if a value, or one of a record in it, is not of its field's kind."""
-    for name, value, allowed in type_mismatches(cls, values):
-        raise TypeError(f"{name} {_short(value)} is not {allowed}")
-    for value in values.values():
-        if dataclasses.is_dataclass(value):
-            _check_kinds(type(value), {f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
-
-
-def _data_record(values: Mapping[str, Any]) -> DataRecord:
-    return DataRecord(**{**values, "notes": _listed(values.get("notes", ()))})
-
-
-def _listed(notes: Any) -> tuple[str, ...]:
-    if not isinstance(notes, list | tuple):
-        raise TypeError(f"notes {_short(notes)} is not a list")
-    return tuple(notes)
 
 
 def _forget_places(document: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ import torch
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
 from medfl.core.run import Run
+from medfl.core.run_documents import MANIFEST, read_manifest, read_round, read_run, round_lines
 from medfl.core.storage import (
     State,
     atomic_replace,
@@ -38,10 +39,8 @@ from medfl.core.storage import (
 
 SITES = "sites"
 """Subfolder in which the sites of a FLARE federation on one machine keep their States."""
-MANIFEST = "manifest.json"
 _BEST = "best-server.safetensors"
 """The server's State of the best round in folders whose manifest does not name its file."""
-_FORM = {"round": int, "server": str, "sites": dict, "record": dict}
 
 
 @dataclass(frozen=True)
@@ -191,19 +190,9 @@ class RunFolder:
         SHA-256 (`sha256`, file -> digest).
 
         Raises:
-            RunError: it is damaged.
+            InputError: it is damaged, or names something else than a State's file.
         """
-        path = self.state / MANIFEST
-        if not path.is_file():
-            return None
-        try:
-            manifest: dict[str, Any] = json.loads(path.read_text())
-            wrong = [name for name, kind in _FORM.items() if not isinstance(manifest[name], kind)]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} is damaged ({error}); start the run anew in another folder") from error
-        if wrong:
-            raise RunError(f"{path} is damaged ({wrong[0]!r}); start the run anew in another folder")
-        return manifest
+        return read_manifest(self.path) if (self.state / MANIFEST).is_file() else None
 
     def server_state(self, manifest: Mapping[str, Any]) -> State:
         """Load the server's State of a manifest."""
@@ -265,16 +254,10 @@ class RunFolder:
         With `up_to`, also drop the later, uncommitted rounds from the file; `medfl.core.run_integrity` checks damage.
         """
         path = self.path / "rounds.jsonl"
-        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-        entries: list[dict[str, Any]] = []
-        for line in lines:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                break  # the kill came inside this line
-            if not isinstance(entry, dict) or "round" not in entry:
-                break
-            entries.append(entry)
+        lines, entries = round_lines(path), list[dict[str, Any]]()
+        with suppress(InputError):  # the kill came inside this line
+            for number, line in enumerate(lines, 1):
+                entries.append(read_round(path, line, number))
         if up_to is not None:
             entries = [entry for entry in entries if entry["round"] <= up_to]
             write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries).encode())
@@ -325,20 +308,6 @@ class RunFolder:
 
     def _json(self, name: str, document: Mapping[str, Any]) -> None:
         write_atomic(self.path / name, (json.dumps(document, indent=1, default=list) + "\n").encode())
-
-
-def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
-    """Return the run in a run.json and the whole document.
-
-    Raises:
-        InputError: the file is missing or damaged.
-    """
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{path} cannot be read: {reason}", "a run.json that medfl wrote", "give that file") from error
-    return Run.from_dict(document), document
 
 
 def _save_streamed(path: Path, weights: Weights) -> None:

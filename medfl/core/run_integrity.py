@@ -14,7 +14,8 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.core.run_folder import MANIFEST, RunFolder, read_run
+from medfl.core.run_documents import MANIFEST, read_run, require_plain, round_lines
+from medfl.core.run_folder import RunFolder
 from medfl.core.storage import file_sha256, state_round
 
 _SETTLED = 10**9  # ns since a file's last change, after which another change has another time
@@ -47,9 +48,10 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | 
             its time or size changed: a run is checked when it is planned and again when it starts.
 
     Raises:
-        InputError: a file that the run needs is missing or damaged; names the file. Nothing was changed.
-        RunError: the manifest is damaged.
+        InputError: a file that the run needs is missing or damaged, or no plain one; names the file. Nothing was
+            changed.
     """
+    require_plain(folder.path)
     manifest = folder.manifest()
     if manifest is None:
         _refuse_lost(folder)
@@ -86,7 +88,7 @@ def _known_sum(path: Path, *version: int) -> str:
 def _refuse_lost(folder: RunFolder) -> None:
     """Raise an InputError if the folder shows committed rounds: before the first there are only its line and files."""
     rounds, state = folder.path / "rounds.jsonl", folder.state
-    lines = rounds.read_bytes().count(b"\n") if rounds.is_file() else 0
+    lines = len(round_lines(rounds)) - 1
     later = any(state_round(path) > 1 for path in state.glob("*.safetensors"))
     if later or lines > (1 if state.is_dir() else 0) or (folder.path / "summary.json").is_file():
         raise InputError(

@@ -8,6 +8,7 @@ request as in a run; `ProtocolSettings` come from the bundle's protocol where a 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -49,6 +50,22 @@ class Setting:
     def flag(self) -> str:
         """The flag."""
         return f"--{self.name.replace('_', '-')}"
+
+    def allows(self, value: Any) -> bool:
+        """Return whether a value of its kind is within its limits."""
+        if value is None or self.kind not in (int, float):
+            return True
+        inside = self.least is None or value >= self.least
+        return math.isfinite(value) and inside and (self.above is None or value > self.above) and (
+            self.most is None or value <= self.most
+        )  # fmt: skip
+
+    @property
+    def allowed(self) -> str:
+        """Its kind and limits in words."""
+        limits = {"of at least": self.least, "above": self.above, "at most": self.most}
+        told = " and ".join(f"{what} {limit:g}" for what, limit in limits.items() if limit is not None)
+        return f"{'a whole number' if self.kind is int else 'a number'} {told}".strip()
 
     @property
     def schema(self) -> dict[str, Any]:

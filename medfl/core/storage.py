@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import RunError
+from medfl.core.untrusted import JSON_VALUES, printable, read_plain
 
 _ROUND = "round"
 """In a State's file: name of the tensor with its round; the State's own tensors are numbered."""
+_LEVELS = 200
+"""Of a State's description, two for each of the State's own."""
 State = dict[str, Any]
 """A plain, possibly nested dict of tensors, numbers, strings and lists: all that survives a round."""
 
@@ -46,6 +49,7 @@ def atomic_replace(path: Path, size: int) -> Iterator[Path]:
     """Yield a sibling file to write, which replaces `path` at the end of the block."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        temporary.unlink(missing_ok=True)  # a link there would be written through
         yield temporary
         os.replace(temporary, path)
     except (OSError, safetensors.SafetensorError) as error:
@@ -92,29 +96,44 @@ def save_state(path: Path, state: Mapping[str, Any], round_: int | None = None) 
 
 
 def load_state(path: Path) -> State:
-    """Invert `save_state`; RunError if the file is missing or damaged."""
+    """Invert `save_state`; RunError if the file is missing, damaged, or a link."""
     try:
+        _require_plain(path)
         with safetensors.safe_open(path, framework="pt") as file:
-            tree = json.loads((file.metadata() or {})["tree"])
+            tree = (file.metadata() or {})["tree"]
+            shape = read_plain(tree, is_json=True, nodes=JSON_VALUES, depth=_LEVELS, constants=True)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        state: State = _filled(shape, tensors)
+        if not isinstance(state, dict):
+            raise ValueError("it holds no names and values")
     except Exception as error:  # the Rust reader raises its own type for each kind of damage
-        raise RunError(f"cannot read the saved state {path}: {error}") from error
-
-    def fill(node: dict[str, Any]) -> Any:
-        ((kind, value),) = node.items()
-        if kind == "tensor":
-            return tensors[str(value)]
-        if kind == "dict":
-            return {key: fill(child) for key, child in value.items()}
-        return [fill(child) for child in value] if kind == "list" else value
-
-    state: State = fill(tree)
+        raise RunError(f"cannot read the saved state {path}: {printable(error, 200)}") from error
     return state
+
+
+def _filled(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a part of a State from its description by `save_state`; ValueError or KeyError if it is none."""
+    kind, value = next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)
+    if kind == "tensor" and type(value) is int:
+        return tensors[str(value)]
+    if kind == "dict" and isinstance(value, dict):
+        return {key: _filled(child, tensors) for key, child in value.items()}
+    if kind == "list" and isinstance(value, list):
+        return [_filled(child, tensors) for child in value]
+    if kind == "value" and (value is None or isinstance(value, bool | int | float | str)):
+        return value
+    raise ValueError(f"{node!r:.60} describes no part of a state")
+
+
+def _require_plain(path: Path) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise ValueError("there is no plain file")
 
 
 def state_round(path: Path) -> int:
     """Return the round of a State's file; one of medfl 0.6.0, damaged, or elsewhere has it in its name only, else 0."""
     try:
+        _require_plain(path)
         with safetensors.safe_open(path, framework="pt") as file:
             return int(file.get_tensor(_ROUND))
     except Exception:  # the Rust reader raises its own type for each kind of damage, and for a tensor that is not there
@@ -146,9 +165,11 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 def load_weights(path: Path) -> dict[str, Tensor]:
     """Read weights written by `save_weights`; RunError if the file is missing or damaged."""
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise ValueError("there is no plain file")
         return dict(safetensors.torch.load_file(path))
     except Exception as error:  # as above
-        raise RunError(f"cannot read the weights {path}: {error}") from error
+        raise RunError(f"cannot read the weights {path}: {printable(error, 200)}") from error
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:

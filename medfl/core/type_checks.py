@@ -1,13 +1,18 @@
-"""Type checks at run time: of records read from JSON, and of a caller's arguments."""
+"""Type checks at run time: of records read from JSON, and of a caller's arguments.
+
+`Annotated[int, range(...)]` is a whole number within limits.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from medfl.core.errors import InputError
 
@@ -21,7 +26,66 @@ _WORDS = {
     types.NoneType: "None",
     Path: "a path",
 }
-_HINTS = lru_cache(get_type_hints)
+_HINTS = lru_cache(partial(get_type_hints, include_extras=True))
+Count = Annotated[int, range(2**63)]
+"""A whole number that is not negative."""
+
+
+def read_record(kind: type[R], document: Any, where: str = "") -> R:
+    """Return the dataclass that a JSON object describes: lists become tuples, and objects in it records too.
+
+    Args:
+        kind: the dataclass.
+        document: the JSON value.
+        where: dotted name of the record within its file.
+
+    Raises:
+        ValueError: an entry is missing, is not of its field's type, or belongs to no field; names it.
+    """
+    if not isinstance(document, Mapping):
+        raise ValueError(f"{where or 'it'} is {document!r:.40}, not keys and values")
+    at, hints = f"{where}." if where else "", _HINTS(kind)  # type: ignore[arg-type]
+    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for name in document.keys() - known:
+        raise ValueError(f"{at}{name!s:.60} is not one of {', '.join(known)}")
+    for name, field in known.items():
+        if name not in document and field.default is dataclasses.MISSING:
+            raise ValueError(f"without {at + name!r}")
+    return kind(**{name: _built(hints[name], value, f"{at}{name}") for name, value in document.items()})
+
+
+def _built(kind: Any, value: Any, where: str) -> Any:
+    """Return a JSON value as a field of a record has it."""
+    record = next((one for one in (kind, *get_args(kind)) if dataclasses.is_dataclass(one)), None)
+    if record is not None and not (value is None and types.NoneType in get_args(kind)):
+        return read_record(record, value, where)  # type: ignore[arg-type]
+    if get_origin(kind) is tuple and isinstance(value, list):
+        part = get_args(kind)[0]  # the members of a tuple here are of one type
+        value = tuple(_built(part, one, where) for one in value)
+    if not matches_type(value, kind):
+        raise ValueError(f"{where} is {value!r:.40}, not {describe_type(kind)}")
+    return value
+
+
+def type_errors(document: Mapping[str, Any], form: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Yield the entries of a wrong type, as "has 'x' under rounds, where a whole number belongs".
+
+    Args:
+        document: of JSON; entries that the form does not name are not looked at, and missing ones are no error.
+        form: name -> type, or the form of an object.
+        within: prefix of the names.
+    """
+    for name, expected in form.items():
+        if name not in document:
+            continue
+        value, where = document[name], f"{within}{name}"
+        if isinstance(expected, Mapping):
+            if not isinstance(value, Mapping):
+                yield f"has {value!r:.60} under {where}, where a dict belongs"
+            else:
+                yield from type_errors(value, expected, f"{where}.")
+        elif not matches_type(value, expected) or (expected is float and not math.isfinite(value)):
+            yield f"has {value!r:.60} under {where}, where {describe_type(expected)} belongs"
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -57,6 +121,8 @@ def matches_type(value: Any, kind: Any) -> bool:
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
+    if origin is Annotated:
+        return matches_type(value, inner[0]) and value in inner[1]
     if origin in (types.UnionType, Union):
         return any(matches_type(value, each) for each in inner)
     if origin in (Mapping, dict):
@@ -79,6 +145,8 @@ def matches_type(value: Any, kind: Any) -> bool:
 def describe_type(kind: Any) -> str:
     """Return a type in words."""
     inner = get_args(kind)
+    if get_origin(kind) is Annotated:
+        return f"{describe_type(inner[0])} from {inner[1].start} to {inner[1].stop - 1}"
     if get_origin(kind) in (types.UnionType, Union):
         return " or ".join(describe_type(each) for each in inner)
     if get_origin(kind) in (Mapping, dict):

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import os
+import re
+import stat
 import unicodedata
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from medfl.core.errors import InputError
+
 Plain = Any
 """None, bool, int, float, str, date, and lists and dicts of them."""
+TABLE_BYTES = 2**29
+JSON_BYTES, JSON_VALUES, JSON_LEVELS = 2**26, 2_000_000, 32
+"""Bounds of a JSON file: a run's record lists the ids of all its images."""
 _NUMBER = 64  # characters: no number that a configuration needs has more, and YAML reads 1:1:1:... for minutes
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: an escape may write it, and no terminal takes it
 _YAML = "tag:yaml.org,2002:"
 
 
@@ -31,7 +43,7 @@ def check_visible(text: str) -> None:
     Raises:
         Refused: it has control, format (zero width, right-to-left), line-separating, private or unassigned characters.
     """
-    for character in text:
+    for character in sorted(set(text)):
         if character not in "\t\n\r" and unicodedata.category(character) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"):
             raise Refused(f"the invisible character U+{ord(character):04X}")
 
@@ -50,7 +62,85 @@ def decode_text(data: bytes) -> str:
     return text
 
 
-def read_plain(text: str, *, is_json: bool, nodes: int, depth: int) -> Plain:
+def read_bytes(path: Path, most: int) -> bytes:
+    """Return the content of a plain file.
+
+    Raises:
+        Refused: it is a folder, a device or a pipe, cannot be read, or has more than `most` bytes; none are read then.
+    """
+    try:
+        with open(path, "rb", opener=_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise Refused("it is no plain file")
+            if status.st_size > most:
+                raise Refused(f"more than {most} bytes")
+            return file.read(status.st_size)
+    except (OSError, ValueError) as error:  # also a name with a null
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise Refused(f"it cannot be read: {reason}") from error
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a file; of a pipe the other end is not waited for."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_json(path: Path, allowed: str, advice: str, most: int = JSON_BYTES) -> Plain:
+    """Return the values of a JSON file that somebody else may have written.
+
+    Args:
+        path: the file; a link to one is followed.
+        allowed: what it should be, for the error text.
+        advice: likewise what to do.
+        most: bytes.
+
+    Raises:
+        InputError: it cannot be read, is no JSON, or exceeds a bound.
+    """
+    try:
+        return json_values(path, most)
+    except Refused as error:
+        raise InputError(f"{path}: {error}", allowed, advice) from error
+
+
+def json_values(path: Path, most: int = JSON_BYTES) -> Plain:
+    """Return the values of a JSON file, as `read_json`; Refused with the bare reason."""
+    return read_json_bytes(read_bytes(path, most))
+
+
+def read_json_bytes(data: bytes) -> Plain:
+    """Return the values of a JSON document as Python writes them: numbers may be NaN or infinite.
+
+    Raises:
+        Refused: it is no JSON, or exceeds `JSON_VALUES` or `JSON_LEVELS`.
+    """
+    return read_plain(decode_text(data), is_json=True, nodes=JSON_VALUES, depth=JSON_LEVELS, constants=True)
+
+
+def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+    """Return the columns and rows, each with its line number, of a comma- or tab-separated text with a header line.
+
+    A cell that a row lacks is None; what it has beyond the header is a list under None.
+
+    Raises:
+        Refused: it is no such file, has more than `TABLE_BYTES`, or rows so short that they would take far more memory.
+    """
+    rows: list[tuple[int, dict[str, str]]] = []
+    try:
+        text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig")
+        reader = csv.DictReader(io.StringIO(text, ""), delimiter="\t" if "\t" in text.partition("\n")[0] else ",")
+        names = list(reader.fieldnames or ())
+        for row in reader:
+            rows.append((reader.line_num, row))
+            if len(rows) * len(names) > 2 * len(text) + 1000:
+                raise Refused(f"rows without most of its {len(names)} columns")
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise Refused(f"it is no table in UTF-8 text ({error})") from error
+    return names, rows
+
+
+def read_plain(text: str, *, is_json: bool, nodes: int, depth: int, constants: bool = False) -> Plain:
     """Return the values of a JSON or YAML text.
 
     Args:
@@ -58,14 +148,17 @@ def read_plain(text: str, *, is_json: bool, nodes: int, depth: int) -> Plain:
         is_json: else YAML, safely loaded.
         nodes: most values, an alias counted as all the values it stands for.
         depth: most levels.
+        constants: JSON may have NaN, Infinity and -Infinity.
 
     Raises:
         Refused: it is not valid, or has something that a plain configuration does not need.
     """
     try:
         if is_json:
+            if sum(map(text.count, ",[{")) > 4 * nodes:  # before anything is built
+                raise Refused(f"more than {nodes} values or {depth} levels")
             value = json.loads(
-                text, object_pairs_hook=_unique, parse_constant=_no_constant,
+                text, object_pairs_hook=_unique, parse_constant=float if constants else _no_constant,
                 parse_int=lambda number: int(_short(number)), parse_float=lambda number: float(_short(number)),
             )  # fmt: skip
         else:
@@ -152,7 +245,10 @@ def _check_number(node: yaml.Node) -> None:
 
 
 def _measure(value: Plain, nodes: int, depth: int) -> None:
-    for count, (_, level) in enumerate(_levels(value)):
+    for count, (node, level) in enumerate(_levels(value)):
+        for text in node if isinstance(node, dict) else (node,):
+            if isinstance(text, str) and not text.isascii() and (half := _HALF.search(text)):
+                raise Refused(f"half a character, U+{ord(half[0]):04X}")
         if count >= nodes:
             raise Refused(f"more than {nodes} values")
         if level > depth:

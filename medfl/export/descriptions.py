@@ -5,7 +5,6 @@ They contain no path of the local machine and no item's name.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import math
@@ -24,6 +23,7 @@ from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.open import PHANTOM
 from medfl.core.run import Run
+from medfl.core.run_documents import read_rows
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
 
@@ -57,8 +57,7 @@ def scores(result: RunNetworks, model: Model) -> dict[str, float]:
     if model.site:
         if result.which == "best" or not result.finished:
             return {}
-        with (result.path / "sites.csv").open() as file:
-            row = next((row for row in csv.DictReader(file) if row["site"] == model.site), {})
+        row = next((row for _, row in read_rows(result.path / "sites.csv") if row["site"] == model.site), {})
         personal = {k.removeprefix("personal_"): v for k, v in row.items() if k.startswith("personal_") and v}
         return _finite({key: float(value) for key, value in personal.items()})
     if result.summary is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.utils.data import Subset
 
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM, bundle_of, with_data
+from medfl.core.run_documents import read_rows
 from medfl.core.terminal import Print
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard
@@ -105,8 +105,7 @@ def same_predictions(network: nn.Module, result: RunNetworks, model: Model, imag
         return None
     shard = Shard.of(images.prepared, range(len(images.inputs)))
     cases = images.bundle.evaluator(network, shard, CPU)
-    with file.open() as stream:
-        rows = {row["id"]: row for row in csv.DictReader(stream)}
+    rows = {row.get("id"): row for _, row in read_rows(file)}
     compared = [_differences(cases, index, rows[ident]) for index, ident in enumerate(cases.ids) if ident in rows]
     largest = max([0.0, *(value for differences in compared for value in differences)])
     return {"items": len(compared), "largest_difference": largest} if compared else None

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from medfl import methods
+from medfl.core import run_documents
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.run import Run
 from medfl.core.storage import write_atomic
+from medfl.core.untrusted import read_json
 from medfl.runtimes.federation import POOLED
 
 RUN_FILE = "run.json"
@@ -23,12 +25,8 @@ def participants(run: Run) -> list[str]:
 
 
 def read_run(app: str) -> Run:
-    """Return the run of a job."""
-    path = Path(app) / "config" / RUN_FILE
-    try:
-        return Run.from_dict(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise InputError(f"the job's {path.name} ({error})", "a job that medfl made", "export it again") from error
+    """Return the run of a job; InputError if it is none."""
+    return run_documents.read_run(Path(app) / "config" / RUN_FILE)[0]
 
 
 def error_document(error: Exception) -> dict[str, Any]:
@@ -45,6 +43,14 @@ def raise_error(document: dict[str, Any]) -> None:
     raise RunError(document["text"])
 
 
+def read_kit_file(path: Path) -> dict[str, Any]:
+    """Return a JSON file of a startup kit; InputError if it is none."""
+    document = read_json(path, "a JSON file of the startup kit", "unpack it anew")
+    if not isinstance(document, dict):
+        raise InputError(f"{path} is a {type(document).__name__}", "a JSON object", "unpack the kit anew")
+    return document
+
+
 def allow_classes(resources: Path, classes: Sequence[str], never: Sequence[str] = ()) -> None:
     """Change the list of classes that FLARE may make at a site, keeping the file's other entries.
 
@@ -57,7 +63,7 @@ def allow_classes(resources: Path, classes: Sequence[str], never: Sequence[str] 
 
     default = resources.with_name(resources.name + ".default")
     source = resources if resources.is_file() else default
-    document: dict[str, Any] = json.loads(source.read_text()) if source.is_file() else {"format_version": 2}
+    document: dict[str, Any] = read_kit_file(source) if source.is_file() else {"format_version": 2}
     listed = [name for name in document.get("class_allow_list") or DEFAULT_CLASS_ALLOW_LIST if name not in never]
     document["class_allow_list"] = listed + [name for name in classes if name not in listed]
     resources.parent.mkdir(parents=True, exist_ok=True)

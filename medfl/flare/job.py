@@ -19,7 +19,9 @@ from typing import Any
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.run import Run
+from medfl.core.run_documents import read_summary
 from medfl.core.terminal import Print
+from medfl.core.untrusted import read_json
 from medfl.flare.files import allow_classes, participants, raise_error
 from medfl.flare.server import DONE_FILE, ERROR_FILE, FLARE_FOLDER, LINES_FILE
 from medfl.flare.wire import wire_names
@@ -178,11 +180,11 @@ def _result(folder: Path, where: str) -> dict[str, Any]:
     """Return the server's summary and remove FLARE's files, or raise the error that ended the run."""
     beside = folder / FLARE_FOLDER
     if (beside / ERROR_FILE).is_file():
-        raise_error(json.loads((beside / ERROR_FILE).read_text()))
+        raise_error(read_json(beside / ERROR_FILE, "an error that medfl wrote", f"look into {where}"))
     if not (beside / DONE_FILE).is_file():
         raise RunError(f"NVIDIA FLARE ended without a result; {where}; continue with --resume")
     shutil.rmtree(beside, ignore_errors=True)
-    return dict(json.loads((folder / "summary.json").read_text()))
+    return read_summary(folder / "summary.json")
 
 
 def _follow(ended: Callable[[], bool], beside: Path, say: Print) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
+from medfl.flare.files import read_kit_file
 
 RESOURCES, AUTHORIZATION = "resources.json", "authorization.json"
 _SENTRY = "medfl.flare.sentry.Sentry"
@@ -39,7 +40,7 @@ def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
         InputError: the kit's own authorization grants code or commands, or the kit accepts unsigned jobs.
     """
     startup = kit / "startup" / "fed_client.json"
-    if kind == "site" and _read(startup).get("require_signed_jobs") is False:
+    if kind == "site" and read_kit_file(startup).get("require_signed_jobs") is False:
         raise InputError(f"{startup}: require_signed_jobs is false", "jobs that somebody signed", "take it out")
     _authorize(kit / "local" / AUTHORIZATION, kind)
     _resources(kit / "local" / RESOURCES, kind, classes)
@@ -49,7 +50,7 @@ def _authorize(path: Path, kind: str) -> None:
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(_permissions(path, kind), indent=4).encode())
-    granted = list(_granted(_read(path), _NEVER[kind]))
+    granted = list(_granted(read_kit_file(path), _NEVER[kind]))
     if granted:
         role, right = granted[0]
         raise InputError(
@@ -65,7 +66,7 @@ def _permissions(path: Path, kind: str) -> dict[str, Any]:
         rights = {**dict.fromkeys(_JOBS, "any"), **dict.fromkeys(_WITHHELD, "none")}
         return {"format_version": "1.0", "permissions": {role: rights for role in _ROLES}}
     default = path.with_name(f"{path.name}.default")
-    known = _read(default).get("permissions", {}) if default.is_file() else {"project_admin": "any"}
+    known = read_kit_file(default).get("permissions", {}) if default.is_file() else {"project_admin": "any"}
     never = dict.fromkeys(_CODE, "none")
     roles = {
         role: {**(rights if isinstance(rights, dict) else dict.fromkeys((*_JOBS, *_OPERATION), rights)), **never}
@@ -101,22 +102,10 @@ def _nobody(expression: Any) -> bool:
 def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
     default = path.with_name(f"{path.name}.default")
     source = path if path.is_file() else default
-    document: dict[str, Any] = _read(source) if source.is_file() else {"format_version": 2}
+    document: dict[str, Any] = read_kit_file(source) if source.is_file() else {"format_version": 2}
     document |= {"class_list_enforcement_mode": "enforce", "class_allow_list": list(classes)}
     document |= {"allow_log_streaming": False}
     document["components"] = [one for one in document.get("components", []) if "LogStreamer" not in str(one)]
     if kind == "site":
         document["app_validator"] = {"path": _SENTRY, "args": {"classes": list(classes)}}
     write_atomic(path, json.dumps(document, indent=4).encode())
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} cannot be read ({error})", "a JSON file of the startup kit", "unpack it anew"
-        ) from error
-    if not isinstance(document, dict):
-        raise InputError(f"{path} is a {type(document).__name__}", "a JSON object", "unpack the kit anew")
-    return document

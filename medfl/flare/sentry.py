@@ -7,7 +7,6 @@ medfl relies on neither: `medfl.flare.serve` names this validator in the kit's `
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from nvflare.private.fed.client.shell_cmd import ShellCommandProcessor
 from nvflare.private.fed.client.sys_cmd import ReportEnvProcessor
 from nvflare.private.fed.client.training_cmds import ConfigureJobLogProcessor
 
-from medfl.core.untrusted import printable
+from medfl.core.untrusted import Refused, json_values, printable
 
 _SUFFIXES = (".json", ".crt")  # configuration, and the signature of who submitted it
 _CONFIGURATION = "config_fed_client.json"
@@ -56,13 +55,10 @@ class Sentry(AppValidator):  # type: ignore[misc]
                 yield from (f"{name}: {why}" for why in self._unlisted(path))
 
     def _unlisted(self, path: Path) -> Iterator[str]:
-        if path.stat().st_size > _BYTES:
-            yield f"more than {_BYTES} bytes"
-            return
         try:
-            todo = [json.loads(path.read_text())]
-        except (ValueError, RecursionError):
-            yield "no JSON"
+            todo = [json_values(path, _BYTES)]
+        except Refused as error:
+            yield str(error)
             return
         while todo:
             node = todo.pop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import ssl
 from contextlib import suppress
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import printable
+from medfl.core.untrusted import Refused, json_values, printable
 
 _SECONDS, _PATIENCE = 5.0, 2.0
 _FILES = ("rootCA.pem", "client.crt", "client.key")
@@ -51,9 +50,9 @@ class Kit:
 def _named(path: Path) -> tuple[tuple[str, int] | None, str]:
     """Return the server that a kit names, and its name."""
     try:
-        (server, *_) = json.loads(path.read_text())["servers"]
+        (server, *_) = json_values(path)["servers"]
         return address(str(server["service"]["target"]), "the kit's server"), str(server.get("identity", ""))
-    except (OSError, ValueError, KeyError, TypeError, InputError):
+    except (Refused, ValueError, KeyError, TypeError, AttributeError, InputError):
         return None, ""
 
 

@@ -19,7 +19,7 @@ from scipy.spatial.distance import jensenshannon
 
 from medfl.core import terminal
 from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, decode_text, printable, read_plain
+from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.data.partition.table import TITLES, shorten
 from medfl.partner.statistics import FORM
 from medfl.report.style import BAND, INK, SOFT, TINTS
@@ -156,12 +156,10 @@ def read(paths: Sequence[Path]) -> FederationStatistics:
 
 def _document(path: Path) -> Mapping[str, Any]:
     try:
-        if path.stat().st_size > _BYTES:
-            raise Refused(f"more than {_BYTES} bytes")
-        document = read_plain(decode_text(path.read_bytes()), is_json=True, nodes=1_000_000, depth=8)
+        document = read_plain(decode_text(read_bytes(path, _BYTES)), is_json=True, nodes=1_000_000, depth=8)
         if not isinstance(document, dict) or document.get("form") != FORM:
             raise Refused(f"it is no {FORM!r}")
-    except (OSError, Refused) as error:
+    except Refused as error:
         raise InputError(f"{printable(path)}: {error}", "a file of medfl site stats", "ask the site for one") from error
     return document
 

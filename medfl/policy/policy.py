@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, decode_text, read_plain
+from medfl.core.untrusted import Refused, decode_text, read_bytes, read_plain
 from medfl.policy.outbound import Outbound, check_known
 
 WORDS = {
@@ -76,13 +76,7 @@ class Policy:
             InputError: it cannot be read, or says something that no policy can say.
         """
         try:
-            if path.stat().st_size > _BYTES:
-                raise Refused(f"more than {_BYTES} bytes")
-            given = read_plain(decode_text(path.read_bytes()), is_json=False, nodes=100_000, depth=4)
-        except OSError as error:
-            raise InputError(
-                f"policy {path} cannot be read ({error.strerror or error})", "it is a YAML file", "check the path"
-            ) from error
+            given = read_plain(decode_text(read_bytes(path, _BYTES)), is_json=False, nodes=100_000, depth=4)
         except Refused as error:
             raise InputError(f"policy {path}: {error}", "a policy is plain YAML", "see docs/deploy.md") from error
         return cls._from(given, path)

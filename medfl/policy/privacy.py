@@ -25,7 +25,7 @@ from typing import Any
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.storage import write_atomic
-from medfl.core.untrusted import printable
+from medfl.core.untrusted import Refused, json_values, printable
 
 _NAMED = 4
 
@@ -217,9 +217,9 @@ class Account:
 
 def _read(path: Path) -> tuple[Counter[float], int, Counter[str]]:
     try:
-        known = json.loads(path.read_text())
+        known = json_values(path)
         noised = Counter({float(item["multiplier"]): int(item["replies"]) for item in known["noised"]})
         uncovered = Counter({str(name): int(times) for name, times in known["uncovered"].items()})
         return noised, int(known["plain"]), uncovered
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RunError(f"the privacy account {path} cannot be read ({error}); restore it from a copy") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 
+from medfl.core.run_documents import damaged
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics
@@ -17,7 +18,7 @@ from medfl.report import formatting, round_charts, saved_pictures
 from medfl.report.formatting import setting
 from medfl.report.picture import Picture
 from medfl.report.prediction_analysis import analyse_predictions
-from medfl.report.run_files import KINDS, POOLED, RunFiles, damaged
+from medfl.report.run_files import KINDS, POOLED, RunFiles
 
 
 def write_report(run_folder: Path) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medfl.core.errors import InputError
+from medfl.core.run_documents import damaged, read_record, read_round, read_rows, read_summary, round_lines
 from medfl.evaluation import metrics
-from medfl.report import record_types
 
 _SOURCE = "a folder that `medfl run` wrote"
 _REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
@@ -79,25 +77,16 @@ class RunFiles:
         if not (path / "run.json").is_file():
             raise InputError(f"{path} has no run.json", f"a report is made from {_SOURCE}", "check the path")
         file = path / "run.json"
-        record = _object(file, file.read_bytes())
-        missing = [name for name in _REQUIRED if name not in record]
-        if missing:
-            raise damaged(file, f"lacks {', '.join(missing)}")
-        _check(file, record, record_types.RUN)
-        for entry in record.get("resumed") or ():
-            _check(file, {**dict.fromkeys(record_types.RESUMED), **entry}, record_types.RESUMED, "resumed.")
-        if any(count < 0 for counts in (record.get("site_class_counts") or {}).values() for count in counts):
-            raise damaged(file, "has a negative count under site_class_counts")
+        record = read_record(file, _REQUIRED)
         if record["data"].get("source") not in ("real", "phantom"):
             raise damaged(file, "does not say whether its data are real or phantom")
         file = path / "summary.json"
-        summary = _object(file, file.read_bytes()) if file.is_file() else None
-        _check(file, summary or {}, record_types.SUMMARY)
+        summary = read_summary(file) if file.is_file() else None
         return cls(
             path,
             record,
             _read_rounds(path / "rounds.jsonl"),
-            [{name: cell for name, cell in row.items() if cell} for _, row in _read_csv(path / "sites.csv")],
+            [{name: cell for name, cell in row.items() if cell} for _, row in _rows(path / "sites.csv")],
             summary,
             _read_predictions(path / "predictions.csv", len(record.get("classes") or ())),
         )
@@ -206,44 +195,18 @@ class RunFiles:
 
 def _read_rounds(path: Path) -> list[Mapping[str, Any]]:
     """Read the rounds; a last line without its line break was cut off by a crash and is left out."""
-    if not path.is_file():
-        return []
-    *lines, _ = path.read_bytes().split(b"\n")
-    rounds: list[Mapping[str, Any]] = [
-        _object(path, line, f" line {number}") for number, line in enumerate(lines, 1) if line.strip()
-    ]
-    if any("round" not in entry for entry in rounds):
-        raise damaged(path, "has a line without a round number")
-    for entry in rounds:
-        _check(path, entry, record_types.ROUND)
-    return rounds
+    lines = enumerate(round_lines(path)[:-1], 1)
+    return [read_round(path, line, number) for number, line in lines if line.strip()]
 
 
-def _check(path: Path, document: Mapping[str, Any], types: Mapping[str, Any], within: str = "") -> None:
-    """Raise the error of a damaged file if an entry has another type than a report reads."""
-    for error in record_types.type_errors(document, types, within):
-        raise damaged(path, error)
-
-
-def _read_csv(path: Path) -> list[tuple[int, dict[str, str]]]:
-    if not path.is_file():
-        return []
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, restval="")
-            rows = [(reader.line_num, row) for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise damaged(path, f"is not a CSV table ({error})") from None
-    for number, row in rows:
-        if None in row or (path.name == "sites.csv" and not row.get("site")):
-            raise damaged(path, f"line {number} does not fit its header")
-    return rows
+def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
+    return read_rows(path) if path.is_file() else []
 
 
 def _read_predictions(path: Path, classes: int) -> Predictions | None:
     if not path.is_file():
         return None
-    rows = _read_csv(path)
+    rows = read_rows(path)
     columns = list(rows[0][1]) if rows else []
     ids, sites = [row.get("id", "") for _, row in rows], [row.get("site", "") for _, row in rows]
     no_classes = np.zeros(0, np.int64)
@@ -276,18 +239,3 @@ def _numbers(path: Path, rows: Sequence[tuple[int, Mapping[str, str]]], name: st
         return np.array([float(row[name] or "nan") for _, row in rows])
     except ValueError as error:
         raise damaged(path, f"has no number in column {name} ({error})") from None
-
-
-def _object(path: Path, data: bytes, where: str = "") -> dict[str, Any]:
-    try:
-        document = json.loads(data)
-    except ValueError as error:
-        raise damaged(path, f"is not JSON{where} ({error})") from None
-    if not isinstance(document, dict):
-        raise damaged(path, f"holds no JSON object{where}")
-    return document
-
-
-def damaged(path: Path, what: str) -> InputError:
-    """Return the error that names a file of a run folder and what is wrong with it."""
-    return InputError(f"{path} {what}", f"a report is made from {_SOURCE}", "restore the file or repeat the run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from medfl import methods
 from medfl.bundle.configuration import shipped_folders
 from medfl.core.errors import InputError
 from medfl.core.places import default_run_folder
+from medfl.core.run_documents import read_rows, read_summary
 from medfl.core.run_folder import RunFolder
 from medfl.core.settings import LOSSLESS, MEAN
 from medfl.core.terminal import Print
@@ -362,15 +362,13 @@ def _threads(count: int) -> Iterator[None]:
 
 def _add_local(path: Path) -> dict[str, Any]:
     """Fill the `local_` columns of sites.csv, and the summary's "local", from the Local reference beside it."""
-    folder, summary = RunFolder(path), json.loads((path / "summary.json").read_text())
-    summary["local"] = json.loads((path / "local" / "summary.json").read_text())["site_models"]
+    folder, summary = RunFolder(path), read_summary(path / "summary.json")
+    summary["local"] = read_summary(path / "local" / "summary.json").get("site_models")
     folder.write_summary(summary)
-    with (path / "local" / "sites.csv").open() as file:
-        local = {row["site"]: row for row in csv.DictReader(file)}
-    with (path / "sites.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    local = {row["site"]: row for _, row in read_rows(path / "local" / "sites.csv")}
+    rows = [row for _, row in read_rows(path / "sites.csv")]
     for row in rows:
-        reference = local[row["site"]]
+        reference = local.get(row["site"], {})
         row |= {f"local_{k.removeprefix('personal_')}": v for k, v in reference.items() if k.startswith("personal_")}
     folder.write_table("sites.csv", rows)
     return dict(summary)

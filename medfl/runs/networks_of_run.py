@@ -7,7 +7,6 @@ from the saved States, as the run made it for its scores.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -22,7 +21,8 @@ from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.core.run_folder import RunFolder, read_run
+from medfl.core.run_documents import read_run, read_summary
+from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State, file_sha256, load_state, load_weights, weights_sha256
 from medfl.core.task import Task
 from medfl.core.terminal import Print
@@ -87,7 +87,7 @@ class RunNetworks:
         file = self.path / "summary.json"
         if not file.is_file():
             return None
-        found: dict[str, Any] = json.loads(file.read_text())
+        found = read_summary(file)
         return found if self.manifest is None or self.manifest["round"] == found["rounds"] else None
 
     @property

@@ -6,7 +6,6 @@ What can be refused without looking at the images is refused before they are loo
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -319,14 +318,9 @@ def check_kinds(requested: Mapping[str, Any]) -> None:
 
 def _check_numbers(request: Request) -> None:
     check_kinds({field.name: getattr(request, field.name) for field in dataclasses.fields(request)})
-    least_of = {"sites": 1, **{one.name: one.least for one in SETTINGS.values() if one.least is not None}}
-    for name, least in least_of.items():
-        value = getattr(request, name)
-        if value is not None and value < least:
-            raise InputError(f"--{name.replace('_', '-')} {value}", f"a whole number of at least {least}", "raise it")
-    if request.cohort is not None and not 0 < request.cohort <= 1:
-        raise InputError(f"--cohort {request.cohort:g}", "a fraction of the sites, above 0 and at most 1", "give 0.5")
-    if request.lr is not None and not 0 < request.lr < math.inf:
-        raise InputError(f"--lr {request.lr:g}", "a learning rate above 0", "give for example --lr 0.01")
-    if request.lr_decay is not None and not 0 < request.lr_decay <= 1:
-        raise InputError(f"--lr-decay {request.lr_decay:g}", "a factor above 0 and at most 1", "give for example 0.99")
+    if request.sites is not None and request.sites < 1:
+        raise InputError(f"--sites {request.sites}", "a whole number of at least 1", "raise it")
+    for one in SETTINGS.values():
+        value = getattr(request, one.name)
+        if not one.allows(value):
+            raise InputError(f"{one.flag} {value:g}", one.allowed, f"change the value of {one.flag}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
+from medfl.core.run_documents import read_summary
 from medfl.core.run_folder import RunFolder
 from medfl.core.run_integrity import read_verified_run, verified_manifest
 from medfl.core.terminal import Print
@@ -117,8 +117,8 @@ def is_due(run: Run, path: Path) -> bool:
 
 def _scored(path: Path) -> int | None:
     """Return after how many rounds a run was scored in the end, None if it was not."""
-    with suppress(OSError, ValueError, AttributeError):
-        rounds = json.loads((path / "summary.json").read_text()).get("rounds")
+    with suppress(InputError):
+        rounds: int = read_summary(path / "summary.json")["rounds"]
         return rounds if (path / "sites.csv").is_file() else None
     return None
 

@@ -22,6 +22,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord
 from medfl.core.storage import write_atomic
+from medfl.core.untrusted import json_values
 from medfl.methods.base import Method
 
 FILE = "text.safetensors"
@@ -128,8 +129,6 @@ def _kept(path: Path) -> Tensor:
 
 
 def _carried(path: Path) -> Tensor:
-    if path.stat().st_size > _BYTES:
-        raise ValueError(f"more than {_BYTES} bytes")
-    document = json.loads(path.read_text())
+    document = json_values(path, _BYTES)
     values = np.frombuffer(base64.b64decode(document["float32"], validate=True), "<f4")
     return torch.from_numpy(values.astype(np.float32)).reshape([int(side) for side in document["shape"]])

@@ -94,10 +94,10 @@ def test_a_damaged_record_is_bad_input(folder: RunFolder, text: str) -> None:
 def test_commit_and_load(folder: RunFolder) -> None:
     assert folder.manifest() is None
     states = {"a": {"c": torch.randn(3)}, "b": {"c": torch.randn(3)}}
-    commit(folder, 1, server(1), states, {"best": 0.5})
-    commit(folder, 2, server(2), {"b": {"c": torch.zeros(3)}}, {"best": 0.75})
+    commit(folder, 1, server(1), states, {"best": {"round": 1, "value": 0.5}})
+    commit(folder, 2, server(2), {"b": {"c": torch.zeros(3)}}, {"best": {"round": 2, "value": 0.75}})
     manifest = RunFolder(folder.path).manifest()
-    assert (manifest["round"], manifest["record"]) == (2, {"best": 0.75})
+    assert (manifest["round"], manifest["record"]) == (2, {"best": {"round": 2, "value": 0.75}})
     loaded, sites = load(folder.path)
     assert bits(loaded) == bits(server(2))
     assert bits(sites) == bits({"a": states["a"], "b": {"c": torch.zeros(3)}})
@@ -138,10 +138,13 @@ def test_what_was_saved_but_not_committed_is_not_found_again(folder: RunFolder) 
     assert not folder.state_path(2, "b").exists()
 
 
+BEST = {round_: {"best": {"round": round_, "value": 0.5}} for round_ in (1, 2)}
+
+
 @pytest.mark.parametrize("at", range(4))
 def test_a_full_disk_at_any_write_keeps_the_last_round(folder: RunFolder, monkeypatch, at: int) -> None:
     """Round 2 writes the server's State, two sites' and the manifest; each of the four renames fails once."""
-    commit(folder, 1, server(1), {"a": {"x": 1}}, {"best": 1})
+    commit(folder, 1, server(1), {"a": {"x": 1}}, BEST[1])
     replace, calls = os.replace, []
 
     def failing(source, target):
@@ -152,14 +155,14 @@ def test_a_full_disk_at_any_write_keeps_the_last_round(folder: RunFolder, monkey
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(RunError, match="no space left"):
-        commit(folder, 2, server(2), {"a": {"x": 2}, "b": {"x": 3}}, {"best": 2})
+        commit(folder, 2, server(2), {"a": {"x": 2}, "b": {"x": 3}}, BEST[2])
     monkeypatch.undo()
     manifest = folder.manifest()
-    assert (manifest["round"], manifest["record"]) == (1, {"best": 1})
+    assert (manifest["round"], manifest["record"]) == (1, BEST[1])
     loaded, sites = load(folder.path)
     assert bits(loaded) == bits(server(1))
     assert sites == {"a": {"x": 1}}
-    commit(folder, 2, server(2), {"a": {"x": 2}, "b": {"x": 3}}, {"best": 2})
+    commit(folder, 2, server(2), {"a": {"x": 2}, "b": {"x": 3}}, BEST[2])
     assert load(folder.path)[1] == {"a": {"x": 2}, "b": {"x": 3}}
     assert len(list(folder.state.iterdir())) == 4
 
@@ -171,7 +174,7 @@ def test_damaged_state_is_our_own_error(folder: RunFolder) -> None:
     with pytest.raises(RunError, match="cannot read the saved state"):
         load(folder.path)
     (folder.state / "manifest.json").write_text('{"round": 1, "serv')
-    with pytest.raises(RunError, match="manifest.json is damaged"):
+    with pytest.raises(InputError, match="manifest.json: not valid JSON"):
         folder.manifest()
 
 

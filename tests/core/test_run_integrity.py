@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from medfl.core.errors import InputError, RunError
+from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
 from medfl.core.run_integrity import read_verified_run, verified_manifest
 from medfl.core.storage import file_sha256, save_state
@@ -164,7 +164,7 @@ def test_an_older_folder_without_sums_is_gone_on_with(tmp_path: Path) -> None:
 def test_an_odd_manifest_is_our_own_error(tmp_path: Path, text: str) -> None:
     folder = made(tmp_path / "run")
     (folder.state / "manifest.json").write_text(text)
-    with pytest.raises(RunError, match="manifest.json is damaged"):
+    with pytest.raises(InputError, match="manifest.json (holds no|lacks|has) .*; restore the file"):
         verified_manifest(folder)
 
 

@@ -14,7 +14,6 @@ images a class, and a site's validation and test images are equally many in each
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections import Counter
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.untrusted import Refused, read_table
 from medfl.data.partition import table as text
 from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
 from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
@@ -344,21 +344,18 @@ def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, l
     return homes, notes
 
 
-def _rows(path: str) -> list[tuple[int, dict[str, str | None]]]:
+def _rows(path: str) -> list[tuple[int, dict[str, str]]]:
     """Read the partition file as (line number, row)."""
     advice = "write a CSV file with the columns id,site and, if wanted, section"
     try:
-        with Path(path).expanduser().open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = [(reader.line_num, row) for row in reader]
-    except (OSError, ValueError, RuntimeError, csv.Error) as error:  # also bytes that are not text, and ~nobody
-        reason = error.strerror if isinstance(error, OSError) else "no readable text"
-        raise InputError(f"partition file {path!r}: {reason}", "a readable CSV file", advice) from error
-    missing = [column for column in ("id", "site") if column not in (reader.fieldnames or ())]
+        names, rows = read_table(Path(path).expanduser())
+    except (Refused, RuntimeError) as error:  # RuntimeError: ~nobody
+        raise InputError(f"partition file {path!r}: {error}", "a readable CSV file", advice) from error
+    missing = [column for column in ("id", "site") if column not in names]
     if missing:
         raise InputError(
             f"partition file {path!r} has no column {' or '.join(missing)}",
-            f"it has {', '.join(reader.fieldnames or ()) or 'none'}",
+            f"it has {', '.join(names) or 'none'}",
             advice,
         )
     return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 from collections import Counter
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.untrusted import Refused, read_table
 from medfl.datasets.readers.reading import archive, array, array_shape, split_uri
 from medfl.datasets.readers.splitting import Record
 
@@ -56,12 +56,8 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
         InputError: the file is not text, a needed column is missing, or a row is cut off.
     """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            head = file.readline()
-            file.seek(0)
-            reader = csv.DictReader(file, delimiter="\t" if "\t" in head else ",")
-            names, rows = list(reader.fieldnames or []), list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        names, rows = read_table(path)
+    except Refused as error:
         raise InputError(
             f"table {path} cannot be read ({error})", "a UTF-8 text table with a header", "save it as such a file"
         ) from error
@@ -72,10 +68,10 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
             f"it needs {', '.join(columns)} and has {', '.join(names) or 'none'}",
             "download the table again, or name the columns so",
         )
-    for number, row in enumerate(rows, start=2):
+    for number, row in rows:
         if any(row[column] is None for column in columns):
             raise InputError(f"{path} line {number} is cut off", f"{len(names)} values a line", "complete the line")
-    return rows
+    return [row for _, row in rows]
 
 
 def first(folder: Path, *names: str) -> Path | None:

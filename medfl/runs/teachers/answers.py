@@ -31,6 +31,7 @@ from medfl.core.places import cache_folder
 from medfl.core.seeding import stream
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
+from medfl.core.untrusted import Refused, json_values
 from medfl.runs.teachers import medsam, open_clip, trained
 from medfl.runs.teachers.questions import Questions as Questions
 from medfl.runs.teachers.questions import Teacher as Teacher
@@ -193,10 +194,10 @@ class _Kept:
         if not self.manifest.is_file():
             return _State(), "they have no manifest" if self.path.exists() else ""
         try:
-            found = json.loads(self.manifest.read_text())
+            found = json_values(self.manifest)
             state = _State(*(int(found["pass"][name]) for name in ("done", "queries", "crc32")))
             unlike = [name for name, value in self.about.items() if found.get(name) != value]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             return _State(), f"their manifest is damaged ({error or type(error).__name__})"
         if unlike:
             return _State(), f"they were given about something else ({', '.join(unlike)})"

@@ -27,7 +27,7 @@ from medfl.bundle.text_embeddings import unlike
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
 from medfl.core.run import Run
-from medfl.core.run_folder import read_run
+from medfl.core.run_documents import read_run
 from medfl.core.storage import load_weights, weights_sha256
 from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked

@@ -23,6 +23,7 @@ from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
+from medfl.core.untrusted import Refused, json_values
 from medfl.runtimes.output.events import scalars
 
 if TYPE_CHECKING:
@@ -154,9 +155,10 @@ class Tracking:
 
     def _known(self) -> dict[str, str]:
         try:
-            return dict(json.loads((self._folder.path / FILE).read_text()))
-        except (OSError, ValueError):
+            known = json_values(self._folder.path / FILE, 2**16)
+        except Refused:
             return {}
+        return {key: str(value) for key, value in known.items()} if isinstance(known, dict) else {}
 
     @contextmanager
     def _kept_going(self) -> Iterator[None]:

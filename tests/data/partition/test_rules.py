@@ -377,9 +377,9 @@ def test_bad_files_are_refused(tmp_path, lines, texts):
 def test_unreadable_files_are_refused(tmp_path):
     fails(f"file:{tmp_path / 'none.csv'}", cohort(), "none.csv", "No such file")
     fails(f"file:{tmp_path}", cohort(), str(tmp_path))
-    fails("file:a\0b", cohort(), "no readable text")
+    fails("file:a\0b", cohort(), "cannot be read")
     (tmp_path / "image.csv").write_bytes(b"\xff\xd8\xff\x00id,site")
-    fails(f"file:{tmp_path / 'image.csv'}", cohort(), "no readable text")
+    fails(f"file:{tmp_path / 'image.csv'}", cohort(), "no table in UTF-8")
 
 
 # Items without labels

@@ -13,7 +13,8 @@ from torch import nn
 
 from medfl import datasets, federate
 from medfl.core.errors import InputError
-from medfl.core.run_folder import RunFolder, read_run
+from medfl.core.run_documents import read_run
+from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.methods.fedavg import FedAvg

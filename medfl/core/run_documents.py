@@ -1,0 +1,224 @@
+"""The JSON files of a run's folder, read as files that somebody else may have written.
+
+The forms say of which type an entry is that medfl reads; an entry that is missing is no error unless it is required.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.core.type_checks import Count, type_errors
+from medfl.core.untrusted import Refused, printable, read_bytes, read_json, read_json_bytes, read_table
+
+MANIFEST = "manifest.json"
+Round = Annotated[int, range(1_000_001)]
+_METRICS = dict[str, float | None] | None
+_BY_ROUND = dict[str, dict[str, float | None] | None] | None
+_OBJECT = dict[str, Any] | None
+RUN: Mapping[str, Any] = {
+    "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": list[str] | None,
+    "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": str | None,
+    "run_hash": str | None, "site_class_counts": dict[str, list[Count]] | None, "public": _OBJECT,
+    "data": {
+        "source": str, "folder": str | None, "checksum": str | None, "split": str | None,
+        "counts": dict[str, Count] | None, "notes": list[str] | None,
+    },
+    "partition": {
+        "spec": str, "seed": Count, "notes": list[str] | None, "sites": dict[str, dict[str, list[str]]] | None,
+    },
+    "resumed": list[dict[str, Any]] | None,
+}  # fmt: skip
+RESUMED: Mapping[str, Any] = {"round": Round, "versions": dict[str, str], "command": str | None}
+_COSTS = dict.fromkeys(
+    ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
+)  # fmt: skip
+ROUND: Mapping[str, Any] = {
+    "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": str | None,
+    "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, dict[str, Any]] | None,
+    "observed": _METRICS, "left_out": dict[str, str] | None,
+}  # fmt: skip
+SUMMARY: Mapping[str, Any] = {
+    "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float,
+    "peak_device_bytes": Count | None, "judged": str | None,
+    "last": _METRICS, "best": _METRICS, "global": _BY_ROUND, "personal": _BY_ROUND, "site_models": _BY_ROUND,
+    "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
+}  # fmt: skip
+MANIFEST_FORM: Mapping[str, Any] = {
+    "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": str | None,
+    "sha256": dict[str, str] | None,
+    "record": {
+        "best": _OBJECT, "best_test": _METRICS, "bytes_up": Count, "bytes_down": Count, "seconds": float,
+        "seconds_rounds": float, "absent": dict[str, str], "left_out": dict[str, Count],
+    },
+}  # fmt: skip
+BEST: Mapping[str, Any] = {"round": Round, "value": float}
+_STATE = re.compile(r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII)
+_LINE, _TABLE = 2**26, 2**30  # bytes of a line of rounds.jsonl, and of a table
+
+
+def damaged(path: Path, what: str) -> InputError:
+    """Return the error that names a file of a run folder and what is wrong with it."""
+    advice = "restore the file, or repeat the run"
+    return InputError(f"{path} {what}", "a file of a run folder as medfl wrote it", advice)
+
+
+def checked(path: Path, document: Any, form: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
+    """Return a JSON document of a run folder after checking its entries.
+
+    Raises:
+        InputError: it is no object, lacks a required entry, or has one of another type; names file and entry.
+    """
+    if not isinstance(document, dict):
+        raise damaged(path, "holds no JSON object")
+    if missing := [name for name in required if name not in document]:
+        raise damaged(path, f"lacks {', '.join(missing)}")
+    for error in type_errors(document, form):
+        raise damaged(path, error)
+    return document
+
+
+def read_document(path: Path, form: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
+    """Read and check a JSON file of a run folder.
+
+    Raises:
+        InputError: as `untrusted.read_json` and `checked`.
+    """
+    document = read_json(path, "a file of a run folder as medfl wrote it", "restore the file, or repeat the run")
+    return checked(path, document, form, required)
+
+
+def read_record(path: Path, required: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the entries of a run.json.
+
+    Raises:
+        InputError: it cannot be read, or an entry is missing or of another type.
+    """
+    document = read_document(path, RUN, required)
+    for entry in document.get("resumed") or ():
+        for error in type_errors({**dict.fromkeys(RESUMED), **entry}, RESUMED, "resumed."):
+            raise damaged(path, error)
+    return document
+
+
+def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
+    """Return the run in a run.json and the whole document.
+
+    Raises:
+        InputError: the file is missing or damaged.
+    """
+    document = read_record(path)
+    return Run.from_dict(document), document
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return the entries of a summary.json.
+
+    Raises:
+        InputError: it cannot be read, or an entry is missing or of another type.
+    """
+    return read_document(path, SUMMARY, ("rounds", "seconds"))
+
+
+def read_round(path: Path, line: bytes, number: int) -> dict[str, Any]:
+    """Return the entries of a line of rounds.jsonl.
+
+    Raises:
+        InputError: it is no such line; names file and number.
+    """
+    try:
+        if len(line) > _LINE:
+            raise Refused(f"more than {_LINE} bytes")
+        document = read_json_bytes(line)
+    except Refused as error:
+        raise damaged(path, f"line {number}: {error}") from None
+    if not isinstance(document, dict) or "round" not in document:
+        raise damaged(path, f"line {number} is without a round number")
+    return checked(path, document, ROUND)
+
+
+def round_lines(path: Path) -> list[bytes]:
+    """Return the lines of rounds.jsonl, the last of which is what follows the last line break; [] without a file.
+
+    Raises:
+        InputError: it cannot be read, or is too long.
+    """
+    if not path.is_file():
+        return []
+    try:
+        return read_bytes(path, _TABLE).split(b"\n")
+    except Refused as error:
+        raise damaged(path, str(error)) from None
+
+
+def read_rows(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """Return the rows of a run's table, sites.csv or predictions.csv, each with its line number; "" for lacking cells.
+
+    Raises:
+        InputError: it is no such table; names the line.
+    """
+    try:
+        _, rows = read_table(path)
+    except Refused as error:
+        raise damaged(path, str(error)) from None
+    for number, row in rows:
+        if None in row or (path.name == "sites.csv" and not row.get("site")):
+            raise damaged(path, f"line {number} does not fit its header")
+    return [(number, {name: cell or "" for name, cell in row.items()}) for number, row in rows]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the entries of a run folder's manifest; each State file that it names is a plain one there, or missing.
+
+    Raises:
+        InputError: it cannot be read, an entry is missing or of another type, or a State file is not acceptable.
+    """
+    path = folder / "state" / MANIFEST
+    manifest = read_document(path, MANIFEST_FORM, ("round", "server", "sites", "record"))
+    if manifest["record"].get("best") is not None:
+        checked(path, manifest["record"]["best"], BEST, BEST)
+    lost = manifest["sites"].keys() - (manifest.get("rounds") or manifest["sites"])
+    if lost:
+        raise damaged(path, f"does not say of which round the State of {printable(min(lost))!r} is")
+    for name in (manifest["server"], *manifest["sites"].values(), manifest.get("best") or manifest["server"]):
+        state_file(folder, name)
+    return manifest
+
+
+def state_file(folder: Path, name: str) -> Path:
+    """Return the path of a State's file in a run's folder, whether or not it is there.
+
+    Raises:
+        InputError: the name is not one that medfl gives to a State, or a link or anything but a plain file has it.
+    """
+    state = folder / "state"
+    if not _STATE.fullmatch(name):
+        raise damaged(state / MANIFEST, f"names {printable(name)!r}, which is no file of a State")
+    if state.is_symlink() or not _is_plain(state / name, missing=True):
+        raise damaged(state / name, "is no plain file of this folder")
+    return state / name
+
+
+def _is_plain(path: Path, missing: bool = False) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return missing
+    except OSError:
+        return False
+
+
+def require_plain(folder: Path) -> None:
+    """Check that a run's folder, which is to be written to, has only plain files and folders, and no links.
+
+    Raises:
+        InputError: it has something else, by which a file elsewhere would be read or overwritten.
+    """
+    for path in (*folder.iterdir(), *(folder / "state").glob("*")):
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            raise damaged(path.with_name(printable(path.name)), "is neither a plain file nor a folder")
