@@ -35,6 +35,8 @@ from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.evaluation.metrics import KEY_METRICS
+from medfl.policy import admission
+from medfl.policy.policy import Policy
 
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
@@ -52,19 +54,27 @@ class Bundle:
         name_or_path: a shipped bundle's name, or the folder of any MONAI bundle.
         config: ids of the bundle's own configuration to override, as in `monai.bundle run` (`{"image_size": 28}`).
         device: where its networks live.
+        policy: what it may do beyond what every bundle may; None: what `medfl.policy.admission` has in force.
 
     Raises:
-        InputError: no such bundle, an id that does not exist, or a configuration without what federated training needs;
-            names the id and the file.
+        InputError: no such bundle, one that inspection refuses, an id that does not exist, or a configuration without
+            what federated training needs; names the id and the file.
     """
 
     def __init__(
-        self, name_or_path: str, config: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
+        self,
+        name_or_path: str,
+        config: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+        policy: Policy | None = None,
     ) -> None:
-        """Read and parse the configuration; nothing in it is evaluated yet."""
+        """Inspect the bundle if it is not a shipped one, and parse its configuration; nothing is evaluated yet."""
         self.root = find(name_or_path)
         self.name = self.root.name
         self.is_shipped = shipped_folders().get(self.name) == self.root
+        self.policy = admission.in_force() if policy is None else policy
+        if not self.is_shipped:
+            admission.admit(self.root, self.policy)
         self.device = torch.device(device)
         self._overrides = {key.replace("::", "#"): value for key, value in (config or {}).items()}
         self._file = config_file(self.root, "train") or self.root / "configs" / "train.json"
@@ -87,7 +97,7 @@ class Bundle:
         return self._config.content(key)
 
     def _read(self, *files: Path) -> Configuration:
-        return Configuration(self.root, files, self._overrides, self.metadata, self.device)
+        return Configuration(self.root, files, self._overrides, self.metadata, self.device, self.policy)
 
     def _with_evaluate(self) -> Configuration:
         """Read the training configuration with evaluate.* merged in, as MONAI runs the two."""

@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -26,8 +26,12 @@ from monai.bundle import ConfigParser, ReferenceResolver
 from monai.bundle.utils import merge_kv
 
 from medfl import datasets
+from medfl.bundle.guarded import guarded_parser
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import stream
+from medfl.core.untrusted import Refused
+from medfl.policy.findings import NOT_LISTED
+from medfl.policy.policy import Policy
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
@@ -90,6 +94,7 @@ class Configuration:
         overrides: id -> value, for ids that exist.
         metadata: what `_meta_` refers to.
         device: takes the place of the id `device`.
+        policy: what the bundle may do beyond what every bundle may.
 
     Raises:
         InputError: a file cannot be read, or an override names no id.
@@ -102,8 +107,10 @@ class Configuration:
         overrides: Mapping[str, Any],
         metadata: Mapping[str, Any],
         device: torch.device,
+        policy: Policy,
     ) -> None:
         """Read the files; nothing in them is evaluated yet."""
+        self._policy, self._places = policy, {root, *_places(overrides.values())}
         self.root, self.file, self._first_file, self._metadata = root, files[-1], files[0].name, dict(metadata)
         self.dropped: set[str] = set()
         self._merged = parser = ConfigParser({})
@@ -129,12 +136,14 @@ class Configuration:
                     did_you_mean(key, ids, "override one of these ids"),
                 )
             self._merged[key] = value
+        self._places |= set(_places([*values.values(), self._merged.get("dataset_dir")]))
         self._content = self._harmless({**self._merged.get(), "_meta_": self._metadata})
         self._parser = self._parse()
 
     def _parse(self) -> ConfigParser:
-        parser = ConfigParser(deepcopy(self._content))
         with _told(f"{self.file}: its references (%) cannot be followed", "they name ids and files that exist"):
+            content, own = deepcopy(self._content), own_modules(self.root)
+            parser = guarded_parser(content, self._policy, own, [*self._places])
             parser.parse()
         return parser
 
@@ -247,6 +256,8 @@ class Configuration:
         if isinstance(cause, InputError):
             return cause
         key = key.replace("::", "#")
+        if isinstance(cause, Refused):
+            return InputError(f"{self.file}: id {key!r}: {cause}", *NOT_LISTED)
         missing = re.search(r"referring item `@([\w:]+)`", str(cause))
         if missing:
             other = missing[1].replace("::", "#")
@@ -258,6 +269,13 @@ class Configuration:
             "every id that the trainer needs can be evaluated",
             "change it so that it can be evaluated; if the data lie elsewhere, give their folder with --data",
         )
+
+
+def _places(values: Iterable[Any]) -> Iterator[Path]:
+    """Give the absolute paths among values, which a user names, or a bundle as its data folder."""
+    for value in values:
+        if isinstance(value, str | Path) and Path(value).is_absolute():
+            yield Path(value)
 
 
 def config_file(root: Path, stem: str) -> Path | None:

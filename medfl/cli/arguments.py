@@ -104,6 +104,14 @@ def robustness(parser: Any) -> Any:
     return group
 
 
+def trust(group: Any) -> None:
+    """Add the flag that lets bundles run what no inspection accepts."""
+    group.add_argument(
+        "--trust", action="store_true",
+        help="run a bundle that inspection refuses (medfl site inspect): its code then runs with your rights",
+    )  # fmt: skip
+
+
 def jobs(group: Any, text: str) -> None:
     """Add the flag for a number of processes, None for as many as fit."""
     group.add_argument("--jobs", type=_jobs, default="auto", metavar="auto|N", help=f"{text}; default auto")

@@ -43,6 +43,7 @@ def add(verbs: Any) -> None:
     arguments.partition(arguments.sites(compare), "append")
     arguments.training(compare, seed=False)
     machine = arguments.machine(compare)
+    arguments.trust(machine)
     arguments.jobs(machine, "runs at the same time, on a GPU no more than fit its memory; they change no result")
     output = compare.add_argument_group("output")
     output.add_argument(

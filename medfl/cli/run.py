@@ -43,6 +43,7 @@ def add_flags(run: Any) -> None:
     arguments.training(run)
     arguments.robustness(run)
     machine = arguments.machine(run)
+    arguments.trust(machine)
     arguments.jobs(machine, "worker processes; they never change a result")
     machine.add_argument(
         "--runtime", default="simulator", metavar="simulator|monai-fl|flare|flare-poc",

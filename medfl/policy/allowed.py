@@ -8,8 +8,6 @@ TorchVisionFCModel, GaussianMixtureModel, CSVDataset, ...).
 
 from __future__ import annotations
 
-import re
-
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -17,7 +15,7 @@ def _names(text: str) -> frozenset[str]:
 
 # Components
 
-_TRANSFORMS = _names(
+TRANSFORMS = _names(
     """
     Activations AddCoordinateChannels AddExtremePointsChannel AdjustContrast Affine AffineGrid AsChannelLast AsDiscrete
     BorderPad BoundingRect CastToType CenterScaleCrop CenterSpatialCrop ClassesToIndices ClipIntensityPercentiles
@@ -42,7 +40,7 @@ _TRANSFORMS = _names(
 )
 """Transforms without the ending (d, D, Dict) of those for dictionaries."""
 
-_MONAI = _names(
+MONAI_COMPONENTS = _names(
     """
     Compose OneOf RandomOrder SomeOf PadListDataCollate
 
@@ -94,49 +92,48 @@ _MONAI = _names(
     """
 )
 
-_TARGETS = re.compile(
-    r"""
-    torch\.nn\.[A-Z]\w*
-    | torch\.nn\.parallel\.DistributedDataParallel
-    | torch\.optim\.[A-Z]\w*
-    | torch\.optim\.lr_scheduler\.[A-Z]\w*(LR | OnPlateau | Scheduler | WarmRestarts)
-    | torch\.utils\.data\.(DataLoader | Dataset | ConcatDataset | Subset | TensorDataset | RandomSampler
-        | SequentialSampler | WeightedRandomSampler | SubsetRandomSampler | BatchSampler
-        | (distributed\.)?DistributedSampler)
-    | torch\.(cuda\.)?amp\.GradScaler
-    | ignite\.metrics\.(Accuracy | Average | AveragePrecision | ClassificationReport | CohenKappa | ConfusionMatrix
-        | Fbeta | Loss | MeanAbsoluteError | MeanSquaredError | PSNR | Precision | Recall | ROC_AUC
-        | RootMeanSquaredError | RunningAverage | SSIM | TopKCategoricalAccuracy)
-    | ignite\.handlers\.(CosineAnnealingScheduler | EarlyStopping | LinearCyclicalScheduler | PiecewiseLinear
-        | TerminateOnNan)
-    | medfl\.datasets\.(CheckPatchd | ReadPaird | ReadPixelsd | ReadVolumed | WriteMaskd)
-    | medfl\.networks\.build
-    | medfl\.exported\.network
-    | medfl\.medsam\.(BoxOfMaskd | load)
-    """,
-    re.VERBOSE | re.ASCII,
+_COMPONENTS = {
+    "torch.nn.parallel": "DistributedDataParallel",
+    "torch.utils.data": """
+        BatchSampler ConcatDataset DataLoader Dataset RandomSampler SequentialSampler Subset SubsetRandomSampler
+        TensorDataset WeightedRandomSampler
+        """,
+    "torch.utils.data.distributed": "DistributedSampler",
+    "torch.amp": "GradScaler",
+    "torch.cuda.amp": "GradScaler",
+    "ignite.metrics": """
+        Accuracy Average AveragePrecision ClassificationReport CohenKappa ConfusionMatrix Fbeta Loss MeanAbsoluteError
+        MeanSquaredError PSNR Precision ROC_AUC Recall RootMeanSquaredError RunningAverage SSIM
+        TopKCategoricalAccuracy
+        """,
+    "ignite.handlers": """
+        CosineAnnealingScheduler EarlyStopping LinearCyclicalScheduler PiecewiseLinear TerminateOnNan
+        """,
+    "medfl.datasets": "CheckPatchd ReadPaird ReadPixelsd ReadVolumed WriteMaskd",
+    "medfl.networks": "build",
+    "medfl.exported": "network",
+    "medfl.medsam": "BoxOfMaskd load",
+}
+COMPONENTS = frozenset(f"{module}.{name}" for module, names in _COMPONENTS.items() for name in names.split())
+"""Listed components of other packages; beside them every module of torch.nn, optimiser and learning rate scheduler."""
+
+WRITERS = _names(
+    """
+    CacheNTransDataset CheckpointSaver ClassificationSaver GDSDataset LMDBDataset LogfileHandler MetricsSaver
+    PersistentDataset ProbMapProducer SaveClassification SaveImage TensorBoardImageHandler TensorBoardStatsHandler
+    WriteFileMapping WriteMask
+    """
 )
-_IN_MONAI = re.compile(
-    r"(?:monai\.(?:transforms|losses|networks|data|handlers|inferers|metrics|engines|optimizers|apps)\."
-    r"(?:[a-z0-9_]+\.)*)?([A-Za-z]\w*)",
-    re.ASCII,
-)
+"""Components that write files; medfl never makes them for a bundle (the ending of those for dictionaries left out)."""
 
 WEIGHTS_OF_THEIR_OWN = frozenset({"EfficientNetBN", "EfficientNetBNFeatures", "MILModel", "ResNetFeatures"})
 """Networks that fetch weights unless told `pretrained: false`."""
 
 
-def target_allowed(target: str) -> bool:
-    """Tell whether a `_target_` is on the lists."""
-    if _TARGETS.fullmatch(target):
-        return True
-    found = _IN_MONAI.fullmatch(target)
-    return found is not None and (found[1] in _MONAI or _without_ending(found[1]) in _TRANSFORMS)
-
-
-def _without_ending(name: str) -> str:
+def without_ending(name: str) -> str:
+    """Return the name of a component without the ending of those for dictionaries."""
     for ending in ("Dict", "d", "D"):
-        if name.endswith(ending) and name.removesuffix(ending) in _TRANSFORMS:
+        if name.endswith(ending) and name.removesuffix(ending) in TRANSFORMS | WRITERS:
             return name.removesuffix(ending)
     return name
 
@@ -165,9 +162,9 @@ def argument_refused(name: str, value: object) -> str:
     """
     if name in ("reader", "writer", "merger_cls"):
         names = value if isinstance(value, list | tuple) else [value]
-        if not all(each is None or (isinstance(each, str) and each in READERS) for each in names):
+        if not all(each is None or _is_reader(each) for each in names):
             return f"argument {name!r} names what is imported and called: only readers and writers of MONAI can be"
-    if name in _SWITCHES and value not in (False, None):
+    if name in _SWITCHES and value is not False and value is not None:
         return f"argument {name!r} can only be false here: nothing is fetched and nothing unpickled"
     if name == "weights_only" and value is not True:
         return "argument 'weights_only' can only be true here: nothing is unpickled"
@@ -176,11 +173,16 @@ def argument_refused(name: str, value: object) -> str:
     return ""
 
 
+def _is_reader(value: object) -> bool:
+    """Tell whether a value is a reader's listed name, or one that a listed component made."""
+    return value in READERS if isinstance(value, str) else type(value).__module__.startswith("monai.data.")
+
+
 # Expressions
 
 BUILTINS = _names(
     """
-    abs all any bool dict enumerate filter float int isinstance len list map max min print range reversed round set
+    abs all any bool dict enumerate filter float int isinstance len list map max min range reversed round set
     slice sorted str sum tuple zip
     """
 )
@@ -195,7 +197,7 @@ _MEMBERS = {
     "logging": "DEBUG ERROR INFO WARNING",
     "math": "ceil floor inf log pi sqrt",
     "os": "getcwd listdir",
-    "os.path": "basename dirname exists isdir isfile join splitext",
+    "os.path": "abspath basename dirname exists isdir isfile join splitext",
     "pathlib": "Path",
     "scipy.ndimage": "binary_dilation binary_erosion binary_fill_holes gaussian_filter label zoom",
     "numpy": """
@@ -203,19 +205,14 @@ _MEMBERS = {
         float64 floor inf int8 int16 int32 int64 linspace log max maximum mean median min minimum moveaxis nan ones pi
         prod round sqrt squeeze stack std sum transpose uint8 uint16 unique where zeros
         """,
+    "numpy.random": "choice permutation rand randint randn seed shuffle",
     "torch": """
         abs arange argmax bfloat16 bool cat clamp device exp eye float float16 float32 float64 FloatTensor from_numpy
         full half int int8 int16 int32 int64 isnan linspace log long LongTensor max mean min nan_to_num ones permute
-        round sigmoid softmax sqrt squeeze stack std sum tensor Tensor uint8 unsqueeze where zeros
+        rand randn round sigmoid softmax sqrt squeeze stack std sum tensor Tensor uint8 unsqueeze where zeros
         """,
     "torch.cuda": "device_count is_available",
-    "torch.nn": """
-        AdaptiveAvgPool2d BCELoss BCEWithLogitsLoss BatchNorm2d BatchNorm3d Conv2d Conv3d CrossEntropyLoss Dropout
-        Flatten Identity L1Loss LeakyReLU Linear MSELoss ModuleList PReLU ReLU Sequential Sigmoid SmoothL1Loss Softmax
-        Tanh
-        """,
     "torch.nn.functional": "interpolate normalize one_hot pad relu sigmoid softmax",
-    "torch.utils.data": "ConcatDataset Subset TensorDataset",
     "ignite.engine.Events": """
         COMPLETED EPOCH_COMPLETED EPOCH_STARTED ITERATION_COMPLETED ITERATION_STARTED STARTED
         """,
@@ -261,17 +258,53 @@ MODULES = frozenset(
 """What may be imported without a word."""
 WORDED_MODULES = {"torch.distributed": "distributed", "torch.jit": "pickle", "sys": "sys.path"}
 
-METHODS = _names(
-    """
-    append argmax argmin astype attention bool clip copy count cpu data decoder detach device dim double dtype
-    encoder endswith eval exists expand flatten float get glob half head index int is_dir is_file isdigit item items
-    iterdir join keys load_old_state_dict long lower lstrip max mean metrics min name ndim numel numpy output
-    parameters parent permute read read_text replace requires_grad reshape resolve rsplit rstrip set_random_state
-    shape size sort split splitlines squeeze startswith state state_dict std stem step strftime strip suffix sum T
-    title to tolist transforms transpose unsqueeze upper values view zfill
-    """
-)
-"""Attributes and methods of values: of references, of what calls return, of a lambda's arguments."""
+METHODS_OF = {
+    "text": _names(
+        """
+        count endswith find format index isalpha isdigit join lower lstrip partition removeprefix removesuffix replace
+        rfind rpartition rsplit rstrip split splitlines startswith strip title upper zfill
+        """
+    ),
+    "list": _names("append copy count extend index insert pop reverse sort"),
+    "tuple": _names("count index"),
+    "dict": _names("copy get items keys pop setdefault update values"),
+    "set": _names("add copy difference intersection issubset issuperset union update"),
+    "number": _names("imag is_integer real"),
+    "path": _names(
+        """
+        absolute as_posix exists glob is_absolute is_dir is_file iterdir joinpath name parent parents parts read_text
+        relative_to resolve rglob stem suffix suffixes with_name with_suffix
+        """
+    ),
+    "file": _names("close read readline readlines"),
+    "time": _names("date day hour isoformat microsecond minute month second strftime time year"),
+    "tensor": _names(
+        """
+        abs all any argmax argmin array astype bool clamp clip clone contiguous copy cpu cuda cumsum detach device dim
+        double dtype expand flatten flip float half index_select int is_cuda item long max mean median meta min ndim
+        ndimension nonzero numel numpy permute prod repeat requires_grad reshape round shape sigmoid size softmax
+        squeeze std sum swapaxes T t to tolist transpose type type_as unique unsqueeze view
+        """
+    ),
+    "network": _names(
+        """
+        attention bias children classifier cpu cuda decoder double encoder eval fc features float half head
+        load_old_state_dict load_state_dict modules named_children named_parameters parameters state_dict to train
+        weight
+        """
+    ),
+    "device": _names("index type"),
+    "picture": _names("convert crop height mode resize size width"),
+    "component": _names(
+        """
+        attention batch_size data dataset decoder encoder get_last_lr head metrics output param_groups
+        set_random_state state state_dict step transform transforms
+        """
+    ),
+}
+"""What expressions may ask of a value, by the kind of the value; a path can only be looked at, never changed."""
+METHODS = frozenset().union(*METHODS_OF.values())
+"""All of them: what an inspection, which knows no values, lets pass."""
 
 STATEMENT_METHODS = _names(
     """

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import ast
 import re
+import string
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import BUILTINS, MEMBERS, METHODS, STATEMENT_METHODS, WORDED, argument_refused
+from medfl.policy.components import torch_component
 from medfl.policy.imports import Uses, need_word, only_statement
 from medfl.policy.paths import check_id, check_path
 
-_REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them
+REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them
 _PLACEHOLDER = "_reference_"
 _LOCAL = "__local_refs"  # what MONAI puts in the place of references
 _LARGEST = 10**9
+_LONGEST_RANGE = 10**7
+_DEEPEST = 50
 _CONTAINERS = (ast.List, ast.Tuple, ast.Set)
 _OPERATORS = (
-    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.And, ast.Or, ast.Not, ast.USub, ast.UAdd, ast.Eq,
-    ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Is, ast.IsNot, ast.In, ast.NotIn, ast.BitAnd, ast.BitOr,
+    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.And, ast.Or, ast.Not, ast.USub, ast.UAdd,
+    ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Is, ast.IsNot, ast.In, ast.NotIn, ast.BitAnd, ast.BitOr,
     ast.Invert,
 )  # fmt: skip
 
@@ -60,16 +64,64 @@ def check_expression(
     text = text.replace("#", "::")
     if "%::" in text or _PLACEHOLDER in text:
         raise Refused("a macro inside an expression")
-    for reference in _REFERENCE.findall(text):
+    for reference in REFERENCE.findall(text):
         check_id(reference[1:])
-    node = only_statement(_REFERENCE.sub(f"{_PLACEHOLDER}0", text))
+    node = only_statement(REFERENCE.sub(f"{_PLACEHOLDER}0", text))
     if not isinstance(node, ast.Expr):
         raise Refused("a statement where an expression is expected")
+    if _levels(node) > _DEEPEST:
+        raise Refused(f"an expression of more than {_DEEPEST} levels")
     shape = ast.dump(node)
     _Checker(names, words, own_modules, uses, statement).value(node.value, frozenset())
-    evaluated = only_statement(_REFERENCE.sub(lambda match: f"{_LOCAL}['{match[0][1:]}']", text))
+    evaluated = only_statement(REFERENCE.sub(lambda match: f"{_LOCAL}['{match[0][1:]}']", text))
     if ast.dump(_References().visit(evaluated)) != shape:
         raise Refused("a reference inside a text, which MONAI would read as something else")
+
+
+def module_path(node: ast.AST, names: Mapping[str, str]) -> str:
+    """Return the path that a name, or a chain of attributes of one, spells if an import binds it, else ""."""
+    attributes: list[str] = []
+    while isinstance(node, ast.Attribute):
+        attributes.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in names:
+        return ""
+    return ".".join([names[node.id], *reversed(attributes)])
+
+
+def check_format(text: str) -> None:
+    """Check that the fields of a text for `format` name values without reaching into them, and are narrow.
+
+    Raises:
+        Refused: they are not.
+    """
+    try:
+        fields = [part[1:] for part in string.Formatter().parse(text) if part[1] is not None]
+    except ValueError as error:
+        raise Refused("a text whose format cannot be read") from error
+    for name, spec, conversion in fields:
+        if not re.fullmatch(r"\w*", name or "", re.ASCII) or conversion:
+            raise Refused("a text whose format reaches into its values")
+        check_width(spec or "")
+
+
+def check_width(spec: str) -> None:
+    """Check the format of one value, as in `03d`.
+
+    Raises:
+        Refused: it is computed, or more than 999 places wide.
+    """
+    if re.search(r"\d{4}|[{}]", spec):
+        raise Refused("a text with a format of its own")
+
+
+def _levels(node: ast.AST) -> int:
+    deepest, todo = 0, [(node, 0)]
+    while todo:
+        node, level = todo.pop()
+        deepest = max(deepest, level)
+        todo += [(child, level + 1) for child in ast.iter_child_nodes(node)]
+    return deepest
 
 
 class _References(ast.NodeTransformer):
@@ -115,7 +167,7 @@ class _Checker:
             check_path(node.value, absolute=continues)
         elif isinstance(node.value, int | float) and abs(node.value) > _LARGEST:
             raise Refused("a number beyond a thousand million")
-        elif not isinstance(node.value, int | float | None):
+        elif not isinstance(node.value, int | float | None) and node.value is not ...:
             raise Refused(f"a literal of type {type(node.value).__name__}")
 
     def _name(self, node: ast.Name, local: frozenset[str]) -> None:
@@ -125,9 +177,9 @@ class _Checker:
             if node.id != f"{_PLACEHOLDER}0":
                 raise Refused("text that runs into a reference")
             self.uses.uses["reference"] += 1
-        elif node.id in self.names and node.id not in local:
+        elif node.id in self.names:
             self._member(self.names[node.id])
-        elif node.id not in local and node.id not in BUILTINS:
+        elif node.id not in local and node.id not in BUILTINS and not (self.statement and node.id == "print"):
             raise Refused(f"the name {printable(node.id)}")
 
     def _member(self, path: str) -> None:
@@ -136,34 +188,26 @@ class _Checker:
             need_word("scripts", path, self.words, self.uses)
         elif path in WORDED:
             need_word(WORDED[path], path, self.words, self.uses)
-        elif path not in MEMBERS:
+        elif path not in MEMBERS and torch_component(path) is None:
             raise Refused(f"{printable(path)}, which is not on the list")
         self.uses.uses[path] += 1
 
     def _attribute(self, node: ast.Attribute, local: frozenset[str]) -> None:
-        path = self._path(node, local)
+        path = module_path(node, self.names)
         if path:
             self._member(path)
             return
-        if node.attr not in (METHODS | STATEMENT_METHODS if self.statement else METHODS):
+        own = bool(self.own_modules) and "scripts" in self.words and not node.attr.startswith("_")
+        if not own and node.attr not in (METHODS | STATEMENT_METHODS if self.statement else METHODS):
             raise Refused(f"the attribute .{printable(node.attr)}, which is not on the list")
+        if node.attr == "format":
+            if not isinstance(node.value, ast.Constant) or not isinstance(node.value.value, str):
+                raise Refused("the format of a text that is computed")
+            check_format(node.value.value)
         if node.attr == "replace" and self.calls is not node:
             raise Refused("a replace() that is handed on")  # a path's would move a file
         self.value(node.value, local)
         self.uses.uses[f".{node.attr}"] += 1
-
-    def _path(self, node: ast.AST, local: frozenset[str]) -> str:
-        """Return the path that a chain of attributes of a module spells, "" for one of a value."""
-        attributes: list[str] = []
-        while isinstance(node, ast.Attribute):
-            attributes.append(node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name) or node.id in local or node.id not in self.names:
-            return ""
-        base = self.names[node.id]
-        if base in MEMBERS and ".".join([base, *reversed(attributes)]) not in MEMBERS:
-            return ""  # a function or class that was imported by name: its attributes are those of a value
-        return ".".join([base, *reversed(attributes)])
 
     # Calls
 
@@ -173,6 +217,8 @@ class _Checker:
             (self._open if called.id == "open" else self._setattr)(node)
         elif isinstance(called, ast.Name):
             self._name(called, local)
+            if called.id == "range" and any(type(n := _literal(a)) is int and n > _LONGEST_RANGE for a in node.args):
+                raise Refused(f"a range beyond {_LONGEST_RANGE}")
             if called.id in BUILTINS and called.id not in local:
                 self.uses.uses[called.id] += 1
         elif isinstance(called, ast.Attribute | ast.Call):
@@ -205,7 +251,7 @@ class _Checker:
         self.uses.uses["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
 
     def _setattr(self, node: ast.Call) -> None:
-        target = self._path(node.args[0], frozenset()) if node.args else ""
+        target = module_path(node.args[0], self.names) if node.args else ""
         rest = [_literal(argument) for argument in node.args[1:]]
         switches = ("benchmark", "deterministic")
         harmless = target == "torch.backends.cudnn" and len(rest) == 2 and rest[0] in switches and type(rest[1]) is bool
@@ -219,6 +265,11 @@ class _Checker:
 
     def _binop(self, node: ast.BinOp, local: frozenset[str]) -> None:
         self._operator(node.op)
+        if isinstance(node.op, ast.Pow):
+            exponent = _literal(node.right)
+            nested = any(isinstance(each, ast.Pow) for each in ast.walk(node.right))
+            if nested or (isinstance(exponent, int | float) and exponent > 100):
+                raise Refused("a power that grows without bound")
         self.value(node.left, local)
         after = isinstance(node.op, ast.Add) and not isinstance(node.left, ast.Constant)
         self.value(node.right, local, continues=after)
@@ -259,8 +310,7 @@ class _Checker:
     def _joinedstr(self, node: ast.JoinedStr, local: frozenset[str]) -> None:
         for index, part in enumerate(node.values):
             if isinstance(part, ast.FormattedValue):
-                if part.format_spec is not None or part.conversion != -1:
-                    raise Refused("a text with a format of its own")
+                check_width("{}" if part.conversion != -1 else _spec(part))
                 self.value(part.value, local)
             else:
                 self.value(part, local, continues=index > 0)
@@ -268,8 +318,9 @@ class _Checker:
 
     def _lambda(self, node: ast.Lambda, local: frozenset[str]) -> None:
         given = node.args
-        if given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs or given.defaults:
+        if given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs:
             raise Refused("a lambda with more than plain arguments")
+        self.all(given.defaults, local)
         self.uses.uses["lambda"] += 1
         self.value(node.body, local | self._bound(argument.arg for argument in given.args))
 
@@ -300,6 +351,12 @@ class _Checker:
             if name in self.names or name in ("open", "setattr") or name.startswith(_PLACEHOLDER):
                 raise Refused(f"an argument that takes the name {printable(name)}")
         return bound
+
+
+def _spec(part: ast.FormattedValue) -> str:
+    """Return the literal format of a value in a text; "{" stands for one that is computed."""
+    parts = part.format_spec.values if isinstance(part.format_spec, ast.JoinedStr) else []
+    return "".join(str(each.value) if isinstance(each, ast.Constant) else "{" for each in parts)
 
 
 def _literal(node: ast.AST) -> object:

@@ -11,7 +11,14 @@ from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.policy import WORDS, Policy
 
-_ADVICE = "have it changed, or allow it by a word of the policy where the line names one (docs/deploy.md)"
+NOT_LISTED = (
+    "a bundle runs nothing that is not listed",
+    "have it changed; if its author may run code here with your rights, give --trust; a site's policy can allow single "
+    "words (docs/security.md)",
+)
+"""The last two parts of an error about something that a bundle may not do."""
+_REPAIR = "a configuration is JSON or YAML with keys and values", "repair the file"
+UNREADABLE = "where a configuration is keys and values"
 LEAVES = (
     "tensors and numbers that the method sends: the network's weights and, with some methods, class counts, class "
     "means or answers to public images (medfl methods NAME)",
@@ -83,7 +90,8 @@ class Inspection:
             count = len(self.refusals)
             more = "" if count == 1 else f" (and {count - 1} more)"
             refused = f"bundle {printable(self.bundle)!r} is refused: {self.refusals[0]}{more}"
-            raise InputError(refused.replace(";", ","), "nothing unknown runs at a site", _ADVICE)
+            broken = self.refusals[0].why.endswith(UNREADABLE) or self.refusals[0].why.startswith("not valid")
+            raise InputError(refused.replace(";", ","), *(_REPAIR if broken else NOT_LISTED))
 
     def refuse(self, file: str, id_: str, why: object) -> None:
         """Note that something is refused, and where."""

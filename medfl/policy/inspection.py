@@ -19,9 +19,11 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Plain, Refused, check_visible, printable
-from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused, target_allowed
+from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused
 from medfl.policy.bundle_files import BundleFiles
+from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
+from medfl.policy.findings import UNREADABLE
 from medfl.policy.findings import Inspection as Inspection
 from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
 from medfl.policy.paths import check_id, check_path
@@ -135,7 +137,7 @@ class _Inspector:
 
     def _configuration(self, file: str, content: Plain, places: list[tuple[_Place, Plain]]) -> None:
         if not isinstance(content, dict):
-            self.inspection.refuse(file, "", f"a {type(content).__name__}, where a configuration is keys and values")
+            self.inspection.refuse(file, "", f"a {type(content).__name__}, {UNREADABLE}")
             return
         stem = PurePosixPath(file).stem
         if stem in ("train", "inference", "evaluate") and "dataset_dir" in content:
@@ -198,8 +200,8 @@ class _Inspector:
             raise Refused(f"a _target_ of type {type(node).__name__}")
         if node.split(".")[0] in self.own_modules and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII) and "__" not in node:
             self.inspection.need(self.policy, "scripts", node)
-        elif not target_allowed(node):
-            raise Refused(f"_target_ {printable(node)!r}, which is not on the list")
+        else:
+            component(node)
         self.inspection.targets[node] += 1
 
     def _component(self, node: dict[Any, Any]) -> None:

@@ -67,6 +67,8 @@ class Policy:
     files: Mapping[str, str] | None = None
     """path below the bundle's folder -> sha256; None: not pinned"""
     outbound: Outbound = field(default_factory=Outbound)
+    trusted: bool = False
+    """the user's own word for this process (`--trust`), which no file can say: bundles run uninspected"""
 
     @classmethod
     def read(cls, path: Path) -> Policy:

@@ -1,0 +1,98 @@
+"""MONAI's parser under guard: components are the listed objects themselves, expressions are evaluated by `policy`.
+
+MONAI's own parser calls what a name leads to and evaluates expressions with `eval`. Here the same items of a
+configuration are made of what was checked: a `_target_` becomes the object that `policy.components` found, and each `$`
+expression goes through `policy.evaluate`. A bundle that the user trusts (`--trust`) is parsed by MONAI alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from monai.bundle import ConfigComponent, ConfigExpression, ConfigItem, ConfigParser, ReferenceResolver
+
+from medfl.core.untrusted import Refused
+from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, WRITERS, argument_refused, without_ending
+from medfl.policy.components import component
+from medfl.policy.evaluate import Evaluator
+from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
+from medfl.policy.policy import Policy
+
+
+def guarded_parser(
+    content: Mapping[str, Any], policy: Policy, own_modules: frozenset[str], roots: Sequence[Path]
+) -> ConfigParser:
+    """Return a parser of a configuration that makes and evaluates only what is listed.
+
+    Args:
+        content: the configuration, which the parser takes over.
+        policy: its words widen what is listed; a trusted bundle is parsed by MONAI alone.
+        own_modules: top-level modules of the bundle's own Python.
+        roots: folders that expressions may look into.
+
+    Raises:
+        Refused: an import that is not listed.
+    """
+    parser = ConfigParser(content)
+    if not policy.trusted:
+        names = dict(DEFAULT_NAMES)
+        for text in content.get("imports", []):
+            names |= imported(str(text)[1:], policy.allow, own_modules, Uses())
+        parser.ref_resolver = _Resolver(Evaluator(names, policy.allow, own_modules, roots))
+    return parser
+
+
+class _Resolver(ReferenceResolver):
+    """Takes guarded items in the place of MONAI's own."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        super().__init__()
+        self._evaluator = evaluator
+
+    def add_item(self, item: ConfigItem) -> None:
+        if isinstance(item, ConfigExpression):
+            item = _Expression(item.get_config(), item.get_id(), self._evaluator)
+        elif isinstance(item, ConfigComponent):
+            item = _Component(item.get_config(), item.get_id(), self._evaluator)
+        super().add_item(item)
+
+
+class _Expression(ConfigExpression):
+    def __init__(self, config: Any, id_: str, evaluator: Evaluator) -> None:
+        super().__init__(config, id_)
+        self._text, self._evaluator = str(config)[len(self.prefix) :], evaluator
+
+    def evaluate(self, globals: dict[str, Any] | None = None, locals: dict[str, Any] | None = None) -> Any:
+        if globals is None:  # an import: the parser has read its name
+            return self._text
+        return self._evaluator.evaluate(self._text, globals[ReferenceResolver._vars])
+
+
+class _Component(ConfigComponent):
+    def __init__(self, config: Any, id_: str, evaluator: Evaluator) -> None:
+        super().__init__(config, id_)
+        self._target, self._evaluator = config["_target_"], evaluator
+
+    def instantiate(self, **named: Any) -> object:
+        if self.is_disabled():
+            return None
+        target, config = str(self._target), self.get_config()
+        own = target.partition(".")[0] in self._evaluator.own_modules
+        found = self._evaluator.member(target) if own else component(target)
+        name = found.__name__
+        if without_ending(name) in WRITERS:
+            raise Refused(f"{name} writes files, and is never made here")
+        if config.get("_mode_", "default") != "default":
+            raise Refused(f"_mode_ of {name}, where only 'default' is")
+        arguments = {**self.resolve_args(), **named}
+        if name in WEIGHTS_OF_THEIR_OWN and arguments.get("pretrained", True) not in (False, None):
+            raise Refused(f"{name} without 'pretrained: false', which would fetch weights")
+        for key, value in arguments.items():
+            if why := argument_refused(key, value):
+                raise Refused(why)
+        try:
+            return found(**arguments)
+        except Exception as error:
+            raise RuntimeError(f"{name} cannot be made with {', '.join(arguments) or 'nothing'}") from error

@@ -1,0 +1,45 @@
+"""Admission: every bundle that is opened passes here, whoever names it: the user, a method's options, a teacher, a job.
+
+A bundle that does not ship is inspected under the policy in force, and refused as a whole where anything in it is. The
+user may trust bundles for the life of this process (`--trust`); that is said, once for each, with what was refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from medfl.policy.inspection import inspect
+from medfl.policy.policy import Policy
+
+_in_force = Policy()
+_said: set[Path] = set()
+
+
+def in_force() -> Policy:
+    """Return the policy of this process, which the processes that it forks inherit."""
+    return _in_force
+
+
+def enforce(policy: Policy) -> None:
+    """Have bundles opened from now on under this policy, where no other is given."""
+    global _in_force
+    _in_force = policy
+
+
+def admit(folder: Path, policy: Policy) -> None:
+    """Inspect a bundle before anything of it is evaluated.
+
+    Raises:
+        InputError: something in it is refused, and the user does not trust it; names the first refusal.
+    """
+    inspection = inspect(folder, policy)
+    if not policy.trusted:
+        inspection.require()
+    elif inspection.refusals and folder not in _said:
+        _said.add(folder)
+        count = len(inspection.refusals)
+        sys.stderr.write(
+            f"--trust: bundle {inspection.bundle} runs code with your rights: it may read, change and send any file "
+            f"that you may; inspection refuses {count} of its lines, the first {inspection.refusals[0]}\n"
+        )

@@ -1,0 +1,306 @@
+"""Evaluate a configuration's `$` expressions under guard: what a value may be asked for depends on what the value is.
+
+An expression is checked as text first (`expressions`). Then each look-up of an attribute, each call, each operation
+that can grow without bound and each text with values becomes a call of a guard here; the rest is Python's own. A tensor
+may be reshaped, a text replaced, a path only looked at, and only below the folders that the bundle may read. Names of
+modules stand for the listed objects themselves. Nothing else is in reach: no builtins, no modules, no frames.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import datetime
+import functools
+import importlib
+import inspect
+import io
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from types import BuiltinMethodType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from PIL.Image import Image
+from torch import nn
+
+from medfl.core.untrusted import Refused, printable
+from medfl.policy.allowed import BUILTINS, MEMBERS, METHODS_OF, WORDED, argument_refused
+from medfl.policy.components import torch_component
+from medfl.policy.expressions import REFERENCE, check_expression, check_format, check_width, module_path
+from medfl.policy.imports import Uses, only_statement
+
+_LARGEST = 10**8
+"""Items of a text, list or array that one operation may make."""
+_KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (str, "text"), (list, "list"), (tuple, "tuple"), (dict, "dict"), ((set, frozenset), "set"),
+    ((bool, int, float), "number"), (PurePath, "path"), (io.IOBase, "file"),
+    ((datetime.date, datetime.time), "time"), ((torch.Tensor, np.ndarray, np.generic), "tensor"),
+    (nn.Module, "network"), (torch.device, "device"), (Image, "picture"),
+)  # fmt: skip
+_PACKAGES = ("monai", "torch", "numpy", "ignite", "medfl", "scipy")
+"""Whose classes and functions may be called, and whose objects are components."""
+_READS_PATH = {"exists", "glob", "is_dir", "is_file", "iterdir", "read_text", "rglob"}
+_PATH_FUNCTIONS = frozenset(
+    {
+        "glob.glob", "os.listdir", "os.path.exists", "os.path.isdir", "os.path.isfile",
+        "monai.data.load_decathlon_datalist",
+    }
+)  # fmt: skip
+"""Members whose first argument is a place that they look at."""
+
+
+@dataclass
+class Evaluator:
+    """Evaluates the expressions of one bundle.
+
+    Args:
+        names: what its imports bind, and the paths that they stand for.
+        words: of the policy.
+        own_modules: top-level modules of its own Python.
+        roots: the folders that it may look into.
+    """
+
+    names: Mapping[str, str]
+    words: Collection[str] = ()
+    own_modules: Collection[str] = ()
+    roots: Collection[Path] = ()
+    _members: dict[str, Any] = field(default_factory=dict)
+
+    def evaluate(self, text: str, references: Mapping[str, Any]) -> Any:
+        """Return what an expression, given without its `$`, stands for.
+
+        Args:
+            text: the expression.
+            references: what ids stand for, their parts joined by `::`.
+
+        Raises:
+            Refused: it does something that is not listed.
+        """
+        check_expression(text, self.names, self.words, self.own_modules, Uses())
+        ids: list[str] = []
+
+        def placeholder(match: re.Match[str]) -> str:
+            ids.append(match[0][1:])
+            return f"_reference_{len(ids) - 1}"
+
+        node = only_statement(REFERENCE.sub(placeholder, text.replace("#", "::")))
+        assert isinstance(node, ast.Expr)
+        guarded = ast.fix_missing_locations(ast.Expression(_Guards(self.names).visit(node.value)))
+        values = {f"_reference_{index}": references[key] for index, key in enumerate(ids)}
+        return eval(compile(guarded, "<expression>", "eval"), {**self._builtins, **values})
+
+    @functools.cached_property
+    def _builtins(self) -> dict[str, Any]:
+        plain = {name: getattr(builtins, name) for name in BUILTINS}
+        return {
+            **plain,
+            "range": _bounded_range,
+            "open": self._open,
+            "setattr": setattr,  # the check of the text wants a word for it
+            "__builtins__": {},
+            "__name__": __name__,
+            "_member": self.member,
+            "_attribute": self._attribute,
+            "_call": self._call,
+            "_operate": _operate,
+            "_formatted": _formatted,
+        }
+
+    def member(self, path: str) -> Any:
+        """Return the listed object, or the one of the bundle's own Python, that a path of names stands for."""
+        if path not in self._members:
+            own = path.partition(".")[0] in self.own_modules
+            listed = path in MEMBERS or WORDED.get(path) in self.words or (own and "scripts" in self.words)
+            found = _located(path) if listed else torch_component(path)
+            if found is None:
+                raise Refused(f"{printable(path)}, which is not on the list")
+            self._members[path] = self._looks_inside(found) if path in _PATH_FUNCTIONS else found
+        return self._members[path]
+
+    # Guards
+
+    def _attribute(self, value: Any, name: str) -> Any:
+        if not self._allows(value, name):
+            kind = _kind(value) or f"a {type(value).__name__}"
+            raise Refused(f"the attribute .{printable(name)} of {kind}, which is not on the list")
+        if isinstance(value, Path) and name in _READS_PATH:
+            self._check_place(value)
+        if isinstance(value, Path) and name in ("glob", "rglob"):
+            return self._looks_inside(getattr(value, name), value)
+        if isinstance(value, str) and name == "format":
+            return functools.partial(_format, value)
+        return getattr(value, name)
+
+    def _allows(self, value: Any, name: str) -> bool:
+        kind = _kind(value)
+        if kind == "network" and not name.startswith("_"):
+            return name in METHODS_OF[kind] or name in {*value._modules, *value._parameters, *value._buffers}
+        if kind:
+            return name in METHODS_OF[kind]
+        if self._is_own(type(value)) or self._is_own(value):
+            return not name.startswith("_")
+        of_component = type(value).__module__.partition(".")[0] in _PACKAGES
+        return of_component and not isinstance(value, type) and name in METHODS_OF["component"]
+
+    def _is_own(self, value: object) -> bool:
+        module = getattr(value, "__module__", None) or ""
+        return "scripts" in self.words and str(module).partition(".")[0] in self.own_modules
+
+    def _call(self, function: Any, *arguments: Any, **named: Any) -> Any:
+        if not self._callable(function):
+            raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
+        for name, value in named.items():
+            if why := argument_refused(name, value):
+                raise Refused(why)
+        return function(*arguments, **named)
+
+    def _callable(self, function: Any) -> bool:
+        if any(function is member for member in self._members.values()) or self._is_own(function):
+            return True
+        if isinstance(function, functools.partial):
+            return self._callable(function.func) or function.func is _format
+        if isinstance(function, BuiltinMethodType | MethodType) and function.__self__ is not builtins:
+            owner = function.__self__
+            return owner is self or self._allows(owner, function.__name__) or self._is_own(type(owner))
+        if function in (_bounded_range, setattr) or any(function is getattr(builtins, name) for name in BUILTINS):
+            return True
+        of = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)
+        return str(getattr(of, "__module__", None)).partition(".")[0] in _PACKAGES or self._is_own(of)
+
+    def _looks_inside(self, function: Callable[..., Any], folder: Path | None = None) -> Callable[..., Any]:
+        """Return a function that looks at the place that its first argument names, below a folder if one is given."""
+
+        def look(place: Any = ".", *arguments: Any, **named: Any) -> Any:
+            self._check_place(place if folder is None else folder / str(place))
+            return function(place, *arguments, **named)
+
+        return look
+
+    def _open(self, path: Any, mode: str = "r", **named: Any) -> Any:
+        if "open" not in self.words:
+            if mode not in ("r", "rb", "rt") or set(named) - {"encoding", "newline"}:
+                raise Refused("open() for writing, for which the policy has to allow 'open'")
+            self._check_place(path)
+            content = Path(path).read_bytes()  # nobody would close the file
+            return (
+                io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode(named.get("encoding") or "utf-8"))
+            )
+        return open(path, mode, **named)
+
+    def _check_place(self, place: Any) -> None:
+        """Refuse to look at a place that is not below the bundle's folder, its data, or what the user named."""
+        if "paths" in self.words:
+            return
+        if not isinstance(place, str | PurePath):
+            raise Refused(f"a {type(place).__name__} as a path")
+        path = Path(os.path.abspath(place))
+        if not any(path.is_relative_to(root) for root in self.roots):
+            raise Refused(f"the path {printable(place)}, which is neither below the bundle nor below its data")
+
+
+class _Guards(ast.NodeTransformer):
+    """Puts guards where an expression looks up attributes, calls, multiplies and writes values into text."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id not in self._names:
+            return node
+        return _guard("_member", ast.Constant(self._names[node.id]))
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        path = module_path(node, self._names)
+        if path:
+            return _guard("_member", ast.Constant(path))
+        return _guard("_attribute", self.visit(node.value), ast.Constant(node.attr))
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return ast.Call(ast.Name("_call", ast.Load()), [node.func, *node.args], node.keywords)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if type(node.op).__name__ not in _GROWING:
+            return node
+        return _guard("_operate", ast.Constant(type(node.op).__name__), node.left, node.right)
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
+        self.generic_visit(node)
+        spec = node.format_spec or ast.Constant("")
+        return ast.FormattedValue(_guard("_formatted", node.value, spec), -1, None)
+
+
+def _guard(name: str, *arguments: Any) -> ast.expr:
+    return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
+
+
+def _kind(value: object) -> str:
+    return next((kind for types, kind in _KINDS if isinstance(value, types)), "")
+
+
+def _located(path: str) -> Any:
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[end:]:
+            found = getattr(found, name)
+        return found
+    raise Refused(f"{printable(path)}, which is not installed")
+
+
+# Operations whose result can be large
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    large = isinstance(base, int) and isinstance(exponent, int) and abs(exponent) * max(base.bit_length(), 1) > 1000
+    if large:
+        raise Refused("a power of more than 1000 binary digits")
+    return base**exponent
+
+
+def _times(left: Any, right: Any) -> Any:
+    for sequence, count in ((left, right), (right, left)):
+        if isinstance(sequence, str | list | tuple) and isinstance(count, int) and len(sequence) * count > _LARGEST:
+            raise Refused(f"a repetition to more than {_LARGEST} items")
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > 1000:
+        raise Refused("a number of more than 1000 binary digits")
+    return left * right
+
+
+def _remainder(left: Any, right: Any) -> Any:
+    if isinstance(left, str) and re.search(r"\d{4}|\*", left):
+        raise Refused("a text with a format of more than 999 places")
+    return left % right
+
+
+_GROWING: dict[str, Callable[[Any, Any], Any]] = {"Mult": _times, "Pow": _power, "Mod": _remainder}
+
+
+def _operate(operator: str, left: Any, right: Any) -> Any:
+    return _GROWING[operator](left, right)
+
+
+def _bounded_range(*bounds: Any) -> range:
+    found = range(*bounds)
+    if max(abs(found.start), abs(found.stop)) > _LARGEST:
+        raise Refused(f"a range beyond {_LARGEST}")
+    return found
+
+
+def _formatted(value: Any, spec: str = "") -> str:
+    check_width(spec)
+    return format(value, spec) if spec else str(value)
+
+
+def _format(text: str, *values: Any, **named: Any) -> str:
+    check_format(text)
+    return text.format(*values, **named)

@@ -1,0 +1,244 @@
+"""Expressions under guard: what a value may be asked for depends on what it is, and nothing else is in reach."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medfl.bundle.configuration import Configuration
+from medfl.core.errors import InputError
+from medfl.core.untrusted import Refused
+from medfl.policy.evaluate import Evaluator
+from medfl.policy.imports import DEFAULT_NAMES
+from medfl.policy.policy import Policy
+
+NAMES = {**DEFAULT_NAMES, "os": "os", "glob": "glob", "json": "json", "pathlib": "pathlib", "Path": "pathlib.Path"}
+NAMES |= {"partial": "functools.partial", "math": "math"}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    """A bundle's folder with a file, and a secret and a victim outside of it."""
+    inside, outside = tmp_path / "bundle", tmp_path / "outside"
+    for folder in (inside, outside):
+        folder.mkdir()
+        (folder / "note.txt").write_text(folder.name)
+    return {"inside": inside, "outside": outside}
+
+
+def evaluated(text: str, places: dict[str, Path], words: frozenset[str] = frozenset(), /, **references: Any) -> Any:
+    return Evaluator(NAMES, words, (), (places["inside"],)).evaluate(text, references)
+
+
+HARMLESS: dict[str, Any] = {
+    "1 + 2 * 3": 7,
+    "[x ** 2 for x in range(3)]": [0, 1, 4],
+    "sum(x for x in @numbers if x > 1)": 5,
+    "{k: v for k, v in zip('ab', @numbers)}": {"a": 1, "b": 2},
+    "f'{@first:03d}-{math.pi:.2f}'": "001-3.14",
+    "'{}/{name}'.format(1, name='x')": "1/x",
+    "'%03d' % 7": "007",
+    "map(lambda x, y=2: x * y, @numbers)": [2, 4, 6],
+    "partial(max, 3)(4)": 4,
+    "@tensor[..., 0].tolist()": [0.0, 2.0],
+    "@tensor.reshape(-1).numpy().astype(np.int64).tolist()": [0, 1, 2, 3],
+    "torch.where(@tensor > 1, 1, 0).sum().item()": 2,
+    "@text.replace('a', 'b').upper()": "BBC",
+    "'x'.join(sorted(@text))": "axbxc",
+    "@network.weight.shape[0]": 3,
+    "len(list(@network.parameters()))": 2,
+    "torch.optim.SGD(@network.parameters(), lr=0.1).param_groups[0]['lr']": 0.1,
+    "1 if @numbers else 2": 1,
+    "[{**entry, 'id': n} for n, entry in enumerate([{'a': 1}])]": [{"a": 1, "id": 0}],
+    "Path('a').joinpath('b').with_suffix('.txt').name": "b.txt",
+    "os.path.splitext(os.path.basename('a/b.nii.gz'))[0]": "b.nii",
+    "map(lambda n: n % 2, @numbers)": [1, 0, 1],
+    "isinstance(@text, str) and not isinstance(@text, list)": True,
+}
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_what_bundles_do_gives_what_python_gives(text: str, places: dict[str, Path]) -> None:
+    values: dict[str, Any] = {"numbers": [1, 2, 3], "first": 1, "text": "aac" if "replace" in text else "abc"}
+    values |= {"tensor": torch.arange(4.0).reshape(2, 2), "network": torch.nn.Linear(2, 3)}
+    found = evaluated(text, places, **values)
+    assert (list(found) if isinstance(found, map) else found) == HARMLESS[text]
+
+
+MOVES = (
+    "[p.replace(q) for p, q in [(@victim, @target)]]",
+    "[p.replace(q, q) for p, q in [(@victim, @target)]]",
+    "[pathlib.Path.replace(p, q) for p, q in [(@victim, @target)]]",
+    "[Path.replace(p, q) for p, q in [(@victim, @target)]]",
+    "@victim.replace(@target, '')",
+    "(lambda p: p.replace('a', 'b'))(@victim)",
+    "list(map(lambda p: p.rename(@target), [@victim]))",
+    "@victim.write_text('x')", "@victim.unlink()", "@victim.touch()", "@victim.chmod(0)", "@victim.open('w')",
+    "@victim.symlink_to(@target)", "@victim.parent.rmdir()", "@victim.parent.mkdir()",
+    "open(@victim, 'w')", "open(@victim, 'a')", "open(@text, mode=@mode)",
+    "partial(open, @victim)('w')", "[o(@victim, 'w') for o in [open]]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MOVES)
+def test_no_file_is_moved_written_or_removed(text: str, places: dict[str, Path]) -> None:
+    """By a variable, by an import of the class, by reference, handed on: version 0.6.0 let some through."""
+    victim, target = places["inside"] / "note.txt", places["inside"] / "moved.txt"
+    before = sorted((path, path.stat().st_mtime_ns) for path in places["inside"].parent.rglob("*"))
+    with pytest.raises((Refused, TypeError)):
+        evaluated(text, places, victim=victim, target=target, text=str(victim), mode="w")
+    assert sorted((path, path.stat().st_mtime_ns) for path in places["inside"].parent.rglob("*")) == before
+
+
+LOOKS = (
+    "@place.exists()", "list(@place.glob('*'))", "list(@place.iterdir())", "(@place / 'note.txt').read_text()",
+    "os.listdir(@text)", "glob.glob(@text + '/*')", "os.path.exists(@text)", "open(@text + '/note.txt').read()",
+    "json.load(open(@text + '/note.txt'))", "monai.data.load_decathlon_datalist(@text + '/note.txt')",
+    "Path(@text, 'note.txt').read_text()", "list(map(os.listdir, [@text]))", "[f(@text) for f in [os.listdir]]",
+    "list(map(glob.glob, [@text]))", "partial(os.listdir)(@text)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LOOKS)
+def test_only_the_bundle_and_its_data_are_looked_into(text: str, places: dict[str, Path]) -> None:
+    for place in (places["outside"], places["inside"] / ".." / "outside"):
+        with pytest.raises(Refused, match="neither below the bundle nor"):
+            evaluated(text, places, place=place, text=str(place))
+    inside = {"place": places["inside"], "text": str(places["inside"])}
+    if "json" in text or "decathlon" in text:
+        with pytest.raises((json.JSONDecodeError, ValueError)):
+            evaluated(text, places, **inside)
+    else:
+        assert evaluated(text, places, **inside) or "exists" in text
+    assert evaluated("os.path.exists(@text)", places, frozenset({"paths"}), text="/")
+
+
+NOT_IN_REACH = (
+    "@network.forward.func_globals", "@network.register_buffer('a', @tensor)", "@tensor.storage()",
+    "@tensor.numpy().ctypes", "@tensor.numpy().tofile('x')", "@tensor.numpy().dump('x')",
+    "@engine.save('x')", "@text.encode()", "@function.func",
+    "(lambda: 1).func_code", "(x for x in [1]).gi_frame", "@numbers.sort.self", "torch.save(@tensor, 'x')",
+    "np.load('x.npy')", "np.save('x', @tensor)", "@tensor.apply_(print)", "@module.system('true')", "@function('true')",
+    "[f('true') for f in [@function]]", "print(@text)", "@network.apply(@function)", "type(@text)",
+    "getattr(@text, 'x')", "@place.absolute().chmod(0)",
+    "torch.hub.load('a', 'b')", "monai.bundle.run()", "os.system('true')", "__import__('os')", "@numbers.clear()",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NOT_IN_REACH)
+def test_what_is_not_listed_is_out_of_reach(
+    text: str, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"network": torch.nn.Linear(2, 3), "tensor": torch.ones(2), "text": "abc", "numbers": [1]}
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Refused):
+        evaluated(text, places, **values, place=tmp_path, engine=object(), module=os, function=os.system)
+
+
+GROWS = (
+    "'a' * 10 ** 9", "[0] * (10 ** 5) * (10 ** 5)", "2 ** 2 ** 20", "@large ** @large", "range(10 ** 12)",
+    "list(range(99999999999))", "f'{1:99999}'", "f'{1:{@large}}'", "'%99999d' % 1", "'%*d' % (10 ** 9, 1)",
+    "'{:99999}'.format(1)", "'{:{}}'.format(1, @large)", "'{0.real}'.format(1)", "'{0[a]}'.format({})",
+    "[f.format(1) for f in ['{:99999}']]", "1 << 99999", "--" * 5 + "1" if False else "-" * 900 + "1",
+    "[" * 60 + "]" * 60, "(" * 60 + "1" + ")" * 60 + "".join(f"[{n}]" for n in range(60)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", GROWS)
+def test_what_grows_without_bound_is_refused(text: str, places: dict[str, Path]) -> None:
+    with pytest.raises(Refused):
+        evaluated(text, places, large=10**6)
+
+
+def test_a_lambda_is_guarded_when_it_is_called(places: dict[str, Path]) -> None:
+    move = evaluated("lambda p: p.replace('a', 'b')", places)
+    assert move("cat") == "cbt"
+    with pytest.raises(Refused, match=r"\.replace of path"):
+        move(places["inside"] / "note.txt")
+    transform = evaluated("lambda x: np.where(x == 4, 3, x).astype(np.uint8)", places)
+    assert transform(np.array([4, 1])).tolist() == [3, 1]
+
+
+def test_arguments_are_checked_by_what_they_are(places: dict[str, Path]) -> None:
+    for text in ("np.array(@x, allow_pickle=@yes)", "torch.tensor(1, weights_only=@no)", "dict(reader=@name)"):
+        with pytest.raises(Refused, match="argument"):
+            evaluated(text, places, x=[1], yes=True, no=False, name="os.mkdir")
+
+
+# Through MONAI's parser
+
+
+def configuration(folder: Path, content: dict[str, Any], policy: Policy | None = None) -> Configuration:
+    """Read a configuration that no inspection has seen."""
+    (folder / "configs").mkdir(parents=True, exist_ok=True)
+    file = folder / "configs" / "train.json"
+    file.write_text(json.dumps(content))
+    return Configuration(folder, [file], {}, {}, torch.device("cpu"), policy or Policy())
+
+
+CODE = "__import__('pathlib').Path('MARK').touch()"
+
+RUNS: dict[str, dict[str, Any]] = {
+    "a path through a module of a module": {
+        "_target_": "monai.transforms.transform.torch._higher_order_ops.triton_kernel_wrap.sympy.Lambda",
+        "signature": "x", "expr": CODE,
+    },
+    "another package's class by a listed name": {"_target_": "monai.losses.perceptual.torchvision.models.resnet18"},
+    "a module's function": {"_target_": "os.mkdir", "path": "MARK"},
+    "a reference as a target": {"_target_": "@name"},
+    "a function as a target": {"_target_": "$@name"},
+    "a reader by reference": {"_target_": "LoadImage", "reader": "@name"},
+    "weights by default": {"_target_": "EfficientNetBN", "model_name": "efficientnet-b0"},
+    "weights by reference": {"_target_": "DenseNet121", "spatial_dims": 2, "pretrained": "@yes"},
+    "another mode": {"_target_": "Dataset", "data": [], "_mode_": "debug"},
+    "a writer": {"_target_": "CheckpointSaver", "save_dir": "MARK", "save_dict": {}},
+    "a writer that is required first": {
+        "_target_": "Dataset", "data": [],
+        "_requires_": [{"_target_": "TensorBoardStatsHandler", "log_dir": "MARK"}],
+    },
+    "an expression that is required first": {"_target_": "Dataset", "data": [], "_requires_": ["$" + CODE]},
+    "an expression that disables": {"_target_": "Dataset", "data": [], "_disabled_": "$" + CODE},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_is_made_that_is_not_listed_even_without_an_inspection(name: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    node = json.loads(json.dumps(RUNS[name]).replace("MARK", str(mark)))
+    config = configuration(tmp_path / "bundle", {"x": node, "name": "os.mkdir", "yes": True})
+    with pytest.raises(InputError, match="id 'x") as caught:
+        config.content("x")
+    assert "not listed" in str(caught.value)
+    assert not mark.exists()
+
+
+def test_the_data_folder_may_be_looked_into_wherever_it_lies(places: dict[str, Path]) -> None:
+    content = {"imports": ["$import os"], "dataset_dir": "none", "x": "$sorted(os.listdir(@dataset_dir))"}
+    config = configuration(places["inside"], content)
+    with pytest.raises(InputError, match="neither below the bundle nor"):
+        config.content("x")
+    config.override({"dataset_dir": str(places["outside"])})
+    assert config.content("x") == ["note.txt"]
+
+
+def test_a_trusted_bundle_is_monai_s_own_affair(tmp_path: Path) -> None:
+    content = {"x": "$" + CODE.replace("MARK", str(tmp_path / "mark"))}
+    config = configuration(tmp_path / "bundle", content, Policy(trusted=True))
+    config.content("x")
+    assert (tmp_path / "mark").exists()
+
+
+def test_the_word_scripts_lets_a_bundle_s_own_python_run(tmp_path: Path) -> None:
+    root = tmp_path / "bundle"
+    (root / "mine").mkdir(parents=True)
+    (root / "mine" / "__init__.py").write_text("class Thing:\n    def __init__(self, a=1):\n        self.a = a\n")
+    content = {"imports": ["$import mine"], "x": {"_target_": "mine.Thing", "a": 2}, "y": "$@x.a + mine.Thing().a"}
+    assert configuration(root, content, Policy(allow=frozenset({"scripts"}))).content("y") == 3
+    with pytest.raises(InputError, match="'scripts'"):
+        configuration(root, content).content("y")
