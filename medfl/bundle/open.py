@@ -20,6 +20,7 @@ from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
 from medfl.datasets import own
+from medfl.policy.policy import Policy
 
 PHANTOM = "phantom"
 """What --data takes for drawn images, and the data source of such a run."""
@@ -42,12 +43,12 @@ def phantom_folder(name: str) -> Path:
     return folder
 
 
-def without_data(name: str, config: Mapping[str, Any], device: str) -> Bundle:
+def without_data(name: str, config: Mapping[str, Any], device: str, policy: Policy | None = None) -> Bundle:
     """Open a bundle without its data; build a shipped one's network once, so that a bad setting of it is told early."""
     for key, instead in _INSTEAD.items():
         if key in config and name in shipped():
             raise InputError(f"--config {key}={config[key]}", f"a federated run sets this id by {instead}", "use that")
-    bundle = Bundle(name, config, device)
+    bundle = Bundle(name, config, device, policy)
     if bundle.is_shipped:  # another's network may need the data folder, which is not known yet
         with stream(0, "trial network"):
             bundle.network()
@@ -90,6 +91,7 @@ def with_data(
     seed: int = 0,
     preferred: str | None = None,
     bundle: Bundle | None = None,
+    policy: Policy | None = None,
 ) -> Opened:
     """Open a bundle on its images.
 
@@ -102,15 +104,16 @@ def with_data(
         seed: of splits that are drawn.
         preferred: the split to take where the folder offers it.
         bundle: the bundle with this configuration, if it was opened before; its data must not have been asked for.
+        policy: as `Bundle` takes it.
 
     Raises:
         InputError: no such images, or another bundle's phantom is asked for.
     """
     if name not in shipped():
-        return _foreign(bundle or Bundle(name, config, device), data, config)
+        return _foreign(bundle or Bundle(name, config, device, policy), data, config)
     folder = _folder(name, data, say)
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
-    bundle = bundle or Bundle(name, config, device)
+    bundle = bundle or Bundle(name, config, device, policy)
     bundle.override({"dataset_dir": str(folder), "split": split})
     return Opened(bundle, str(folder), split, (f"split: {split}", *datasets.notes(name, folder)))
 

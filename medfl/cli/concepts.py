@@ -19,6 +19,7 @@ def add(verbs: Any) -> None:
         help="language model: biomedclip, clip, bert, roberta, minilm, or a folder that transformers can read",
     )  # fmt: skip
     concepts.add_argument("--model", metavar="DIR", help="folder to take it from; default: the hub's cache, or the hub")
+    arguments.trust(concepts)
     concepts.add_argument("--out", type=Path, metavar="FILE", help="default: where --set plm=NAME looks for it")
     concepts.add_argument("--unmasked", action="store_true", help="mean over the padding too, as the authors' code")
     arguments.number(concepts, "--dropout", "SEED", "leave the language model's dropout on, as the authors' code")

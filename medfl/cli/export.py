@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
 
 _EXAMPLES = """\
@@ -35,6 +36,7 @@ def add(verbs: Any) -> None:
         "--formats", default="torchscript,onnx", metavar="A,B",
         help="torchscript, onnx, both (default) or none, beside model.pt and model.safetensors",
     )  # fmt: skip
+    arguments.trust(export)
     export.add_argument("--data", metavar="DIR", help="the run's images, where they have moved")
 
 

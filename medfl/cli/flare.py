@@ -60,6 +60,7 @@ def add(verbs: Any) -> None:
     arguments.add(sites, *arguments.of_group(SITES))
     arguments.training(export)
     arguments.robustness(export)
+    arguments.trust(export)
     machine = export.add_argument_group("machine", "each site trains on the device that it chooses itself")
     arguments.add(machine, *arguments.of_group(COMPUTING), "threads")
     output = export.add_argument_group("output")

@@ -210,7 +210,7 @@ def _stats(options: Any) -> int:
     if options.noise is not None and not 0 < options.noise < 100:
         raise InputError(f"--noise {options.noise:g}", "epsilon, above 0 and below 100", "give for example --noise 1")
     least = max(min_count, policy.outbound.min_count)
-    opened = with_data(options.bundle, options.data, _config(options.config), "cpu")
+    opened = with_data(options.bundle, options.data, _config(options.config), "cpu", policy=policy)
     bins = bins_of(opened.bundle, OWN_BINS if options.bins is None else options.bins, options.range)
     rules = StatisticsOptions(bins, least, options.noise)
     document = gather(opened.bundle, opened.folder, rules, progress=sys.stderr.isatty())

@@ -25,6 +25,7 @@ def add(verbs: Any) -> None:
     text = "a run's test metrics by centre, site, sex, age or localisation, with intervals"
     subgroups = add_verb(verbs, "subgroups", text, _subgroups, _EXAMPLES)
     subgroups.add_argument("run", type=Path, metavar="RUN", help="a run folder; its data have to be at hand")
+    arguments.trust(subgroups)
     subgroups.add_argument(
         "--by", default="centre", metavar="COLUMN",
         help="centre (default), site, sex, age (bands of 20 years) or localisation, where the data have it",

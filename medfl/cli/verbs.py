@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
+from typing import Any
 
 from medfl.cli import catalogue, compare, concepts, data, export, flare, new, report, run, site, subgroups
 from medfl.cli.parser import Parser, warn
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser().parse_args(given)
         options.given = given
-        with _trust() if getattr(options, "trust", False) else nullcontext():
+        with _trusting(options):
             return int(options.verb(options) or 0)
     except SystemExit as done:  # argparse after --help and --version
         return int(done.code or 0)
@@ -65,16 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-@contextmanager
-def _trust() -> Iterator[None]:
+def _trusting(options: Any) -> AbstractContextManager[None]:
+    if not getattr(options, "trust", False):
+        return nullcontext()
     from medfl.policy import admission
 
-    before = admission.in_force()
-    admission.enforce(replace(before, trusted=True))
-    try:
-        yield
-    finally:
-        admission.enforce(before)
+    return admission.trusting(True)
 
 
 def parser() -> Parser:

@@ -350,7 +350,8 @@ class _BundleWriter:
         if file is None:
             return
         overrides = {"dataset_dir": self.data_folder} if self.data_folder and "dataset_dir" in read(file) else {}
-        config = Configuration(self.folder, [file], overrides, read(self.folder / "configs" / "metadata.json"), CPU)
+        metadata = read(self.folder / "configs" / "metadata.json")
+        config = Configuration(self.folder, [file], overrides, metadata, CPU, self.bundle.policy)
         if "network_def" in config:
             with quiet():
                 written = config.content("network_def")

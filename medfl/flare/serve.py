@@ -82,7 +82,7 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
 
     config = SiteConfig.read(kit / "local" / CONFIG_FILE)
-    config.checked_policy()
+    policy = config.checked_policy()
     if kind == "site" and not (config.data and Path(config.data).is_dir()):
         raise InputError(f"data {config.data or 'not given'}", "the folder of the site's images", "give it with --data")
     for path in (config.folder, config.audit and str(Path(config.audit).parent)):
@@ -90,7 +90,7 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
             Path(path).mkdir(parents=True, exist_ok=True)
     classes = [*ALLOWED, *(name for name in config.classes if name not in (*ALLOWED, *SIMULATED))]
     secure(kit, kind, classes)
-    bundle = Bundle(config.bundle)
+    bundle = Bundle(config.bundle, policy=policy)
     return {
         "kit": str(kit), "as": kind, "bundle": bundle.name, "bundle_sha256": bundle.sha256, "data": config.data,
         "folder": config.folder, "policy": config.policy or "none: nothing extra, nothing pinned",

@@ -176,7 +176,7 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     names = list(run.partition.sites)
     if (name is not None and name not in names) or not all(is_flare_name(site) for site in names):
         raise refuse("it is not one of its sites, or they have odd names", "a run with this site")
-    bundle = Bundle(config.bundle)
+    bundle = Bundle(config.bundle, policy=config.checked_policy())
     if (run.bundle, run.bundle_sha256) != (bundle.name, bundle.sha256):
         offered = f"it is for bundle {printable(run.bundle)!r} ({run.bundle_sha256[:12]})"
         raise refuse(offered, f"{bundle.name!r} ({bundle.sha256[:12]})")
@@ -212,11 +212,14 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
     Raises:
         InputError: the bundle or the run is refused, or images or text embeddings are not those that the run says.
     """
-    config.checked_policy()
+    policy = config.checked_policy()
     run = accepted_run(offered, name, config)
     method = methods.load(run.method, run.options)
-    preferred = resolved(config.bundle, Bundle(config.bundle).protocol, ())["split"]
-    opened = with_data(config.bundle, config.data or None, run.config, run.device, seed=run.seed, preferred=preferred)
+    preferred = resolved(config.bundle, Bundle(config.bundle, policy=policy).protocol, ())["split"]
+    opened = with_data(
+        config.bundle, config.data or None, run.config, run.device,
+        seed=run.seed, preferred=preferred, policy=policy,
+    )  # fmt: skip
     record = opened.record()
     if record.source != run.data.source:
         raise InputError(
@@ -237,12 +240,12 @@ def open_server(offered: Run, config: SiteConfig, carried: Path | None = None) -
     Raises:
         InputError: the bundle or the run is refused, or the method needs what sites cannot be asked for.
     """
-    config.checked_policy()
+    policy = config.checked_policy()
     run = accepted_run(offered, None, config)
-    bundle: Bundle = _BundleWithoutImages(config.bundle, run.config, run.device)
+    bundle: Bundle = _BundleWithoutImages(config.bundle, run.config, run.device, policy)
     method = methods.load(run.method, run.options)
     if config.data:
-        bundle = with_data(config.bundle, config.data, run.config, run.device).bundle
+        bundle = with_data(config.bundle, config.data, run.config, run.device, policy=policy).bundle
     text_record.restore(bundle, run, method, carried)
     return federation_of_names(bundle, method, run, bool(config.data))
 

@@ -210,7 +210,8 @@ def _older(here: str, least: str) -> bool:
 def _open(report: Preflight, options: PreflightOptions) -> Bundle | None:
     """Open the bundle on its data, and say what layout they have."""
     with report.errors_as("data"):
-        opened = with_data(options.bundle, options.data, options.config, device_named(options.device))
+        device = device_named(options.device)
+        opened = with_data(options.bundle, options.data, options.config, device, policy=options.policy)
         bundle = opened.bundle
         report.data = opened.folder or report.data
         if bundle.is_shipped:

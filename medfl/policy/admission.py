@@ -7,6 +7,9 @@ user may trust bundles for the life of this process (`--trust`); that is said, o
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from medfl.policy.inspection import inspect
@@ -21,10 +24,16 @@ def in_force() -> Policy:
     return _in_force
 
 
-def enforce(policy: Policy) -> None:
-    """Have bundles opened from now on under this policy, where no other is given."""
+@contextmanager
+def trusting(trust: bool) -> Iterator[None]:
+    """Let bundles run code inside the block, if the user has said so."""
     global _in_force
-    _in_force = policy
+    before = _in_force
+    _in_force = replace(before, trusted=before.trusted or trust)
+    try:
+        yield
+    finally:
+        _in_force = before
 
 
 def admit(folder: Path, policy: Policy) -> None:

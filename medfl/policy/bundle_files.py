@@ -20,6 +20,8 @@ _INERT = (
     *_CONFIGURATION,
 )  # fmt: skip
 _PICKLED = (".pt", ".pth", ".ckpt", ".ts", ".pkl", ".pickle", ".bin", ".joblib")
+_WEIGHTS = (".pt", ".pth", ".ts")
+"""Of these, in models/, medfl reads at most tensors; what else reads them needs a word of the policy."""
 _COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".exe", ".egg", ".whl", ".zip", ".sh", ".bat", ".ps1")
 _CHUNK = 1 << 20
 
@@ -84,6 +86,8 @@ class BundleFiles:
             raise Refused(f"compiled or packed code ({printable(suffix)})")
         if suffix == ".py":
             return self.inspection.need(self.policy, "scripts", "Python of the bundle")
+        if suffix in _WEIGHTS and path.parts[0] == "models":
+            return "weights, never unpickled"
         if suffix in _PICKLED:
             return self.inspection.need(self.policy, "pickle", f"pickled weights ({suffix})")
         if path.name == "logging.conf":

@@ -36,6 +36,9 @@ _SPECIAL = ("_target_", "_disabled_", "_requires_", "_desc_", "_mode_")
 _ENTRIES = ("initialize", "run", "finalize", "training", "evaluating", "testing", "inferring")
 """Lists that the zoo's bundles give to `monai.bundle run`."""
 _ZOO_DATA = "/workspace/"
+_BUNDLES = ("public", "teachers", "plm", "bundle")
+"""Settings that name other bundles, models and runs."""
+_NAMES = re.compile(r"(\w[\w.-]*(,\w[\w.-]*)*)?", re.ASCII)
 
 _Place = tuple[str, ...]
 
@@ -184,6 +187,8 @@ class _Inspector:
             self._target(node)
         elif name == "_mode_" and node != "default":
             raise Refused(f"_mode_ {printable(node, 40)!r}, where only 'default' is")
+        if stem == "federated" and name in _BUNDLES and isinstance(node, str) and not _NAMES.fullmatch(node):
+            raise Refused(f"{printable(node, 40)!r}, where a bundle names others by their names only")
         for part in () if _is_free(place, stem) else place:  # also of `x#reader#0`
             if why := argument_refused(part, node):
                 raise Refused(why)

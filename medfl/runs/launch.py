@@ -234,13 +234,11 @@ def site_algo(
     """
     from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
-    rules = None
-    if policy is not None:
-        policy_rules = Policy.read(Path(policy))
-        inspect(shipped_folders().get(bundle, Path(bundle)), policy_rules).require()
-        rules = policy_rules.outbound
+    site_policy = None if policy is None else Policy.read(Path(policy))
+    if site_policy is not None:
+        inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require()
     whole = {**(requested or {}), "sites": 1, "partition": "iid"}
-    plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole), say)
+    plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole), say, site_policy)
     (items,) = plan.run.partition.sites.values()
     run = replace(plan.run, partition=replace(plan.run.partition, sites={name: items}))
 
@@ -251,7 +249,8 @@ def site_algo(
             say(built.hold(free_memory))
         return built
 
-    return MedflClientAlgo(federation, name, folder=folder, host=host, outbound=rules, audit=audit, say=say)
+    outbound = None if site_policy is None else site_policy.outbound
+    return MedflClientAlgo(federation, name, folder=folder, host=host, outbound=outbound, audit=audit, say=say)
 
 
 def _refuse_elsewhere(path: Path, runtime: str) -> None:

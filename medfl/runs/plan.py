@@ -30,6 +30,7 @@ from medfl.core.type_checks import type_mismatches
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
+from medfl.policy.policy import Policy
 from medfl.runs import text_record
 from medfl.runs.public_data import PublicPlan, plan_public
 
@@ -97,8 +98,8 @@ class Plan:
         }
 
 
-def make_plan(request: Request, say: Print = str) -> Plan:
-    """Resolve a request into a run.
+def make_plan(request: Request, say: Print = str, policy: Policy | None = None) -> Plan:
+    """Resolve a request into a run, its bundle under a policy (None: the one in force, `medfl.policy.admission`).
 
     Raises:
         InputError: anything in the request that is not allowed.
@@ -108,7 +109,7 @@ def make_plan(request: Request, say: Print = str) -> Plan:
     device = device_named(request.device)
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
     config = {**protocol["config"], **{key: _value(value) for key, value in request.config.items()}}
-    bundle = without_data(request.bundle, config, device)
+    bundle = without_data(request.bundle, config, device, policy)
     chosen = {
         name: protocol[name] if (value := getattr(request, name)) is None else value
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
@@ -130,7 +131,7 @@ def make_plan(request: Request, say: Print = str) -> Plan:
     )
     participants = list(partition.to_ids(sections))
     for own in {repr(own): own for own in methods.site_networks(method, participants).values() if own}.values():
-        without_data(request.bundle, {**config, **own}, device)
+        without_data(request.bundle, {**config, **own}, device, policy)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
     as_asked = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}

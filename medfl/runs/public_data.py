@@ -140,9 +140,8 @@ def plan_public(
             f"add --set public=BUNDLE[:DIR], for example one of {', '.join(shipped())}",
         )
     name, data = read_public(str(options["public"]))
-    plain = Bundle(
-        name, {} if name in shipped() or data is None else {"dataset_dir": str(Path(data).expanduser().resolve())}
-    )
+    place = {} if name in shipped() or data is None else {"dataset_dir": str(Path(data).expanduser().resolve())}
+    plain = Bundle(name, place, policy=bundle.policy)
     said: Mapping[str, Any] = plain.protocol.get("public") or {}
     section = str(options["public_section"] or said.get("section") or "test")
     number = int(options["public_items"])
@@ -160,7 +159,7 @@ def plan_public(
     if section == "train" and plain.is_shipped:
         config[_AUGMENTATION] = []
     preferred = said.get("split") or plain.protocol.get("split")
-    opened = with_data(name, folder or data, config, device, say=say, preferred=preferred)
+    opened = with_data(name, folder or data, config, device, say=say, preferred=preferred, policy=bundle.policy)
     items = opened.bundle.items(section)
     indices = chosen_items(items, number or min(int(said.get("items") or 0), len(items)))
     asked = split_names(str(options.get("teachers", ""))) if learner.uses_teachers else ()

@@ -130,7 +130,7 @@ class Federation:
         bundle, networks = self.bundle, self.networks
         if config:
             folder = {"dataset_dir": self.run.data.folder} if self.run.data.folder else {}
-            bundle = Bundle(str(bundle.root), {**self.run.config, **folder, **config}, bundle.device)
+            bundle = Bundle(str(bundle.root), {**self.run.config, **folder, **config}, bundle.device, bundle.policy)
             networks = self._pool(bundle)
         personal: set[str] = set()
         for pool in {self.networks, networks}:

@@ -299,8 +299,8 @@ HOSTILE: dict[str, Hostile] = {
     "compiled_python": Hostile("compiled", files={"scripts/__pycache__/net.cpython-311.pyc": b"x"}),
     "shared_library": Hostile("compiled", files={"libx.so": b"\x7fELF"}),
     "shell_script": Hostile("compiled or packed", files={"run.sh": "id\n"}),
-    "pickled_weights": Hostile("'pickle'", files={"models/model.pt": b"PK"}, word="pickle"),
-    "torchscript": Hostile("'pickle'", files={"models/model.ts": b"PK"}, word="pickle"),
+    "pickled_weights": Hostile("'pickle'", files={"data/model.pt": b"PK"}, word="pickle"),
+    "torchscript": Hostile("'pickle'", files={"scripts/model.ts": b"PK"}, word="pickle"),
     "file_of_an_unknown_kind": Hostile("'files'", files={"data/x.desktop": "x"}, word="files"),
     "file_name_with_right_to_left": Hostile("U+202E", files={f"docs/a{_BIDI}txt.md": "x"}),
 }

@@ -41,7 +41,7 @@ HARMLESS: dict[str, Any] = {
     "[x ** 2 for x in range(3)]": [0, 1, 4],
     "sum(x for x in @numbers if x > 1)": 5,
     "{k: v for k, v in zip('ab', @numbers)}": {"a": 1, "b": 2},
-    "f'{@first:03d}-{math.pi:.2f}'": "001-3.14",
+    'f"{@first:03d}-{math.pi:.2f}"': "001-3.14",
     "'{}/{name}'.format(1, name='x')": "1/x",
     "'%03d' % 7": "007",
     "map(lambda x, y=2: x * y, @numbers)": [2, 4, 6],

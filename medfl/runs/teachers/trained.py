@@ -35,6 +35,8 @@ from medfl.data.samples import Samples
 from medfl.data.source import Source
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods.base import Method
+from medfl.policy import admission
+from medfl.policy.policy import Policy
 from medfl.runs import text_record
 from medfl.runs.teachers.questions import Questions, public_classes
 from medfl.training.network_pool import Networks
@@ -144,7 +146,7 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
     """
     folder = Path(where).expanduser()
     run, document = read_run(folder / "run.json")
-    own = bundle_of_run(run, folder, device)
+    own = bundle_of_run(run, folder, device, bundle.policy)
     task, classes = str(document.get("task", own.task)), tuple(document.get("classes", ()))
     _refuse_others(name, task, classes or own.structures, bundle)
     stem, weights = _weights(folder)
@@ -175,11 +177,11 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
     )
 
 
-def bundle_of_run(run: Run, folder: Path, device: torch.device) -> Bundle:
+def bundle_of_run(run: Run, folder: Path, device: torch.device, policy: Policy | None = None) -> Bundle:
     """Return a recorded run's bundle without its data; InputError if it has changed since."""
     name = bundle_of(run)
     data = {} if name in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
-    own = Bundle(name, {**run.config, **data}, device)
+    own = Bundle(name, {**run.config, **data}, device, policy)
     if own.sha256 != run.bundle_sha256:
         raise InputError(
             f"bundle {own.name!r} has changed since the run in {folder} (configuration hash {own.sha256[:12]})",
@@ -261,11 +263,15 @@ def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> 
             "a teacher has an inference configuration and weights",
             "add it, or name the folder of a complete bundle",
         )
+    admission.admit(root, bundle.policy)
+    if weights.suffix == ".ts" and not (bundle.policy.trusted or "pickle" in bundle.policy.allow):
+        given = f"teacher {name!r} with TorchScript, which can write files"
+        raise InputError(given, "weights are models/model.pt", "if its author may run code here, give --trust")
     information = root / "configs" / "metadata.json"
     described = read(information) if information.is_file() else {}
     task, classes = _outputs(described, bundle)
     _refuse_others(name, task, classes, bundle)
-    config = Configuration(root, [file], {}, described, device)
+    config = Configuration(root, [file], {}, described, device, bundle.policy)
     network = _network(config, weights, device)
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (weights, file)]
     facts = {
