@@ -1,0 +1,184 @@
+"""Try everything that expressions and components can reach, each with many arguments, and print what it did outside.
+
+Run as a script in a process of its own: `python -m tests.policy.reach FOLDER`; prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import itertools
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from monai.data import Dataset, MetaTensor
+from monai.transforms import Compose, Flip
+from PIL import Image
+
+from medfl.bundle.guarded import _Component
+from medfl.core.untrusted import Refused
+from medfl.policy import allowed, components
+from medfl.policy.evaluate import Evaluator
+from medfl.policy.imports import DEFAULT_NAMES
+from tests.support.audit import Watch
+
+
+def values(folder: Path) -> dict[str, Any]:
+    """One of each kind of object that an expression may hold."""
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    return {
+        "text": "note.txt", "absolute": str(folder / "note.txt"), "list": [1, 2], "tuple": (1, 2), "dict": {"a": 1},
+        "set": {1}, "number": 2, "fraction": 0.5, "path": folder / "note.txt", "folder": folder,
+        "tensor": torch.ones(2, 2), "meta": MetaTensor(torch.ones(1, 2)), "array": np.ones(2),
+        "scalar": np.float32(1), "network": network, "optimizer": optimizer, "device": torch.device("cpu"),
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "dataset": Dataset([1]), "transform": Flip(0),
+        "compose": Compose([Flip(0)]), "picture": Image.new("L", (2, 2)), "file": io.StringIO("a"),
+        "partial": functools.partial(max, 1), "function": len, "none": None, "module": json, "class": Dataset,
+    }  # fmt: skip
+
+
+class TooLong(Exception):
+    """A call that takes more than a second."""
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise TooLong
+
+
+_CONTROLS: tuple[Callable[[Path], Any], ...] = (
+    Path.touch, Path.mkdir, Path.rmdir, lambda place: place.write_text("x"), lambda place: place.replace(place),
+    lambda place: place.chmod(0o600), Path.unlink, lambda place: os.system("true"),
+    lambda place: subprocess.run(["true"]), lambda place: socket.create_connection(("127.0.0.1", 9)),
+    lambda place: json, lambda place: pickle.loads(pickle.dumps(Flip)),
+)  # fmt: skip
+"""Calls that have to be seen."""
+
+
+class Reach:
+    """Tries calls, and says which changed something."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.values = folder, values(folder)
+        self.evaluator = Evaluator(DEFAULT_NAMES, (), (), (folder,))
+        self.watch = Watch(may=("ctypes.dlopen",))  # libraries that PyTorch loads when first used
+        self.tried = self.succeeded = 0
+        self.found: list[str] = []
+
+    def attempt(self, what: str, call: Callable[[], Any]) -> Any:
+        self.tried += 1
+        before = len(self.watch.seen)
+        result = None
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        try:
+            with self.watch.on():
+                result = call()
+                if inspect.isgenerator(result) or isinstance(result, map):
+                    result = list(itertools.islice(result, 5))
+                self.succeeded += 1
+        except (Exception, SystemExit):
+            pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        self.found += [f"{what}: {seen}" for seen in self.watch.seen[before:]]
+        if isinstance(result, ModuleType):
+            self.found.append(f"{what}: the module {result.__name__}")
+        return result
+
+    def arguments(self) -> Iterator[tuple[Any, ...]]:
+        """No argument, each value, and pairs of paths, texts and functions."""
+        yield ()
+        names = [name for name in self.values if name != "module"]
+        yield from ((self.values[name],) for name in names)
+        pairs = ("text", "absolute", "path", "folder", "number", "function", "dict")
+        yield from ((self.values[a], self.values[b]) for a in pairs for b in pairs)
+
+    def members(self) -> None:
+        for path in sorted(allowed.MEMBERS):
+            try:
+                member = self.evaluator.member(path)
+            except (Refused, AttributeError):
+                continue
+            for index, arguments in enumerate(self.arguments()):
+                self.attempt(f"{path} {index}", lambda m=member, a=arguments: self.evaluator._call(m, *a))
+
+    def attributes(self) -> None:
+        """Every attribute that a value lets be asked for, called; and once more of what that gives."""
+        for kind, value in self.values.items():
+            for name in [*dir(value), *sorted(allowed.METHODS)]:
+                got = self.attempt(f"{kind}.{name}", lambda v=value, n=name: self.evaluator._attribute(v, n))
+                if got is None:
+                    continue
+                for index, arguments in enumerate(self.arguments()):
+                    again = self.attempt(
+                        f"{kind}.{name} {index}", lambda g=got, a=arguments: self.evaluator._call(g, *a)
+                    )
+                    if index < 3:
+                        for deeper in dir(again):
+                            self.attempt(
+                                f"{kind}.{name}.{deeper}",
+                                lambda v=again, n=deeper: self.evaluator._call(self.evaluator._attribute(v, n)),
+                            )
+
+    def made(self) -> None:
+        """Every component with its required arguments, and each of its optional ones, that could be a place."""
+        short, _ = components._listed()
+        targets = sorted({*short, *allowed.COMPONENTS})
+        for target in targets:
+            parameters = inspect.signature(components.component(target)).parameters.values()
+            needed = {p.name: self._guess(p.name) for p in parameters if p.default is p.empty and p.kind == 1}
+            places = [p.name for p in parameters if p.kind in (1, 3) and _is_place(p.name)]
+            for more in ({}, *({name: str(self.folder / "made")} for name in places)):
+                config = {"_target_": target, **needed, **more}
+                self.attempt(
+                    f"{target} {sorted(more)}", lambda c=config: _Component(c, "x", self.evaluator).instantiate()
+                )
+
+    def _guess(self, name: str) -> Any:
+        if "network" in name or "model" in name or "encoder" in name:
+            return self.values["network"]
+        if "transform" in name or "func" in name or "fn" in name:
+            return self.values["transform"]
+        if _is_place(name):
+            return str(self.folder / "made")
+        return {"data": [1, 2], "dataset": self.values["dataset"], "keys": "a", "params": [torch.ones(1)]}.get(name, 2)
+
+
+def _is_place(name: str) -> bool:
+    return any(part in name for part in ("dir", "path", "file", "root"))
+
+
+def main(folder: Path) -> None:
+    """Try all and print what was found."""
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, lambda number, frame: _stop(number, frame))
+    (folder / "note.txt").write_text("note")
+    reach = Reach(folder)
+    counts = {}
+    for part in (reach.members, reach.attributes, reach.made):
+        before = reach.tried, reach.succeeded
+        part()
+        counts[part.__name__] = reach.tried - before[0], reach.succeeded - before[1]
+    files = {path.name: path.read_text() for path in folder.iterdir()}
+    found, reach.found = reach.found, []
+    for call in _CONTROLS:
+        reach.attempt("control", functools.partial(call, folder / "control"))
+    document = {"counts": counts, "found": found, "files": files, "controls": reach.found}
+    sys.__stdout__.write("\n" + json.dumps(document) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

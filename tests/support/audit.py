@@ -1,0 +1,71 @@
+"""What a process does outside of itself, as Python's audit hook sees it: files changed, programs, sockets."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_CHANGES = (
+    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.link", "os.symlink", "os.truncate",
+    "os.utime", "os.putenv", "shutil.move", "shutil.rmtree", "shutil.copyfile", "shutil.copytree", "os.chflags",
+)  # fmt: skip
+"""Events whose arguments name what is changed."""
+_NEVER = (
+    "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "socket.connect", "socket.bind",
+    "socket.sendto", "socket.getaddrinfo", "urllib.Request", "pickle.find_class", "code.__new__", "pty.spawn",
+    "ftplib.connect", "smtplib.connect", "webbrowser.open", "builtins.breakpoint", "ctypes.dlopen",
+)  # fmt: skip
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class Watch:
+    """Collects what happens while it is on; the hook stays with the process, and with those that it forks."""
+
+    def __init__(self, may_change: tuple[Path, ...] = (), may: tuple[str, ...] = ()) -> None:
+        """Install the hook.
+
+        Args:
+            may_change: folders below which files may change.
+            may: events that may happen.
+        """
+        self.seen: list[str] = []
+        self._on, self._roots, self._may = False, [str(root.resolve()) for root in may_change], may
+        sys.addaudithook(self._hook)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        self._on = True
+        try:
+            yield
+        finally:
+            self._on = False
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self._on or event in self._may:
+            return
+        self._on = False
+        try:
+            if event in _NEVER:
+                self.seen.append(f"{event} {arguments!r:.200}")
+            elif event == "open" and self._changes(arguments):
+                self._place(event, arguments[0])
+            elif event in _CHANGES:
+                for place in arguments[:2]:
+                    self._place(event, place)
+        finally:
+            self._on = True
+
+    def _changes(self, arguments: tuple[Any, ...]) -> bool:
+        mode, flags = arguments[1], arguments[2]
+        return bool(flags & _WRITES) if mode is None else any(letter in str(mode) for letter in "wax+")
+
+    def _place(self, event: str, place: Any) -> None:
+        if not isinstance(place, str | bytes | os.PathLike):
+            return  # a descriptor that is open already
+        path = os.path.realpath(os.fsdecode(place))
+        if path != os.devnull and not any(path == root or path.startswith(root + os.sep) for root in self._roots):
+            self.seen.append(f"{event} {path}")
