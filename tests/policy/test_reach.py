@@ -112,10 +112,10 @@ def fuzz(count: int, folder: Path) -> None:
         max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None
     )
     @given(EXPRESSIONS)
-    def attempt(text: str) -> None:
-        evaluated(text, folder)
+    def each(text: str) -> None:
+        attempt(text, folder)
 
-    attempt()
+    each()
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"note.txt": "note"}
 
 
