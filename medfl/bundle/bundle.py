@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from medfl.bundle import text_embeddings
 from medfl.bundle.configuration import Configuration, config_file, find, read, root_cause, shipped_folders, told
+from medfl.bundle.configuration import protocol_of as protocol_of
 from medfl.bundle.configuration import shipped as shipped
 from medfl.bundle.configuration import shipped_root as shipped_root
 from medfl.bundle.engines import find_evaluator, find_trainer, key_metric
@@ -39,12 +40,6 @@ from medfl.policy import admission
 from medfl.policy.policy import Policy
 
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-
-
-def protocol_of(name_or_path: str) -> Mapping[str, Any]:
-    """Return the content of a bundle's federated.yaml, empty if there is none; InputError if there is no bundle."""
-    path = config_file(find(name_or_path), "federated")
-    return read(path) if path else {}
 
 
 class Bundle:

@@ -284,6 +284,12 @@ def config_file(root: Path, stem: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
+def protocol_of(name_or_path: str) -> Mapping[str, Any]:
+    """Return the content of a bundle's federated.yaml, empty if there is none; InputError if there is no bundle."""
+    path = config_file(find(name_or_path), "federated")
+    return read(path) if path else {}
+
+
 def target_name(node: Mapping[str, Any]) -> str:
     """Return the class name of a component without its module, "" for anything else."""
     target = node.get("_target_", "")

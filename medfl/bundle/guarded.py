@@ -53,9 +53,9 @@ class _Resolver(ReferenceResolver):
 
     def add_item(self, item: ConfigItem) -> None:
         if isinstance(item, ConfigExpression):
-            item = _Expression(item.get_config(), item.get_id(), self._evaluator)
+            item = _Expression(item.config, item.id, self._evaluator)
         elif isinstance(item, ConfigComponent):
-            item = _Component(item.get_config(), item.get_id(), self._evaluator)
+            item = _Component(item.config, item.id, self._evaluator)
         super().add_item(item)
 
 
@@ -78,7 +78,7 @@ class _Component(ConfigComponent):
     def instantiate(self, **named: Any) -> object:
         if self.is_disabled():
             return None
-        target, config = str(self._target), self.get_config()
+        target, config = str(self._target), self.config
         own = target.partition(".")[0] in self._evaluator.own_modules
         found = self._evaluator.member(target) if own else component(target)
         name = found.__name__
@@ -86,7 +86,7 @@ class _Component(ConfigComponent):
             raise Refused(f"{name} writes files, and is never made here")
         if config.get("_mode_", "default") != "default":
             raise Refused(f"_mode_ of {name}, where only 'default' is")
-        arguments = {**self.resolve_args(), **named}
+        arguments = {**{key: value for key, value in config.items() if key not in self.non_arg_keys}, **named}
         if name in WEIGHTS_OF_THEIR_OWN and arguments.get("pretrained", True) not in (False, None):
             raise Refused(f"{name} without 'pretrained: false', which would fetch weights")
         for key, value in arguments.items():

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import COMPONENTS, MONAI_COMPONENTS, TRANSFORMS
@@ -101,6 +101,6 @@ def _monai_names() -> Iterator[str]:
         yield from (name, f"{name}d", f"{name}D", f"{name}Dict")
 
 
-def _of_package(found: object, package: str) -> bool:
+def _of_package(found: object, package: str) -> TypeGuard[Callable[..., Any]]:
     kind = inspect.isclass(found) or inspect.isfunction(found)
     return kind and str(getattr(found, "__module__", "")).partition(".")[0] == package
