@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what was imported: millions of objects that none of its passes can free."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Sums of several threads may differ in the last bits."""
@@ -48,21 +56,29 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session", autouse=True)
 def monai_is_scanned_once() -> Iterator[None]:
     """Keep the table of MONAI's classes, which each of its configurations makes anew from all of its modules."""
-    if "monai.bundle" not in sys.modules:
-        yield
-        return
     from monai.bundle.config_item import ComponentLocator
+    from monai.utils import module
 
-    scan, tables = ComponentLocator._find_classes_or_functions, {}
+    scan, list_modules = ComponentLocator._find_classes_or_functions, ComponentLocator._find_module_names
+    tables: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    names: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+
+    def listed(self: ComponentLocator) -> list[str]:
+        key = len(sys.modules), tuple(self.excludes)
+        if key not in names:
+            names[key] = list_modules(self)
+        return names[key]
 
     def scanned(self: ComponentLocator, modules: Sequence[str] | str) -> dict[str, list[str]]:
-        names = (modules,) if isinstance(modules, str) else tuple(modules)
-        if names not in tables:
-            tables[names] = scan(self, names)
-        return tables[names]
+        wanted = (modules,) if isinstance(modules, str) else tuple(modules)
+        if wanted not in tables:
+            tables[wanted] = scan(self, wanted)
+        return tables[wanted]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ComponentLocator, "_find_module_names", listed)
         patch.setattr(ComponentLocator, "_find_classes_or_functions", scanned)
+        patch.setattr(module, "damerau_levenshtein_distance", functools.cache(module.damerau_levenshtein_distance))
         yield
 
 
@@ -73,7 +89,7 @@ def figures(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if are_blank(request.path):
-            leave_blank(patch)
+            leave_blank(patch, request.path)
         yield
 
 

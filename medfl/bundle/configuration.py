@@ -33,6 +33,7 @@ from medfl.core.untrusted import Refused
 from medfl.policy.findings import NOT_LISTED
 from medfl.policy.policy import Policy
 
+_Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: eight times as fast
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
 """Postprocessing that writes files or needs the original grid: a score does not need it."""
@@ -43,10 +44,8 @@ _LOADED = ("DecathlonDataset", "MedNISTDataset", "TciaDataset")
 
 def shipped_root() -> Path | None:
     """Return the folder of the shipped bundles: beside the package in a checkout, under the prefix when installed."""
-    for folder in (Path(__file__).resolve().parents[2] / "bundles", Path(sys.prefix) / "share" / "medfl" / "bundles"):
-        if folder.is_dir():
-            return folder
-    return None
+    folders = Path(__file__).resolve().parents[2] / "bundles", Path(sys.prefix) / "share" / "medfl" / "bundles"
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def shipped_folders() -> dict[str, Path]:
@@ -258,8 +257,7 @@ class Configuration:
         key = key.replace("::", "#")
         if isinstance(cause, Refused):
             return InputError(f"{self.file}: id {key!r}: {cause}", *NOT_LISTED)
-        missing = re.search(r"referring item `@([\w:]+)`", str(cause))
-        if missing:
+        if missing := re.search(r"referring item `@([\w:]+)`", str(cause)):
             other = missing[1].replace("::", "#")
             return InputError(f"{self.file} has no id {other!r}, which {key!r} refers to", "every id exists", "add it")
         if key not in self._parser:
@@ -304,7 +302,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        return dict((json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {})
+        return dict((json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)) or {})
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{path} cannot be read: {error}", "it is valid JSON or YAML", "repair its syntax") from error
 
