@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROBE = 7
 """Rounds after which a protocol's time is estimated: FedBM trains its generator after five, then its images join in."""
 STOPPING = 30  # seconds that a command has to save and end
+SHORTEST = 5  # seconds for which no command is begun, and of those above that are left for the rest
 METRICS = ("accuracy", "f1_macro", "balanced_accuracy", "auroc")
 
 
@@ -124,7 +125,7 @@ class Day:
         Raises:
             Cut: the time was over.
         """
-        if self.left < 5:
+        if self.left < SHORTEST:
             raise Cut
         self.say(f"$ python {' '.join(map(str, words))}")
         with (self.out / f"{self.stage}.log").open("a+") as log:
@@ -144,7 +145,7 @@ class Day:
                 cut = True
                 os.killpg(process.pid, signal.SIGINT)
                 try:
-                    process.wait(STOPPING - 5)
+                    process.wait(STOPPING - SHORTEST)
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()

@@ -64,8 +64,12 @@ def test_what_is_missing_is_said_in_a_line(
     assert len(printed.err.splitlines()) == 1
 
 
-def test_a_command_is_cut_when_the_time_is_over_and_goes_on(script: Any, tmp_path: Path) -> None:
+def test_a_command_is_cut_when_the_time_is_over_and_goes_on(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second call finds the rows of the first; a stage that is done is not done again."""
+    monkeypatch.setattr(script, "STOPPING", 2)
+    monkeypatch.setattr(script, "SHORTEST", 1)
 
     def busy(day: Any) -> None:
         """Count calls."""
@@ -74,7 +78,7 @@ def test_a_command_is_cut_when_the_time_is_over_and_goes_on(script: Any, tmp_pat
             day.command("-c", "import time; time.sleep(60)")
 
     script.STAGES["busy"] = busy
-    first = stage(script, tmp_path, minutes=(script.STOPPING + 6) / 60)
+    first = stage(script, tmp_path, minutes=(script.STOPPING + 1.5) / 60)
     assert script.run(first) == 3
     found = documents(tmp_path / "out")["busy"]
     assert (found["status"], [row["name"] for row in found["rows"]]) == ("cut", ["call 1"])
@@ -119,6 +123,7 @@ def test_a_protocol_that_does_not_fit_has_fewer_rounds(script: Any, tmp_path: Pa
 def test_a_run_travels_in_pieces_and_goes_on(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["gpu_stages"], "PIECE", 50_000)
     work, other = tmp_path / "work", tmp_path / "other"
+    draw_small(monkeypatch)
     run = work / "runs" / "table3-fedavg-0"
     config = ["--config", "network=two_conv", "--config", "image_size=28", "--eval-every", "0", "--quiet"]
     flags = ["mednist", "--data", "phantom", "--sites", "2", "--rounds", "1", *config]

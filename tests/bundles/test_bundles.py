@@ -35,6 +35,7 @@ from medfl.core.task import Task
 from medfl.datasets import own as own_data
 from medfl.methods import load
 from medfl.networks.heads import feature_size
+from tests.support.sweeps import mostly_slow
 
 ROOT = Path(__file__).parents[2]
 BUNDLES = ROOT / "bundles"
@@ -49,6 +50,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
 ]
 every_bundle = pytest.mark.parametrize("name", NAMES)
+FEW = ("cifar10", "ham10000", "hippocampus", "lung_cxr", "mednist")
+"""Colour and grey, classes and masks, volumes."""
 
 
 def segments(name: str) -> bool:
@@ -419,7 +422,7 @@ def test_network_input_and_output_without_any_data(name: str, workplace: Path) -
     )
 
 
-@every_bundle
+@pytest.mark.parametrize("name", mostly_slow(NAMES, FEW))
 def test_export_to_torchscript(name: str, workplace: Path) -> None:
     configs = FOLDERS[name] / "configs"
     content = config(name, "inference.yaml")
@@ -446,7 +449,7 @@ def run(name: str, files: list[str], **overrides: object) -> None:
     )
 
 
-@every_bundle
+@pytest.mark.parametrize("name", mostly_slow(NAMES, FEW))
 def test_central_training_test_and_inference(name: str, workplace: Path) -> None:
     folder = datasets.write_phantom(name, workplace / "phantom", per_class=10, size=24)
     changes = {"dataset_dir": str(folder), "device": "$torch.device('cpu')", **small(name)}
@@ -563,14 +566,10 @@ def training_command(name: str, folder: Path) -> None:
     assert (folder / "model.pt").is_file()
 
 
-def test_the_real_training_command(tmp_path: Path) -> None:
-    training_command("mednist", tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cifar10", "hippocampus"])
 def test_the_real_commands(name: str, tmp_path: Path) -> None:
-    """What they do is called in this process for every bundle, above; a program of its own adds the imports."""
+    """What they do is called in this process for each bundle, above; a program of its own adds the imports."""
     meta = ("--meta_file", "configs/metadata.json")
     command(name, "verify_metadata", *meta, "--filepath", str(SCHEMA))
     command(name, "verify_net_in_out", "--net_id", "network_def", *meta, "--config_file", "configs/inference.yaml")

@@ -134,14 +134,16 @@ def test_a_bundles_page_names_classes_layouts_and_licence() -> None:
     assert "medfl data fetch pneumonia --out DIR" in bundle_pages.bundles_text(bundle_pages.bundles("pneumonia"))
 
 
-@pytest.mark.parametrize("width", [72, 80, 100])
-def test_text_keeps_to_its_width(width: int) -> None:
-    pages = [method_pages.methods_text(method_pages.methods(name), width) for name in (None, *methods.names())]
-    pages += [bundle_pages.bundles_text(bundle_pages.bundles(name), width) for name in (None, *shipped())]
-    for page in pages:
-        words = [line.split() for line in page.splitlines() if len(line) > width]
-        assert all(len(line[-1]) > width - 24 for line in words), page  # an address or a path is not broken
-        assert not [line for line in page.splitlines() if line != line.rstrip()]
+def test_text_keeps_to_its_width() -> None:
+    of_methods = [method_pages.methods(name) for name in (None, *methods.names())]
+    of_bundles = [bundle_pages.bundles(name) for name in (None, *shipped())]
+    for width in (72, 80, 100):
+        pages = [method_pages.methods_text(found, width) for found in of_methods]
+        pages += [bundle_pages.bundles_text(found, width) for found in of_bundles]
+        for page in pages:
+            words = [line.split() for line in page.splitlines() if len(line) > width]
+            assert all(len(line[-1]) > width - 24 for line in words), page  # an address or a path is not broken
+            assert not [line for line in page.splitlines() if line != line.rstrip()]
 
 
 # Text

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from medfl.cli import verbs as cli
 from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
 from medfl.training.loop import fit
+from tests.support import forked
 
 SMALL = (
     "--sites",
@@ -448,22 +447,17 @@ def test_nan_loss_keeps_the_last_round_and_can_be_resumed(
 def test_ctrl_c_ends_with_130_and_can_be_resumed(chest: Path, finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--out", str(out)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "medfl", *run, "--rounds", "100000"],
-        stderr=subprocess.PIPE,
-        text=True,
-        # tests started in the background inherit an ignored SIGINT
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = forked.start(cli.main, [*run, "--rounds", "100000"], output=tmp_path / "printed")
     deadline = time.monotonic() + 60
-    while not (out / "state" / "manifest.json").exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (out / "state" / "manifest.json").exists() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
-    assert "Traceback" not in stderr
-    assert "--resume" in stderr.splitlines()[-1]
-    rounds = json.loads((out / "state" / "manifest.json").read_text())["round"] + 2
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    printed = (tmp_path / "printed").read_text()
+    assert process.exitcode == 130, printed
+    assert "Traceback" not in printed
+    assert "--resume" in printed.splitlines()[-1]
+    rounds = json.loads((out / "state" / "manifest.json").read_text())["round"] + 1
     assert cli.main([*run, "--rounds", str(rounds), "--resume", "--quiet"]) == 0
     assert cli.main([*run[:-1], str(tmp_path / "whole"), "--rounds", str(rounds), "--quiet"]) == 0
     assert _summary(out)["weights_sha256"] == _summary(tmp_path / "whole")["weights_sha256"]

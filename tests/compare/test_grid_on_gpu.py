@@ -35,7 +35,7 @@ from medfl.runs import plan as planning
 
 SMALL = (
     "--config", "network=small_cnn", "--config", "image_size=16", "--sites", "2", "--rounds", "2", "--local-epochs",
-    "1", "--batch-size", "8", "--partition", "iid",
+    "1", "--batch-size", "8", "--partition", "iid", "--eval-every", "2",
 )  # fmt: skip
 TOTAL, FREE = 100 * GIB, 98 * GIB
 NEED = {"fedavg": 20 * GIB, "fedprox": 30 * GIB}

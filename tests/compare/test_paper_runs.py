@@ -14,14 +14,14 @@ from medfl.compare.comparison import read
 from medfl.compare.papers.runs import published
 
 PART = (
-    "--methods", "fedavg,fedetf", "--partition", "dirichlet:0.1", "--seeds", "0", "--scale", "0.01",
+    "--methods", "fedavg,fedetf", "--partition", "dirichlet:0.1", "--seeds", "0", "--scale", "0.005",
     "--config", "network=small_cnn", "--config", "image_size=16",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def lesions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("kvasir_v2", tmp_path_factory.mktemp("scans") / "data", per_class=30, size=16)
+    return datasets.write_phantom("kvasir_v2", tmp_path_factory.mktemp("scans") / "data", per_class=20, size=16)
 
 
 def table(lesions: Path, out: Path, *arguments: str) -> int:

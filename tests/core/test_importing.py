@@ -31,13 +31,19 @@ def test_the_collector_rests_inside_and_is_as_before_after() -> None:
         gc.enable()
 
 
-def test_torch_and_monai_are_imported_without_a_full_collection() -> None:
+def test_a_run_begins_without_a_full_collection_and_without_a_language_model() -> None:
+    """In one new process: torch and MONAI are imported, then shipped embeddings read, which imports neither of two."""
     code = (
-        "import gc, medfl; before = gc.get_stats()[2]['collections']; medfl.federate;"
-        "print(gc.get_stats()[2]['collections'] - before, gc.isenabled())"
+        "import gc, sys, medfl\n"
+        "sys.modules['transformers'] = sys.modules['open_clip'] = sys.modules['huggingface_hub'] = None\n"
+        "before = gc.get_stats()[2]['collections']\n"
+        "medfl.federate\n"
+        "print(gc.get_stats()[2]['collections'] - before, gc.isenabled())\n"
+        "from medfl.bundle.bundle import Bundle\n"
+        "print(*Bundle('ham10000').embeddings('minilm').shape)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert told == ["0", "True"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0", "True", "7", "24", "384"], done.stderr
 
 
 @pytest.mark.parametrize("room", ["medfl", "medfl.core", "medfl.runs", "medfl.runtimes"])

@@ -1,7 +1,9 @@
-"""One small phantom cohort per data set."""
+"""One small phantom cohort per data set, drawn when the first test asks for it, once for all processes of a session."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,19 +11,48 @@ import pytest
 import medfl.datasets as datasets
 
 
-@pytest.fixture(scope="session")
-def phantoms(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("phantoms")
-    counts = {"pneumonia": 150, "femnist": 26, "cifar100": 20}
-    return {
-        name: datasets.write_phantom(name, root / name, per_class=counts.get(name, 60), size=32)
-        for name in datasets.names()
-    }
+class Cohorts(dict[str, Path]):
+    """Name -> folder; a cohort that is missing is drawn.
+
+    Args:
+        root: their folder.
+        sizes: name -> images, or cases, per class.
+        side: pixels per side; None takes the data set's own.
+        usual: images per class where `sizes` has none.
+    """
+
+    def __init__(self, root: Path, sizes: dict[str, int], side: int | None = None, usual: int | None = None) -> None:
+        super().__init__()
+        self.root, self.sizes, self.side, self.usual = root, sizes, side, usual
+
+    def __missing__(self, name: str) -> Path:
+        folder = self.root / name
+        if not folder.is_dir():
+            with tempfile.TemporaryDirectory(dir=self.root) as place:
+                count = self.sizes.get(name, self.usual)
+                made = datasets.write_phantom(name, Path(place) / name, per_class=count, size=self.side)
+                if not folder.is_dir():  # another process may have been faster
+                    os.rename(made, folder)
+        self[name] = folder
+        return folder
+
+
+def common(factory: pytest.TempPathFactory, name: str) -> Path:
+    """Return a folder that the processes of a session have in common."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def volumes(tmp_path_factory) -> dict[str, Path]:
+def phantoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    sizes = {"pneumonia": 150, "femnist": 26, "cifar100": 20}
+    return Cohorts(common(tmp_path_factory, "phantoms"), sizes, 32, 60)
+
+
+@pytest.fixture(scope="session")
+def volumes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A phantom of each volume data set in its default size, with fewer cases."""
-    root = tmp_path_factory.mktemp("volumes")
-    cases = {"brain_tissue": 16, "hippocampus": 20, "ixi_brain": 21}
-    return {name: datasets.write_phantom(name, root / name, per_class=count) for name, count in cases.items()}
+    sizes = {"brain_tissue": 16, "hippocampus": 20, "ixi_brain": 21}
+    return Cohorts(common(tmp_path_factory, "volumes"), sizes)

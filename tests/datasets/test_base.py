@@ -126,10 +126,11 @@ def test_centres_have_the_real_skew(phantoms):
 
 
 def test_locate_looks_below_the_data_folder(phantoms, monkeypatch):
-    root = phantoms["ham10000"].parent
+    folders = {name: phantoms[name] for name in datasets.names()}
+    root = folders["ham10000"].parent
     monkeypatch.setenv("MEDFL_DATA", str(root))
-    for name in datasets.names():
-        assert datasets.locate(name) == datasets.locate(name, root) == phantoms[name]
+    for name, folder in folders.items():
+        assert datasets.locate(name) == datasets.locate(name, root) == folder
     monkeypatch.delenv("MEDFL_DATA")
     with pytest.raises(InputError, match="MEDFL_DATA is not set.*labels.csv"):
         datasets.locate("ham10000")

@@ -76,7 +76,7 @@ def test_the_task_agnostic_methods_support_segmentation() -> None:
     assert not prototypes & set(SEGMENTING)
 
 
-@pytest.mark.parametrize("name", SEGMENTING)
+@pytest.mark.parametrize("name", mostly_slow(SEGMENTING))
 def test_two_rounds_lower_the_loss_on_images(name: str) -> None:
     two_rounds_lower_the_loss(name, 2)
 

@@ -14,6 +14,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.core.run import PartitionRecord
 from medfl.runs import launch
 from medfl.runs.launch import federate
+from tests.support.phantoms import draw_small
 
 
 def division(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -58,6 +59,7 @@ def test_a_run_with_hundreds_of_sites_ends_with_its_report(tmp_path: Path) -> No
 
 def test_a_run_reads_its_bundle_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is new, resumed or repeated; its images are given to the bundle that is open already."""
+    draw_small(monkeypatch)
     opened, init = list[str](), Bundle.__init__
 
     def counted(bundle: Bundle, name: str, *rest: Any) -> None:
@@ -67,6 +69,7 @@ def test_a_run_reads_its_bundle_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Bundle, "__init__", counted)
     config = {"network": "small_cnn", "image_size": 16}
     requested = {"data": "phantom", "sites": 2, "partition": "iid", "rounds": 1, "batch_size": 16, "eval_every": 0}
+    requested |= {"local_epochs": 1}
     federate("pneumonia", config=config, requested=requested, out=tmp_path / "a", jobs=1)
     assert opened == ["pneumonia"]
     federate(out=tmp_path / "a", resume=True, requested={"rounds": 2}, jobs=1)

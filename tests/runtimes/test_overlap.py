@@ -145,8 +145,14 @@ def test_workers_that_do_not_overlap_keep_the_order(tmp_path: Path) -> None:
 # What a run leaves
 
 
-@pytest.mark.parametrize("every", [1, 2, 0])
-@pytest.mark.parametrize("method", ["scaffold", "ditto", "local"])
+@pytest.mark.parametrize(
+    ("method", "every"),
+    [("scaffold", 1), ("scaffold", 0), ("ditto", 1), ("ditto", 2), ("local", 0)]
+    + [
+        pytest.param(*given, marks=pytest.mark.slow)
+        for given in (("scaffold", 2), ("ditto", 0), ("local", 1), ("local", 2))
+    ],
+)
 def test_nothing_else_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, every: int) -> None:
     """SCAFFOLD is judged globally, the others personally; Local has no weights at the server."""
     alone = simulate(tmp_path / "alone", method, 1, eval_every=every)
@@ -276,7 +282,7 @@ def manifest(out: Path) -> dict[str, Any]:
     return {**told, "record": record}
 
 
-@pytest.mark.parametrize(("method", "moments"), [("fedavg", range(15, 40, 4)), ("ditto", range(23, 65, 6))])
+@pytest.mark.parametrize(("method", "moments"), [("fedavg", range(15, 40, 6)), ("ditto", range(23, 60, 10))])
 def test_a_run_is_killed_within_rounds_that_overlap_and_resumed(tmp_path: Path, method: str, moments: range) -> None:
     whole, done = simulate(tmp_path / "whole", method), []
     for at in moments:

@@ -111,11 +111,18 @@ def run(out: Path, made_by: Any, workers: Any = Workers, tolerance: Tolerance | 
 # A site is left out of a round
 
 
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return run(tmp_path_factory.mktemp("good") / "run", load("fedper"), rounds=2)
+
+
 @every_runtime
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_reply_is_left_out_and_said_and_the_round_goes_on(tmp_path: Path, kind: str, workers: Any) -> None:
+def test_a_bad_reply_is_left_out_and_said_and_the_round_goes_on(
+    tmp_path: Path, good: Ran, kind: str, workers: Any
+) -> None:
     spoil, text = BAD[kind]
-    method, reference = Faulty(spoil=spoil), load("fedper")
+    method = Faulty(spoil=spoil)
     ran = run(tmp_path / "bad", method, workers, Tolerance(2), rounds=2)
     assert [entry.get("left_out") for entry in ran.rounds] == [None, {"y": ran.rounds[1]["left_out"]["y"]}]
     why = ran.rounds[1]["left_out"]["y"]
@@ -126,7 +133,6 @@ def test_a_bad_reply_is_left_out_and_said_and_the_round_goes_on(tmp_path: Path, 
     assert ran.summary["left_out"] == {"y": 1}
     assert ran.rounds[1]["cohort"] == ["x", "y", "z"]
     assert {name for name, site in ran.rounds[1]["sites"].items() if "train_loss" in site} == {"x", "z"}
-    good = run(tmp_path / "good", reference, rounds=2)
     states = {path.name for path in (ran.out / "state").glob("*site*")}
     assert states == {"000001-site-y.safetensors", "000002-site-x.safetensors", "000002-site-z.safetensors"}
     for name in ("x", "z"):  # what the others do is what they do in a good run

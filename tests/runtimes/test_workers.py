@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +24,8 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.step import introduce, site_step
 from medfl.runtimes.tasks import MakeTask, Task
+from tests.support import forked
+from tests.support.sweeps import mostly_slow
 from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7, networks=SimpleNamespace(initial={}))
@@ -240,9 +240,11 @@ def test_values_travel_bit_for_bit(value: Any) -> None:
 
 BUILDING = {"fedhelp"}
 """Methods with networks that need a bundle; tests/cli/test_public_data.py compares their workers."""
+MIXED = ("ditto", "fedavg", "fedbm", "fedmd", "fedproto", "scaffold")
+"""What travels: two models, one, a generator, answers on public data, prototypes, control variates."""
 
 
-@pytest.mark.parametrize("name", sorted(set(names()) - BUILDING))
+@pytest.mark.parametrize("name", mostly_slow(sorted(set(names()) - BUILDING), MIXED))
 def test_training_does_not_depend_on_the_number_of_workers(name: str) -> None:
     method = load(name, WITHOUT_IMAGES.get(name))
     federation = Federation(ToyBundle(), method, run_record(local_epochs=2), public=public_blobs())
@@ -314,25 +316,18 @@ def test_leaving_ends_workers_also_busy_ones() -> None:
     assert wait_until_gone(pids)
 
 
-ORPHANS = """
-import os, signal, sys
-from types import SimpleNamespace
-from medfl.runtimes.local.workers import Workers
-from tests.runtimes.test_workers import call, whoami
-workers = Workers(SimpleNamespace(run=SimpleNamespace(threads=1), networks=SimpleNamespace(initial={})), 3)
-print(*sorted(set(workers.all([call(whoami, 0.1)] * 9))), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def end_without_a_word(told: Path) -> None:
+    """Begin three workers, write down which they are, and die of a signal that cannot be handled."""
+    workers = Workers(STAND_IN, 3)
+    told.write_text(" ".join(map(str, set(workers.all([call(whoami, 0.1)] * 9)))))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-def test_workers_end_with_their_parent() -> None:
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", ORPHANS], cwd=root, capture_output=True, text=True, timeout=60, check=False,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    pids = [int(pid) for pid in done.stdout.split()]
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    parent = forked.start(end_without_a_word, tmp_path / "pids", output=tmp_path / "printed")
+    parent.join(60)
+    assert parent.exitcode == -signal.SIGKILL, (tmp_path / "printed").read_text()
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 3
     assert wait_until_gone(pids)

@@ -116,8 +116,11 @@ OPTIMISERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
-@pytest.mark.parametrize("name", ["small_cnn", "resnet20"])
+@pytest.mark.parametrize(
+    ("name", "optimiser"),
+    [*(("small_cnn", name) for name in OPTIMISERS), ("resnet20", "foreach")]
+    + [pytest.param("resnet20", name, marks=pytest.mark.slow) for name in ("sgd", "rmsprop")],
+)
 def test_grouped_operations_train_each_network_as_alone(name: str, optimiser: str) -> None:
     """In float64: where a gradient is nearly 0, RMSprop makes a step of any size of the last bits of float32."""
     torch.manual_seed(2)
