@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from medfl import networks
 from medfl.core.errors import InputError
+from medfl.core.names import check_name
 from medfl.core.storage import write_atomic
 from medfl.datasets import own
 from medfl.datasets.readers import own_folder, pairs, tables, volumes
@@ -138,8 +139,7 @@ def check_target(root: Path) -> None:
     """Raise an InputError if no bundle can be written into this folder."""
     if root.exists():
         raise InputError(f"{root} exists", "a new folder for the bundle", "give a path that does not exist")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", root.name):
-        raise InputError(f"bundle name {root.name!r}", "letters, digits, '_', '-' and '.'", "drop other characters")
+    check_name(root.name, "bundle name")
 
 
 def _labelled(place: Path, progress: bool) -> Survey:

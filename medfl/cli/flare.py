@@ -31,7 +31,8 @@ medfl site serve; the job carries numbers and names, no code and no path.
 
 examples
   medfl flare export hippocampus --sites north,south --method scaffold --rounds 50 --out jobs
-      then, with the operator's own kit: nvflare job submit -j jobs/medfl-...
+      then nvflare job submit -j jobs/medfl-... --startup-kit ADMIN-KIT, the kit of a
+      person who may submit jobs (type admin in project.yml)
   medfl flare export hippocampus --sites north,south --rehearsal --rounds 2 --out rehearsal
       every site takes drawn images: medfl data make hippocampus --out DIR
   medfl flare export hippocampus --sites north,south --method scaffold --rounds 80 --resume --out more
@@ -92,5 +93,8 @@ def _export(options: Any) -> int:
 
 def _text(document: Mapping[str, Any]) -> str:
     lines = [f"job: {document['job']}", f"sites: {', '.join(document['sites'])}", f"run: {document['run_hash'][:16]}"]
-    lines += [f"bundle: {document['bundle']} ({document['bundle_sha256'][:16]})", "submit it with the operator's kit:"]
-    return "\n".join([*lines, f"  nvflare job submit -j {document['job']}"])
+    lines += [
+        f"bundle: {document['bundle']} ({document['bundle_sha256'][:16]})",
+        "submit it with your own startup kit, of type admin:",
+    ]
+    return "\n".join([*lines, f"  nvflare job submit -j {document['job']} --startup-kit ADMIN-KIT"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from medfl.cli.arguments import number, pairs
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core import terminal
 from medfl.core.errors import InputError
+from medfl.core.names import check_name
 from medfl.flare import serve
 
 _EXAMPLES = """\
@@ -57,6 +57,10 @@ def add(verbs: Any) -> None:
         "--write-policy", type=Path, metavar="FILE",
         help="if accepted, write a policy that pins every file, with what --policy says beside",
     )  # fmt: skip
+    inspect.add_argument(
+        "--job", type=Path, metavar="DIR|run.json",
+        help="with --write-policy: the policy agrees to this job's method, rounds, batch size and local epochs",
+    )  # fmt: skip
     text = "preflight: would a bundle run here, on these images?"
     check = add_verb(actions, "check", text, _check, _CHECK_EXAMPLES)
     _add_data(check)
@@ -93,10 +97,13 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 
 def _inspect(options: Any) -> int:
     from medfl.bundle.configuration import shipped_folders
+    from medfl.core.run_documents import read_run
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
 
     policy = Policy.read(options.policy) if options.policy is not None else Policy()
+    if options.job is not None:
+        policy = policy.agreeing(read_run(_run_file(options.job))[0])
     folder = shipped_folders().get(options.bundle, Path(options.bundle))
     target = options.write_policy
     if target is not None:
@@ -108,12 +115,20 @@ def _inspect(options: Any) -> int:
     if target is not None and inspection.accepted:
         from medfl.core.storage import write_atomic
 
-        pinned = replace(inspection.policy(policy), outbound=policy.outbound)
-        write_atomic(target, pinned.text().encode())
+        check_name(inspection.bundle, "the bundle's folder")
+        write_atomic(target, inspection.policy(policy).text().encode())
         document["policy_written"] = str(target)
     show(options, document, lambda: "\n".join(_inspection_lines(document, terminal.width())))
     inspection.require()
     return 0
+
+
+def _run_file(job: Path) -> Path:
+    """Return the record in a job's folder, or the one given."""
+    found = sorted(job.rglob("run.json")) if job.is_dir() else [job]
+    if not found:
+        raise InputError(f"--job {job}", "the folder of a job with its run.json", "give what medfl flare export wrote")
+    return found[0]
 
 
 def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from medfl.core.names import check_name
+
 PRIVATE = "MEDFL_PRIVATE_CACHE"
 """Variable of a process in a sandbox: its folder for what is pickled, as other processes would run what it writes."""
 
@@ -17,5 +19,5 @@ def cache_folder(kind: str) -> Path:
 
 
 def default_run_folder(bundle: str, method: str, seed: int) -> Path:
-    """Return the run folder where --out names none; `bundle` is a bundle's name."""
-    return Path("runs") / f"{bundle}-{method.rpartition('.')[2]}-{seed}"
+    """Return the run folder where --out names none; InputError if the bundle's folder has no name for one."""
+    return Path("runs") / f"{check_name(bundle, 'bundle')}-{method.rpartition('.')[2]}-{seed}"

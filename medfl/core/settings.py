@@ -124,6 +124,11 @@ class GeneralSettings:
         "multikrum:F (as krum, from n-F-2 sites)", "RULE",
         group=ROBUSTNESS, default=MEAN, later=True,
     )  # fmt: skip
+    max_share: float | None = setting(
+        "most of a round's weight that one of three or more sites may have by its number of images; more ends the run; "
+        "default: 0.5 across machines, no limit where one machine plays all sites", "F",
+        group=ROBUSTNESS, default=None, later=True, above=0, most=1,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ from medfl.runtimes.federation import POOLED
 
 RUN_FILE = "run.json"
 """The run's record, in the configuration folder of a job."""
+OWN_IMAGES = "own"
+"""The partition of a run whose sites have images of their own."""
 
 
 def participants(run: Run) -> list[str]:

@@ -13,17 +13,16 @@ from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM
 from medfl.core.errors import InputError
+from medfl.core.names import check_name, is_name
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.run_folder import RunFolder
-from medfl.flare.files import RUN_FILE
+from medfl.flare.files import OWN_IMAGES, RUN_FILE
 from medfl.flare.job import recipe, require_flare, write_job
+from medfl.flare.site_config import needs_in_one_place
 from medfl.flare.wire import is_flare_name
 from medfl.runs import text_record
 from medfl.runs.plan import Request, make_plan
 from medfl.runtimes.attendance import Tolerance
-
-OWN_IMAGES = "own"
-"""The partition of a run whose sites have images of their own."""
 
 
 def offer(
@@ -59,8 +58,8 @@ def offer(
     run, method = made.run, made.method
     if run.method not in methods.names():
         raise InputError(f"--method {run.method}", "a shipped method: sites take no other code", "see medfl methods")
-    if run.public is not None or method.pools_data:
-        what = "public data" if run.public is not None else "everybody's images in one place"
+    check_name(run.bundle, "bundle")
+    if what := needs_in_one_place(method):
         raise InputError(f"method {run.method!r}, which needs {what}", "one that does without", "see medfl methods")
     methods.site_networks(method, sites)
     source = PHANTOM if rehearsal else "real"
@@ -109,7 +108,8 @@ def export(
         method = methods.load(run.method, run.options)
         texts = text_record.carry(Bundle(bundle), run, method, Path(place))
         if run.text is not None:  # where the embeddings lay here means nothing elsewhere
-            run = replace(run, options={**run.options, "plm": _named(run.text.plm)})
+            plm = _named(run.text.plm)
+            run = replace(run, options={**run.options, "plm": plm}, text=replace(run.text, plm=plm))
         carried = Path(place) / RUN_FILE
         carried.write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}, indent=1))
         controller = RemoteController(resume=resume, **tolerance.record())
@@ -122,4 +122,5 @@ def export(
 
 def _named(plm: str) -> str:
     """Return a language model's name; of a folder that has none the folder's own name."""
-    return plm.rstrip("/").rpartition("/")[2] or "carried"
+    name = plm.rstrip("/").rpartition("/")[2]
+    return name if is_name(name) else "carried"

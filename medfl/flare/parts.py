@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +52,9 @@ from medfl.runtimes.simulator import Simulator
 
 if TYPE_CHECKING:
     from medfl.flare.site import FlareSite
+
+_SHARE = 0.5
+"""Of the weight that one of three or more sites with images of their own may have, unless the run says."""
 
 
 class _Controller(ModelController):  # type: ignore[misc]
@@ -109,17 +112,20 @@ class _Controller(ModelController):  # type: ignore[misc]
     def _execute(self, path: Path, say: Print) -> None:
         """Execute the run in its folder."""
 
-    def _simulate(self, federation: Federation, folder: RunFolder, say: Print, shown: bool, **settings: Any) -> None:
-        """Run the rounds in a simulator whose workers are the sites of this job."""
+    def _simulate(
+        self, federation: Federation, folder: RunFolder, say: Print, roster: Mapping[str, int] | None, **settings: Any
+    ) -> None:
+        """Run the rounds in a simulator whose workers are the sites of this job; without a roster they show all."""
+        shown = roster is None
         self._flare_names = wire.wire_names(federation.participants)
 
         def workers(whole: Federation, _: int) -> FlareWorkers:
-            found = FlareWorkers(whole, self, shown)
+            found = FlareWorkers(whole, self, shown, roster)
             if isinstance(folder, ReportedRunFolder):
                 folder.workers = found
             return found
 
-        tolerance = Tolerance(self.min_replies or None, self.deadline or None)
+        tolerance = Tolerance(self.min_replies or None, self.deadline or None, None if shown else _SHARE)
         execution = Execution(federation, folder, resume=True, say=say, tolerance=tolerance, **settings)
         Simulator(execution, workers).execute()
 
@@ -200,7 +206,7 @@ class MedflController(_Controller):
         public = plan.public.prepare(say=say) if plan.public else None
         federation = Federation(plan.bundle, plan.method, replace(plan.run, rounds=run.rounds), public=public)
         folder = RunFolder.existing(path)
-        self._simulate(federation, folder, say, True, save_predictions=self.save_predictions, track=self.track or None)
+        self._simulate(federation, folder, say, None, save_predictions=self.save_predictions, track=self.track or None)
 
 
 class RemoteController(_Controller):
@@ -240,7 +246,7 @@ class RemoteController(_Controller):
         text_record.keep(bundle, run, federation.method, path)
         folder.write_run(run, about)
         say(f"run folder: {path}")
-        self._simulate(federation, folder, say, False, track=self._config.track or None)
+        self._simulate(federation, folder, say, self._config.roster, track=self._config.track or None)
         say(f"report: {write_report(path)}")
 
 
@@ -330,11 +336,11 @@ class RemoteExecutor(_Executor):
 
         self._config = config = SiteConfig.read(Path(workspace.get_site_config_dir()) / CONFIG_FILE)
         policy = config.checked_policy()
+        accepted_run(run, flare_name, config)
         algo = MedflClientAlgo(
             lambda: open_site(run, flare_name, config, self._carried), flare_name,
             folder=config.folder, outbound=policy.outbound, audit=config.audit or None, say=self._say,
         )  # fmt: skip
-        accepted_run(run, flare_name, config)
         return FlareSite(algo, flare_name)
 
     def _say(self, text: str) -> None:

@@ -120,6 +120,7 @@ class FlareWorkers(Workers):
         link: to the sites.
         shown: the sites belong to a simulation and show cases, masks and weights; otherwise they report metrics, and
             are not asked for anything else.
+        roster: site -> most training items that its operator takes it to have; a site that is not in it has no limit.
 
     Attributes:
         deadline: seconds that the sites have for a round, None for no limit.
@@ -127,10 +128,12 @@ class FlareWorkers(Workers):
         samples: site -> number of its training items that it reported.
     """
 
-    def __init__(self, federation: Federation, link: Link, shown: bool = True) -> None:
+    def __init__(
+        self, federation: Federation, link: Link, shown: bool = True, roster: Mapping[str, int] | None = None
+    ) -> None:
         """Start nothing: the sites run already."""
         super().__init__(federation, 1)
-        self._link, self._shown = link, shown
+        self._link, self._shown, self._roster = link, shown, roster or {}
         self.samples: dict[str, int] = {}
         self.deadline: float | None = None
         self.reported: dict[str, dict[str, float]] = {}
@@ -257,10 +260,29 @@ class FlareWorkers(Workers):
         def read(payload: Payload) -> Message:
             message = self._arrived(name, payload)
             self._federation.check(name, message)
-            self.samples[name] = payload.whole_number(wire.SAMPLES)
+            self.told.pop(name, None)
+            self.samples[name] = self._counted(name, payload)
             return message
 
         return read
+
+    def items(self, name: str) -> int:
+        """Return how many training items a site has; where they are its own, what it told first."""
+        return super().items(name) if self._shown else self.told.get(name, 0)
+
+    def _counted(self, name: str, payload: Payload) -> int:
+        """Return the number of training items that a site tells.
+
+        Raises:
+            RunError: it is more than the operator's roster or the site's introduction says.
+        """
+        count, most = payload.whole_number(wire.SAMPLES), self._roster.get(name)
+        if most is not None and count > most:
+            raise RunError(f"it tells of {count:,} training images; the server's roster has it with at most {most:,}")
+        known = self.items(name) if self._shown else self.told.setdefault(name, count)
+        if count > known:
+            raise RunError(f"it tells of {count:,} training images; when it introduced itself it had {known:,}")
+        return count
 
     def _trained(
         self, name: str, down: Message, judge: Sequence[str], bytes_down: int
@@ -272,7 +294,7 @@ class FlareWorkers(Workers):
             reply = federation.messages.opened_reply(arrived, down, sender)
             federation.check(name, reply)
             cases = self._cases(name, judge)(payload)
-            steps, self.samples[name] = payload.whole_number(wire.STEPS), payload.whole_number(wire.SAMPLES)
+            steps, self.samples[name] = payload.whole_number(wire.STEPS), self._counted(name, payload)
             loss = float(payload.numbers.get(wire.LOSS, float("nan")))  # a site's policy may withhold it
             renewed = bool(payload.whole_number(wire.RENEWED))
             return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed

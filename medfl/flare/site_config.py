@@ -12,6 +12,7 @@ The site's file, `local/medfl.yaml` in its startup kit, never comes over a wire:
     threads: 8                     # most that a run may ask for
     classes: []                    # further class paths that a job may name, besides medfl's own
     track: mlflow                  # at the server: where its numbers go besides the run folder, as medfl run --track
+    roster: {north: 5000}          # at the server: its sites, and the most training images of each
 
 `bundle` and `folder` are required; paths start from the folder of the file. Of a run the site accepts numbers and names
 from a fixed list, and only for its own bundle: no path, no component, no expression.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ from medfl.bundle.open import with_data
 from medfl.bundle.protocol import resolved
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
-from medfl.core.run import Run
+from medfl.core.names import is_name
+from medfl.core.run import DataRecord, Run
 from medfl.core.settings import SETTINGS
 from medfl.core.untrusted import Refused, decode_text, printable, read_plain
 from medfl.data.prepared import Item
+from medfl.flare.files import OWN_IMAGES
 from medfl.flare.remote import federation_of_names
 from medfl.flare.wire import is_flare_name
 from medfl.policy.inspection import inspect
@@ -50,6 +53,8 @@ from medfl.runtimes.federation import Federation
 CONFIG_FILE = "medfl.yaml"
 _BYTES = 100_000
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
+_NAMES = {"plm"}
+"""Options that stand for something that is looked up."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ ,:=.+-]{0,200}", re.ASCII)
 
 
@@ -67,6 +72,7 @@ class SiteConfig:
     threads: int = 8
     classes: tuple[str, ...] = ()
     track: str = ""
+    roster: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> SiteConfig:
@@ -87,10 +93,13 @@ class SiteConfig:
         if not isinstance(given, dict) or not {"bundle", "folder"} <= given.keys() <= set(known):
             raise InputError(f"{path}", f"the keys bundle and folder, and of {', '.join(known)} as you like", advice)
         for name, value in given.items():
-            kind: type = {"permits": list, "classes": list, "threads": int}.get(name, str)
+            kind: type = {"permits": list, "classes": list, "threads": int, "roster": dict}.get(name, str)
             wrong = not isinstance(value, kind) or isinstance(value, bool)
             if wrong or (kind is list and not all(isinstance(word, str) for word in given[name])):
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
+        for site, most in given.get("roster", {}).items():
+            if not is_flare_name(site) or type(most) is not int or most < 1:
+                raise InputError(f"{path}: roster: {printable(site, 60)}", "sites with whole numbers from 1 on", advice)
         for one in given.get("classes", ()):
             if not _CLASS.fullmatch(one):
                 raise InputError(
@@ -173,10 +182,9 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
         raise refuse(
             f"{printable(where, 60)} is {printable(error.instance, 60)}", "numbers and names as medfl writes them"
         )
-    names = list(run.partition.sites)
-    if (name is not None and name not in names) or not all(is_flare_name(site) for site in names):
-        raise refuse("it is not one of its sites, or they have odd names", "a run with this site")
-    bundle = Bundle(config.bundle, policy=config.checked_policy())
+    _check_names(run, name, config.roster, refuse)
+    policy = config.checked_policy()
+    bundle = Bundle(config.bundle, policy=policy)
     if (run.bundle, run.bundle_sha256) != (bundle.name, bundle.sha256):
         offered = f"it is for bundle {printable(run.bundle)!r} ({run.bundle_sha256[:12]})"
         raise refuse(offered, f"{bundle.name!r} ({bundle.sha256[:12]})")
@@ -189,7 +197,37 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
         raise refuse(f"it asks for {run.threads} threads", f"at most {config.threads}")
     if not re.fullmatch("[a-z]+(:[0-9]+)?", run.device):
         raise refuse(f"device {printable(run.device, 60)}", "a device of PyTorch, as cpu or cuda:0")
+    if what := needs_in_one_place(methods.load(run.method, run.options)):
+        raise refuse(f"method {run.method} needs {what}", "methods whose sites keep their images")
+    if disagreement := policy.disagreement(run):
+        raise refuse(*disagreement)
     return run if name is None else replace(run, device=config.device)
+
+
+def needs_in_one_place(method: methods.Method) -> str:
+    """Return what a method needs that sites with images of their own do not have, "" for nothing."""
+    public = methods.extra(method, methods.PublicData)
+    if method.pools_data:
+        return "everybody's images in one place"
+    return "public data" if public is not None and public.uses_public else ""
+
+
+def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: Any) -> None:
+    """Refuse sites, a bundle and a language model that have no names, and everything of places and other images."""
+    sites, text = run.partition.sites, run.text
+    if (name is not None and name not in sites) or not all(map(is_flare_name, sites)):
+        raise refuse("it is not one of its sites, or they have odd names", "a run with this site")
+    if unknown := sorted(sites.keys() - roster.keys()) if roster else []:
+        raise refuse(f"its site {unknown[0]!r} is not in the roster", f"the sites {', '.join(roster)}")
+    named = {"bundle": run.bundle, "language model": text.plm if text else "none"}
+    named |= {f"option {option}": run.options[option] for option in _NAMES & run.options.keys()}
+    for what, value in named.items():
+        if not is_name(value):
+            raise refuse(f"{what} {printable(value, 60)!r}", "names of letters, digits, '_', '-' and '.'")
+    plain = replace(run.partition, spec=OWN_IMAGES, notes=())
+    offered = replace(run, bundle_path="", data=DataRecord(run.data.source, "", "", "", {}), partition=plain)
+    if offered != run or not all(_PLAIN.fullmatch(str(version)) for version in run.versions.values()):
+        raise refuse("it says where images lie, or which they are", "a run as medfl flare export writes it")
 
 
 def _check_config(run: Run, protocol: Mapping[str, Any], permits: Sequence[str], refuse: Any) -> None:

@@ -8,7 +8,6 @@ of single cases under `cases/`. Its `meta` has only numbers from a fixed list. A
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
+from medfl.core.names import is_name
 from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases
 
@@ -32,9 +32,8 @@ RENEWED = "renewed"
 NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, RENEWED, *SECTIONS})
 """Names of the numbers in `meta`: a section is 1 if it is asked for, `RENEWED` if training left a State."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", re.ASCII)
 _RESERVED = frozenset({"server", "admin", "relay"})
-_WHY = 400
+_WHY, _LONGEST = 400, 63
 
 
 @dataclass(frozen=True)
@@ -208,11 +207,11 @@ def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) 
 
 def wire_names(participants: Sequence[str]) -> dict[str, str]:
     """Return participant -> its name in FLARE: the same, unless FLARE does not allow one of them."""
-    if all(_NAME.fullmatch(name) and name.lower() not in _RESERVED for name in participants):
+    if all(map(is_flare_name, participants)):
         return {name: name for name in participants}
     return {name: f"participant-{index}" for index, name in enumerate(participants, 1)}
 
 
 def is_flare_name(name: str) -> bool:
-    """Return whether FLARE allows a site's name."""
-    return bool(_NAME.fullmatch(name)) and name.lower() not in _RESERVED
+    """Return whether FLARE, which takes no dots, allows a site's name."""
+    return is_name(name) and "." not in name and len(name) <= _LONGEST and name.lower() not in _RESERVED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,8 @@ class Inspection:
         return what
 
     def policy(self, policy: Policy) -> Policy:
-        """Return the policy that pins the files of this bundle, with the words and limits of another."""
-        return Policy(self.bundle, policy.allow, policy.limits, {file.path: file.sha256 for file in self.files})
+        """Return the policy that pins the files of this bundle, with all else of another."""
+        return replace(policy, bundle=self.bundle, files={file.path: file.sha256 for file in self.files})
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""

@@ -6,22 +6,26 @@
     files:                       # sha256 of each; with it, a bundle has these files and no others
       configs/train.yaml: 3f5a...
     outbound: {clip: 1.0}        # what may leave the site, see `medfl.policy.outbound`
+    methods: [fedavg, scaffold]  # that a job may ask for
+    settings: {rounds: 100}      # the most that a job may ask for, see `MOST`
 
-Every key may be left out. The site keeps the file, outside of the bundle; nothing of it comes over a wire.
+Every key may be left out, for no rule. The site keeps the file, outside of the bundle; nothing of it comes over a wire.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, decode_text, read_bytes, read_plain
+from medfl.core.names import check_name
+from medfl.core.run import Run
+from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.policy.outbound import Outbound, check_known
 
 WORDS = {
@@ -37,6 +41,9 @@ WORDS = {
 }
 """What a policy can allow, and what each word means."""
 
+_KEYS = ("bundle", "allow", "limits", "files", "outbound", "methods", "settings")
+MOST = ("rounds", "batch_size", "local_epochs")
+"""Settings of a run that a policy may limit."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _BYTES = 4_000_000
 
@@ -69,6 +76,24 @@ class Policy:
     outbound: Outbound = field(default_factory=Outbound)
     trusted: bool = False
     """the user's own word for this process (`--trust`), which no file can say: bundles run uninspected"""
+    methods: tuple[str, ...] = ()
+    """that a job may ask for; none named: any"""
+    settings: Mapping[str, int] = field(default_factory=dict)
+    """the most that a job may ask for, of `MOST`; none named: any"""
+
+    def agreeing(self, run: Run) -> Policy:
+        """Return the policy that agrees to a run and no more of its kind, where this one says nothing of it."""
+        settings = self.settings or {name: int(getattr(run, name)) for name in MOST}
+        return replace(self, methods=self.methods or (run.method,), settings=settings)
+
+    def disagreement(self, run: Run) -> tuple[str, str] | None:
+        """Return what of a run is not agreed to, and what is; None where all is."""
+        if self.methods and run.method not in self.methods:
+            return f"method {printable(run.method, 60)}", f"{', '.join(self.methods)}, as its policy says"
+        for name, most in self.settings.items():
+            if getattr(run, name) > most:
+                return f"{name} {getattr(run, name)}", f"at most {most}, as its policy says"
+        return None
 
     @classmethod
     def read(cls, path: Path) -> Policy:
@@ -88,17 +113,12 @@ class Policy:
         given = {} if given is None else given
         if not isinstance(given, dict):
             raise InputError(f"policy {path} is a {type(given).__name__}", "keys and values", "see docs/deploy.md")
-        check_known(given, ("bundle", "allow", "limits", "files", "outbound"), f"policy {path}: key")
-        allow, limits, files = given.get("allow") or [], given.get("limits") or {}, given.get("files")
-        if not isinstance(allow, list) or not all(isinstance(word, str) for word in allow):
-            raise InputError(f"policy {path}: allow", "a list of words", f"choose from {', '.join(WORDS)}")
+        check_known(given, _KEYS, f"policy {path}: key")
+        allow, files = _words(given, "allow", path), given.get("files")
         check_known(allow, WORDS, f"policy {path}: the word")
-        if not isinstance(limits, dict):
-            raise InputError(f"policy {path}: limits", "names with whole numbers", "write them as NAME: NUMBER")
-        check_known(limits, [f.name for f in fields(Limits)], f"policy {path}: the limit")
-        for name, value in limits.items():
-            if type(value) is not int or value < 1:
-                raise InputError(f"policy {path}: limit {name}", "whole numbers of at least 1", f"write {name}: 1000")
+        methods = tuple(check_name(name, f"policy {path}: method") for name in _words(given, "methods", path))
+        limits = _numbers(given, "limits", [f.name for f in fields(Limits)], path)
+        settings = _numbers(given, "settings", MOST, path)
         if files is not None and not (
             isinstance(files, dict)
             and all(isinstance(p, str) and isinstance(h, str) and _SHA256.fullmatch(h) for p, h in files.items())
@@ -108,11 +128,9 @@ class Policy:
                 "paths below the bundle's folder with 64 hexadecimal digits each",
                 "let medfl site inspect --write-policy write it",
             )
-        bundle = given.get("bundle", "")
-        if not isinstance(bundle, str):
-            raise InputError(f"policy {path}: bundle", "the name of the bundle's folder", "write bundle: FOLDER")
+        bundle = check_name(given["bundle"], f"policy {path}: the name of the bundle") if given.get("bundle") else ""
         outbound = Outbound.read(given.get("outbound") or {}, f"policy {path}")
-        return cls(bundle, frozenset(allow), Limits(**limits), files, outbound)
+        return cls(bundle, frozenset(allow), Limits(**limits), files, outbound, methods=methods, settings=settings)
 
     def text(self) -> str:
         """Return the policy as the file's content."""
@@ -120,7 +138,29 @@ class Policy:
         parts: dict[str, Any] = {"bundle": self.bundle, "allow": sorted(self.allow)}
         parts |= {"limits": limits} if limits else {}
         parts |= {"outbound": self.outbound.as_dict()} if self.outbound != Outbound() else {}
+        parts |= {"methods": list(self.methods)} if self.methods else {}
+        parts |= {"settings": dict(self.settings)} if self.settings else {}
         parts |= {} if self.files is None else {"files": dict(sorted(self.files.items()))}
         comments = "".join(f"# {word}: {WORDS[word]}\n" for word in sorted(self.allow))
         head = "# What this site has inspected and allows; see docs/deploy.md.\n"
         return head + comments + yaml.safe_dump(parts, sort_keys=False, width=1000, allow_unicode=False)
+
+
+def _words(given: Mapping[str, Any], key: str, path: Path) -> list[str]:
+    """Return a list of words in a policy."""
+    words = given.get(key) or []
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise InputError(f"policy {path}: {key}", "a list of words", f"write {key}: [WORD, WORD]")
+    return words
+
+
+def _numbers(given: Mapping[str, Any], key: str, known: Collection[str], path: Path) -> dict[str, int]:
+    """Return names with whole numbers in a policy."""
+    numbers = given.get(key) or {}
+    if not isinstance(numbers, dict):
+        raise InputError(f"policy {path}: {key}", "names with whole numbers", "write them as NAME: NUMBER")
+    check_known(numbers, known, f"policy {path}: {key}:")
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise InputError(f"policy {path}: {key}: {name}", "whole numbers of at least 1", f"write {name}: 1000")
+    return numbers

@@ -16,6 +16,7 @@ import torch
 from medfl import methods
 from medfl.bundle.configuration import shipped_folders
 from medfl.core.errors import InputError
+from medfl.core.names import check_name
 from medfl.core.places import default_run_folder
 from medfl.core.run_documents import read_rows, read_summary
 from medfl.core.run_folder import RunFolder
@@ -234,6 +235,7 @@ def site_algo(
     """
     from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
+    check_name(name, "site")
     site_policy = None if policy is None else Policy.read(Path(policy))
     if site_policy is not None:
         inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require()

@@ -94,6 +94,7 @@ class Simulator:
         self.folder.rounds(up_to=self.done)
         with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
             self.tolerance.set_deadline(self.workers)
+            self.workers.told = self.record.setdefault("told", {})
             self.workers.together = self._together()
             self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
@@ -196,7 +197,7 @@ class Simulator:
         """Wait for the replies of a round and aggregate them; return its entry, and the results without replies."""
         federation, since = self.federation, time.perf_counter() if training.overlap else training.started
         round_, cohort, left_out = training.round, training.cohort, training.left_out
-        samples = {name: len(federation.work(name, "train")) for name in cohort}
+        samples = {name: self.workers.items(name) for name in cohort}
         results: dict[str, StepResult] = {}
         replies = Replies(cohort, self.folder.path)
         renewed: list[str] = []

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ from medfl.core.errors import InputError
 
 pytest.importorskip("nvflare")
 
+from medfl.flare.local_federation import ADMIN, LocalFederation
 from medfl.flare.parts import ALLOWED, SIMULATED
 
 
@@ -48,6 +54,20 @@ def test_export_writes_a_job_and_says_how_to_submit_it(tmp_path: Path, capsys: p
         call(*command)
     assert call(*command[:-1], str(tmp_path / "again")) == 0
     assert f"nvflare job submit -j {tmp_path / 'again'}" in capsys.readouterr().out
+
+
+def test_the_command_that_submits_a_job_finds_its_kit(tmp_path: Path) -> None:
+    """With the kit of a federation whose server is away; without a kit FLARE looks for no server."""
+    command = ["flare", "export", "mednist", "--sites", "north", "--rounds", "1", "--rehearsal"]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert call(*command, "--out", str(tmp_path / "jobs")) == 0
+    kit = LocalFederation(tmp_path / "federation", ["north"], []).kit(ADMIN)
+    line = next(line.strip() for line in said.getvalue().splitlines() if "nvflare job submit" in line)
+    command = [sys.executable, "-m", "nvflare.cli", *line.replace("ADMIN-KIT", str(kit)).split()[1:]]
+    told = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HOME": str(tmp_path)})
+    assert "Could not connect to the FLARE server" in told.stdout + told.stderr
+    assert "kit" not in told.stderr.lower()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.support.toy import run_record
 OTHER: dict[str, Any] = {
     "cohort": 0.5, "rounds": 3, "local_epochs": 2, "batch_size": 5, "lr": 0.003, "lr_decay": 0.9, "seed": 7,
     "device": "cpu", "threads": 2, "eval_every": 2, "messages": "int8", "aggregation": "median", "pack": 4,
+    "max_share": 0.6,
 }  # fmt: skip
 """A value of each setting that is not its default; switches are True."""
 VERBS = {
@@ -44,7 +45,7 @@ def flags(one: Setting) -> list[str]:
 def test_a_flag_that_a_verb_takes_is_not_lost(name: str, verb: str) -> None:
     """What a verb does not take it refuses; `compare` has seeds of its own, sites of a job choose their device."""
     one, parser = SETTINGS[name], cli.parser()
-    left_out = {"compare": ("seed", "aggregation"), "export": ("device",)}.get(verb, ())
+    left_out = {"compare": ("seed", "aggregation", "max_share"), "export": ("device",)}.get(verb, ())
     if name in left_out:
         with pytest.raises(InputError, match=f"unknown {one.flag}"):
             parser.parse_args([*VERBS[verb], *flags(one)])
@@ -77,7 +78,8 @@ def test_an_exported_job_has_every_setting(tmp_path: Path, monkeypatch: pytest.M
 def test_settings_that_came_later_leave_older_records_as_they_were() -> None:
     record = run_record()
     assert not ADDED_LATER.keys() & record.to_dict().keys()
-    assert set(ADDED_LATER) == {"messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile"}
+    later = {"messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile", "max_share"}
+    assert set(ADDED_LATER) == later
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -20,7 +20,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import Embeddings, unit
 from medfl.core.errors import InputError
-from medfl.core.run import Run
+from medfl.core.run import Run, TextRecord
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights
 from medfl.data.prepared import Batch, Prepared
@@ -139,6 +139,20 @@ REFUSED: dict[str, tuple[Callable[[Run], Run], str]] = {
     "huge": (changed(batch_size=10**9), "batch_size is 1000000000"),
     "cohort": (changed(cohort=2.0), "cohort is 2.0"),
     "threads": (changed(threads=64), "it asks for 64 threads; at most 8"),
+    "pooled data": (changed(method="central", options={}), "method central needs everybody's images in one place"),
+    "public data": (changed(method="fedmd", options={}), "method fedmd needs public data"),
+    "bundle of a path": (changed(bundle="../../x"), "bundle '../../x'"),
+    "long name": (changed(bundle="x" * 65), "names of letters, digits"),
+    "language model of a path": (changed(options={"plm": "a,b"}), "option plm 'a,b'"),
+    "text of a path": (changed(text=TextRecord("../x", "0" * 64, (1, 1, 1))), "language model '../x'"),
+    "place of the bundle": (changed(bundle_path="/root"), "it says where images lie"),
+    "place of the data": (lambda run: replace(run, data=replace(run.data, folder="/root")), "it says where images lie"),
+    "split": (lambda run: replace(run, data=replace(run.data, split="../x")), "it says where images lie"),
+    "partition": (lambda run: replace(run, partition=replace(run.partition, spec="file:/x")), "it says where images"),
+    "version": (changed(versions={"medfl": "<b>"}), "it says where images lie"),
+    "site": (
+        lambda run: replace(run, partition=replace(run.partition, sites={"north": {}, "../x": {}})), "odd names",
+    ),
 }  # fmt: skip
 
 
@@ -179,6 +193,37 @@ def test_items_and_other_sites_are_refused(scans: dict[str, Path]) -> None:
         accepted_run(run, "east", own(scans))
 
 
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        ("methods: [fedavg, ditto]", "method scaffold; fedavg, ditto, as its policy says"),
+        ("settings: {rounds: 1}", "rounds 2; at most 1"),
+        ("settings: {rounds: 2, batch_size: 7}", "batch_size 8; at most 7"),
+        ("settings: {local_epochs: 1}", ""),
+        ("methods: [scaffold]", ""),
+        ("", ""),
+    ],
+)
+def test_a_job_that_the_policy_does_not_agree_to_is_refused(
+    scans: dict[str, Path], tmp_path: Path, policy: str, text: str
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(policy)
+    config = own(scans, policy=str(file))
+    if not text:
+        accepted_run(offer("scaffold"), "north", config)
+        return
+    with pytest.raises(InputError) as caught:
+        accepted_run(offer("scaffold"), "north", config)
+    assert str(caught.value).startswith(f"site 'north' refuses the run: {text}")
+
+
+def test_a_job_with_a_site_that_is_not_in_the_servers_roster_is_refused(tmp_path: Path) -> None:
+    accepted_run(offer(), None, SiteConfig("mednist", str(tmp_path), roster={"north": 9, "south": 9, "west": 9}))
+    with pytest.raises(InputError, match="the server refuses the run: its site 'south' is not in the roster"):
+        open_server(offer(), SiteConfig("mednist", str(tmp_path), roster={"north": 9}))
+
+
 def test_nothing_of_the_bundle_may_be_set_unless_the_site_permits_it(scans: dict[str, Path]) -> None:
     with pytest.raises(InputError, match="config network=small_cnn; the bundle as it is"):
         accepted_run(offer(), "north", own(scans, permits=()))
@@ -211,6 +256,9 @@ def test_a_site_s_file_is_read_with_paths_from_its_folder(tmp_path: Path) -> Non
         ("bundle: x\nfolder: 3\n", "folder; a str"),
         ("bundle: x\nfolder: y\npermits: network\n", "permits; a list"),
         ("bundle: x\nfolder: y\nthreads: true\n", "threads; a int"),
+        ("bundle: x\nfolder: y\nroster: [north]\n", "roster; a dict"),
+        ("bundle: x\nfolder: y\nroster: {north: 0}\n", "roster: north; sites with whole numbers"),
+        ("bundle: x\nfolder: y\nroster: {../x: 3}\n", "roster: ../x; sites with whole numbers"),
         ("bundle: !!python/object/apply:os.system [ls]\nfolder: y\n", "plain YAML"),
     ],
 )

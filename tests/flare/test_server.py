@@ -254,6 +254,60 @@ def test_a_bad_answer_ends_a_strict_run_and_is_left_out_of_a_tolerant_one(tmp_pa
     assert text in entry["left_out"]["y"]
 
 
+# What a site tells of its images, which nobody else sees
+
+
+def counting(site: str, *counts: int) -> Callable[[str, str, Payload], Payload]:
+    """Let a site tell of so many images, one after the other, from its introduction on."""
+    left = list(counts)
+
+    def change(name: str, word: str, payload: Payload) -> Payload:
+        if name != site or wire.SAMPLES not in payload.numbers:
+            return payload
+        count = left.pop(0)
+        flat = {**payload.tensors}
+        if "message/scalars/samples" in flat:
+            flat["message/scalars/samples"] = torch.tensor(count, dtype=torch.float64)
+        return replace(payload, tensors=flat, numbers={**payload.numbers, wire.SAMPLES: count})
+
+    return change
+
+
+def apart(out: Path, change: Any, roster: Mapping[str, int] | None = None) -> Any:
+    return lambda made, _: FlareWorkers(made, Near(made, RunFolder(out), change), False, roster)
+
+
+def test_a_site_may_not_grow_beyond_what_it_told_at_its_introduction(tmp_path: Path) -> None:
+    """Whole numbers all: site y has 5 images, or says that it has 6, and then more of them; also after a resume."""
+    tolerance = {"tolerance": Tolerance(min_replies=2)}
+    told = executed(
+        tmp_path / "told", federation(rounds=2), apart(tmp_path / "told", counting("y", 6, 6, 6)), **tolerance
+    )
+    assert all("left_out" not in entry for entry in told["rounds"])
+    out = tmp_path / "grown"
+    first = executed(out, federation(rounds=1), apart(out, counting("y", 6, 6)), **tolerance)
+    assert "left_out" not in first["rounds"][0]
+    grown = executed(out, federation(rounds=3), apart(out, counting("y", 10**12, 6)), **tolerance)
+    assert [list(entry.get("left_out", {})) for entry in grown["rounds"]] == [[], ["y"], []]
+    why = "it tells of 1,000,000,000,000 training images; when it introduced itself it had 6"
+    assert grown["rounds"][1]["left_out"]["y"] == why
+
+
+def test_a_reply_that_claims_more_than_is_told_beside_it_is_refused(tmp_path: Path) -> None:
+    change = training(tensors(scalars__samples=torch.tensor(1e12, dtype=torch.float64)))
+    left = executed(tmp_path, federation(rounds=1), apart(tmp_path, change), tolerance=Tolerance(min_replies=2))
+    assert "no whole number from 1 to 5" in left["rounds"][0]["left_out"]["y"]
+
+
+def test_the_roster_of_the_server_bounds_what_a_site_tells(tmp_path: Path) -> None:
+    tolerance = {"tolerance": Tolerance(min_replies=2)}
+    workers = apart(tmp_path, counting("y", 10**6), {"y": 5})
+    left = executed(tmp_path, federation(rounds=1), workers, **tolerance)
+    assert left["summary"]["absent"] == {
+        "y": "it tells of 1,000,000 training images; the server's roster has it with at most 5"
+    }
+
+
 def test_a_site_that_never_answers_misses_the_deadline(tmp_path: Path) -> None:
     dumb = training(lambda payload: None)
     tolerance = Tolerance(min_replies=2, deadline=0.3)

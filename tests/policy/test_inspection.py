@@ -30,6 +30,7 @@ from medfl.policy.policy import WORDS, Policy
 from tests.hostile.base import write
 from tests.hostile.friendly import FRIENDLY
 from tests.hostile.table import HOSTILE
+from tests.support.toy import run_record
 from tests.zoo.build import ZOO
 
 EVERYTHING = Policy(allow=frozenset(WORDS))
@@ -320,3 +321,23 @@ def test_a_policy_is_written_for_what_is_accepted_only(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert cli.main(["site", "inspect", str(root), "--policy", str(policy)]) == 2
     assert "LICENSE: its sha256 is" in capsys.readouterr().err
+
+
+def test_a_policy_that_is_written_agrees_to_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, job, policy = write(tmp_path / "b"), tmp_path / "job" / "app" / "config", tmp_path / "policy.yaml"
+    job.mkdir(parents=True)
+    given = ["site", "inspect", str(root), "--write-policy", str(policy), "--job", str(tmp_path / "job")]
+    assert cli.main(given) == 2
+    assert "the folder of a job with its run.json" in capsys.readouterr().err
+    (job / "run.json").write_text(json.dumps(run_record(method="ditto", rounds=7, batch_size=4).to_dict()))
+    assert cli.main(given) == 0
+    written = Policy.read(policy)
+    assert written.methods == ("ditto",)
+    assert written.settings == {"rounds": 7, "batch_size": 4, "local_epochs": 1}
+    assert written.files is not None
+
+
+def test_a_policy_for_a_folder_without_a_name_is_not_written(tmp_path: Path) -> None:
+    root, policy = write(tmp_path / "a b"), tmp_path / "policy.yaml"
+    assert cli.main(["site", "inspect", str(root), "--write-policy", str(policy)]) == 2
+    assert not policy.exists()

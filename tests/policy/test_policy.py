@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from medfl.core.errors import InputError
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import WORDS, Limits, Policy
 from tests.hostile.base import write
+from tests.support.toy import run_record
 
 
 def read(tmp_path: Path, text: str) -> Policy:
@@ -24,6 +26,7 @@ def test_an_empty_policy_allows_nothing_and_pins_nothing(tmp_path: Path) -> None
 
 def test_a_policy_that_is_written_is_read_back(tmp_path: Path) -> None:
     policy = Policy("b", frozenset({"scripts", "pickle"}), Limits(depth=7), {"configs/train.json": "0" * 64})
+    policy = replace(policy, methods=("fedavg", "ditto"), settings={"rounds": 3})
     text = policy.text()
     assert read(tmp_path, text) == policy
     assert f"# scripts: {WORDS['scripts']}" in text
@@ -52,6 +55,13 @@ def test_a_policy_that_is_written_is_read_back(tmp_path: Path) -> None:
         ("files: {a: abc}", "64 hexadecimal digits"),
         ("files: [a]", "64 hexadecimal digits"),
         ("bundle: [a]", "name of the bundle"),
+        ("bundle: ../../x", "the name of the bundle '../../x'; letters, digits"),
+        ("trusted: true", "key 'trusted'"),
+        ("methods: fedavg", "a list of words"),
+        ("methods: [a/b]", "method 'a/b'"),
+        ("settings: [rounds]", "names with whole numbers"),
+        ("settings: {rounds: 1.5}", "whole numbers of at least 1"),
+        ("settings: {lr: 1}", "known are rounds, batch_size, local_epochs"),
         ("- a", "keys and values"),
         ("allow: [scripts", "not valid YAML"),
         ("# \u202e\n", "U+202E"),
@@ -99,3 +109,31 @@ def test_limits_of_the_policy_are_kept(tmp_path: Path) -> None:
         (Limits(files=2), "more than 2 files"),
     ):
         assert says in "\n".join(map(str, inspect(root, Policy(limits=limits)).refusals))
+
+
+# What a job may ask for
+
+
+def test_a_policy_that_says_nothing_of_runs_agrees_to_all() -> None:
+    assert Policy().disagreement(run_record(method="anything", rounds=10**6)) is None
+
+
+def test_a_run_that_was_agreed_to_is_taken_and_smaller_ones_but_no_other() -> None:
+    agreed = Policy().agreeing(run_record(method="fedavg", rounds=5, batch_size=8, local_epochs=2))
+    assert (agreed.methods, agreed.settings) == (("fedavg",), {"rounds": 5, "batch_size": 8, "local_epochs": 2})
+    one = {"method": "fedavg", "rounds": 5, "batch_size": 8, "local_epochs": 2}
+    assert agreed.disagreement(run_record(**one)) is None
+    assert agreed.disagreement(run_record(**{**one, "rounds": 1})) is None
+    assert agreed.disagreement(run_record(**{**one, "method": "ditto"})) == (
+        "method ditto", "fedavg, as its policy says",
+    )  # fmt: skip
+    for name in ("rounds", "batch_size", "local_epochs"):
+        assert agreed.disagreement(run_record(**{**one, name: 9})) == (
+            f"{name} 9",
+            f"at most {one[name]}, as its policy says",
+        )
+
+
+def test_what_a_policy_says_itself_stays_when_it_agrees_to_a_run() -> None:
+    said = Policy(methods=("ditto",), settings={"rounds": 9})
+    assert said.agreeing(run_record(method="fedavg", rounds=5)) == said

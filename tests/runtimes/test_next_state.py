@@ -21,6 +21,7 @@ from medfl.core.storage import State
 from medfl.methods import load, names
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.server.next_state import NextState, first_state, next_state, odd_replies
 from medfl.runtimes.step import introduce, site_step
 from tests.support.toy import SECTIONS, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
@@ -86,6 +87,7 @@ def settled(
         try:
             made.check(name, reply)
             made.check_whole(name, reply)
+            check_counts(made, name, reply, len(made.work(name, "train")))
         except RunError as error:
             expect(str(error).startswith(f"site {name!r}"), error)
             if least is None:

@@ -413,7 +413,7 @@ class Poisoned(type(load("fedprox"))):
         if site.name in ("s2", "s7"):
             bad = {n: -10 * t if t.is_floating_point() else t for n, t in reply["weights"].items()}
             bad["1.running_var"] = bad["1.running_var"].abs()
-            reply = Message({"weights": bad}, {"samples": 1e6})
+            reply = Message({"weights": bad}, reply.scalars)
         return state, reply
 
 

@@ -16,12 +16,17 @@ from medfl.training.accelerate.pack_sites import Packer
 
 
 class Workers(AbstractContextManager["Workers"]):
-    """`jobs` forked processes that inherited the federation with its data; with one job, this process itself."""
+    """`jobs` forked processes that inherited the federation with its data; with one job, this process itself.
+
+    Attributes:
+        told: site -> number of its training items, where nobody but the site knows it; the run's record keeps it.
+    """
 
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
         self._federation = federation
         self.together: Packer | None = None
+        self.told: dict[str, int] = {}
         self._pool = Pool(federation, jobs) if jobs > 1 else None
 
     @property
@@ -52,6 +57,10 @@ class Workers(AbstractContextManager["Workers"]):
 
     def _numbered(self, index: int, task: Task) -> tuple[int, Any]:
         return index, result_or_absent(task, partial(task.run, self._federation))
+
+    def items(self, name: str) -> int:
+        """Return how many training items a participant has."""
+        return len(self._federation.work(name, "train"))
 
     def all(self, tasks: Sequence[MakeTask]) -> list[Any]:
         """Run tasks and return their results in order."""

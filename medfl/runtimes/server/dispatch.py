@@ -15,6 +15,7 @@ from medfl.runtimes import profiling
 from medfl.runtimes.attendance import Absent, Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Train
 
@@ -47,7 +48,8 @@ class Dispatcher:
         """
         names = self.federation.participants
         results = self.workers.run([partial(Introduce, name) for name in names])
-        return self._attendance(names, missing, "introductions").present(results)
+        checked = ((index, self._checked(names[index], result)) for index, result in results)
+        return self._attendance(names, missing, "introductions").present(checked)
 
     def train(
         self,
@@ -89,12 +91,15 @@ class Dispatcher:
         checked = ((index, self._checked(names[index], result)) for index, result in results)
         return self._attendance(names, left_out, f"round {round_}").present(checked)
 
-    def _checked(self, name: str, result: Absent | tuple[StepResult, bool]) -> Absent | tuple[StepResult, bool]:
-        """Return a site's result, or `Absent` if its reply lacks what the server needs."""
+    def _checked(self, name: str, result: Any) -> Any:
+        """Return an introduction or a training's result, or `Absent` if it lacks or claims what it should not."""
         if isinstance(result, Absent):
             return result
+        message = result if isinstance(result, Message) else result[0].reply
         try:
-            self.federation.check_whole(name, result[0].reply)
+            if message is not result:
+                self.federation.check_whole(name, message)
+            check_counts(self.federation, name, message, self.workers.items(name))
         except RunError as error:
             return Absent(name, str(error))
         return result

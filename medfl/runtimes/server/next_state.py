@@ -6,6 +6,7 @@ a selector. So it is asked. A reply is refused
 
     if a tensor has another form than in most others' replies, or a group whose tensors are named by class another one
         for each class; with as many for either form, the server's own message decides, and without one all are refused;
+    if its change is far beyond the others' (`claims`);
     if the server's half fails with it, or its next State has NaN or infinite values, another form than before under the
         same name, or a group of tensors with other names (a State may gain groups, classes and sites); what it says
         next and what it tells of the round (`observed`) is tried too.
@@ -31,6 +32,7 @@ from medfl.core.untrusted import printable
 from medfl.runtimes.attendance import Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
+from medfl.runtimes.server.claims import check_shares, far_replies
 
 Form = tuple[tuple[int, ...], str]
 T = TypeVar("T")
@@ -72,7 +74,7 @@ def next_state(
 
     Raises:
         RunError: a reply is refused and too few are left; names site and tensor. Or the server's half fails with each.
-        InputError: as it does.
+        InputError: as it does, or a site has more of the weight than it may.
     """
     cohort, method, before = federation.cohort(round_), federation.run.method, marks(server)
     attendance = Attendance(cohort, tolerance.min_replies, left_out, f"round {round_}", say)
@@ -85,10 +87,13 @@ def next_state(
 
     with federation.networks.scope():
         broadcasts = [federation.method.broadcast(federation.host(round_), server, name) for name in cohort[:1]]
-    attendance.refuse(
-        odd_replies(replies, broadcasts[0].tensors if broadcasts else {}, {"weights"} | federation.like_weights)
-    )
-    return _from_usable(replies, attempt, BrokenRule, attendance)
+    sent = broadcasts[0].tensors if broadcasts else {}
+    attendance.refuse(odd_replies(replies, sent, {"weights"} | federation.like_weights))
+    usable = {name: reply for name, reply in replies.items() if name not in left_out}
+    attendance.refuse(far_replies(federation, usable, sent))
+    found = _from_usable(replies, attempt, BrokenRule, attendance)
+    check_shares(federation, attendance.what, found.replies, tolerance.share(federation.run))
+    return found
 
 
 def first_state(

@@ -1,0 +1,36 @@
+"""Names that come from outside, as a job, a policy, a startup kit: they become parts of paths, logs and reports.
+
+Names of one's own machine may be any text, as centres are called in a table: `run_folder.safe_file_name` makes files'
+names of them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from medfl.core.errors import InputError
+from medfl.core.untrusted import printable
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
+
+
+def is_name(text: Any) -> bool:
+    """Tell whether a value is a name: letters, digits, `_.-`, from a letter or digit on, at most 64, without `..`."""
+    return isinstance(text, str) and bool(_NAME.fullmatch(text)) and ".." not in text
+
+
+def check_name(text: Any, what: str) -> str:
+    """Return a name from outside.
+
+    Args:
+        text: it.
+        what: it names, as "site".
+
+    Raises:
+        InputError: it is none.
+    """
+    if not is_name(text):
+        allowed = "letters, digits, '_', '-' and '.' after a letter or digit, at most 64, without '..'"
+        raise InputError(f"{what} {printable(text, 60)!r}", allowed, "give it such a name")
+    return str(text)

@@ -1,0 +1,125 @@
+"""What a site says of itself and the server cannot see: how many items it has, how far its training moved the weights.
+
+A number of items is a whole one, at least 1 and at most what the site had when it introduced itself (0 if it had none).
+Among three or more replies
+
+    one whose change is more than `FARTHEST` times the middle one is refused, group by group of its tensors. More than
+        half of the replies have to be honest for the middle one to be;
+    none may have more of the weight than the operator allows.
+
+None of this holds where every reply counts the same, whatever its number and its distance (`--aggregation median` and
+the like), for those rules bear what is refused here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message, Weights
+from medfl.runtimes.federation import Federation
+
+FARTHEST = 1000.0
+"""Times the middle norm of a round's changes that a change may have."""
+_SEVERAL = 3
+"""Replies from which on there is a majority that one of them is compared with."""
+_COUNT = "counts"
+
+
+def check_counts(federation: Federation, name: str, message: Message, most: int) -> None:
+    """See that a site's numbers of items can be true: of all, and of each class where the method sends those.
+
+    Args:
+        federation: the run.
+        name: the site.
+        message: its reply or introduction.
+        most: how many training items it has.
+
+    Raises:
+        RunError: one is not; names the site, the number and what it may be.
+    """
+    if not federation.aggregation.is_mean:
+        return
+    for what, low, values in _counts(message, min(1, most)):
+        whole = bool((values == values.round()).all())
+        if values.numel() and not (whole and low <= float(values.min()) and float(values.max()) <= most):
+            wrong = next(v for v in values.flatten().tolist() if v != round(v) or not low <= v <= most)
+            raise RunError(
+                f"site {name!r}: {what} does not say of how many items it is: {wrong:.17g} is no whole number from "
+                f"{low} to {most:,}, which it has"
+            )
+
+
+def _counts(message: Message, low: int) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield the name, least value and values of whatever counts items; of a class there may be none."""
+    if "samples" in message.scalars:
+        yield "its reply", low, torch.tensor(message.scalars["samples"], dtype=torch.float64)
+    for group, members in message.tensors.items():
+        for name in members if group == _COUNT else members.keys() & {_COUNT}:
+            yield f"'{group}/{name}'", 0, members[name].double()
+
+
+def far_replies(
+    federation: Federation, replies: Mapping[str, Message], broadcast: Mapping[str, Weights]
+) -> dict[str, str]:
+    """Return the replies whose change of a group is more than `FARTHEST` times the middle one, each with why.
+
+    Args:
+        federation: the run.
+        replies: site -> reply.
+        broadcast: what the server sent, group -> name -> tensor; a tensor that it did not send has changed from 0.
+    """
+    reasons: dict[str, str] = {}
+    if len(replies) < _SEVERAL or not federation.aggregation.is_mean:
+        return reasons
+    for group in sorted({group for message in replies.values() for group in message.tensors}):
+        sent = {name: message.tensors[group] for name, message in replies.items() if group in message.tensors}
+        norms = {name: _change(members, broadcast.get(group, {})) for name, members in sent.items()}
+        middle = sorted(norms.values())[len(norms) // 2]
+        for name, norm in norms.items():
+            if len(norms) >= _SEVERAL and norm > FARTHEST * middle > 0:
+                what = f"its change of {group!r} has the norm {norm:.3g}, the round's middle one is {middle:.3g}"
+                reasons.setdefault(name, f"{what}; at most {FARTHEST:g} times that is taken")
+    return reasons
+
+
+def _change(members: Weights, before: Weights) -> float:
+    """Return the L2 norm of what a reply has changed in a group; infinite where that is no number of the type."""
+    norms: list[float] = []
+    for name, tensor in members.items():
+        if tensor.is_floating_point():
+            like = before.get(name)
+            change = tensor if like is None or like.shape != tensor.shape else tensor - like.to(tensor)
+            wide = torch.promote_types(change.dtype, torch.float32)
+            norms.append(float(torch.linalg.vector_norm(change, dtype=wide)))
+    return math.hypot(*norms)
+
+
+def check_shares(federation: Federation, what: str, replies: Mapping[str, Message], most: float | None) -> None:
+    """See that no site has more of the weight of the replies, by numbers of items, than the operator allows.
+
+    Args:
+        federation: the run.
+        what: the replies are of, as "round 3".
+        replies: site -> reply.
+        most: the largest share of one among three or more; None: any.
+
+    Raises:
+        InputError: one has more; names it.
+    """
+    counts = {name: reply.scalars["samples"] for name, reply in replies.items() if "samples" in reply.scalars}
+    uniform = getattr(federation.method, "weights", "") == "uniform" or not federation.aggregation.is_mean
+    if most is None or uniform or len(counts) < _SEVERAL:
+        return
+    name, total = max(counts, key=lambda one: counts[one]), sum(counts.values())
+    if counts[name] > most * total:
+        raise InputError(
+            f"{what}: site {name!r} has {counts[name] / total:.1%} of the weight, {counts[name]:,.0f} of {total:,.0f} "
+            "items",
+            f"one of three or more sites has at most {most:.0%}",
+            f"give --max-share {min(1.0, counts[name] / total + 0.005):.2f} or more if it may have that",
+        )

@@ -1,0 +1,28 @@
+"""Names that come from outside."""
+
+from __future__ import annotations
+
+import pytest
+
+from medfl.core.errors import InputError
+from medfl.core.names import check_name, is_name
+
+GOOD = ["north", "site-1", "b_2", "9a", "all-MiniLM-L6-v2", "v1.2", "x" * 64]
+BAD = [
+    "", ".", "..", "../../x", "a/b", "a\\b", "/etc", "~", "-x", "_x", ".x", "a..b", "a b", "a\n", "é", "a\x00",
+    "x" * 65, "$x", "@x", "a:b", "a,b", None, 3, ["a"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_name_is_taken_as_it_is(name: str) -> None:
+    assert is_name(name)
+    assert check_name(name, "site") == name
+
+
+@pytest.mark.parametrize("name", BAD, ids=repr)
+def test_anything_else_is_refused_in_one_line(name: object) -> None:
+    assert not is_name(name)
+    with pytest.raises(InputError, match="^site .*; letters, digits, ") as caught:
+        check_name(name, "site")
+    assert str(caught.value).isprintable()

@@ -1,0 +1,154 @@
+"""What a site claims is held against what the server knows: counts, shares of the weight, norms of changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medfl.core.errors import InputError, RunError
+from medfl.core.message import Message
+from medfl.core.storage import load_weights
+from medfl.methods import load
+from medfl.runtimes.attendance import Tolerance
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.server.claims import FARTHEST, check_counts, far_replies
+from tests.runtimes.test_robust_server import Faulty, every_runtime, run
+from tests.support.toy import ToyBundle, bits, run_record
+
+Spoil = Callable[[Message], Message]
+
+
+def claiming(count: float) -> Spoil:
+    return lambda reply: Message(reply.tensors, {**reply.scalars, "samples": count})
+
+
+def moved(factor: float) -> Spoil:
+    """Site y's weights, so much larger."""
+    return lambda reply: Message(
+        {"weights": {n: (t * factor).to(t) for n, t in reply["weights"].items()}}, reply.scalars
+    )
+
+
+# Numbers of items
+
+
+@every_runtime
+@pytest.mark.parametrize("count", [1e12, 2.5, 0.0, -3.0, 6.0])
+def test_a_number_of_items_that_the_site_does_not_have_is_refused(tmp_path: Path, workers: Any, count: float) -> None:
+    """Site y has 5: with 1e12 its weights were the mean, exactly."""
+    ran = run(tmp_path / "bad", Faulty(spoil=claiming(count)), workers, Tolerance(2), rounds=2)
+    assert [list(entry.get("left_out", {})) for entry in ran.rounds] == [[], ["y"]]
+    why = ran.rounds[1]["left_out"]["y"]
+    assert f"does not say of how many items it is: {count:.17g} is no whole number from 1 to 5" in why
+    with pytest.raises(RunError, match="^site 'y': its reply does not say of how many items"):
+        run(tmp_path / "strict", Faulty(spoil=claiming(count)), workers, rounds=2)
+
+
+def test_a_site_without_items_says_0_and_no_other_number() -> None:
+    made = Federation(ToyBundle(), load("fedavg"), run_record())
+    check_counts(made, "y", Message({}, {"samples": 0}), 0)
+    with pytest.raises(RunError, match="no whole number from 0 to 0"):
+        check_counts(made, "y", Message({}, {"samples": 1}), 0)
+
+
+@pytest.mark.parametrize("count", [1e12, 0.5, -1.0])
+def test_numbers_of_items_of_a_class_are_whole_ones_too(count: float) -> None:
+    made = Federation(ToyBundle(), load("fedavg"), run_record())
+    counts = torch.tensor([3, 0, count], dtype=torch.float64)
+    replies = [
+        Message({"counts": {"0": torch.tensor(3), "2": counts[2]}}),
+        Message({"prototypes": {"counts": counts, "means": torch.ones(3, 2)}}),
+    ]
+    for reply, key in zip(replies, ("counts/2", "prototypes/counts"), strict=True):
+        with pytest.raises(RunError, match=f"site 'y': '{key}' does not say of how many items"):
+            check_counts(made, "y", reply, 4)
+    check_counts(made, "y", Message({"counts": {"0": torch.tensor(4.0), "1": torch.tensor(0)}}), 4)
+
+
+def test_an_introduction_that_claims_more_items_is_left_out(tmp_path: Path) -> None:
+    class Boasting(type(load("feddyn"))):
+        def introduce(self, site):
+            return Message({}, {"samples": 10.0**12 if site.name == "z" else site.num_samples})
+
+    ran = run(tmp_path / "run", Boasting(), Workers, Tolerance(2), rounds=1)
+    assert list(ran.summary["absent"]) == ["z"]
+
+
+# Changes
+
+
+@every_runtime
+def test_a_change_that_is_far_beyond_the_others_is_refused(tmp_path: Path, workers: Any) -> None:
+    ran = run(tmp_path / "bad", Faulty(spoil=moved(1e30)), workers, Tolerance(2), rounds=2)
+    assert [list(entry.get("left_out", {})) for entry in ran.rounds] == [[], ["y"]]
+    assert "its change of 'weights' has the norm" in ran.rounds[1]["left_out"]["y"]
+    assert max(float(t.abs().max()) for t in load_weights(ran.out / "weights.safetensors").values()) < 1e3
+    with pytest.raises(RunError, match="^site 'y': its change of 'weights' has the norm"):
+        run(tmp_path / "strict", Faulty(spoil=moved(1e30)), workers, rounds=2)
+
+
+def test_the_middle_change_decides_and_a_thousand_times_it_is_the_limit() -> None:
+    made = Federation(ToyBundle(), load("fedavg"), run_record())
+    zero = {"weights": {"w": torch.full((4,), 7.0), "n": torch.tensor(3)}}
+
+    def replies(*moves: float) -> dict[str, Message]:
+        return {
+            f"s{i}": Message({"weights": {"w": torch.full((4,), 7.0 + by), "n": torch.tensor(10**9)}})
+            for i, by in enumerate(moves)
+        }
+
+    assert not far_replies(made, replies(1.0, 1.0, FARTHEST), zero)
+    assert list(far_replies(made, replies(1.0, 1.0, 1.01 * FARTHEST), zero)) == ["s2"]
+    assert list(far_replies(made, replies(1.0, 1e9, 1e30, 1.0, 2.0), zero)) == ["s1", "s2"]
+    wide = {name: Message({"weights": {"w": t["weights"]["w"].double()}}) for name, t in replies(1.0, 1.0, 1.0).items()}
+    wide["s1"] = Message({"weights": {"w": torch.full((4,), -1.7e308, dtype=torch.float64)}})
+    assert list(far_replies(made, wide, zero)) == ["s1"]
+    assert not far_replies(made, replies(0.0, 0.0, 1.0), zero)  # the others have nothing left to learn
+    assert not far_replies(made, replies(1.0, 1e30), zero)  # of two nobody can say which is wrong
+    robust = Federation(ToyBundle(), load("fedavg"), run_record(aggregation="median"))
+    assert not far_replies(robust, replies(1.0, 1.0, 1e30), zero)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed:0.34"])
+def test_what_bears_bad_replies_goes_on_bearing_them(tmp_path: Path, rule: str) -> None:
+    both = lambda reply: claiming(1e12)(moved(1e6)(reply))  # noqa: E731
+    ran = run(tmp_path / "bad", Faulty(spoil=both), aggregation=rule, rounds=2)
+    assert "left_out" not in ran.rounds[1]
+    assert max(float(t.abs().max()) for t in load_weights(ran.out / "weights.safetensors").values()) < 1e3
+
+
+# Shares
+
+
+@every_runtime
+def test_a_share_beyond_the_operators_word_ends_the_run_and_names_the_site(tmp_path: Path, workers: Any) -> None:
+    """Site y has 5 of 12 items."""
+    with pytest.raises(InputError) as caught:
+        run(tmp_path / "bad", load("fedper"), workers, rounds=1, max_share=0.41)
+    assert str(caught.value) == (
+        "round 1: site 'y' has 41.7% of the weight, 5 of 12 items; one of three or more sites has at most 41%; "
+        "give --max-share 0.42 or more if it may have that"
+    )
+    good = run(tmp_path / "good", load("fedper"), workers, rounds=1, max_share=0.42)
+    plain = run(tmp_path / "plain", load("fedper"), workers, rounds=1)
+    one, other = (bits(load_weights(ran.out / "weights.safetensors")) for ran in (good, plain))
+    assert one == other
+
+
+def test_two_sites_and_equal_weights_have_no_limit(tmp_path: Path) -> None:
+    run(tmp_path / "uniform", load("fedbn", weights="uniform"), method="fedbn", rounds=1, max_share=0.41)
+    run(tmp_path / "median", load("fedper"), rounds=1, max_share=0.41, aggregation="median")
+    few = run_record().partition
+    two = type(few)(few.spec, few.seed, (), {name: few.sites[name] for name in ("x", "y")})
+    run(tmp_path / "two", load("fedper"), rounds=1, max_share=0.1, partition=two)
+
+
+def test_where_the_run_does_not_say_the_tolerance_does(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="round 1: site 'y' has 41.7% of the weight"):
+        run(tmp_path / "bad", load("fedper"), tolerance=Tolerance(max_share=0.41), rounds=1)
+    run(tmp_path / "good", load("fedper"), tolerance=Tolerance(max_share=0.41), rounds=1, max_share=0.42)
