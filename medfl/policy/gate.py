@@ -52,16 +52,17 @@ class Gate:
             account.epsilon(rules.multiplier)
 
     def enter(self) -> None:
-        """Check that another reply is within the budget, before anything is trained.
+        """Put another noised reply on the account before anything is trained, for a round that fails tells of it too.
 
         Raises:
-            RunError: it is not.
+            RunError: it is beyond the budget.
         """
         self.account.refresh()
-        if self.rules.epsilon is not None:
-            after = self.account.epsilon(self.rules.multiplier)
-            if after > self.rules.epsilon:
-                raise self._overspent(after)
+        if self.rules.formal:
+            try:
+                self.account.spend(self.rules.multiplier, budget=self.rules.epsilon)
+            except BudgetExceeded as error:
+                raise self._overspent(error.after) from error
 
     def reply(self, message: Message, received: Message, samples: int) -> Message:
         """Return a reply as it may leave, before it is made smaller.
@@ -120,17 +121,11 @@ class Gate:
             self.account.add(self._covered(keys))
 
     def spend(self, message: Message, samples: int) -> None:
-        """Put a reply that is about to leave on the account.
-
-        Raises:
-            RunError: it is beyond the budget, as another job on the same images has spent what was left.
-        """
-        formal = self.rules.formal
-        uncovered = Counter(_without_noise(message, samples)) if formal else {}
-        try:
-            self.account.spend(self.rules.multiplier if formal else None, uncovered, self.rules.epsilon)
-        except BudgetExceeded as error:
-            raise self._overspent(error.after) from error
+        """Put what a reply that is about to leave tells beyond its noised change (`enter`) on the account."""
+        if not self.rules.formal:
+            self.account.spend(None)
+        elif uncovered := _without_noise(message, samples):
+            self.account.add(Counter(uncovered))
 
     def told(self, numbers: Mapping[str, Any], optional: str) -> dict[str, Any]:
         """Return the numbers beside a reply; an optional one stays if keys do not name it, and wherever noise is."""

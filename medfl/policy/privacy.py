@@ -3,7 +3,8 @@
 A reply is the Gaussian mechanism: a change of the weights whose norm is at most C, and noise of standard deviation
 sigma in each number. For all training images of the site replaced by as many others, the change moves by at most 2 C;
 so the noise multiplier is z = sigma / 2 C. Replies are composed by the Renyi accountant (Mironov, 2017) of the library
-dp_accounting. Each reply counts, a repeated round too, for its noise is drawn anew.
+dp_accounting. Each reply counts, a repeated round too, for its noise is drawn anew. It is written down before the site
+trains: a round that fails, as its numbers are not finite, has told that it did.
 
 The account is of the images and not of a job: all jobs on one data folder share one file (`account_file`), which is
 read anew, checked and written under a lock, so that two of them at the same time cannot spend what is left twice.

@@ -132,6 +132,7 @@ def test_the_number_of_training_images_is_covered_and_other_numbers_are_not() ->
     ):
         found = gate(rules)
         reply = Message({"weights": BASE}, scalars)
+        found.enter()
         found.spend(found.reply(reply, DOWN, 5), 5)
         assert found.account.words().endswith(named or "(how many they are is told as it is)")
         assert math.isfinite(found.account.epsilon()) == (not named)
@@ -147,7 +148,7 @@ def test_without_noise_the_words_are_no_formal_privacy() -> None:
 def test_a_budget_refuses_the_round_that_would_go_beyond_it() -> None:
     free = gate(Outbound(clip=1.0, noise=8.0))
     for _ in range(3):
-        free.spend(moved(), 5)
+        free.enter()
     budget = free.account.epsilon() + 1e-6
     found = gate(Outbound(clip=1.0, noise=8.0, epsilon=budget))
     for _ in range(3):
@@ -156,6 +157,14 @@ def test_a_budget_refuses_the_round_that_would_go_beyond_it() -> None:
     with pytest.raises(RunError, match=r"the budget is epsilon .* another reply would make it .* \(3 replies: epsilon"):
         found.enter()
     assert found.account.replies == 3
+
+
+def test_a_round_is_on_the_account_before_it_is_known_how_it_ends() -> None:
+    found = gate(Outbound(clip=1.0, noise=8.0))
+    found.enter()
+    assert found.account.replies == 1
+    found.spend(moved(), 5)
+    assert found.account.replies == 1
 
 
 def test_with_a_budget_nothing_leaves_that_noise_does_not_cover() -> None:

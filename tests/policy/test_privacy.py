@@ -8,12 +8,10 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-import torch
 from scipy.optimize import brentq
 from scipy.stats import norm
 
 from medfl.core.errors import RunError
-from medfl.core.message import Message
 from medfl.policy.gate import Gate
 from medfl.policy.outbound import Outbound
 from medfl.policy.privacy import Account, account_file, epsilon_of
@@ -94,22 +92,18 @@ def test_a_damaged_account_is_told_and_never_begun_anew(text: str, tmp_path: Pat
 
 
 def test_two_jobs_on_the_same_images_spend_from_one_account_and_never_beyond_the_budget(tmp_path: Path) -> None:
-    """Each has looked before the other spends; only what is left at the moment of spending counts."""
+    """Each has read the account before the other spends; only what is left at the moment of spending counts."""
     rules = Outbound(clip=1.0, noise=8.0, epsilon=epsilon_of({4.0: 3}, 1e-5) + 1e-6)
     path = account_file(tmp_path, str(tmp_path / "images"))
     gates = [Gate(rules, Account.open(path, 1e-5), name) for name in ("a", "b")]
-    reply = Message({"weights": {"w": torch.ones(1)}})
     left = 0
-    for _ in range(2):
-        for each in gates:
+    for each in gates * 2:
+        if left < 3:
             each.enter()
-        for each in gates:
-            if left < 3:
-                each.spend(reply, 1)
-                left += 1
-            else:
-                with pytest.raises(RunError, match="another reply would make it"):
-                    each.spend(reply, 1)
+            left += 1
+        else:
+            with pytest.raises(RunError, match="another reply would make it"):
+                each.enter()
     assert (left, Account.open(path, 1e-5).replies) == (3, 3)
 
 

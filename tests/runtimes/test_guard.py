@@ -105,6 +105,23 @@ def test_a_repeated_round_draws_new_noise_and_counts_again() -> None:
     assert noisy.summary["privacy"]["replies"] == 2
 
 
+def test_a_round_that_fails_counts_as_one_that_was_told() -> None:
+    """That the numbers were not finite is something about the images; the server sees that the round failed."""
+    made = federation(bundle=ToyBundle(norm=False))
+    noisy = site(made, outbound=NOISY)
+    data = broadcast(made, "x", 1)
+    data.weights["weights/0.weight"] = torch.full((6, 8), 1e38)
+    with pytest.raises(RunError, match="the training loss is|NaN or infinite values"):
+        noisy.train(data)
+    assert noisy.summary["privacy"]["replies"] == 1
+    budget = Outbound(clip=1.0, noise=8.0, epsilon=1.01 * noisy.summary["privacy"]["epsilon"])
+    strict = site(made, outbound=budget)
+    with pytest.raises(RunError, match="the training loss is|NaN or infinite values"):
+        strict.train(data)
+    with pytest.raises(RunError, match="its outbound policy refuses: the budget is epsilon"):
+        strict.train(broadcast(made, "x", 1))
+
+
 @pytest.mark.parametrize(
     ("method", "names"),
     [
