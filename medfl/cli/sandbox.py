@@ -50,7 +50,7 @@ def enter_sandbox(options: Any) -> None:
     sandbox = Sandbox(allowed)
     os.environ.update(variables)
     sandbox.enter()
-    telling(options)["say"](sandbox.line(out))
+    telling(options)["say"](f"sandbox: {sandbox.line(out)}")
 
 
 def _record(options: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import struct
 import sys
 from collections.abc import Iterable, Iterator
@@ -78,6 +79,12 @@ def python_and_system() -> tuple[Path, ...]:
 def devices() -> tuple[Path, ...]:
     """Return what a run writes to in /dev: the null device, memory shared by processes, NVIDIA's driver."""
     return (Path(os.devnull), Path("/dev/shm"), *Path("/dev").glob("nvidia*"))
+
+
+def program_files(names: Iterable[str]) -> tuple[Path, ...]:
+    """Return the files of programs of these names or paths, of those that exist, and the loader of all programs."""
+    files = [Path(path).resolve() for name in names if (path := shutil.which(name))]
+    return (*files, *(path for folder in ("/lib", "/lib64") for path in Path(folder).glob("ld-*.so*")))
 
 
 def private_folders(folder: Path) -> dict[str, str]:
@@ -156,7 +163,7 @@ class Sandbox:
         some = sorted({str(path) for path in self.allowed.programs if path.exists()})
         programs = f"programs {', '.join(some)} only" if some else "no programs"
         lacks = f"; this kernel does not refuse {', '.join(self.not_refused)}" if self.not_refused else ""
-        return f"sandbox: Landlock ABI {self.abi}: writes below {folder} only, {network}, {programs}{lacks}"
+        return f"Landlock ABI {self.abi}: writes below {folder} only, {network}, {programs}{lacks}"
 
 
 def _opened(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:

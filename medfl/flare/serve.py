@@ -14,11 +14,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from medfl.core.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from medfl.flare.site_sandbox import SiteSandbox
 
 _EXAMPLES = """\
 examples
@@ -52,6 +55,9 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
         "--permit", dest="permits", action="append", metavar="ID",
         help="id of the bundle's configuration that a run may set, to plain numbers and names; may be repeated",
     )  # fmt: skip
+    served.add_argument(
+        "--no-sandbox", action="store_true", help="let FLARE's process do what this user may; default: Linux's Landlock"
+    )
     served.add_argument("--check", action="store_true", help="only see whether it would start")
 
 
@@ -63,8 +69,26 @@ def _serve(options: Any, show: Callable[..., int]) -> int:
     _write_own(options, kit)
     require_flare()
     document = prepare(kit, kind)
+    sandbox, document["sandbox"] = _sandbox(kit, kind, options)
     show(options, document, lambda: "\n".join(f"{key}: {value}" for key, value in document.items()))
-    return 0 if options.check else start(kit)
+    return 0 if options.check else start(kit, sandbox)
+
+
+def _sandbox(kit: Path, kind: str, options: Any) -> tuple[SiteSandbox | None, str]:
+    """Return the sandbox of a site's FLARE, and the line about it; none where it is unwanted or there is none."""
+    from medfl.core.sandbox import abi
+    from medfl.flare.site_config import CONFIG_FILE, SiteConfig
+    from medfl.flare.site_sandbox import SiteSandbox
+
+    if kind != "site":
+        return None, "none at a server, which runs the bundle of its own operator"
+    if options.no_sandbox or not abi():
+        why = "--no-sandbox" if options.no_sandbox else "this kernel has no Landlock, or it is switched off"
+        return None, f"WARNING: NOT IN FORCE ({why}): the bundle may do what this user may"
+    if options.check:
+        return None, f"Landlock ABI {abi()}"
+    sandbox = SiteSandbox(kit, SiteConfig.read(kit / "local" / CONFIG_FILE))
+    return sandbox, sandbox.line
 
 
 def prepare(kit: Path, kind: str) -> dict[str, Any]:
@@ -99,8 +123,8 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start(kit: Path) -> int:
-    """Run FLARE's process of a kit until it ends.
+def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:
+    """Run FLARE's process of a kit until it ends, in a sandbox with a folder of its own or in the kit itself.
 
     Raises:
         RunError: it failed.
@@ -109,8 +133,10 @@ def start(kit: Path) -> int:
     if bash is None:
         raise RunError("there is no bash, which the startup kit needs")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # its python3 is this one
-    command = [bash, str(kit / "startup" / "sub_start.sh"), "--once"]
-    process = subprocess.Popen(command, env={**os.environ, "PATH": path})
+    folder, variables = (sandbox.workspace, sandbox.variables) if sandbox else (kit, {})
+    command = [bash, str(folder / "startup" / "sub_start.sh"), "--once"]
+    enter = sandbox.enter if sandbox else None
+    process = subprocess.Popen(command, env={**os.environ, "PATH": path, **variables}, preexec_fn=enter)
     try:
         code = process.wait()
     except KeyboardInterrupt:
@@ -118,7 +144,7 @@ def start(kit: Path) -> int:
         process.wait()
         raise
     if code:
-        raise RunError(f"NVIDIA FLARE's process ended with code {code}; see {kit / 'log.txt'}")
+        raise RunError(f"NVIDIA FLARE's process ended with code {code}; see {folder / 'log.txt'}")
     return 0
 
 

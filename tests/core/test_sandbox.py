@@ -161,7 +161,7 @@ def test_only_the_run_folder_is_written_and_nothing_connected_or_executed(place:
     before = tree(place / "outside"), tree(place / "data")
     result = tried(place, ports)
     line = result.pop("line")
-    assert line.startswith(f"sandbox: Landlock ABI {sandbox.abi()}: writes below {place / 'run'} only, no network, no ")
+    assert line.startswith(f"Landlock ABI {sandbox.abi()}: writes below {place / 'run'} only, no network, no ")
     refused = {name: how for name, how in result.items() if how != "done"}
     assert tuple(name for name in result if name not in refused) == DONE
     assert set(refused.values()) <= {"PermissionError", "OSError"}, refused

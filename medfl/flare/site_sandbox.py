@@ -1,0 +1,113 @@
+"""The sandbox of a site's FLARE: it writes the site's folder, and connects to the server's port."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from medfl.bundle.configuration import shipped_folders
+from medfl.core.sandbox import Allowed, Sandbox, devices, private_folders, program_files, python_and_system
+from medfl.core.storage import write_atomic
+from medfl.flare.files import read_kit_file
+from medfl.flare.site_config import CONFIG_FILE, SiteConfig
+
+_PROGRAMS = ("bash", "dirname", "mkdir", "rm", "cat")
+"""What the kit's script runs, besides Python."""
+
+
+class SiteSandbox:
+    """Where a site's FLARE writes, and the sandbox that it is started in.
+
+    The kit, which says what a job may do, is not even read: FLARE has a copy, made at each start, below the folder.
+
+    Args:
+        kit: the startup kit.
+        config: the site's settings; its folder exists.
+
+    Attributes:
+        workspace: FLARE's folder; the kit's files are copied there.
+        variables: for the process's environment.
+        line: what the user is told.
+
+    Raises:
+        InputError: the kernel has no Landlock, or the kit cannot be read.
+    """
+
+    def __init__(self, kit: Path, config: SiteConfig) -> None:
+        """Make the workspace, and hand the rules to the kernel."""
+        folder = Path(config.folder)
+        inside, outside = _internal_port(kit / "local" / "comm_config.json"), _server_ports(kit)
+        self.workspace, self.variables = _workspace(kit, folder, config), private_folders(folder / "sandbox")
+        bundle = shipped_folders().get(config.bundle, Path(config.bundle))
+        read = [bundle, *(Path(path) for path in (config.data, config.policy) if path)]
+        programs = [sys.executable, *_PROGRAMS, *(["nvidia-smi"] if config.device != "cpu" else [])]
+        allowed = Allowed(
+            read=(*python_and_system(), *read),
+            write=(folder, *_audit(config, folder), *devices()),
+            connect=(*outside, inside),
+            bind=(inside,),
+            programs=program_files(programs),
+        )
+        sandbox = Sandbox(allowed)
+        self.enter, self.line = sandbox.enter, sandbox.line(folder)
+
+
+def _workspace(kit: Path, folder: Path, config: SiteConfig) -> Path:
+    """Return FLARE's folder, with the kit's files copied anew: an earlier bundle could change the copies."""
+    workspace = folder / f"flare-{kit.name}"
+    if workspace.is_symlink():
+        workspace.unlink()
+    workspace.mkdir(exist_ok=True)
+    for name in ("startup", "local"):
+        place = workspace / name
+        if place.is_symlink() or place.is_file():
+            place.unlink()
+        elif place.exists():
+            shutil.rmtree(place)
+        shutil.copytree(kit / name, place)  # FLARE follows no links
+    settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items()}
+    (workspace / "local" / CONFIG_FILE).write_text(yaml.safe_dump(settings))  # whose paths are whole
+    return workspace
+
+
+def _audit(config: SiteConfig, folder: Path) -> list[Path]:
+    """Return the audit log, if it lies elsewhere than in the site's folder, made where there is none."""
+    path = Path(os.path.abspath(config.audit)) if config.audit else folder
+    if path.is_relative_to(os.path.abspath(folder)):
+        return []
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    return [path]
+
+
+def _server_ports(kit: Path) -> list[int]:
+    servers = read_kit_file(kit / "startup" / "fed_client.json").get("servers", [])
+    ports = [str(server.get("service", {}).get("target", "")).rpartition(":")[2] for server in servers]
+    return [int(port) for port in ports if port.isdecimal()]
+
+
+def _internal_port(path: Path) -> int:
+    """Return the port on which FLARE's processes at the site talk, written where FLARE would draw any."""
+    document = read_kit_file(path) if path.is_file() else {}
+    resources = document.setdefault("internal", {"scheme": "tcp", "resources": {"host": "localhost"}})["resources"]
+    port = int(resources.get("port") or 0)
+    if not (port and _is_free(port)):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        resources["port"] = port
+        write_atomic(path, json.dumps(document, indent=4).encode())
+    return port
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
