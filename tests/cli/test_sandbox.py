@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ from medfl.cli import verbs as cli
 from medfl.core import sandbox
 
 landlock = pytest.mark.skipif(sandbox.abi() < 4, reason="the kernel's Landlock is missing, or older than ABI 4")
-SMALL = ["--config=network=small_cnn", "--config=image_size=16", "--sites=2", "--batch-size=8", "--quiet"]
+SMALL = ["--config=network=small_cnn", "--config=image_size=16", "--sites=2", "--batch-size=8"]
 
 
 @pytest.fixture(scope="module")
@@ -45,43 +44,30 @@ def medfl(place: Path, *arguments: str) -> tuple[int, str]:
     return process.returncode, stderr
 
 
-def summary(folder: Path) -> Any:
-    return json.loads((folder / "summary.json").read_text())
-
-
 @landlock
 def test_the_weights_are_those_without_it_also_after_a_kill(data: Path, tmp_path: Path) -> None:
-    run = ["run", "mednist", "--data", str(data), *SMALL, "--jobs", "2"]
-    inside = [*run, "--sandbox", "--out", "inside"]
+    run = ["run", "mednist", "--data", str(data), *SMALL]
+    inside, name = [*run, "--jobs", "2", "--sandbox"], "runs/mednist-fedavg-0"
     process = started(tmp_path, [*inside, "--rounds", "100000"])
-    manifest, deadline = tmp_path / "inside" / "state" / "manifest.json", time.monotonic() + 60
+    manifest, deadline = tmp_path / name / "state" / "manifest.json", time.monotonic() + 60
     while not manifest.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     rounds = json.loads(manifest.read_text())["round"] + 2
-    code, stderr = medfl(tmp_path, *inside[:-2], "--out", "inside", "--resume", "--rounds", str(rounds))
+    code, stderr = medfl(tmp_path, *inside, "--out", name, "--resume", "--rounds", str(rounds))
     assert code == 0, stderr
-    assert cli.main([*run, "--rounds", str(rounds), "--out", str(tmp_path / "without")]) == 0
-    for name in ("weights.safetensors", "best.safetensors", "predictions.csv"):
-        assert (tmp_path / "inside" / name).read_bytes() == (tmp_path / "without" / name).read_bytes()
-    records = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("inside", "without")]
-    assert records[0]["run_hash"] == records[1]["run_hash"]
-    assert (tmp_path / "inside" / "report.html").is_file()
-
-
-@landlock
-def test_it_says_that_it_is_in_force_and_names_the_run_folder_itself(data: Path, tmp_path: Path) -> None:
-    code, stderr = medfl(
-        tmp_path, "run", "mednist", "--data", str(data), *SMALL[:-1], "--sandbox", "--rounds=1", "--jobs=1", "--seed=3"
-    )
-    assert code == 0, stderr
-    line = f"sandbox: Landlock ABI {sandbox.abi()}: writes below runs/mednist-fedavg-3 only, no network, no programs"
+    line = f"sandbox: Landlock ABI {sandbox.abi()}: writes below {name} only, no network, no programs"
     assert stderr.splitlines()[0] == line
-    assert not [text for text in stderr.splitlines() if "ermission" in text]
-    assert (tmp_path / "runs" / "mednist-fedavg-3" / "summary.json").is_file()
+    assert "ermission" not in stderr
     private = Path(os.environ["XDG_CACHE_HOME"]) / "medfl" / "sandbox"
     assert [path for path in private.iterdir() if (path / "tmp").is_dir()]
+    assert cli.main([*run, "--jobs", "1", "--rounds", str(rounds), "--out", str(tmp_path / "without")]) == 0
+    for file in ("weights.safetensors", "best.safetensors", "predictions.csv"):
+        assert (tmp_path / name / file).read_bytes() == (tmp_path / "without" / file).read_bytes()
+    records = [json.loads((tmp_path / folder / "run.json").read_text()) for folder in (name, "without")]
+    assert records[0]["run_hash"] == records[1]["run_hash"]
+    assert (tmp_path / name / "report.html").is_file()
 
 
 ATTACKS = {
@@ -94,7 +80,7 @@ ATTACKS = {
 
 @landlock
 @pytest.mark.parametrize(
-    "attack", ["touch", "program", *(pytest.param(name, marks=pytest.mark.slow) for name in ("move", "socket"))]
+    "attack", ["touch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("move", "program", "socket"))]
 )
 def test_a_hostile_bundle_that_was_let_in_does_no_harm(attack: str, data: Path, tmp_path: Path) -> None:
     """The gate is off (--trust); each attack succeeds without the sandbox, so that it is the sandbox that stops it."""
@@ -110,7 +96,17 @@ def test_a_hostile_bundle_that_was_let_in_does_no_harm(attack: str, data: Path, 
         value = value.replace("PORT", str(server.getsockname()[1]))
         assert "  name: '@network'" in file.read_text()
         file.write_text(file.read_text().replace("  name: '@network'", f"  name: {value}"))
-        run = ["run", str(bundle), "--data", str(data), *SMALL[1:], "--jobs=1", "--rounds=1", "--trust"]
+        run = [
+            "run",
+            str(bundle),
+            "--data",
+            str(data),
+            "--config=image_size=16",
+            "--sites=2",
+            "--jobs=1",
+            "--rounds=1",
+            "--trust",
+        ]
         code, stderr = medfl(tmp_path, *run, "--sandbox", "--out", "inside")
         assert code == 2, stderr
         assert "PermissionError" in stderr
@@ -127,9 +123,10 @@ def test_a_hostile_bundle_that_was_let_in_does_no_harm(attack: str, data: Path, 
 
 @landlock
 def test_a_run_that_is_refused_leaves_an_empty_folder_and_one_line(tmp_path: Path) -> None:
-    code, stderr = medfl(tmp_path, "run", "mednist", "--data=phantom", *SMALL, "--sandbox", "--out=a", "--rounds=0")
+    code, stderr = medfl(tmp_path, "run", "mednist", "--data=phantom", "--sandbox", "--out=a", "--rounds=0", "--quiet")
     assert code == 2
-    assert stderr.splitlines() == ["error: --rounds 0; a whole number of at least 1; raise it"]
+    assert stderr.startswith("error: --rounds 0; ")
+    assert stderr.count("\n") == 1
     assert list((tmp_path / "a").iterdir()) == []
 
 
