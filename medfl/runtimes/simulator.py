@@ -17,8 +17,9 @@ from tqdm import tqdm
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError
 from medfl.core.message import Message
+from medfl.core.run_documents import MANIFEST
 from medfl.core.run_integrity import verified_manifest
-from medfl.core.storage import State, to_device, write_atomic
+from medfl.core.storage import State, write_atomic
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
@@ -27,7 +28,7 @@ from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.output.tracking import tracked
 from medfl.runtimes.registry import Execution, Runtime
 from medfl.runtimes.server.dispatch import Dispatcher
-from medfl.runtimes.server.next_state import first_state, next_state
+from medfl.runtimes.server.next_state import first_state, next_state, resumed_state
 from medfl.runtimes.server.round_training import RoundTraining
 from medfl.runtimes.server.scoring import Final, Scoring
 from medfl.runtimes.spilled_replies import Replies
@@ -84,9 +85,13 @@ class Simulator:
         """
         manifest = verified_manifest(self.folder) if self.execution.resume else None
         if manifest:
-            self.server = to_device(self.folder.server_state(manifest), self.federation.networks.device)
             self.done, self.record = manifest["round"], {**self.record, **manifest["record"]}
             self.federation.leave_out(self.record["absent"])
+            if not self.federation.participants:
+                raise InputError(
+                    f"{self.folder.state / MANIFEST}, by which no site takes part", "at least one", "restore it"
+                )
+            self.server = resumed_state(self.federation, self.folder, manifest)
         if self.done > self.run.rounds:
             raise InputError(
                 f"--rounds {self.run.rounds}", f"{self.done} rounds are done already", "ask for at least as many"

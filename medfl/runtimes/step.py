@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import derive
@@ -151,6 +153,42 @@ def _own(federation: Federation, site: Site, state: State | None) -> State:
     """Return the State that the method knows: without the error feedback; the first one where nothing else is left."""
     own = {key: value for key, value in (state or {}).items() if key != UNSENT}
     return own if own or state == {} else federation.method.init_site(site)
+
+
+def refuse_other_state(
+    federation: Federation, round_: int, name: str, state: State, path: Path, error: Exception
+) -> None:
+    """Say that a step failed because of a State of another form than the method's, if it is one.
+
+    Args:
+        federation: the sites.
+        round_: in which round.
+        name: the site.
+        state: what was read.
+        path: its file, for the error text.
+        error: why the step failed.
+
+    Raises:
+        RunError: the State lacks something of the method's first one, or has it in another form.
+    """
+    with federation.scope():
+        why = _unlike(state, federation.method.init_site(federation.site(name, round_)), "")
+    if why:
+        raise RunError(
+            f"site {name!r}: {path} is no State of method {federation.run.method!r}: {why}; restore it, or start the "
+            "run anew in another folder"
+        ) from error
+
+
+def _unlike(state: Any, first: Any, path: str) -> str:
+    """Say where a State has another form than a site's first one, "" if it has all of that."""
+    if isinstance(first, dict) and isinstance(state, dict):
+        below = {f"{path}/{key}".lstrip("/"): key for key in first}
+        lost = [f"{where!r} is missing" for where, key in below.items() if key not in state]
+        return next((w for w in lost or (_unlike(state[key], first[key], at) for at, key in below.items()) if w), "")
+    if isinstance(first, Tensor) and isinstance(state, Tensor):
+        return "" if (first.shape, first.dtype) == (state.shape, state.dtype) else f"{path!r} has another form"
+    return "" if first is None or type(first) is type(state) else f"{path!r} is a {type(state).__name__}"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from medfl.core.errors import RunError
+from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import StateFile
 from medfl.core.storage import State, load_state, save_state, to_device
@@ -26,6 +26,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import (
     StepResult,
     introduce,
+    refuse_other_state,
     segment,
     site_abroad,
     site_judge,
@@ -116,7 +117,12 @@ class RoundTask(SiteTask):
             with profiling.during(profiling.CHECKPOINT):
                 state = to_device(load_state(self.state.path), federation.networks.device)
         with profiling.during(self.part):
-            return type(self).function(federation, self.round, self.site, state, self.broadcast, *self.arguments)
+            try:
+                return type(self).function(federation, self.round, self.site, state, self.broadcast, *self.arguments)
+            except Exception as error:  # a State of any form may make it fail in any way
+                if state and self.state and not isinstance(error, MedflError):
+                    refuse_other_state(federation, self.round, self.site, state, self.state.path, error)
+                raise
 
 
 @dataclass(frozen=True)

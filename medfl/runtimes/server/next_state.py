@@ -26,7 +26,8 @@ from torch import Tensor
 
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.message import Message, is_finite
-from medfl.core.storage import State
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import State, to_device
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.runtimes.attendance import Attendance, Tolerance
@@ -129,6 +130,38 @@ def first_state(
         return first
 
     return _from_usable(introductions, attempt, InputError, attendance)
+
+
+def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[str, Any]) -> State:
+    """Return the server's State of a run that is gone on with, after trying what the next round asks of it.
+
+    Args:
+        federation: sites and server, without those that take no part.
+        folder: of the run.
+        manifest: of its last committed round.
+
+    Raises:
+        InputError: the file is no State of this run's method and network.
+        RunError: the file is damaged.
+    """
+    server = to_device(folder.server_state(manifest), federation.networks.device)
+    round_, method = manifest["round"] + 1, federation.method
+    try:
+        for why in _flaws(server, None, "", federation.names, federation.task.num_classes):
+            raise _Unusable(why)
+        with federation.scope():
+            for name in federation.cohort(round_)[:1]:
+                down = method.broadcast(federation.host(round_), server, name)
+                federation.check(name, Message({"weights": down.tensors.get("weights", {})}))  # of the same forms
+            method.global_predictor(federation.host(round_), server)
+    except Exception as error:  # a State of any form may make it fail in any way
+        raise InputError(
+            f"{folder.state / manifest['server']} is no State of method {federation.run.method!r}: "
+            f"{_in_one_line(error)}",
+            "the server's State as the run wrote it",
+            "restore it, or start the run anew in another folder",
+        ) from error
+    return server
 
 
 def _from_usable(
