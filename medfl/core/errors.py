@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+_PART = 1500
+
 
 class MedflError(Exception):
     """Base of the errors that the user reads as one line.
@@ -28,11 +30,17 @@ class InputError(MedflError):
     def __init__(self, given: str, allowed: str, advice: str) -> None:
         """Join the three parts into the one line that the command line prints."""
         self._parts = (given, allowed, advice)
-        super().__init__("; ".join(" ".join(part.split()) for part in self._parts))
+        super().__init__("; ".join(_in_one_line(part) for part in self._parts))
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
         """Let a worker process hand the error to its parent."""
         return type(self), self._parts
+
+
+def _in_one_line(part: str) -> str:
+    """Return a part of an error without line breaks; what a file says may be long."""
+    line = " ".join(part.split())
+    return line if len(line) <= _PART else f"{line[:_PART]}…"
 
 
 class RunError(MedflError):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from medfl.core.errors import InputError
 from medfl.core.run import Run
@@ -21,6 +21,14 @@ Round = Annotated[int, range(1_000_001)]
 _METRICS = dict[str, float | None] | None
 _BY_ROUND = dict[str, dict[str, float | None] | None] | None
 _OBJECT = dict[str, Any] | None
+
+
+class _Site(TypedDict):
+    train_loss: float | None
+    received: _METRICS
+    personal: _METRICS
+
+
 RUN: Mapping[str, Any] = {
     "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": list[str] | None,
     "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": str | None,
@@ -40,13 +48,15 @@ _COSTS = dict.fromkeys(
 )  # fmt: skip
 ROUND: Mapping[str, Any] = {
     "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": str | None,
-    "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, dict[str, Any]] | None,
+    "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
     "observed": _METRICS, "left_out": dict[str, str] | None,
 }  # fmt: skip
 SUMMARY: Mapping[str, Any] = {
     "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float,
     "peak_device_bytes": Count | None, "judged": str | None,
     "last": _METRICS, "best": _METRICS, "global": _BY_ROUND, "personal": _BY_ROUND, "site_models": _BY_ROUND,
+    "sites": {"metric": str | None, "mean": float | None, "sd": float | None, "worst": float | None},
+    "units": dict[str, str] | None, "status": str | None, "weights_sha256": str | None, "best_sha256": str | None,
     "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
 }  # fmt: skip
 MANIFEST_FORM: Mapping[str, Any] = {
@@ -156,16 +166,18 @@ def round_lines(path: Path) -> list[bytes]:
         raise damaged(path, str(error)) from None
 
 
-def read_rows(path: Path) -> list[tuple[int, dict[str, str]]]:
+def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[str, str]]]:
     """Return the rows of a run's table, sites.csv or predictions.csv, each with its line number; "" for lacking cells.
 
     Raises:
         InputError: it is no such table; names the line.
     """
     try:
-        _, rows = read_table(path)
+        names, rows = read_table(path)
     except Refused as error:
         raise damaged(path, str(error)) from None
+    if rows and (lost := [column for column in columns if column not in names]):
+        raise damaged(path, f"has no column {lost[0]}")
     for number, row in rows:
         if None in row or (path.name == "sites.csv" and not row.get("site")):
             raise damaged(path, f"line {number} does not fit its header")

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from medfl.core.errors import InputError
 
@@ -121,6 +121,8 @@ def matches_type(value: Any, kind: Any) -> bool:
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
+    if is_typeddict(kind):
+        return isinstance(value, Mapping) and not any(type_mismatches(kind, value))
     if origin is Annotated:
         return matches_type(value, inner[0]) and value in inner[1]
     if origin in (types.UnionType, Union):
@@ -145,6 +147,8 @@ def matches_type(value: Any, kind: Any) -> bool:
 def describe_type(kind: Any) -> str:
     """Return a type in words."""
     inner = get_args(kind)
+    if is_typeddict(kind):
+        return "a dict"
     if get_origin(kind) is Annotated:
         return f"{describe_type(inner[0])} from {inner[1].start} to {inner[1].stop - 1}"
     if get_origin(kind) in (types.UnionType, Union):

@@ -157,8 +157,12 @@ def read(paths: Sequence[Path]) -> FederationStatistics:
 def _document(path: Path) -> Mapping[str, Any]:
     try:
         document = read_plain(decode_text(read_bytes(path, _BYTES)), is_json=True, nodes=1_000_000, depth=8)
-        if not isinstance(document, dict) or document.get("form") != FORM:
-            raise Refused(f"it is no {FORM!r}")
+        if (
+            not isinstance(document, dict)
+            or document.get("form") != FORM
+            or not isinstance(document.get("bundle"), str)
+        ):
+            raise Refused(f"it is no {FORM!r} of a bundle")
     except Refused as error:
         raise InputError(f"{printable(path)}: {error}", "a file of medfl site stats", "ask the site for one") from error
     return document
@@ -174,7 +178,7 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
         about = train["intensity"]
         rows = [] if about is None else [channel["shares"] for channel in about["channels"]]
         shares = np.array(rows, np.float64) if rows else None  # None becomes NaN
-        if shares is not None and (shares.ndim != 2 or bool((shares < 0).any() or np.isinf(shares).any())):
+        if shares is not None and (shares.ndim != 2 or bool(((shares < 0) | (shares > 1)).any())):
             raise ValueError("shares")
         low, high = (math.nan, math.nan) if about is None else (float(about["low"]), float(about["high"]))
         int(document["min_count"])
@@ -190,7 +194,13 @@ def _distances(rows: Sequence[NDArray[np.float64]]) -> list[float]:
     usable = [bool(row.size) and not np.isnan(row).any() and row.sum() > 0 for row in rows]
     pairs = list(zip(rows, usable, strict=True))
     pooled = sum(row for row, is_usable in pairs if is_usable)
-    return [float(jensenshannon(row, pooled, base=2)) if is_usable else math.nan for row, is_usable in pairs]
+    return [_distance(row, pooled) if is_usable else math.nan for row, is_usable in pairs]
+
+
+def _distance(row: NDArray[np.float64], pooled: Any) -> float:
+    with np.errstate(invalid="ignore"):  # of equal rows the last bits may make it the root of -1e-17
+        distance = float(jensenshannon(row, pooled, base=2))
+    return 0.0 if math.isnan(distance) else distance
 
 
 def _finite(value: float) -> float | None:

@@ -18,7 +18,7 @@ from medfl.bundle import case_metadata, new_images
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.core.run_documents import read_run
+from medfl.core.run_documents import read_rows, read_run
 from medfl.core.type_checks import check_arguments
 from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation import metrics
@@ -141,11 +141,9 @@ class Result:
         Raises:
             InputError: the run has not come that far.
         """
-        from medfl.datasets.readers.tables import read_csv
-
         path = self.path / "predictions.csv"
-        rows = read_csv(path, ("id", "site")) if path.is_file() else None
-        return [_typed(row) for row in self._needed(rows, "predictions.csv")]
+        rows = read_rows(path, ("id", "site")) if path.is_file() else None
+        return [_typed(row) for _, row in self._needed(rows, "predictions.csv")]
 
     @property
     def labels(self) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.run_integrity import read_verified_run, verified_manifest
 from medfl.core.storage import file_sha256, load_state, load_weights, save_state, save_weights
 from medfl.core.untrusted import Refused, read_bytes, read_json, read_table
+from medfl.data.partition.rules import _by_file
 from tests.core.test_run_folder import server
 from tests.core.test_run_integrity import made
 from tests.support.toy import run_record
@@ -234,6 +235,16 @@ def test_rows_that_lack_nearly_all_columns_are_not_filled_up(tmp_path: Path) -> 
         read_table(tmp_path / "sites.csv")
     with pytest.raises(InputError, match=r"sites\.csv rows without"):
         read_rows(tmp_path / "sites.csv")
+
+
+def test_what_a_file_says_does_not_make_an_error_long(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("[" * 100_000 + ",b\n1,2\n")
+    with pytest.raises(InputError, match="has no column id") as error:
+        _by_file(str(tmp_path / "p.csv"), {})
+    assert len(str(error.value)) < 5000
+    given = InputError("a" * 100_000, "b", "c")
+    assert len(str(given)) < 2000
+    assert given._parts[0] == "a" * 100_000, "a worker hands on the whole"
 
 
 # States and weights

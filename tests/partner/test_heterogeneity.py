@@ -53,6 +53,23 @@ def test_distances_are_jensen_shannon_s_from_all_together(files: list[Path]) -> 
     assert found.intensity_distances() == pytest.approx(expected)
 
 
+def test_equal_sites_have_no_distance(tmp_path: Path) -> None:
+    """The last bits of the divergence of equal rows may be below zero."""
+    paths = [told(tmp_path / f"{n}.json", {"a": 60, "b": 40}, n, [[0.2, 0.8], [0.5, 0.5]]) for n in (1, 50, 7)]
+    assert read(paths).class_distances() == pytest.approx([0, 0, 0], abs=1e-7)
+    assert read(paths).intensity_distances() == pytest.approx([0, 0, 0], abs=1e-7)
+
+
+def test_a_file_without_its_bundle_or_with_shares_above_one_is_refused(tmp_path: Path) -> None:
+    path = told(tmp_path / "x.json", {"a": 60}, 60)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in document.items() if key != "bundle"}))
+    with pytest.raises(InputError, match="it is no 'medfl site statistics 1' of a bundle"):
+        read([path])
+    with pytest.raises(InputError, match="lacks shares"):
+        read([told(tmp_path / "x.json", {"a": 60}, 60, [[1e308, 1e308]])])
+
+
 def test_what_is_not_told_is_taken_as_an_equal_share_of_the_rest(tmp_path: Path) -> None:
     (site,) = read([told(tmp_path / "x.json", {"a": 50, "b": None, "c": None}, 64)]).sites
     assert site.estimated.tolist() == [50, 7, 7]

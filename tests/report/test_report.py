@@ -324,6 +324,9 @@ def test_table_lists_the_worst_sites_where_lower_is_better(make: Make) -> None:
         ("run.json", ("site_class_counts",), {"site-1": [1, -2, 3]}), ("run.json", ("resumed",), [{"round": 3}]),
         ("summary.json", ("global",), []), ("summary.json", ("global", "last"), {"round": 1, "accuracy": "0.5"}),
         ("rounds.jsonl", ("seconds_eval",), None), ("rounds.jsonl", ("seconds",), float("nan")),
+        ("rounds.jsonl", ("sites", "site-1"), {"received": 0.5}), ("rounds.jsonl", ("sites", "site-1"), 3),
+        ("summary.json", ("sites",), 3), ("summary.json", ("sites",), {"mean": "0.5"}),
+        ("summary.json", ("units",), {"hd95": 1}),
         ("rounds.jsonl", ("val_global",), [1]), ("rounds.jsonl", ("cohort",), 3), ("rounds.jsonl", ("round",), "1"),
     ],
 )  # fmt: skip

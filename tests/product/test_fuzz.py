@@ -1,0 +1,346 @@
+"""Whatever stands in a file or a message from somebody else, a declared error is all that is raised, in bounded memory.
+
+Recorded files of a small run are changed, by their structure and by their bytes. Expressions have a fuzz of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from medfl.bundle import text_embeddings
+from medfl.bundle.prompts import Text
+from medfl.compare.checks import check_folder
+from medfl.core.errors import MedflError
+from medfl.core.message import Message
+from medfl.core.run_documents import read_run
+from medfl.core.run_folder import RunFolder
+from medfl.core.run_integrity import read_verified_run, verified_manifest
+from medfl.core.storage import load_state, load_weights, state_round, to_device
+from medfl.data.partition.rules import _by_file
+from medfl.partner import heterogeneity
+from medfl.policy import audit, privacy
+from medfl.policy.policy import Policy
+from medfl.report import RunFiles
+from medfl.runs import text_record
+from medfl.runs.resume import _scored
+from tests.partner.test_heterogeneity import told as told_statistics
+from tests.runtimes.test_simulator import divided, simulate
+from tests.support.mutations import json_files, line_files, tensor_files, text_files
+
+ROOM = 512 * 2**20
+"""Bytes of address space beyond what the process has: far less than any file here declares."""
+
+
+class Recorded(NamedTuple):
+    """The files of a run of two rounds that are changed, and a folder for the changed ones."""
+
+    run: Path
+    place: Path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    root = tmp_path_factory.mktemp("fuzz")
+    simulate(root / "run", "scaffold", rounds=2, partition=divided(4), cohort=0.5)
+    folder = RunFolder(root / "run")
+    folder.add_to_run(
+        {
+            "task": "classification", "classes": ["p", "q", "r"], "key_metric": "balanced_accuracy", "command": "medfl",
+            "site_class_counts": {"s0": [1, 2, 3]},
+            "resumed": [{"round": 1, "versions": {"medfl": "0"}, "command": "x"}],
+            "text": {"plm": "x", "sha256": "0" * 64, "shape": [3, 5, 12]}, "with_local": False,
+            "public": {
+                "bundle": "b", "bundle_sha256": "0" * 64, "config": {}, "section": "train", "items": 3,
+                "ids_sha256": "0" * 64, "teachers": [["run:/a", "1"]],
+                "data": {"source": "real", "folder": "/d", "checksum": "1", "split": "s", "counts": {}, "notes": ["n"]},
+            },
+        }
+    )  # fmt: skip
+    (root / "place").mkdir()
+    return Recorded(root / "run", root / "place")
+
+
+@pytest.fixture
+def little_room() -> Iterator[None]:
+    """Let this process have no more than `ROOM` bytes more; MemoryError is no declared error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+Decode = Callable[[bytes], object]
+Target = Callable[[Recorded], tuple[st.SearchStrategy[bytes], Decode]]
+"""Changed contents, and what reads them."""
+
+
+def document(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def written(path: Path, decode: Callable[[Path], object]) -> Decode:
+    """Return a reader of a content that lies in a file."""
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        decode(path)
+
+    return read
+
+
+def a_message(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    group = {"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.int64)}
+    data = Message({"weights": group, "control": {"c": torch.zeros(())}}, {"samples": 3.0}).encode()
+
+    def decode(data: bytes) -> None:
+        message = Message.decode(data, sender="site 'a'")
+        assert message.num_bytes >= 0
+
+    return tensor_files(data), decode
+
+
+def a_state(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    path = sorted((recorded.run / "state").glob("*-site-*"))[0]
+
+    def decode(path: Path) -> None:
+        assert state_round(path) >= 0
+        to_device(load_state(path), torch.device("cpu"))
+
+    return tensor_files(path.read_bytes()), written(recorded.place / path.name, decode)
+
+
+def weights(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    return tensor_files((recorded.run / "best.safetensors").read_bytes()), written(recorded.place / "w", load_weights)
+
+
+def a_record(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    def decode(path: Path) -> None:
+        with suppress(MedflError):
+            _shown(RunFiles.read(path.parent))
+        run, _ = read_run(path)
+        assert run.difference(run) == []
+        with suppress(MedflError):
+            read_verified_run(path)
+
+    place = recorded.place / "record"
+    place.mkdir(exist_ok=True)
+    return json_files(document(recorded.run / "run.json")), written(place / "run.json", decode)
+
+
+def a_manifest(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    """The run's own folder, in which all else is whole."""
+    run = recorded.place / "run"
+    shutil.copytree(recorded.run, run, dirs_exist_ok=True)
+    path = run / "state" / "manifest.json"
+
+    def decode(_: Path) -> None:
+        folder = RunFolder(run)
+        manifest = folder.manifest()
+        if manifest is not None:
+            folder.newest_state("s0")
+            folder.best_path()
+        verified_manifest(RunFolder(run))
+
+    return json_files(document(path)), written(path, decode)
+
+
+def _shown(run: RunFiles) -> None:
+    """Ask what a report and a comparison ask."""
+    assert run.progress() is not None
+    assert run.pooled() is not None
+    names = [run.title(name) for name in run.metric_names()]
+    assert names
+    for kind in ("received", "personal", "local"):
+        run.site_values(kind, run.key)
+    assert (run.finished, run.judged, run.site_names, run.partition, run.options, run.phantom, run.public) != ()
+    assert all(run.size(site, "train") >= 0 for site in run.site_names)
+
+
+def _beside(name: str) -> Target:
+    """Return the target of one file of a folder in which all else is whole."""
+
+    def target(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+        place = recorded.place / name.partition(".")[0]
+        place.mkdir(exist_ok=True)
+        for other in ("run.json", "rounds.jsonl", "summary.json", "sites.csv", "predictions.csv"):
+            (place / other).write_bytes((recorded.run / other).read_bytes())
+        source = (recorded.run / name).read_bytes()
+
+        def decode(_: Path) -> None:
+            RunFolder(place).rounds()
+            _scored(place)
+            _shown(RunFiles.read(place))
+
+        if name.endswith(".jsonl"):
+            changed: Any = line_files([json.loads(line) for line in source.splitlines()])
+        elif name.endswith(".json"):
+            changed = json_files(json.loads(source))
+        else:
+            words = (
+                b",",
+                b"\n",
+                b'"',
+                b"nan",
+                b"inf",
+                b"1e999",
+                b"-1",
+                b"9" * 5000,
+                b"\x00",
+                b"\xff",
+                b",,,,,,,",
+                b"x",
+            )
+            changed = text_files(source, words)
+        return changed, written(place / name, decode)
+
+    return target
+
+
+def a_policy(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    text = b"""bundle: b
+allow: [scripts, pickle]
+limits: {nodes: 1000, depth: 7}
+files:
+  configs/train.json: "%s"
+outbound: {keys: [weights, scalars/samples], max_bytes: 50000000, clip: 1.0, noise: 5.0, epsilon: 8, delta: 1.0e-5,
+  min_count: 10}
+""" % (b"0" * 64)
+    words = (
+        b"&a", b"*a", b"!!python/name:os.system", b"<<: *a", b"[", b"{", b"}", b"- ", b": ", b"\n", b"\t", b"1:1:1",
+        b".nan", b".inf", b"-1", b"1e999", b"9" * 99, b"null", b"true", b"~", b"|", b">", b"? ", b"%YAML 1.1\n",
+        b"---\n", b"[" * 200, b"&a [*a, *a]", "\u202e".encode(), b"2020-01-01", b"0x10", b"1_000", b'"\\ud800"', b"=",
+        b"!!set", b"!!binary x",
+    )  # fmt: skip
+    return text_files(text, words), written(recorded.place / "policy.yaml", lambda path: Policy.read(path).text())
+
+
+def prompt_embeddings(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    values = torch.nn.functional.normalize(torch.rand(3, 2, 4) + 0.1, dim=2)
+    text = Text(("p", "q", "r"), ("a {}", "the {}"))
+    path = recorded.place / "e.safetensors"
+    text_embeddings.Embeddings(values, "plm", "0" * 64, text).save(path)
+    return tensor_files(path.read_bytes()), written(path, lambda path: text_embeddings.load(path, text))
+
+
+def carried_embeddings(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    carried = {"shape": [1, 2, 1], "float32": "AACAPwAAgD8="}
+    return json_files(carried), written(recorded.place / text_record.CARRIED, text_record._read)
+
+
+def statistics(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    path = told_statistics(recorded.place / "north.json", {"a": 60, "b": 40, "c": None}, 100, [[0.2, 0.8], [None, 0.5]])
+    other = told_statistics(recorded.place / "south.json", {"a": 6, "b": 4, "c": 9}, 50, [[0.2, 0.8], [0.5, 0.5]])
+
+    def decode(path: Path) -> None:
+        for paths in ((path,), (other, path)):
+            with suppress(MedflError):
+                found = heterogeneity.read(paths)
+                json.dumps(found.as_dict(), allow_nan=False)
+                found.table(80)
+
+    return json_files(document(path)), written(path, decode)
+
+
+def an_account(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    account = {"noised": [{"multiplier": 1.5, "replies": 3}], "plain": 1, "uncovered": {"control": 2}}
+    return json_files(account), written(recorded.place / "account.json", privacy._read)
+
+
+def an_audit_log(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    entries = [
+        {"time": "t", "site": "s", "round": 1, "direction": "out", "kind": "reply", "bytes": 3, "tensors": 1,
+         "before": None, "sha256": "0", "groups": {"weights": {"norm": 1.0}}, "numbers": {"samples": 3.0},
+         "privacy": "words"},
+    ] * 2  # fmt: skip
+    return line_files(entries), written(recorded.place / "log.jsonl", lambda path: audit.text(audit.verify(path), 80))
+
+
+def a_partition(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    text = b"id,site,section\nt0,north,train\nt1,south,train\nv0,north,\n"
+    data = {"train": [{"id": "t0"}, {"id": "t1"}], "validate": [{"id": "v0"}], "test": []}
+    words = (
+        b",",
+        b"\n",
+        b'"',
+        b"\t",
+        b"\x00",
+        b"\xff",
+        b"..",
+        b"/",
+        b"9" * 200_000,
+        b"\r",
+        b"site",
+        b"id",
+        b"\xef\xbb\xbf",
+    )
+    return text_files(text, words), written(recorded.place / "p.csv", lambda path: _by_file(str(path), data))
+
+
+def a_grid(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    shared = {"bundle": "b", "options": {"mu": 1}, "config": {"a": [1]}, "requested": {"rounds": 3}}
+    place = recorded.place / "grid"
+    place.mkdir(exist_ok=True)
+    return json_files(shared), written(place / "compare.json", lambda path: check_folder(shared, path.parent))
+
+
+TARGETS: dict[str, tuple[Target, int]] = {
+    "message": (a_message, 6000), "state": (a_state, 6000), "weights": (weights, 2000), "run.json": (a_record, 6000),
+    "manifest": (a_manifest, 5000), "policy": (a_policy, 3000), "rounds.jsonl": (_beside("rounds.jsonl"), 4000),
+    "summary.json": (_beside("summary.json"), 3000), "sites.csv": (_beside("sites.csv"), 1500),
+    "predictions.csv": (_beside("predictions.csv"), 1500), "embeddings": (prompt_embeddings, 3000),
+    "carried embeddings": (carried_embeddings, 1500), "statistics": (statistics, 4000), "account": (an_account, 1000),
+    "audit log": (an_audit_log, 1000), "partition": (a_partition, 1000), "compare.json": (a_grid, 1000),
+}  # fmt: skip
+"""What is read, and how many changed contents of it are tried where there is time."""
+
+
+def tried(recorded: Recorded, target: Target, number: int) -> None:
+    contents, decode = target(recorded)
+
+    @settings(
+        max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )  # fmt: skip
+    @given(contents)
+    def test(data: bytes) -> None:
+        try:
+            decode(data)
+        except MedflError as error:
+            told = str(error)
+        else:
+            return
+        assert "\n" not in told
+        assert len(told) < 5000
+
+    test()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.usefixtures("little_room")
+def test_a_few_changed_contents_of_each_kind(recorded: Recorded, name: str) -> None:
+    tried(recorded, TARGETS[name][0], 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.usefixtures("little_room")
+def test_many_changed_contents_of_each_kind(recorded: Recorded, name: str) -> None:
+    tried(recorded, *TARGETS[name])
+
+
+def test_there_are_enough_of_them() -> None:
+    assert sum(number for _, number in TARGETS.values()) >= 40_000
