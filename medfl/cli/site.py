@@ -111,7 +111,7 @@ def _inspect(options: Any) -> int:
         if target.resolve().is_relative_to(folder.expanduser().resolve()):
             raise InputError(f"--write-policy {target}", "a place outside of the bundle", "give a file outside of it")
     inspection = inspect(folder, policy)
-    document = {**inspection.as_dict(), "outbound": policy.outbound.lines()}
+    document = {**inspection.as_dict(), "outbound": policy.outbound.lines(), "jobs": policy.jobs()}
     if target is not None and inspection.accepted:
         from medfl.core.storage import write_atomic
 
@@ -157,6 +157,7 @@ def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
     lines += ["", "What would leave"]
     for text in (*document["leaves"], *(f"policy: {line}" for line in document["outbound"])):
         lines += terminal.hanging_indent("  ", text, width)
+    lines += ["", "Jobs that would be taken", *terminal.hanging_indent("  ", f"policy: {document['jobs']}", width)]
     if "policy_written" in document:
         lines += ["", f"policy: {document['policy_written']}"]
     count = len(document["refused"])

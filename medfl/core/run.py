@@ -13,8 +13,8 @@ from medfl.core.errors import InputError
 from medfl.core.settings import ADDED_LATER, SETTINGS, GeneralSettings, ProtocolSettings
 from medfl.core.type_checks import Count, read_record
 
-_NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts")
-"""Where things lie and what was said about them cannot change a weight."""
+_NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts", "max_share")
+"""Where things lie, what was said about them, and what may end a run cannot change a weight."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Run(GeneralSettings, ProtocolSettings):
             node = document
             for parent in parents:
                 node = node[parent]
-            node.pop(leaf)
+            node.pop(leaf, None)
         document["data"].pop("notes")
         _forget_places(document)
         if document["partition"]["spec"].startswith("file:"):
@@ -172,7 +172,7 @@ class Run(GeneralSettings, ProtocolSettings):
         for document in (left, right):
             if self.text is None or other.text is None:  # a record that says nothing of text is compared without it
                 document.pop("text", None)
-            for name in ("rounds", "bundle_path"):
+            for name in ("rounds", "bundle_path", "max_share"):
                 document.pop(name)
             for name in ("folder", "counts", "notes"):
                 document["data"].pop(name)

@@ -340,8 +340,16 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, float]:
-    """Return the metrics that a site reported of these sections, ignoring others."""
-    return {name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections}
+    """Return the metrics that a site reported of these sections, ignoring others.
+
+    Raises:
+        RunError: a number of cases is no whole one.
+    """
+    found = {name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections}
+    odd = [name for name, value in found.items() if name.endswith("/cases") and (value < 0 or value % 1)]
+    if odd:
+        raise RunError(f"{odd[0]!r} is {found[odd[0]]:g}; expected a whole number of at least 0")
+    return found
 
 
 def _grouped(questions: Sequence[_Question]) -> list[list[_Question]]:

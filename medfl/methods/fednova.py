@@ -18,12 +18,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Method, option
 from medfl.training import Host, Site, fit, pull, snapshot, zeros_of
+
+_LEAST = 1e-3  # one step is 1; a change divided by nearly none would be as large as one likes
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_na
     """Return tau_eff / a_k - 1 of a site, exactly 0 where all a_k are the same."""
     scalars = {name: replies[name].scalars for name in shares}
     own = scalars[site_name]["effective_steps"]
+    if own < _LEAST:
+        raise RunError(f"site {site_name!r}: its reply says that its effective steps are {own:g}, below {_LEAST:g}")
     reach = {name: told.get("steps", told["effective_steps"]) for name, told in scalars.items()}
     return sum(share * (reach[name] - own) for name, share in shares.items()) / own
 

@@ -95,6 +95,11 @@ class Policy:
                 return f"{name} {getattr(run, name)}", f"at most {most}, as its policy says"
         return None
 
+    def jobs(self) -> str:
+        """Say which jobs are taken."""
+        most = [f"at most {count} {name}" for name, count in self.settings.items()]
+        return "; ".join([*([f"methods {', '.join(self.methods)}"] if self.methods else []), *most]) or "any"
+
     @classmethod
     def read(cls, path: Path) -> Policy:
         """Read a policy file.

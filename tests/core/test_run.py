@@ -47,7 +47,18 @@ DATA = {"source": "real", "checksum": "2" * 64, "split": "flamby"}
 PARTITION = {"spec": "centre", "seed": 3, "sites": {"x": {"train": ["train1"]}}}
 
 
-LATER = ("public", "text", "messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile")
+LATER = (
+    "public",
+    "text",
+    "messages",
+    "aggregation",
+    "tf32",
+    "channels_last",
+    "capture",
+    "pack",
+    "compile",
+    "max_share",
+)
 """Settings that older records do not have."""
 
 
@@ -60,7 +71,8 @@ def with_partition(**changes) -> Run:
 
 
 def test_every_field_is_looked_at_here() -> None:
-    assert {f.name for f in dataclasses.fields(Run)} == {*CHANGES, "bundle_path", "data", "partition", "public", "text"}
+    others = {"bundle_path", "data", "partition", "public", "text", "max_share"}
+    assert {f.name for f in dataclasses.fields(Run)} == {*CHANGES, *others}
     assert {f.name for f in dataclasses.fields(DataRecord)} == {*DATA, "folder", "counts", "notes"}
     assert {f.name for f in dataclasses.fields(PartitionRecord)} == {*PARTITION, "notes"}
 

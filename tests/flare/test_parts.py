@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from nvflare.app_opt.pt.decomposers import TensorDecomposer
 
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
+from medfl.core.run_folder import RunFolder
 from medfl.flare import offer as flare_offer
 from medfl.flare import tensors as flare_tensors
 from medfl.flare import wire
@@ -97,6 +99,32 @@ def test_a_server_refuses_a_run_that_it_has_unless_it_is_to_go_on(job: Path, tmp
     with pytest.raises(InputError, match="the server has this run in .*; export the job with --resume"):
         controller(RemoteController(), workspace)._place()
     assert controller(RemoteController(resume=True), workspace)._place() == path
+
+
+def test_across_machines_a_site_has_at_most_half_of_the_weight(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one machine plays all sites there is no limit; the roster of the server's file reaches the workers."""
+    seen: list[Any] = []
+
+    class Seen:
+        def __init__(self, execution: Any, workers: Any) -> None:
+            seen.append((execution.tolerance, workers(execution.federation, 1)))
+
+        def execute(self) -> None:
+            pass
+
+    monkeypatch.setattr("medfl.flare.parts.Simulator", Seen)
+    made = controller(RemoteController(min_replies=2), Workspace(job, tmp_path))
+    run = read_run(str(job / "app"))
+    federation = SimpleNamespace(participants=list(run.partition.sites))
+    for roster, share in ((None, None), ({}, 0.5), ({"north": 7}, 0.5)):
+        made._simulate(federation, RunFolder(tmp_path), str, roster)
+        tolerance, workers = seen[-1]
+        assert (tolerance.max_share, tolerance.min_replies) == (share, 2)
+        assert (workers._shown, workers._roster) == (roster is None, roster or {})
+    assert tolerance.share(run) == 0.5
+    assert tolerance.share(replace(run, max_share=0.9)) == 0.9
 
 
 def test_what_ends_a_run_is_written_and_told_to_flare(job: Path, tmp_path: Path) -> None:

@@ -299,6 +299,14 @@ def test_a_reply_that_claims_more_than_is_told_beside_it_is_refused(tmp_path: Pa
     assert "no whole number from 1 to 5" in left["rounds"][0]["left_out"]["y"]
 
 
+@pytest.mark.parametrize("cases", [-1.0, 2.5])
+def test_numbers_of_cases_are_whole_ones(tmp_path: Path, cases: float) -> None:
+    """They weigh the metrics that sites tell of their own images."""
+    change = training(lambda payload: replace(payload, metrics={"validate/cases": cases, "validate/accuracy": 1.0}))
+    left = executed(tmp_path, federation(rounds=1), apart(tmp_path, change), tolerance=Tolerance(min_replies=2))
+    assert "'validate/cases' is" in left["rounds"][0]["left_out"]["y"]
+
+
 def test_the_roster_of_the_server_bounds_what_a_site_tells(tmp_path: Path) -> None:
     tolerance = {"tolerance": Tolerance(min_replies=2)}
     workers = apart(tmp_path, counting("y", 10**6), {"y": 5})

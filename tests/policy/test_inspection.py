@@ -335,6 +335,12 @@ def test_a_policy_that_is_written_agrees_to_a_job(tmp_path: Path, capsys: pytest
     assert written.methods == ("ditto",)
     assert written.settings == {"rounds": 7, "batch_size": 4, "local_epochs": 1}
     assert written.files is not None
+    capsys.readouterr()
+    assert cli.main(["site", "inspect", str(root), "--policy", str(policy)]) == 0
+    said = (
+        "Jobs that would be taken policy: methods ditto; at most 7 rounds; at most 4 batch_size; at most 1 local_epochs"
+    )
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_policy_for_a_folder_without_a_name_is_not_written(tmp_path: Path) -> None:

@@ -114,6 +114,19 @@ def test_the_middle_change_decides_and_a_thousand_times_it_is_the_limit() -> Non
     assert not far_replies(robust, replies(1.0, 1.0, 1e30), zero)
 
 
+def test_a_number_beside_the_weights_is_bounded_as_they_are() -> None:
+    """FedNova divides a change by the site's steps: of 1e-300 steps it is as large as one likes."""
+    made = Federation(ToyBundle(), load("fednova"), run_record(method="fednova"))
+    steps = {"x": 4.0, "y": 4.0, "z": 4e6}
+    replies = {name: Message({}, {"samples": 5, "effective_steps": count}) for name, count in steps.items()}
+    assert list(far_replies(made, replies, {})) == ["z"]
+    weights = {"weights": dict(made.networks.initial)}
+    steps = {"x": 1e-300, "y": 4.0}
+    replies = {name: Message(weights, {"samples": 5, "effective_steps": n}) for name, n in steps.items()}
+    with pytest.raises(RunError, match="^site 'x': its reply says that its effective steps are 1e-300"):
+        made.method.aggregate(made.host(1), weights, replies, 2)
+
+
 @pytest.mark.parametrize("rule", ["median", "trimmed:0.34"])
 def test_what_bears_bad_replies_goes_on_bearing_them(tmp_path: Path, rule: str) -> None:
     both = lambda reply: claiming(1e12)(moved(1e6)(reply))  # noqa: E731
@@ -138,6 +151,17 @@ def test_a_share_beyond_the_operators_word_ends_the_run_and_names_the_site(tmp_p
     plain = run(tmp_path / "plain", load("fedper"), workers, rounds=1)
     one, other = (bits(load_weights(ran.out / "weights.safetensors")) for ran in (good, plain))
     assert one == other
+
+
+def test_a_run_that_ended_by_a_share_goes_on_with_the_operators_word(tmp_path: Path) -> None:
+    """Which share is allowed changes no weight, so it is the same run."""
+    assert run_record(max_share=0.4).run_hash == run_record(max_share=0.9).run_hash == run_record().run_hash
+    assert not run_record(max_share=0.4).difference(run_record())
+    with pytest.raises(InputError, match="round 1: site 'y' has 41.7%"):
+        run(tmp_path / "run", load("fedper"), rounds=2, max_share=0.41)
+    gone_on = run(tmp_path / "run", load("fedper"), rounds=2, max_share=0.5)
+    whole = run(tmp_path / "whole", load("fedper"), rounds=2)
+    assert gone_on.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
 def test_two_sites_and_equal_weights_have_no_limit(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 A number of items is a whole one, at least 1 and at most what the site had when it introduced itself (0 if it had none).
 Among three or more replies
 
-    one whose change is more than `FARTHEST` times the middle one is refused, group by group of its tensors. More than
-        half of the replies have to be honest for the middle one to be;
+    one whose change is more than `FARTHEST` times the middle one is refused, group by group of its tensors, and so is
+        one with such a number beside them. More than half of the replies have to be honest for the middle one to be;
     none may have more of the weight than the operator allows.
 
 None of this holds where every reply counts the same, whatever its number and its distance (`--aggregation median` and
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
+from medfl.core.untrusted import printable
 from medfl.runtimes.federation import Federation
 
 FARTHEST = 1000.0
@@ -66,12 +67,15 @@ def _counts(message: Message, low: int) -> Iterator[tuple[str, int, Tensor]]:
 def far_replies(
     federation: Federation, replies: Mapping[str, Message], broadcast: Mapping[str, Weights]
 ) -> dict[str, str]:
-    """Return the replies whose change of a group is more than `FARTHEST` times the middle one, each with why.
+    """Return the replies whose change of a group, or whose number, is more than `FARTHEST` times the middle one.
 
     Args:
         federation: the run.
         replies: site -> reply.
         broadcast: what the server sent, group -> name -> tensor; a tensor that it did not send has changed from 0.
+
+    Returns:
+        site -> why.
     """
     reasons: dict[str, str] = {}
     if len(replies) < _SEVERAL or not federation.aggregation.is_mean:
@@ -79,12 +83,19 @@ def far_replies(
     for group in sorted({group for message in replies.values() for group in message.tensors}):
         sent = {name: message.tensors[group] for name, message in replies.items() if group in message.tensors}
         norms = {name: _change(members, broadcast.get(group, {})) for name, members in sent.items()}
-        middle = sorted(norms.values())[len(norms) // 2]
-        for name, norm in norms.items():
-            if len(norms) >= _SEVERAL and norm > FARTHEST * middle > 0:
-                what = f"its change of {group!r} has the norm {norm:.3g}, the round's middle one is {middle:.3g}"
-                reasons.setdefault(name, f"{what}; at most {FARTHEST:g} times that is taken")
+        reasons = _far(f"its change of {group!r} has the norm", norms) | reasons
+    for key in sorted({key for message in replies.values() for key in message.scalars} - {"samples"}):
+        numbers = {name: abs(message.scalars[key]) for name, message in replies.items() if key in message.scalars}
+        reasons = _far(f"its 'scalars/{printable(key, 60)}' has the size", numbers) | reasons
     return reasons
+
+
+def _far(what: str, sizes: Mapping[str, float]) -> dict[str, str]:
+    """Return the sites whose size is far beyond the middle one, each with why."""
+    middle = sorted(sizes.values())[len(sizes) // 2]
+    limit = FARTHEST * middle if len(sizes) >= _SEVERAL and middle > 0 else math.inf
+    said = f"the round's middle one is {middle:.3g}; at most {FARTHEST:g} times that is taken"
+    return {name: f"{what} {size:.3g}, {said}" for name, size in sizes.items() if size > limit}
 
 
 def _change(members: Weights, before: Weights) -> float:
