@@ -19,6 +19,7 @@ from medfl.bundle.open import phantom_folder
 from medfl.cli import main
 from tests.benchmarks.test_gpu import loaded
 from tests.support.phantoms import draw_small
+from tests.support.programs import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -169,7 +170,7 @@ def test_all_stages_run_dry(script: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(script.Day, "command", command)
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--dry", "--out", str(tmp_path)])
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     draw_small(monkeypatch)
     phantom_folder("mednist")  # small also for the programs
     assert script.main() == 0, [path.read_text()[-2000:] for path in tmp_path.glob("*.log")]

@@ -35,6 +35,7 @@ from medfl.core.task import Task
 from medfl.datasets import own as own_data
 from medfl.methods import load
 from medfl.networks.heads import feature_size
+from tests.support.programs import python_path
 from tests.support.sweeps import mostly_slow
 
 ROOT = Path(__file__).parents[2]
@@ -550,7 +551,7 @@ def command(name: str, *arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "monai.bundle", *arguments],
         cwd=FOLDERS[name],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=300,

@@ -35,6 +35,7 @@ from medfl.networks.heads import head
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
+from tests.support.programs import python_path
 from tests.zoo.build import ZOO
 
 ROOT = Path(__file__).parents[2]
@@ -577,7 +578,7 @@ def test_foreign_bundles(name: str, tmp_path: Path) -> None:
 
 def command(folder: Path, *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "monai.bundle", *arguments], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "monai.bundle", *arguments], cwd=folder, env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,6 +31,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.run import Run
 from medfl.core.storage import load_weights
 from tests.flare.test_own import SITES, executed, offer
+from tests.support.programs import python_path
 
 pytestmark = [pytest.mark.flare, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # FLARE's own
 
@@ -202,7 +203,7 @@ def test_a_site_refuses_what_an_average_is_not_enough_for(example: SimpleNamespa
 def test_a_server_with_ciphertexts_only_gives_the_simulator_s_mean(
     example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE.parents[2]))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     data = datasets.write_phantom("pneumonia", tmp_path / "data", per_class=20, size=16)
     out, config = tmp_path / "out", {"network": "small_cnn", "image_size": 16}
     requested = {

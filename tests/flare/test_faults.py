@@ -21,6 +21,7 @@ from medfl.flare.local_federation import SERVER, LocalFederation, _descendants
 from medfl.flare.parts import SIMULATED
 from medfl.runs import launch
 from tests.flare.test_parity import CONFIG, left
+from tests.support.programs import python_path
 
 pytestmark = [
     pytest.mark.flare,
@@ -42,8 +43,7 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
     """One for all tests: each puts back what it broke."""
-    root = str(Path(__file__).parents[2])
-    environment = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     with LocalFederation(tmp_path_factory.mktemp("federation"), SITES, [*SIMULATED, STAND_IN], environment) as made:
         made.start()
         made.ready(240)

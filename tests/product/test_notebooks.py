@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from pathlib import Path
 
 import nbformat
 import pytest
+
+from tests.support.programs import python_path
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NAMES = (
@@ -62,7 +63,7 @@ def test_a_notebook_runs(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the kernel's temporary folders, and all that is written, go here
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     monkeypatch.delenv("MEDFL_DATA", raising=False)
     notebook = read(name)
     with warnings.catch_warnings():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import glob
-import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from PIL import Image
 
 from medfl.cli import verbs as cli
 from tests.support.phantoms import draw_small
+from tests.support.programs import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -57,7 +57,8 @@ BESIDES = {
     "--method fedbm": "--set g_iterations=2 --set g_batch=4 --set synthetic_batch=2",
     "--method fedhelp": "--set public_items=16",
     "large_network=resnet110": "--set large_network=small_cnn",
-    "--preset paper --method fedhelp": "--set public=mednist --set teachers=run:runs/teacher",
+    "--preset paper --method fedhelp": "--set large_network=small_cnn --set public=mednist "
+    "--set teachers=run:runs/teacher",
     "run ham10000": "--local-epochs 1 --config network=small_cnn",
     "run pneumonia": "--local-epochs 1 --config network=small_cnn",
     "run isic19": "--local-epochs 1 --config network=two_conv --batch-size 32",
@@ -120,14 +121,21 @@ def execute(command: str, capsys: pytest.CaptureFixture[str], *more: str) -> str
     return printed.out
 
 
-def script(words: Iterable[str], folder: Path) -> str:
-    """Run `python SCRIPT ...` of the repository as a program of its own; return what it printed."""
+def script(words: Iterable[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run `python SCRIPT ...` of the repository in this process, as its own main program; return what it printed."""
     path, *given = words
-    command = [sys.executable, str(ROOT / path), *given]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{path} {given}\n{done.stderr}"
-    return done.stdout
+    file = ROOT / path
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(file), *given])
+        patch.syspath_prepend(file.parent)
+        code: object = None
+        try:
+            runpy.run_path(str(file), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    assert not code, f"{path} {given}\n{capsys.readouterr().err}"
+    return capsys.readouterr().out
 
 
 def write_files(page: str, folder: Path) -> None:
@@ -160,6 +168,7 @@ def alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = set(sys.modules)
     monkeypatch.chdir(folder)
     monkeypatch.delenv("MEDFL_DATA", raising=False)
+    monkeypatch.setenv("PYTHONPATH", python_path())
     monkeypatch.syspath_prepend(folder)
     yield folder
     for name in set(sys.modules) - before:

@@ -9,8 +9,11 @@ import pytest
 
 from medfl import datasets
 
-PER_CLASS = {"mednist": 30, "mnist": 30, "pneumonia": 60}
-"""Images per class of the cohorts that the docs' commands use most; the others are drawn as a user has them."""
+PER_CLASS = {
+    "fmnist": 20, "ham10000": 30, "hippocampus": 16, "isic19": 30, "mednist": 20, "mnist": 20,
+    "oct_c8": 30, "pneumonia": 40,
+}  # fmt: skip
+"""Images, or volumes, per class of the cohorts that the docs' commands use; FEMNIST has one of each writer anyway."""
 
 
 def draw_small(patch: pytest.MonkeyPatch) -> None:

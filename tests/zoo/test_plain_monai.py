@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from monai.bundle import ConfigWorkflow
 from monai.utils import set_determinism
 
 from medfl.core.seeding import stream
+from tests.support.programs import python_path
 
 from .broken import BROKEN
 from .build import ZOO
@@ -151,7 +153,10 @@ def test_command_line(name: str, tmp_path: Path) -> None:
     bundle = ZOO[name](tmp_path)
     command = [sys.executable, "-m", "monai.bundle", "run", bundle.run_id, "--config_file", bundle.config]
     command += [part for key, value in bundle.overrides.items() for part in (f"--{key}", value)]
-    done = subprocess.run(command, cwd=bundle.path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, cwd=bundle.path, capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, "PYTHONPATH": python_path()},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert list(bundle.path.rglob("model.pt"))
     assert json.loads((bundle.path / "configs" / "metadata.json").read_text())["version"] == "0.1.0"

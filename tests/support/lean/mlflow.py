@@ -1,0 +1,3 @@
+"""Stands in the place of mlflow where it is not needed, as if it were not installed."""
+
+raise ImportError("left out")
