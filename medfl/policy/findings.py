@@ -17,7 +17,6 @@ NOT_LISTED = (
     "words (docs/security.md)",
 )
 """The last two parts of an error about something that a bundle may not do."""
-_REPAIR = "a configuration is JSON or YAML with keys and values", "repair the file"
 UNREADABLE = "where a configuration is keys and values"
 LEAVES = (
     "tensors and numbers that the method sends: the network's weights and, with some methods, class counts, class "
@@ -86,12 +85,15 @@ class Inspection:
         Raises:
             InputError: names the first refusal, and how many there are.
         """
-        if self.refusals:
-            count = len(self.refusals)
-            more = "" if count == 1 else f" (and {count - 1} more)"
-            refused = f"bundle {printable(self.bundle)!r} is refused: {self.refusals[0]}{more}"
-            broken = self.refusals[0].why.endswith(UNREADABLE) or self.refusals[0].why.startswith("not valid")
-            raise InputError(refused.replace(";", ","), *(_REPAIR if broken else NOT_LISTED))
+        if not self.refusals:
+            return
+        first, count = self.refusals[0], len(self.refusals)
+        if first.why.endswith(UNREADABLE) or first.why.startswith("not valid"):
+            given = f"{self.folder / first.file} cannot be read: {first.why}"
+            raise InputError(given.replace(";", ","), "it is JSON or YAML with keys and values", "repair the file")
+        more = "" if count == 1 else f" (and {count - 1} more)"
+        refused = f"bundle {printable(self.bundle)!r} is refused: {first}{more}"
+        raise InputError(refused.replace(";", ","), *NOT_LISTED)
 
     def refuse(self, file: str, id_: str, why: object) -> None:
         """Note that something is refused, and where."""

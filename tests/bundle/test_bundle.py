@@ -152,7 +152,7 @@ def test_errors_name_id_file_and_cause(edit: Edit, said: str, tmp_path: Path) ->
 def test_files_that_are_no_configuration(text: str, tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "train.json").write_text(text)
-    with pytest.raises(InputError, match=r"train.json.*(not valid JSON|keys and values).*repair"):
+    with pytest.raises(InputError, match=r"train.json cannot be read: .*repair"):
         Bundle(str(tmp_path))
 
 

@@ -19,6 +19,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import stream
 from medfl.core.storage import save_weights
 from medfl.core.task import Task
+from medfl.policy.policy import Policy
 from medfl.runs.teachers.answers import obtain, open_teacher
 from medfl.runs.teachers.questions import Questions
 from medfl.runs.teachers.trained import foreground
@@ -206,7 +207,7 @@ def test_a_run_without_a_global_model_is_refused(images: Bundle, tmp_path: Path)
 
 
 def test_unfinished_damaged_or_changed_runs_are_told(images: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none.run.json cannot be read: No such file or directory; a run.json that"):
+    with pytest.raises(InputError, match=r"none.run.json: it cannot be read: No such file or directory"):
         open_teacher(f"run:{tmp_path / 'none'}", images, CPU)
     run = run_folder(tmp_path / "run", "mednist", IMAGES)
     save_weights(run / "best.safetensors", {"odd": torch.zeros(1)})
@@ -261,11 +262,16 @@ def test_any_bundle_with_weights_is_a_teacher(foreign: Path, images: Bundle) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
-def test_torchscript_is_taken_where_there_is_no_other(foreign: Path, images: Bundle) -> None:
+def test_torchscript_is_taken_where_there_is_no_other(
+    foreign: Path, images: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     traced = torch.jit.trace(network("mednist", {}, 4).eval(), torch.zeros(1, 1, 64, 64))
     traced.save(str(foreign / "models" / "model.ts"))
     (foreign / "models" / "model.pt").unlink()
     questions = asked(images, count=2)
+    with pytest.raises(InputError, match="TorchScript, which can write files; .* --trust"):
+        open_teacher(f"bundle:{foreign}", images, CPU)
+    monkeypatch.setattr(images, "policy", Policy(allow=frozenset({"pickle"})))
     teacher = open_teacher(f"bundle:{foreign}", images, CPU)
     torch.testing.assert_close(answered(teacher, questions), wanted_of(images, questions))
     assert teacher.facts["weights"] == "model.ts"
