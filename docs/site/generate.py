@@ -22,6 +22,7 @@ from medfl.cli import bundle_pages, method_pages
 from medfl.cli import verbs as cli
 from medfl.core import terminal
 from medfl.core.storage import write_atomic
+from medfl.policy.border import BORDER
 
 DOCS = Path(__file__).resolve().parents[1]
 
@@ -163,6 +164,12 @@ def _counts(readme: Path) -> list[str]:
 # Command line
 
 
+def border_table() -> str:
+    """Return the table of what comes from outside."""
+    rows = [[one.what, one.sender, f"`{one.validator}`", one.checks, one.remains] for one in BORDER]
+    return terminal.markdown_table(["what", "from", "checked by", "what is checked", "what remains"], rows)
+
+
 def command_line() -> str:
     """Return the help of every verb, from the parser itself."""
     return "\n\n".join(_verb(parser) for parser in _parsers(cli.parser()))
@@ -211,6 +218,7 @@ PARTS: Mapping[str, Parts] = {
     "methods.md": {"methods": method_table},
     "bundles.md": {"bundles": bundle_table, "sections": bundle_sections},
     "cli.md": {"verbs": command_line},
+    "security.md": {"border": border_table},
     **{f"methods/{name}.md": method_parts(name) for name in methods.names()},
 }
 

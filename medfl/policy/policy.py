@@ -30,12 +30,12 @@ from medfl.policy.outbound import Outbound, check_known
 
 WORDS = {
     "scripts": "the bundle's own Python is imported and runs with your rights",
-    "pickle": "pickled or TorchScript weights may lie in the bundle, and torch.load may be called",
-    "open": "files may be opened for writing",
+    "pickle": "pickled files may lie in the bundle, and torch.load and TorchScript be used",
+    "open": "files may be opened for writing, and anywhere",
     "setattr": "attributes of any object may be set",
     "sys.path": "the places that Python imports from may be changed",
     "distributed": "torch.distributed may open connections",
-    "paths": "absolute paths may be named",
+    "paths": "absolute paths may be named, and expressions look at any place",
     "logging": "configs/logging.conf may lie in the bundle; medfl does not read it",
     "files": "files of unknown kinds may lie in the bundle; compiled code never",
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pydoc
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from medfl.core.errors import InputError
+from medfl.policy.border import BORDER, Entry
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import WORDS, Limits, Policy
 from tests.hostile.base import write
@@ -137,3 +139,10 @@ def test_a_run_that_was_agreed_to_is_taken_and_smaller_ones_but_no_other() -> No
 def test_what_a_policy_says_itself_stays_when_it_agrees_to_a_run() -> None:
     said = Policy(methods=("ditto",), settings={"rounds": 9})
     assert said.agreeing(run_record(method="fedavg", rounds=5)) == said
+
+
+@pytest.mark.parametrize("entry", BORDER, ids=lambda entry: entry.what)
+def test_every_border_has_a_function_that_exists(entry: Entry) -> None:
+    assert callable(pydoc.locate(entry.validator))
+    assert entry.checks
+    assert entry.remains

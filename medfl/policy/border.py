@@ -1,0 +1,64 @@
+"""What comes from outside, and the one function that each kind of it passes before it is used (docs/security.md)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """A kind of thing that comes from outside: who sends it, which function checks it, what it checks, what remains."""
+
+    what: str
+    sender: str
+    validator: str
+    checks: str
+    remains: str
+
+
+BORDER = (
+    Entry(
+        "bundle: its files",
+        "whoever made it",
+        "medfl.policy.admission.admit",
+        "every file hashed and of a known kind, no links; plain JSON and YAML; components, imports and expressions on "
+        "explicit lists; every bundle that a run opens: the sites' own, public data, teachers",
+        "an expression that uses much time or memory; what the words of a policy, or --trust, allow",
+    ),
+    Entry(
+        "bundle: a `_target_`",
+        "whoever made it",
+        "medfl.policy.components.component",
+        "one listed class or function of MONAI, PyTorch, ignite or medfl, compared by identity; it is what is called",
+        "faults of these classes themselves",
+    ),
+    Entry(
+        "bundle: a `$` expression",
+        "whoever made it",
+        "medfl.policy.evaluate.Evaluator",
+        "each attribute by the type of its object, each call, each growing operation; files are looked at only below "
+        "the bundle, its data and what the user named, and never changed",
+        "reading of what lies below these folders",
+    ),
+    Entry(
+        "job: run.json of a federation",
+        "the operator, or a lead at another hospital",
+        "medfl.flare.site_config.accepted_run",
+        "the same at server and site: types, names, plain values of permitted ids, the bundle's hash, the method and "
+        "the settings that the policy allows",
+        "a legitimate method with settings that learn badly",
+    ),
+    Entry(
+        "message: weights and numbers",
+        "server or site",
+        "medfl.core.message.verify",
+        "names, shapes, types, sizes and finite values as expected, before anything is made of them",
+        "values within bounds that are chosen to harm",
+    ),
+    Entry(
+        "run folder",
+        "whoever could write there",
+        "medfl.core.run_integrity.verified_manifest",
+        "checksums, types, counts and depth before anything is built; State files are plain files of the folder",
+        "weights that were exchanged together with their checksums",
+    ),
+)
