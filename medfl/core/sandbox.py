@@ -34,7 +34,7 @@ _SINCE = (  # (ABI, rights on files, rights on ports, scopes, what is not refuse
     (6, 0, 0, 3, "signals to other processes"),
 )
 _SYSTEM = (
-    "/usr", "/lib", "/lib64", "/bin", "/sbin", "/opt/conda", "/proc", "/sys", "/etc/ld.so.cache", "/etc/ld.so.conf",
+    "/usr", "/lib", "/lib64", "/bin", "/sbin", "/nix/store", "/proc", "/sys", "/etc/ld.so.cache", "/etc/ld.so.conf",
     "/etc/ld.so.conf.d", "/etc/localtime", "/etc/timezone", "/etc/ssl", "/etc/pki", "/etc/ca-certificates",
     "/etc/resolv.conf", "/etc/hosts", "/etc/host.conf", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/passwd",
     "/etc/group", "/etc/fonts", "/etc/mime.types", "/etc/os-release", "/etc/alternatives", "/etc/nvidia",
@@ -72,8 +72,9 @@ def python_and_system() -> tuple[Path, ...]:
     The folder in which `python -m` was started is not among them, unless PYTHONPATH names it.
     """
     package = Path(__file__).resolve().parents[1]
-    python = [sys.prefix, sys.base_prefix, sys.exec_prefix, *(path for path in sys.path[1:] if path)]
-    return (*map(Path, (*_SYSTEM, *python)), package, package.parent / "bundles")
+    named = [*sys.path[1:], *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
+    places = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(None, named))
+    return (*map(Path, places), package, package.parent / "bundles")
 
 
 def devices() -> tuple[Path, ...]:

@@ -21,6 +21,9 @@ from medfl.flare.site_config import CONFIG_FILE, SiteConfig
 _PROGRAMS = ("bash", "dirname", "mkdir", "rm", "cat")
 """What the kit's script runs, besides Python."""
 
+_NETWORK = tuple(map(Path, ("/etc", "/run/systemd/resolve", "/run/NetworkManager", "/run/resolvconf")))
+"""Folders of files that the system replaces while a site serves: a rule for a file would end with the file."""
+
 
 class SiteSandbox:
     """Where a site's FLARE writes, and the sandbox that it is started in.
@@ -49,7 +52,7 @@ class SiteSandbox:
         read = [bundle, *(Path(path) for path in (config.data, config.policy) if path)]
         programs = [sys.executable, *_PROGRAMS, *(["nvidia-smi"] if config.device != "cpu" else [])]
         allowed = Allowed(
-            read=(*python_and_system(), *read),
+            read=(*python_and_system(), *_NETWORK, *read),
             write=(folder, *_audit(config, folder), *devices()),
             connect=(*outside, inside),
             bind=(inside,),

@@ -40,7 +40,7 @@ def started(place: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
 def medfl(place: Path, *arguments: str) -> tuple[int, str]:
     """Run medfl as a program; return its exit code and what it said on stderr."""
     process = started(place, arguments)
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=300)
     return process.returncode, stderr
 
 
@@ -68,6 +68,17 @@ def test_the_weights_are_those_without_it_also_after_a_kill(data: Path, tmp_path
     records = [json.loads((tmp_path / folder / "run.json").read_text()) for folder in (name, "without")]
     assert records[0]["run_hash"] == records[1]["run_hash"]
     assert (tmp_path / name / "report.html").is_file()
+
+
+@landlock
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler")
+def test_a_compiled_run_may_execute_the_compiler_and_says_so(data: Path, tmp_path: Path) -> None:
+    run = ["run", "mednist", "--data", str(data), *SMALL, "--jobs=1", "--rounds=1", "--compile", "--sandbox"]
+    code, stderr = medfl(tmp_path, *run, "--out=compiled")
+    assert code == 0, stderr
+    assert ", no network, programs /bin, " in stderr.splitlines()[0]
+    assert "ermission" not in stderr
 
 
 ATTACKS = {
