@@ -51,7 +51,10 @@ def test_sites_with_one_class_each(scans: Path, tmp_path: Path, method: str) -> 
 
 @every_method
 def test_batches_of_one_image(scans: Path, tmp_path: Path, method: str) -> None:
-    assert run(scans, tmp_path / "run", method, "--partition", "classes:2", "--sites", 3, "--batch-size", 1) == 0
+    assert (
+        run(scans, tmp_path / "run", method, "--partition", "classes:2", "--sites", 3, "--batch-size", 1, "--rounds", 1)
+        == 0
+    )
     finished(tmp_path / "run")
 
 

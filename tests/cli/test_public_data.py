@@ -49,7 +49,7 @@ def teacher(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(scans: Path, out: Path, *arguments: object, method: str = "fedhelp") -> int:
-    large = ("--set", "large=site-1", "--set", "large_network=resnet20") if method == "fedhelp" else ()
+    large = ("--set", "large=site-1", "--set", "large_network=two_conv") if method == "fedhelp" else ()
     command = ["run", "mednist", "--data", scans, "--method", method, *large, "--partition", "iid", "--sites", 3]
     rest = ["--rounds", 2, "--local-epochs", 1, "--out", out, *SMALL, *arguments]
     return cli.main([*map(str, [*command, *rest])])
@@ -65,7 +65,7 @@ def test_fedhelp_runs_with_a_trained_run_as_its_teacher(
     out, public = tmp_path / "run", ("--set", f"public=mnist:{digits}", "--set", f"teachers=run:{teacher}")
     assert run(scans, out, *public) == 0
     told = capsys.readouterr()
-    large = len(build("resnet20", 1, 6).state_dict())
+    large = len(build("two_conv", 1, 6).state_dict())
     assert f"8 tensors leave each site, 0 to {large} stay" in told.err + told.out
     assert "teacher: run:" in told.err + told.out
     last = told.out.splitlines()[-1]

@@ -135,7 +135,7 @@ def limit(need: int) -> int:
 # A grid
 
 
-@pytest.mark.parametrize("device", ["cuda", "auto"])
+@pytest.mark.parametrize("device", ["cuda", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_grid_leaves_cuda_to_its_runs(
     gpu: Pretended, scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str
 ) -> None:

@@ -376,7 +376,7 @@ def outcome(left: dict[str, Any]) -> dict[str, Any]:
     return {**left, "rounds": rounds}
 
 
-@pytest.mark.parametrize("method", ["scaffold", "ditto", "fedrep"])
+@pytest.mark.parametrize("method", ["scaffold", "ditto", pytest.param("fedrep", marks=pytest.mark.slow)])
 def test_a_site_goes_on_from_the_state_before_a_reply_that_was_refused(tmp_path: Path, method: str) -> None:
     """The same as in the simulator, whether the server refused it, or it came too late, or the server was replaced."""
     bearing = {"tolerance": Tolerance(min_replies=2)}

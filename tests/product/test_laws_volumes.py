@@ -95,7 +95,7 @@ def test_law1_kill_and_resume(phantom: Path, reference: dict[str, object], tmp_p
     while kills < 4:
         process = context.Process(target=child)
         process.start()
-        process.join(draws.uniform(0.3, 2.0) if kills else 120 if (out / "run.json").exists() else 1.5)
+        process.join(draws.uniform(0.3, 2.0) if kills else 120 if (out / "run.json").exists() else 0.8)
         if not process.is_alive():
             break
         os.kill(process.pid, signal.SIGKILL)

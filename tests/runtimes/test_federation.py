@@ -164,7 +164,7 @@ class Wide(ToyBundle):
     root = Path("/bundles/toy")
     device = torch.device("cpu")
 
-    def __init__(self, path: str = "", config: dict | None = None, device: object = None) -> None:
+    def __init__(self, path: str = "", config: dict | None = None, *_: object) -> None:
         super().__init__()
         self.path, self.config = path, config or {}
         width = self.config.get("width", 6)

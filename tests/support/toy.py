@@ -306,6 +306,7 @@ class ToyBundle:
     name, task, classes, key_metric, has_test = "toy", "classification", ("p", "q", "r"), "balanced_accuracy", True
     evaluator = ClassEvaluator()
     loss = staticmethod(cross_entropy)
+    policy = None
     embeddings = staticmethod(prompts)
 
     def __init__(self, norm: bool = True) -> None:
