@@ -568,9 +568,14 @@ def training_command(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cifar10", "hippocampus"])
-def test_the_real_commands(name: str, tmp_path: Path) -> None:
-    """What they do is called in this process for each bundle, above; a program of its own adds the imports."""
+def test_the_real_training_command_on_volumes(tmp_path: Path) -> None:
+    training_command("hippocampus", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_real_commands(tmp_path: Path) -> None:
+    """What they do is called in this process for several bundles, above; a program of its own adds the imports."""
+    name = "cifar10"
     meta = ("--meta_file", "configs/metadata.json")
     command(name, "verify_metadata", *meta, "--filepath", str(SCHEMA))
     command(name, "verify_net_in_out", "--net_id", "network_def", *meta, "--config_file", "configs/inference.yaml")

@@ -96,14 +96,6 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def test_law1_a_provisioned_federation_gives_the_simulator_s_bits(
-    federation: LocalFederation, scans: Path, tmp_path: Path
-) -> None:
-    job = Job(scans, tmp_path, "ditto", 2)
-    assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
-    assert left(job.out) == left(job.twin)
-
-
 def test_what_a_site_sends_is_refused_and_the_others_go_on(
     federation: LocalFederation, scans: Path, tmp_path: Path
 ) -> None:
@@ -208,10 +200,10 @@ def test_law1_a_killed_server_comes_back_and_the_run_goes_on(
     assert left(job.out) == left(job.twin)
 
 
-def test_certificates_of_another_federation_open_nothing(
+def test_law1_a_provisioned_federation_gives_the_simulator_s_bits_and_opens_to_no_other_s_certificates(
     federation: LocalFederation, scans: Path, tmp_path: Path
 ) -> None:
-    """Its kit points at our server; ours goes on as if nobody were there."""
+    """Its kit points at our server; ours gives the simulator's bits as if nobody were there."""
     with LocalFederation(tmp_path / "other", ["site-1"], SIMULATED) as other:
         paths = [made.kit("site-1") / "startup" / "fed_client.json" for made in (federation, other)]
         ours, theirs = (json.loads(path.read_text()) for path in paths)
@@ -222,6 +214,6 @@ def test_certificates_of_another_federation_open_nothing(
             lambda: "CERTIFICATE_VERIFY_FAILED" in other.log("site-1") or "certificate" in other.log("site-1").lower(),
             90,
         )
-        job = Job(scans, tmp_path, "fedavg", 1)
+        job = Job(scans, tmp_path, "ditto", 2)
         assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
         assert left(job.out) == left(job.twin)

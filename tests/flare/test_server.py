@@ -35,6 +35,7 @@ from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import Introduce, Train
 from tests.runtimes.test_smaller_messages import Wide
+from tests.support.sweeps import FEW, mostly_slow
 from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 NEED_A_BUNDLE = {"fedhelp"}
@@ -117,7 +118,7 @@ def near(out: Path, change: Callable[[str, str, Payload], Payload | None] | None
 # The same results as the simulator's
 
 
-@pytest.mark.parametrize("method", sorted(set(names()) - NEED_A_BUNDLE))
+@pytest.mark.parametrize("method", mostly_slow(sorted(set(names()) - NEED_A_BUNDLE), (*FEW, "fedmd", "fedproto")))
 def test_every_method_leaves_what_the_simulator_leaves(tmp_path: Path, method: str) -> None:
     settings = {"rounds": 2, "cohort": 0.67, "eval_every": 2}
     expected = executed(tmp_path / "simulator", federation(method, **settings), Workers)

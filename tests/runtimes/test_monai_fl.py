@@ -38,6 +38,7 @@ from medfl.runtimes.monai_fl.view import Aborted
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from tests.runtimes.test_smaller_messages import Wide
+from tests.support.sweeps import FEW, mostly_slow
 from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, run_record
 from tests.zoo.build import ZOO
 
@@ -77,7 +78,7 @@ def simulate(out: Path, made: Federation, workers: Callable[[Federation, int], W
     return left(out)
 
 
-@pytest.mark.parametrize("method", sorted(set(names()) - NEED_A_BUNDLE))
+@pytest.mark.parametrize("method", mostly_slow(sorted(set(names()) - NEED_A_BUNDLE), (*FEW, "fedmd", "fedproto")))
 def test_every_method_leaves_what_the_simulator_leaves(tmp_path: Path, method: str) -> None:
     settings = {"rounds": 2, "cohort": 0.67, "eval_every": 2}
     expected = simulate(tmp_path / "simulator", federation(method, **settings), Workers)
