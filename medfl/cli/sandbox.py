@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from typing import Any
 from medfl.cli.parser import telling
 from medfl.core.errors import InputError
 from medfl.core.places import cache_folder, default_run_folder
+from medfl.core.run import Run
+from medfl.core.run_documents import read_run
 from medfl.core.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
 from medfl.core.settings import SETTINGS
 
@@ -31,8 +32,8 @@ def enter_sandbox(options: Any) -> None:
         what = f"--runtime {options.runtime}" if options.runtime.startswith("flare") else f"--track {options.track}"
         raise InputError(f"--sandbox with {what}", "a run without connections", "leave one of them out")
     before = _record(options)
-    options.out = out = _run_folder(options, before)
-    bundle = options.bundle or str(before.get("bundle_path", ""))
+    options.out = out = _run_folder(options)
+    bundle = options.bundle or (before.bundle_path if before else "")
     private = cache_folder("sandbox") / hashlib.sha256(os.fsencode(Path(bundle).resolve())).hexdigest()[:16]
     written = [cache_folder("phantom"), cache_folder("answers")]
     try:
@@ -53,27 +54,29 @@ def enter_sandbox(options: Any) -> None:
     telling(options)["say"](f"sandbox: {sandbox.line(out)}")
 
 
-def _record(options: Any) -> dict[str, Any]:
-    """Return the record of the run to be resumed or repeated, nothing where it cannot be read, which is told later."""
+def _record(options: Any) -> Run | None:
+    """Return the run to be resumed or repeated; None for a new one, and for one that cannot be read: told later."""
     place = options.source or (options.out if options.resume else None)
     try:
-        return dict(json.loads((place / "run.json" if place.is_dir() else place).read_text())) if place else {}
-    except (OSError, ValueError):
-        return {}
+        return read_run(place / "run.json" if place.is_dir() else place)[0] if place else None
+    except InputError:
+        return None
 
 
-def _run_folder(options: Any, before: dict[str, Any]) -> Path:
-    if options.out:
+def _run_folder(options: Any) -> Path:
+    if options.out is None and options.source is not None:
+        raise InputError("--sandbox with --from", "a run folder that you name", "add --out")
+    if options.out is not None:
         return Path(options.out)
-    name = Path(options.bundle or str(before.get("bundle", "none"))).expanduser().resolve().name
-    method = options.method or str(before.get("method", "fedavg"))
-    seed = options.seed if options.seed is not None else before.get("seed", SETTINGS["seed"].default)
-    return default_run_folder(name, method, seed)
+    name = Path(options.bundle or "none").expanduser().resolve().name
+    seed = SETTINGS["seed"].default if options.seed is None else options.seed
+    return default_run_folder(name, options.method or "fedavg", seed)
 
 
-def _named(options: Any, before: dict[str, Any]) -> Iterator[Path]:
+def _named(options: Any, run: Run | None) -> Iterator[Path]:
     """Yield the files and folders that are named: on the command line, in a record, by $MEDFL_DATA."""
-    recorded = [before.get(name) for name in ("bundle_path", "data", "public", "options", "config")]
+    places = [run.bundle_path, run.data.folder, run.public and run.public.data.folder] if run else []
+    recorded = [*places, run.options, run.config] if run else []
     for text in (os.environ.get("MEDFL_DATA", ""), *options.given, *(t for t in _texts(recorded) if "/" in t)):
         value = text.partition("=")[2]
         for part in (text, value, text.partition(":")[2], value.partition(":")[2]):

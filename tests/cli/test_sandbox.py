@@ -141,13 +141,15 @@ def test_a_run_that_is_refused_leaves_an_empty_folder_and_one_line(tmp_path: Pat
     assert list((tmp_path / "a").iterdir()) == []
 
 
-@pytest.mark.parametrize("flags", [["--runtime=flare"], ["--track=mlflow:http://localhost:5000"]])
-def test_what_needs_connections_is_refused(
+@pytest.mark.parametrize("flags", [["--runtime=flare"], ["--track=mlflow:http://localhost:5000"], ["--from=run.json"]])
+def test_what_needs_connections_or_names_no_folder_is_refused(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", "mednist", "--sandbox", *flags]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --sandbox with {flags[0].replace('=', ' ', 1)}; ")
+    assert capsys.readouterr().err.startswith(
+        f"error: --sandbox with {flags[0].replace('=', ' ', 1).removesuffix(' run.json')}; "
+    )
     assert list(tmp_path.iterdir()) == []
 
 
