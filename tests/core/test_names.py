@@ -6,6 +6,8 @@ import pytest
 
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, is_name
+from medfl.core.places import default_run_folder
+from medfl.runs import launch
 
 GOOD = ["north", "site-1", "b_2", "9a", "all-MiniLM-L6-v2", "v1.2", "x" * 64]
 BAD = [
@@ -26,3 +28,15 @@ def test_anything_else_is_refused_in_one_line(name: object) -> None:
     with pytest.raises(InputError, match="^site .*; letters, digits, ") as caught:
         check_name(name, "site")
     assert str(caught.value).isprintable()
+
+
+def test_a_bundles_folder_gives_a_run_folder_its_name_only_if_it_is_one() -> None:
+    assert default_run_folder("my-bundle", "package.method", 3).name == "my-bundle-method-3"
+    with pytest.raises(InputError, match="^bundle 'a b'; letters, digits"):
+        default_run_folder("a b", "fedavg", 0)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ""])
+def test_a_site_for_a_host_has_a_name(name: str) -> None:
+    with pytest.raises(InputError, match="^site '.*'; letters, digits"):
+        launch.site_algo("mednist", name)
