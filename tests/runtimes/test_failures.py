@@ -93,7 +93,7 @@ def test_an_executor_tells_no_path_of_the_site_s_own_files(job: Path, tmp_path: 
     assert str(tmp_path) not in told.failed
     (entry,) = verify(place / "audit.jsonl").entries
     assert entry["site"] == "north"
-    assert "missing.yaml cannot be read" in entry["reason"]
+    assert "missing.yaml: it cannot be read" in entry["reason"]
     assert told.failed.endswith(f"failure {entry['failure']} in its log")
 
 
