@@ -173,12 +173,12 @@ def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
 
 def _config(texts: list[str]) -> dict[str, Any]:
     """Read --config as YAML values, as MONAI does."""
-    import yaml
+    from medfl.core.untrusted import Refused, typed_value
 
     values = pairs("--config", texts)
     try:
-        return {name: value if value[:1] in "$@%" else yaml.safe_load(value) for name, value in values.items()}
-    except yaml.YAMLError as error:
+        return {name: value if value[:1] in "$@%" else typed_value(value) for name, value in values.items()}
+    except Refused as error:
         raise InputError(f"--config {' '.join(texts)}", "values are YAML, as MONAI reads them", "quote it") from error
 
 

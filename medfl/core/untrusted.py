@@ -172,6 +172,15 @@ def read_plain(text: str, *, is_json: bool, nodes: int, depth: int, constants: b
     return value
 
 
+def typed_value(text: str) -> Plain:
+    """Return a value as it is typed for an option or an id, in YAML.
+
+    Raises:
+        Refused: it is none; so is what only a whole file may need, as tags and thousands of values.
+    """
+    return read_plain(text, is_json=False, nodes=10_000, depth=16)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:

@@ -12,11 +12,17 @@ from medfl.core import run_documents
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.run import Run
 from medfl.core.storage import write_atomic
+from medfl.core.type_checks import matches_type, type_errors
 from medfl.core.untrusted import read_json
 from medfl.runtimes.federation import POOLED
 
 RUN_FILE = "run.json"
 """The run's record, in the configuration folder of a job."""
+_KIT = {
+    "require_signed_jobs": bool | None, "permissions": dict[str, Any], "components": list[Any],
+    "class_allow_list": list[str] | None,
+}  # fmt: skip
+"""Types of what is read of a startup kit's files."""
 OWN_IMAGES = "own"
 """The partition of a run whose sites have images of their own."""
 
@@ -38,11 +44,13 @@ def error_document(error: Exception) -> dict[str, Any]:
     return {"text": str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {error}"}
 
 
-def raise_error(document: dict[str, Any]) -> None:
+def raise_error(document: Any) -> None:
     """Raise the error that `failed` was given."""
-    if "parts" in document:
-        raise InputError(*document["parts"])
-    raise RunError(document["text"])
+    told = document if isinstance(document, dict) else {}
+    parts = told.get("parts")
+    if matches_type(parts, list[str]) and len(parts) == 3:
+        raise InputError(*parts)
+    raise RunError(str(told.get("text")))
 
 
 def read_kit_file(path: Path) -> dict[str, Any]:
@@ -50,6 +58,8 @@ def read_kit_file(path: Path) -> dict[str, Any]:
     document = read_json(path, "a JSON file of the startup kit", "unpack it anew")
     if not isinstance(document, dict):
         raise InputError(f"{path} is a {type(document).__name__}", "a JSON object", "unpack the kit anew")
+    for error in type_errors(document, _KIT):
+        raise InputError(f"{path} {error}", "a JSON file of the startup kit", "unpack it anew")
     return document
 
 

@@ -7,7 +7,6 @@ of single cases under `cases/`. Its `meta` has only numbers from a fixed list. A
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -137,7 +136,7 @@ def from_model(model: Any, sender: str) -> Payload:
     Raises:
         RunError: a value is neither a dense tensor of real numbers nor a number.
     """
-    params, meta, metrics = model.params or {}, model.meta or {}, model.metrics or {}
+    params, meta, metrics = ({} if part is None else part for part in (model.params, model.meta, model.metrics))
     for what in (params, meta, metrics):
         _require(isinstance(what, Mapping), sender, f"a {type(what).__name__} in the place of names and values")
     tensors: dict[str, Tensor] = {}
@@ -149,7 +148,7 @@ def from_model(model: Any, sender: str) -> Payload:
         tensors[name] = value.detach()
     numbers = {name: value for name, value in meta.items() if name in NUMBERS}
     for name, value in {**numbers, **metrics}.items():
-        plain = isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
+        plain = isinstance(name, str) and isinstance(value, int | float) and abs(value) < 1e300
         _require(plain, sender, f"the number {printable(name)!r} is {printable(value, 40)}")
     failed = meta.get(FAILED, "")
     _require(isinstance(failed, str), sender, "the reason of its failure is no text")

@@ -12,9 +12,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import yaml
-
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.untrusted import Refused, typed_value
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.extras import (
     Bodies,
@@ -216,8 +215,8 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
     wanted = [part.strip() for part in _type_name(field).split("|")]
     given = value
     if isinstance(value, str) and "str" not in wanted:
-        with suppress(yaml.YAMLError):  # not YAML: it stays text, which is refused below
-            value = yaml.safe_load(value)
+        with suppress(Refused):  # not YAML: it stays text, which is refused below
+            value = typed_value(value)
         if isinstance(value, str) and "float" in wanted:
             value = _number(value)  # YAML reads 1e-3 as text
     if "float" in wanted and isinstance(value, int) and not isinstance(value, bool):

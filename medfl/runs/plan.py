@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, protocol_of, shipped
@@ -27,6 +26,7 @@ from medfl.core.run import PartitionRecord, Run
 from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings
 from medfl.core.terminal import Print
 from medfl.core.type_checks import type_mismatches
+from medfl.core.untrusted import Refused, typed_value
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
@@ -277,8 +277,8 @@ def _value(value: Any) -> Any:
     if not isinstance(value, str) or value[:1] in "$@%":
         return value
     try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
+        return typed_value(value)
+    except Refused:
         return value
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.methods import Method, load, method_class, names, options_of
+from medfl.methods import Method, load, method_class, names, options_of, site_networks
 from medfl.methods.fedprox import FedProx
 
 
@@ -100,3 +100,11 @@ def test_a_method_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         load("ownpkg.broken")
     sys.modules.pop("ownpkg", None)
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "&a [*a]", "2020-13-45", "1:" * 30_000 + "1", "!!set x", "0b"])
+def test_a_typed_value_that_yaml_fails_with_is_bad_input(text: str) -> None:
+    with pytest.raises(InputError, match="mu"):
+        load("fedprox", {"mu": text})
+    with pytest.raises(InputError, match="bodies"):
+        site_networks(load("fedproto", {"bodies": f"x={text}]"}), ["a", "b"])

@@ -11,24 +11,32 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from medfl import methods
 from medfl.bundle import text_embeddings
 from medfl.bundle.prompts import Text
 from medfl.compare.checks import check_folder
 from medfl.core.errors import MedflError
 from medfl.core.message import Message
+from medfl.core.message_limits import MessageLimits
 from medfl.core.run_documents import read_run
 from medfl.core.run_folder import RunFolder
 from medfl.core.run_integrity import read_verified_run, verified_manifest
 from medfl.core.storage import load_state, load_weights, state_round, to_device
+from medfl.core.untrusted import Refused, read_json_bytes
 from medfl.data.partition.rules import _by_file
+from medfl.flare import wire
+from medfl.flare.files import read_kit_file
 from medfl.partner import heterogeneity
+from medfl.partner.connection import _named
 from medfl.policy import audit, privacy
 from medfl.policy.policy import Policy
 from medfl.report import RunFiles
@@ -83,8 +91,8 @@ def little_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-Decode = Callable[[bytes], object]
-Target = Callable[[Recorded], tuple[st.SearchStrategy[bytes], Decode]]
+Decode = Callable[[Any], object]
+Target = Callable[[Recorded], tuple[st.SearchStrategy[Any], Decode]]
 """Changed contents, and what reads them."""
 
 
@@ -297,13 +305,89 @@ def a_grid(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
     return json_files(shared), written(place / "compare.json", lambda path: check_folder(shared, path.parent))
 
 
+_OPTIONS = [
+    ["fedprox", {"mu": "0.1"}], ["ditto", {"lam": 1}], ["fedproto", {"bodies": "a,b"}],
+    ["proxyfl", {"bodies": "x=1,2"}], ["fedavg", {"prototypes": "true"}], ["fedmd", {"public": "b:/d", "epochs": 1}],
+]  # fmt: skip
+_TYPED = (
+    "[" * 3000, "&a [*a]", "2020-13-45", "1:" * 500 + "1", "!!set x", "<<: 1", "0b", "1e999", "{", "x=[", "=", "\0",
+)  # fmt: skip
+
+
+def options_of_methods(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    """As a record from elsewhere has them; a text is read as YAML."""
+
+    def decode(data: bytes) -> None:
+        told_options = read_json_bytes(data)
+        for told in told_options if isinstance(told_options, list) else ():
+            if isinstance(told, list) and len(told) == 2 and isinstance(told[0], str):
+                with suppress(MedflError):
+                    made = methods.load(told[0], told[1])
+                    methods.site_networks(made, ["x", "y"])
+
+    worded = [json.dumps([[name, dict.fromkeys(own, word)] for name, own in _OPTIONS]).encode() for word in _TYPED]
+    return json_files(_OPTIONS) | st.sampled_from(worded), decode
+
+
+VALUES = st.sampled_from(
+    (
+        torch.zeros(2), torch.zeros(3, dtype=torch.complex64), torch.zeros(2, device="meta"),
+        torch.zeros(2).to_sparse(), torch.tensor(1.0), torch.tensor(float("nan")), np.zeros(2), np.zeros(2, ">f4"),
+        np.array(["x"]), np.array([None]), np.zeros(2, "c8"), np.float64(3), np.ones((1,) * 9), 3, True, None,
+        "x", float("nan"), 10**400, [1], {"x": 1}, b"x",
+    )
+)  # fmt: skip
+
+
+def an_answer(recorded: Recorded) -> tuple[st.SearchStrategy[Any], Decode]:
+    """What FLARE or MONAI's client API has restored of a site's answer."""
+    names = st.sampled_from(
+        ("message/weights/a", "message/scalars/samples", "cases/test/label", "a", "", "/", 3, "_" * 600)
+    )
+    told = st.sampled_from((*wire.NUMBERS, wire.FAILED, "x", 3))
+    answers = st.tuples(
+        st.dictionaries(names, VALUES, max_size=4), st.dictionaries(told, VALUES, max_size=4),
+        st.dictionaries(st.sampled_from(("accuracy", 3)), VALUES, max_size=2),
+        st.sampled_from(("", "params", "meta", "metrics")), VALUES,
+    )  # fmt: skip
+
+    def decode(answer: Any) -> None:
+        params, meta, metrics, other, value = answer
+        model = SimpleNamespace(params=params, meta=meta, metrics=metrics)
+        if other:
+            setattr(model, other, value)
+        with suppress(MedflError):
+            payload = wire.from_model(model, "site 'a'")
+            with suppress(MedflError):
+                payload.whole_number(wire.ROUND)
+            wire.read_cases(payload, {"test": ["i", "j"]}, "site 'a'")
+        Message.from_wire(MessageLimits().checked(params, "site 'a'"), "site 'a'")
+
+    return answers, decode
+
+
+def a_startup_kit(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
+    kit = {
+        "require_signed_jobs": True, "format_version": 2, "components": [{"id": "x", "path": "y", "args": {}}],
+        "class_allow_list": ["a.B"], "permissions": {"lead": {"submit_job": "any"}, "member": "none"},
+        "servers": [{"identity": "n", "service": {"target": "host:8002"}}],
+    }  # fmt: skip
+
+    def decode(path: Path) -> None:
+        _named(path)
+        read_kit_file(path)
+
+    return json_files(kit), written(recorded.place / "fed_client.json", decode)
+
+
 TARGETS: dict[str, tuple[Target, int]] = {
     "message": (a_message, 6000), "state": (a_state, 6000), "weights": (weights, 2000), "run.json": (a_record, 6000),
     "manifest": (a_manifest, 5000), "policy": (a_policy, 3000), "rounds.jsonl": (_beside("rounds.jsonl"), 4000),
     "summary.json": (_beside("summary.json"), 3000), "sites.csv": (_beside("sites.csv"), 1500),
     "predictions.csv": (_beside("predictions.csv"), 1500), "embeddings": (prompt_embeddings, 3000),
     "carried embeddings": (carried_embeddings, 1500), "statistics": (statistics, 4000), "account": (an_account, 1000),
-    "audit log": (an_audit_log, 1000), "partition": (a_partition, 1000), "compare.json": (a_grid, 1000),
+    "audit log": (an_audit_log, 1000), "options": (options_of_methods, 2000), "answer": (an_answer, 2000),
+    "startup kit": (a_startup_kit, 500), "partition": (a_partition, 1000), "compare.json": (a_grid, 1000),
 }  # fmt: skip
 """What is read, and how many changed contents of it are tried where there is time."""
 
@@ -319,7 +403,7 @@ def tried(recorded: Recorded, target: Target, number: int) -> None:
     def test(data: bytes) -> None:
         try:
             decode(data)
-        except MedflError as error:
+        except (MedflError, Refused) as error:
             told = str(error)
         else:
             return

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from medfl.core.errors import InputError
 from medfl.core.storage import State
+from medfl.core.untrusted import Refused, typed_value
 from medfl.methods.base import option
 from medfl.training import Host
 
@@ -155,10 +155,10 @@ def deal(spec: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         return {name: {} for name in names}
     key, _, text = spec.partition("=") if "=" in spec else ("network", "", spec)
     try:
-        values = yaml.safe_load(f"[{text}]")
-    except yaml.YAMLError:
+        values = typed_value(f"[{text}]")
+    except Refused:
         values = []
-    if not values or None in values or not key.strip():
+    if not values or not isinstance(values, list) or None in values or not key.strip():
         raise InputError(
             f"bodies={spec}", "bodies is VALUE,VALUE,... or ID=VALUE,VALUE,...", "for example bodies=resnet20,resnet110"
         )
