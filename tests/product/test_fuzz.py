@@ -381,13 +381,13 @@ def a_startup_kit(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]
 
 
 TARGETS: dict[str, tuple[Target, int]] = {
-    "message": (a_message, 6000), "state": (a_state, 6000), "weights": (weights, 2000), "run.json": (a_record, 6000),
-    "manifest": (a_manifest, 5000), "policy": (a_policy, 3000), "rounds.jsonl": (_beside("rounds.jsonl"), 4000),
-    "summary.json": (_beside("summary.json"), 3000), "sites.csv": (_beside("sites.csv"), 1500),
-    "predictions.csv": (_beside("predictions.csv"), 1500), "embeddings": (prompt_embeddings, 3000),
-    "carried embeddings": (carried_embeddings, 1500), "statistics": (statistics, 4000), "account": (an_account, 1000),
-    "audit log": (an_audit_log, 1000), "options": (options_of_methods, 2000), "answer": (an_answer, 2000),
-    "startup kit": (a_startup_kit, 500), "partition": (a_partition, 1000), "compare.json": (a_grid, 1000),
+    "message": (a_message, 5000), "state": (a_state, 4500), "weights": (weights, 2000), "run.json": (a_record, 3500),
+    "manifest": (a_manifest, 4000), "policy": (a_policy, 2000), "rounds.jsonl": (_beside("rounds.jsonl"), 1500),
+    "summary.json": (_beside("summary.json"), 1000), "sites.csv": (_beside("sites.csv"), 800),
+    "predictions.csv": (_beside("predictions.csv"), 800), "embeddings": (prompt_embeddings, 3000),
+    "carried embeddings": (carried_embeddings, 2500), "statistics": (statistics, 2500), "account": (an_account, 1500),
+    "audit log": (an_audit_log, 1500), "options": (options_of_methods, 1000), "answer": (an_answer, 2000),
+    "startup kit": (a_startup_kit, 1500), "partition": (a_partition, 2500), "compare.json": (a_grid, 1000),
 }  # fmt: skip
 """What is read, and how many changed contents of it are tried where there is time."""
 
