@@ -47,7 +47,7 @@ def error_document(error: Exception) -> dict[str, Any]:
 def raise_error(document: Any) -> None:
     """Raise the error that `failed` was given."""
     told = document if isinstance(document, dict) else {}
-    parts = told.get("parts")
+    parts: Any = told.get("parts")
     if matches_type(parts, list[str]) and len(parts) == 3:
         raise InputError(*parts)
     raise RunError(str(told.get("text")))
