@@ -201,7 +201,7 @@ def test_cuda_without_a_cuda_device(refused: Refused, chest: Path, monkeypatch: 
         (("run", "pneumonie"), ("bundle 'pneumonie'", "ham10000, hippocampus, isic19", "medfl bundles")),
         (("run",), ("no bundle", "medfl bundles")),
         (("run", "--resume"), ("holds no run", "start without --resume")),
-        (("run", "--from", "gone.json"), ("gone.json cannot be read: No such file", "a run.json that medfl wrote")),
+        (("run", "--from", "gone.json"), ("gone.json: it cannot be read: No such file", "as medfl wrote it")),
         (("bundles", "x"), ("bundle 'x'", "ham10000, hippocampus, isic19")),
         (("methods", "x"), ("method 'x'", "methods are ccvr")),
         (("report", "gone"), ("gone has no run.json", "medfl run")),

@@ -153,7 +153,7 @@ def test_the_record() -> None:
     old = run_record(options={"plm": "a", "tau": 1.0})
     assert one.difference(old) == old.difference(one) == [], "a record of before said nothing of text"
     assert run_record(options={"plm": "c"}).difference(run_record(options={"plm": "a"})) != []
-    with pytest.raises(InputError, match="run.json that is damaged"):
+    with pytest.raises(InputError, match="run.json without 'text.sha256'"):
         Run.from_dict({**one.to_dict(), "text": {"plm": "a", "shape": [1]}})
 
 
