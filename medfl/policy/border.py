@@ -61,4 +61,40 @@ BORDER = (
         "checksums, types, counts and depth before anything is built; State files are plain files of the folder",
         "weights that were exchanged together with their checksums",
     ),
+    Entry(
+        "reply: counts, norms, shares",
+        "a site",
+        "medfl.runtimes.server.claims.far_replies",
+        "whole counts, at most what the site told at its introduction and the roster allows; norms at most 1000 times "
+        "the middle one; shares at most `--max-share`",
+        "poisoned weights within these bounds",
+    ),
+    Entry(
+        "run.json of a run that is repeated or resumed",
+        "whoever gave the file",
+        "medfl.core.run_folder.read_run",
+        "size, depth, types and limits of every setting, the run's hash",
+        "a method may be named by a dotted path, which is imported: repeat only runs of people whom you trust",
+    ),
+    Entry(
+        "text embeddings",
+        "a user, or a job",
+        "medfl.bundle.text_embeddings.load",
+        "safetensors only; shape, classes and finite values",
+        "embeddings of another model under its name",
+    ),
+    Entry(
+        "statistics of a site",
+        "a partner",
+        "medfl.partner.heterogeneity.read",
+        "size, depth, types, bins and counts",
+        "invented numbers",
+    ),
+    Entry(
+        "policy",
+        "the site's own file, never a wire",
+        "medfl.policy.policy.Policy.read",
+        "known keys, words and limits; nothing in it can trust a bundle",
+        "what its author allows",
+    ),
 )
