@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -351,7 +351,10 @@ class _BundleWriter:
             return
         overrides = {"dataset_dir": self.data_folder} if self.data_folder and "dataset_dir" in read(file) else {}
         metadata = read(self.folder / "configs" / "metadata.json")
-        config = Configuration(self.folder, [file], overrides, metadata, CPU, self.bundle.policy)
+        policy = self.bundle.policy
+        if read(file).get("network_def") == _TORCHSCRIPT:  # written here, a moment ago
+            policy = replace(policy, allow=policy.allow | {"pickle"})
+        config = Configuration(self.folder, [file], overrides, metadata, CPU, policy)
         if "network_def" in config:
             with quiet():
                 written = config.content("network_def")
