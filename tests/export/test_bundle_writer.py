@@ -290,7 +290,9 @@ def test_what_no_configuration_can_say_is_named_as_torchscript(data: Path, workp
     assert done["network"] == "torchscript"
     inferred(workplace / "bundle", data, workplace / "out")
     assert same(probabilities(workplace / "out" / "predictions.csv"), recorded(run, "site-1"))
-    assert Bundle(str(workplace / "bundle")).network() is not None
+    with pytest.raises(InputError, match="'pickle'"):
+        Bundle(str(workplace / "bundle"))
+    assert Bundle(str(workplace / "bundle"), policy=Policy(allow=frozenset({"pickle"}))).network() is not None
     with pytest.raises(InputError, match="the best round's States of the sites are not kept; use --which last"):
         export(run, workplace / "best", site="site-1", which="best", formats=("torchscript",))
 
