@@ -30,6 +30,7 @@ from medfl.bundle.guarded import guarded_parser
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import stream
 from medfl.core.untrusted import Refused
+from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.findings import NOT_LISTED
 from medfl.policy.policy import Policy
 
@@ -38,6 +39,7 @@ _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
 """Postprocessing that writes files or needs the original grid: a score does not need it."""
 _CACHES = ("CacheDataset", "SmartCacheDataset", "CacheNTransDataset", "PersistentDataset", "LMDBDataset", "GDSDataset")
+_NAME_DATA = "a bundle looks into its own folder and those that you name", "give the folder of the images with --data"
 _LOADED = ("DecathlonDataset", "MedNISTDataset", "TciaDataset")
 """Data sets that find their own files, and would cache them all at once."""
 
@@ -135,7 +137,7 @@ class Configuration:
                     did_you_mean(key, ids, "override one of these ids"),
                 )
             self._merged[key] = value
-        self._places |= set(_places([*values.values(), self._merged.get("dataset_dir")]))
+        self._places |= set(_places(values.values()))
         self._content = self._harmless({**self._merged.get(), "_meta_": self._metadata})
         self._parser = self._parse()
 
@@ -256,7 +258,8 @@ class Configuration:
             return cause
         key = key.replace("::", "#")
         if isinstance(cause, Refused):
-            return InputError(f"{self.file}: id {key!r}: {cause}", *NOT_LISTED)
+            elsewhere = isinstance(cause, ElsewhereRefused)
+            return InputError(f"{self.file}: id {key!r}: {cause}", *(_NAME_DATA if elsewhere else NOT_LISTED))
         if missing := re.search(r"referring item `@([\w:]+)`", str(cause)):
             other = missing[1].replace("::", "#")
             return InputError(f"{self.file} has no id {other!r}, which {key!r} refers to", "every id exists", "add it")
@@ -270,7 +273,7 @@ class Configuration:
 
 
 def _places(values: Iterable[Any]) -> Iterator[Path]:
-    """Give the absolute paths among values, which a user names, or a bundle as its data folder."""
+    """Give the absolute paths among the values that a user gives; what a bundle itself names opens no folder."""
     for value in values:
         if isinstance(value, str | Path) and Path(value).is_absolute():
             yield Path(value)

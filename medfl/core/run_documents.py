@@ -103,7 +103,7 @@ def read_document(path: Path, form: Mapping[str, Any], required: Iterable[str] =
     return checked(path, document, form, required)
 
 
-def read_record(path: Path, required: Iterable[str] = ()) -> dict[str, Any]:
+def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any]:
     """Return the entries of a run.json.
 
     Raises:
@@ -122,7 +122,7 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
     Raises:
         InputError: the file is missing or damaged.
     """
-    document = read_record(path)
+    document = read_run_document(path)
     return Run.from_dict(document), document
 
 

@@ -107,6 +107,12 @@ def _geometry(sample: Any) -> Geometry | None:
 
 def _unpacking(prepare_batch: Callable[..., Any]) -> Callable[[Any], Batch]:
     def unpack_batch(batch: Any) -> Batch:
+        if not isinstance(batch, Mapping | tuple | list | torch.Tensor):
+            raise InputError(
+                f"collate_fn makes a {type(batch).__name__} of samples",
+                "a batch is a dict, a pair or a tensor",
+                "let the data loader collate as MONAI does: leave collate_fn out",
+            )
         pair = prepare_batch(batch, torch.device("cpu"), False)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InputError(

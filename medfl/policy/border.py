@@ -36,8 +36,9 @@ BORDER = (
         "whoever made it",
         "medfl.policy.evaluate.Evaluator",
         "each attribute by the type of its object, each call, each growing operation; files are looked at only below "
-        "the bundle, its data and what the user named, and never changed",
-        "reading of what lies below these folders",
+        "the bundle and the folders that the user named, and never changed",
+        "reading of what lies below these folders; images, wherever a list of items says that they lie (the sandbox "
+        "limits that)",
     ),
     Entry(
         "job: run.json of a federation",

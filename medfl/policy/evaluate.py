@@ -54,6 +54,10 @@ _PATH_FUNCTIONS = frozenset(
 """Members whose first argument is a place that they look at."""
 
 
+class ElsewhereRefused(Refused):
+    """A look at a place that neither the bundle nor the user opens."""
+
+
 @dataclass
 class Evaluator:
     """Evaluates the expressions of one bundle.
@@ -176,6 +180,8 @@ class Evaluator:
         """Return a function that looks at the place that its first argument names, below a folder if one is given."""
 
         def look(place: Any = ".", *arguments: Any, **named: Any) -> Any:
+            if elsewhere := named.keys() & {"root_dir", "dir_fd"}:
+                raise Refused(f"the argument {min(elsewhere)}, which leads elsewhere")
             self._check_place(place if folder is None else folder / str(place))
             return function(place, *arguments, **named)
 
@@ -200,7 +206,7 @@ class Evaluator:
             raise Refused(f"a {type(place).__name__} as a path")
         path = Path(os.path.abspath(place))
         if not any(path.is_relative_to(root) for root in self.roots):
-            raise Refused(f"the path {printable(place)}, which is neither below the bundle nor below its data")
+            raise ElsewhereRefused(f"the path {printable(place)}, which is neither below the bundle nor below its data")
 
 
 class _Guards(ast.NodeTransformer):

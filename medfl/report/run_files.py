@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medfl.core.errors import InputError
-from medfl.core.run_documents import damaged, read_record, read_round, read_rows, read_summary, round_lines
+from medfl.core.run_documents import damaged, read_round, read_rows, read_run_document, read_summary, round_lines
 from medfl.evaluation import metrics
 
 _SOURCE = "a folder that `medfl run` wrote"
@@ -77,7 +77,7 @@ class RunFiles:
         if not (path / "run.json").is_file():
             raise InputError(f"{path} has no run.json", f"a report is made from {_SOURCE}", "check the path")
         file = path / "run.json"
-        record = read_record(file, _REQUIRED)
+        record = read_run_document(file, _REQUIRED)
         if record["data"].get("source") not in ("real", "phantom"):
             raise damaged(file, "does not say whether its data are real or phantom")
         file = path / "summary.json"

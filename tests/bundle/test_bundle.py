@@ -137,6 +137,7 @@ def put(value: Any, *path: str) -> Edit:
         (put("$@train#trainer", "loss"), "id 'train#trainer#loss_function' needs 'train#trainer', a SupervisedTrainer"),
         (put("%nowhere", "validate", "dataset"), "its references \\(%\\) cannot be followed"),
         (put("$iter([])", "train", "dataset"), "a data set to be divided can be indexed"),
+        (put("$len", "train", "dataloader", "collate_fn"), "collate_fn makes a int of samples; a batch is a dict"),
     ],
 )
 def test_errors_name_id_file_and_cause(edit: Edit, said: str, tmp_path: Path) -> None:

@@ -113,6 +113,28 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "initialize": ["$@train#trainer.logger.setLevel(logging.WARNING if @amp else logging.INFO)"],
         },
     ),
+    "idioms_of_plain_python": (
+        (),
+        {
+            "imports": ["$import glob", "$import os", "$from pathlib import Path"],
+            "names": '$[f"{n:03d}.png" for n in range(3)]',
+            "text": "$'fold{}_{name}'.format(1, name='a')",
+            "poly": "$lambda epoch, epochs=100: (1 - epoch / epochs) ** 0.9",
+            "first": {"_target_": "Lambdad", "keys": "image", "func": "$lambda x: x[..., 0]"},
+            "affine": {"_target_": "Lambdad", "keys": "image", "func": "$lambda x: x.meta['affine']"},
+            "grey": {
+                "_target_": "LoadImaged",
+                "keys": "image",
+                "reader": "PILReader",
+                "converter": "$lambda i: i.convert('L')",
+            },
+            "folder": "$os.path.abspath(@dataset_dir)",
+            "joined": "$Path(@bundle_root).joinpath('models').name",
+            "moved": "$@network_def.cuda()",
+            "noise": "$torch.randn(1, 2)",
+            "linear": "$torch.nn.Linear(2, 2)",
+        },
+    ),
     "several_gpus": (
         ("distributed",),
         {

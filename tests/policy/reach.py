@@ -90,7 +90,7 @@ class Reach:
                     result = list(itertools.islice(result, 5))
                 self.succeeded += 1
         except (Exception, SystemExit):
-            pass
+            pass  # most arguments do not fit; what counts is what the watch has seen
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         self.found += [f"{what}: {seen}" for seen in self.watch.seen[before:]]
@@ -163,7 +163,7 @@ def _is_place(name: str) -> bool:
 
 def main(folder: Path) -> None:
     """Try all and print what was found."""
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # of deprecated names, and of arguments that do not fit
     signal.signal(signal.SIGALRM, lambda number, frame: _stop(number, frame))
     (folder / "note.txt").write_text("note")
     reach = Reach(folder)

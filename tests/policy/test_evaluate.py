@@ -101,7 +101,7 @@ LOOKS = (
     "os.listdir(@text)", "glob.glob(@text + '/*')", "os.path.exists(@text)", "open(@text + '/note.txt').read()",
     "json.load(open(@text + '/note.txt'))", "monai.data.load_decathlon_datalist(@text + '/note.txt')",
     "Path(@text, 'note.txt').read_text()", "list(map(os.listdir, [@text]))", "[f(@text) for f in [os.listdir]]",
-    "list(map(glob.glob, [@text]))", "partial(os.listdir)(@text)",
+    "list(map(glob.glob, [@text]))", "partial(os.listdir)(@text)", "list(@inside.glob('*' + @up + '/outside/*'))",
 )  # fmt: skip
 
 
@@ -109,13 +109,15 @@ LOOKS = (
 def test_only_the_bundle_and_its_data_are_looked_into(text: str, places: dict[str, Path]) -> None:
     for place in (places["outside"], places["inside"] / ".." / "outside"):
         with pytest.raises(Refused, match="neither below the bundle nor"):
-            evaluated(text, places, place=place, text=str(place))
+            evaluated(text, places, place=place, text=str(place), inside=places["inside"], up="/../..")
     inside = {"place": places["inside"], "text": str(places["inside"])}
+    if "@inside" in text:
+        return
     if "json" in text or "decathlon" in text:
         with pytest.raises((json.JSONDecodeError, ValueError)):
             evaluated(text, places, **inside)
     else:
-        assert evaluated(text, places, **inside) or "exists" in text
+        assert evaluated(text, places, **inside)
     assert evaluated("os.path.exists(@text)", places, frozenset({"paths"}), text="/")
 
 
@@ -225,6 +227,18 @@ def test_the_data_folder_may_be_looked_into_wherever_it_lies(places: dict[str, P
         config.content("x")
     config.override({"dataset_dir": str(places["outside"])})
     assert config.content("x") == ["note.txt"]
+
+
+@pytest.mark.parametrize("folder", ["/", "/usr", "outside"])
+def test_a_bundle_opens_no_folder_by_calling_it_its_data(folder: str, places: dict[str, Path]) -> None:
+    named = str(places["outside"]) if folder == "outside" else folder
+    content = {"imports": ["$import os", "$import glob"], "dataset_dir": named, "x": "$os.listdir(@dataset_dir)"}
+    content |= {"y": "$glob.glob('*', root_dir=@dataset_dir)"}
+    config = configuration(places["inside"], content)
+    with pytest.raises(InputError, match="neither below the bundle nor"):
+        config.content("x")
+    with pytest.raises(InputError, match="root_dir"):
+        config.content("y")
 
 
 def test_a_trusted_bundle_is_monai_s_own_affair(tmp_path: Path) -> None:

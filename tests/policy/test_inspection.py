@@ -8,6 +8,7 @@ import inspect as introspection
 import json
 import os
 import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,15 @@ def test_further_styles_of_the_zoo_are_accepted_with_the_words_that_they_need(na
     found = inspect(root, Policy(allow=frozenset(words)))
     assert found.accepted, reasons(found)
     assert inspect(root).accepted == (not words)
+
+
+def test_the_bundle_that_the_documentation_writes_is_accepted(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+    (block,) = re.findall(r"```yaml\n# mybundle/configs/train.yaml\n(.*?)```", text, re.DOTALL)
+    root = write(tmp_path / "mybundle", files={"configs/train.yaml": block})
+    (root / "configs" / "train.json").unlink()
+    found = inspect(root)
+    assert found.accepted, reasons(found)
 
 
 def test_a_link_out_of_the_bundle_is_refused_and_not_followed(tmp_path: Path) -> None:
