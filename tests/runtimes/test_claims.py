@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,13 @@ def test_a_site_without_items_says_0_and_no_other_number() -> None:
     check_counts(made, "y", Message({}, {"samples": 0}), 0)
     with pytest.raises(RunError, match="no whole number from 0 to 0"):
         check_counts(made, "y", Message({}, {"samples": 1}), 0)
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, -math.inf])
+def test_a_number_of_items_that_is_none_is_told_as_the_others_are(count: float) -> None:
+    made = Federation(ToyBundle(), load("fedavg"), run_record())
+    with pytest.raises(RunError, match="no whole number from 1 to 4"):
+        check_counts(made, "y", Message({}, {"samples": count}), 4)
 
 
 @pytest.mark.parametrize("count", [1e12, 0.5, -1.0])

@@ -48,7 +48,7 @@ def check_counts(federation: Federation, name: str, message: Message, most: int)
     for what, low, values in _counts(message, min(1, most)):
         whole = bool((values == values.round()).all())
         if values.numel() and not (whole and low <= float(values.min()) and float(values.max()) <= most):
-            wrong = next(v for v in values.flatten().tolist() if v != round(v) or not low <= v <= most)
+            wrong = next(v for v in values.flatten().tolist() if v % 1 or not low <= v <= most)  # also NaN
             raise RunError(
                 f"site {name!r}: {what} does not say of how many items it is: {wrong:.17g} is no whole number from "
                 f"{low} to {most:,}, which it has"
