@@ -226,13 +226,20 @@ def foreign(tmp_path: Path) -> Path:
 
 def test_colours_become_grey_for_sites_of_a_bundle_that_is_not_ours(foreign: Path) -> None:
     options = {**OPTIONS, "public": "cifar10:phantom"}
-    found = plan_public(load("fedmd"), options, Bundle(str(foreign)), "cpu", say=str)
+    found = plan_public(
+        load("fedmd"), options, Bundle(str(foreign), {"dataset_dir": str(foreign.parent / "MiniNIST")}), "cpu", say=str
+    )
     assert found.channels == 1
     assert found.prepare().at(torch.tensor([0, 3]))[0].shape == (2, 1, 32, 32)
 
 
 def test_public_items_stand_still_as_teachers_see_them(foreign: Path) -> None:
-    options = {**OPTIONS, "public": str(foreign), "public_section": "train", "public_items": 0}
+    options = {
+        **OPTIONS,
+        "public": f"{foreign}:{foreign.parent / 'MiniNIST'}",
+        "public_section": "train",
+        "public_items": 0,
+    }
     found = plan_public(load("fedmd"), options, Bundle("mnist"), "cpu", say=str)
     x, _ = found.prepare().at(torch.arange(6))
     moving = found.opened.bundle.prepared("train")
