@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -56,11 +56,9 @@ def shipped_folders() -> dict[str, Path]:
     A bundle of the user's own may lie beside them: shipped are those whose data set is medfl's too.
     """
     root = shipped_root()
-    if root is None:
-        return {}
-    folders = [path.parents[1] for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")]
-    ours = set(datasets.names())
-    return {folder.name: folder for folder in sorted(folders, key=lambda folder: folder.name) if folder.name in ours}
+    files = [path for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")] if root else []
+    folders = {path.parents[1].name: path.parents[1] for path in files}
+    return {name: folders[name] for name in sorted(folders.keys() & set(datasets.names()))}
 
 
 def shipped() -> tuple[str, ...]:
@@ -111,7 +109,7 @@ class Configuration:
         policy: Policy,
     ) -> None:
         """Read the files; nothing in them is evaluated yet."""
-        self._policy, self._places = policy, {root, *_places(overrides.values())}
+        self._policy, self._places = policy, {root} | _places(overrides.values())
         self.root, self.file, self._first_file, self._metadata = root, files[-1], files[0].name, dict(metadata)
         self.dropped: set[str] = set()
         self._merged = parser = ConfigParser({})
@@ -129,7 +127,7 @@ class Configuration:
             InputError: there is no such id.
         """
         ids = list(self._merged.get())
-        for key, value in values.items():
+        for key, value in meant(values, ids).items():
             if key not in self._merged:
                 raise InputError(
                     f"configuration id {key!r} of bundle {self.root.name!r}",
@@ -137,7 +135,7 @@ class Configuration:
                     did_you_mean(key, ids, "override one of these ids"),
                 )
             self._merged[key] = value
-        self._places |= set(_places(values.values()))
+        self._places |= _places(values.values())
         self._content = self._harmless({**self._merged.get(), "_meta_": self._metadata})
         self._parser = self._parse()
 
@@ -272,11 +270,15 @@ class Configuration:
         )
 
 
-def _places(values: Iterable[Any]) -> Iterator[Path]:
-    """Give the absolute paths among the values that a user gives; what a bundle itself names opens no folder."""
-    for value in values:
-        if isinstance(value, str | Path) and Path(value).is_absolute():
-            yield Path(value)
+def meant(values: Mapping[str, Any], ids: Container[str]) -> dict[str, Any]:
+    """Return overrides by the ids that they are of: `network=NAME` of `network_name`, in a bundle that has this id."""
+    by_name = "network_name" in ids and isinstance(name := values.get("network"), str) and name[:1] not in "$@%"
+    return {"network_name" if by_name and key == "network" else key: value for key, value in values.items()}
+
+
+def _places(values: Iterable[Any]) -> set[Path]:
+    """Return the absolute paths among a user's values; what a bundle itself names opens no folder."""
+    return {Path(value) for value in values if isinstance(value, str | Path) and Path(value).is_absolute()}
 
 
 def config_file(root: Path, stem: str) -> Path | None:

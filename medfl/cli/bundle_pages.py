@@ -61,7 +61,7 @@ def _bundle(name: str) -> Document:
         "channels": data.channels,
         "image_size": training["image_size"],
         "patch_size": training.get("patch_size"),
-        "network": training["network"],
+        "network": training["network_name"],
         "protocol": bundle.protocol.get("protocol", ""),
         "defaults": {key: bundle.protocol[key] for key in settings if bundle.protocol.get(key) is not None},
         "presets": {name: preset.get("about", "") for name, preset in (bundle.protocol.get("presets") or {}).items()},

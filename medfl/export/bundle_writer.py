@@ -20,7 +20,7 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl import methods
-from medfl.bundle.configuration import Configuration, config_file, own_modules, read
+from medfl.bundle.configuration import Configuration, config_file, meant, own_modules, read
 from medfl.core.errors import InputError, RunError
 from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import stream
@@ -277,12 +277,11 @@ class _BundleWriter:
         run, split = self.result.run, {"split": self.result.run.data.split} if self.bundle.is_shipped else {}
         changes = {**run.config, **self.model.config, **split}
         for stem in ("train", "evaluate", "inference", "federated"):
-            source = config_file(self.root, stem)
-            if source is None:
+            if (source := config_file(self.root, stem)) is None:
                 continue
             file = EditedConfig(source)
             if stem != "federated":
-                for key, value in changes.items():
+                for key, value in meant(changes, file.content).items():
                     if key != "dataset_dir":
                         file.set(key, value)
                 folder = file.get("dataset_dir")

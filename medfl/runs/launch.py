@@ -309,9 +309,8 @@ def _same_networks(plan: Plan) -> str:
     if bodies is not None:
         return bodies.bodies
     configs = methods.site_networks(plan.method, list(plan.run.partition.sites)).values()
-    if not any(configs):
-        return ""
-    return ",".join(str(config.get("network") or plan.bundle.get("network")) for config in configs)
+    own = plan.bundle.get("network_name") if any(configs) else ""
+    return ",".join(str(config.get("network") or own) for config in configs) if own else ""
 
 
 def _refuse_unsaved(plan: Plan) -> None:

@@ -342,6 +342,20 @@ def test_notes(tmp_path: Path) -> None:
 # Shipped
 
 
+TWO_CONV = {"_target_": "medfl.networks.build", "name": "two_conv", "in_channels": 1, "num_classes": 6}
+
+
+@pytest.mark.parametrize(
+    "config", [{"network": "two_conv"}, {"network_name": "two_conv"}, {"network": TWO_CONV}, {"network_def": TWO_CONV}]
+)
+def test_another_network_is_given_by_its_name_under_either_id_or_as_a_module(config: dict[str, Any]) -> None:
+    """In a shipped bundle `network` is the module, as in the zoo; a plain name given to it is that of the network."""
+    bundle = Bundle("mednist", {**config, "image_size": 28})
+    assert type(bundle.network()).__name__ == "TwoConv"
+    assert isinstance(bundle.get("network"), nn.Module)
+    assert bundle.get("network_name") == ("small_cnn" if TWO_CONV in config.values() else "two_conv")
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_shipped(name: str) -> None:
     """Task, classes and network of a shipped bundle are known without its data."""

@@ -69,7 +69,7 @@ def spatial_dims(name: str) -> int:
 
 def small(name: str) -> dict[str, Any]:
     sizes = {"image_size": 24} if spatial_dims(name) == 2 else {"image_size": 32, "patch_size": [16, 32, 16]}
-    return {"network": small_network(name), **sizes}
+    return {"network_name": small_network(name), **sizes}
 
 
 def metadata(name: str) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def test_protocol_fits_the_bundle(name: str) -> None:
     content, train = config(name, "federated.yaml"), config(name, "train.yaml")
     task = ("segmentation", "dice") if segments(name) else ("classification", "balanced_accuracy")
     assert (content["task"], content["key_metric"]) == task
-    assert train["network"] in networks.names()
+    assert train["network_name"] in networks.names()
     for mine, central in (("split", "split"), ("lr", "learning_rate"), ("batch_size", "batch_size")):
         assert content[mine] == train[central]
     for method, options in content["methods"].items():
@@ -279,7 +279,7 @@ def test_protocol(name: str) -> None:
     keys = ("sites", "cohort", "local_epochs", "rounds", "batch_size", "lr", "lr_decay", "partition")
     assert [content[key] for key in keys] == numbers
     assert content["protocol"].startswith(source)
-    assert (train["network"], train["image_size"]) == (network, size)
+    assert (train["network_name"], train["image_size"]) == (network, size)
     assert content["methods"].get("fedprox") == ({"mu": 0.001} if source == "FedBM" else None)
     if source == "FedBM":
         tau, distance, synthetic = {"oct_c8": (17.5, 0.1, 16), "kvasir_v2": (12.5, 1.0, 32)}.get(name, (12.5, 0.1, 16))
@@ -427,7 +427,8 @@ def test_network_input_and_output_without_any_data(name: str, workplace: Path) -
 def test_export_to_torchscript(name: str, workplace: Path) -> None:
     configs = FOLDERS[name] / "configs"
     content = config(name, "inference.yaml")
-    network = networks.build(*(content[key] for key in ("network", "in_channels", "num_classes")), spatial_dims(name))
+    arguments = (content[key] for key in ("network_name", "in_channels", "num_classes"))
+    network = networks.build(*arguments, spatial_dims(name))
     network.eval()
     torch.save(network.state_dict(), "model.pt")
     monai.bundle.ckpt_export(
@@ -541,7 +542,7 @@ def test_properties_that_monai_asks_for(name: str, workplace: Path) -> None:
             workflow_type=kind,
             logging_file=False,
             dataset_dir=folder,
-            network=small_network(name),
+            network_name=small_network(name),
         )
         workflow.initialize()
         assert workflow.check_properties() == []
@@ -581,6 +582,6 @@ def test_the_real_commands(tmp_path: Path) -> None:
     command(name, "verify_net_in_out", "--net_id", "network_def", *meta, "--config_file", "configs/inference.yaml")
     training_command(name, tmp_path)
     files = ("--filepath", str(tmp_path / "model.ts"), "--ckpt_file", str(tmp_path / "model.pt"))
-    of = ("--net_id", "network_def", "--config_file", "configs/inference.yaml", "--network", small_network(name))
+    of = ("--net_id", "network_def", "--config_file", "configs/inference.yaml", "--network_name", small_network(name))
     command(name, "ckpt_export", *files, *meta, *of)
     assert torch.jit.load(tmp_path / "model.ts") is not None

@@ -85,7 +85,7 @@ def test_the_large_sites_are_sites_and_their_networks_stand_at_their_places(name
     found, order = protocol(name, preset), list(sites(name, preset).sites)
     small_network, large_network = NETWORKS[name]
     assert sorted(order) == sorted(columns.split())
-    assert Bundle(name, found["config"]).get("network") == small_network
+    assert Bundle(name, found["config"]).get("network_name") == small_network
     assert {small_network, large_network} <= set(networks.names())
     fedhelp = options_for(found, "fedhelp")
     assert set(fedhelp["large"].split(",")) == set(columns.split()[:large])

@@ -105,8 +105,8 @@ def test_a_hostile_bundle_that_was_let_in_does_no_harm(attack: str, data: Path, 
         server.settimeout(0)
         value = json.dumps(ATTACKS[attack]).replace("CANARY", str(canary)).replace("VICTIM", str(victim))
         value = value.replace("PORT", str(server.getsockname()[1]))
-        assert "  name: '@network'" in file.read_text()
-        file.write_text(file.read_text().replace("  name: '@network'", f"  name: {value}"))
+        assert "  name: '@network_name'" in file.read_text()
+        file.write_text(file.read_text().replace("  name: '@network_name'", f"  name: {value}"))
         run = [
             "run",
             str(bundle),

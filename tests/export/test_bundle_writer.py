@@ -197,7 +197,7 @@ def test_the_settings_of_the_run_are_in_its_configurations(bundle: Path) -> None
     source = ROOT / "bundles" / "mednist" / "configs"
     for file in ("train.yaml", "inference.yaml"):
         content = config(bundle, file)
-        assert (content["network"], content["image_size"]) == ("small_cnn", 20)
+        assert (content["network_name"], content["image_size"]) == ("small_cnn", 20)
         changed = {"network", "image_size", "network_def", "initial_weights", "split"}
         before = yaml.safe_load((source / file).read_text())
         assert {k: v for k, v in content.items() if k not in changed} == {

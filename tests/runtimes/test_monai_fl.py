@@ -716,7 +716,10 @@ def test_bins_that_are_none_are_refused(bins: Any, limits: Any) -> None:
 
 # MONAI's own ClientAlgo
 
-SHIPPED = {"mednist": CONFIG, "skin_lesion": {"network": "unet8", "image_size": 16}}
+SHIPPED = {
+    "mednist": {"network_name": "small_cnn", "image_size": 16},
+    "skin_lesion": {"network_name": "unet8", "image_size": 16},
+}
 
 
 @pytest.fixture
