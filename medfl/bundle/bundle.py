@@ -386,8 +386,8 @@ class Bundle:
         tolerance = float(self.get("surface_tolerance")) if "surface_tolerance" in self._config else 1.0
         if self.task == "segmentation" and self.is_shipped:
             return MaskEvaluator(self.loss, self.structures, inferer, tolerance)
-        segments = self.task == "segmentation"
-        return CaseEvaluator(*self._key_metric, inferer, postprocessing, tolerance if segments else None)
+        masks = (tolerance, self.structures) if self.task == "segmentation" else ()
+        return CaseEvaluator(*self._key_metric, inferer, postprocessing, *masks)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:

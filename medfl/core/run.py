@@ -13,8 +13,9 @@ from medfl.core.errors import InputError
 from medfl.core.settings import ADDED_LATER, SETTINGS, GeneralSettings, ProtocolSettings
 from medfl.core.type_checks import Count, read_record
 
-_NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts", "max_share")
-"""Where things lie, what was said about them, and what may end a run cannot change a weight."""
+_NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts", "max_share", "metrics")
+"""Where things lie, what was said about them, what may end a run, and what its test items are scored by beside Dice
+cannot change a weight."""
 
 
 @dataclass(frozen=True)

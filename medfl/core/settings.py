@@ -113,6 +113,11 @@ class GeneralSettings:
         "rounds between evaluations; 0: after the last only; default 1", "N",
         group=TRAINING, default=1, least=0, most=2**63 - 1,
     )  # fmt: skip
+    metrics: str = setting(
+        "what segmented test items are scored by beside Dice: all (default), or dice (Dice alone), hd95, surface_dice, "
+        "either with a structure's name (hd95_liver), joined by commas", "NAMES",
+        group=TRAINING, default="all", later=True,
+    )  # fmt: skip
     messages: str = setting(
         "lossless (default), float16, bfloat16, int8, or topk:FRACTION of the changes, the rest sent later", "FORM",
         group=TRAINING, default=LOSSLESS, later=True,

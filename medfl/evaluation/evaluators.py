@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.data.prepared import Prepared, Shard, Stacked
-from medfl.evaluation.mask_metrics import DISTANCES, channel_scores, scores
+from medfl.evaluation.mask_metrics import channel_scores, scores
 from medfl.evaluation.metrics import Cases
 
 _BATCH, _PIXELS = 16, 16 * 256 * 256  # items of a batch of masks at most, and their pixels
@@ -35,14 +35,16 @@ class Masks(NamedTuple):
 class Evaluator(Protocol):
     """Scores a network on a shard."""
 
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, thorough: bool = False) -> Cases:
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
+    ) -> Cases:
         """Return one outcome per item, in the shard's order; the network is put in evaluation mode.
 
         Args:
             network: the network to score.
             shard: the items.
             device: where the network is.
-            thorough: also compute the metrics that are too slow for every round.
+            distances: the metrics of masks' surfaces to compute too, which are too slow for every round.
         """
 
 
@@ -61,7 +63,9 @@ class ClassEvaluator:
     ends_in_sigmoid: bool = False
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, thorough: bool = False) -> Cases:
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
+    ) -> Cases:
         """Return "probabilities" (N, K), "label" (N,) and "loss" (N,)."""
         network.eval()
         rows: list[Tensor] = []
@@ -101,8 +105,10 @@ class MaskEvaluator:
     tolerance: float = 1.0
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, thorough: bool = False) -> Cases:
-        """Return one (N,) tensor per metric; HD95 and surface Dice only if `thorough`.
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
+    ) -> Cases:
+        """Return one (N,) tensor per metric; of surfaces only those asked for.
 
         Raises:
             InputError: a reference mask has a value that is no class; the item is named.
@@ -113,7 +119,7 @@ class MaskEvaluator:
             (ident,) = shard.prepared.ids([index])
             prediction, reference, count = self._masks(ident, logits, y)
             spacing = _spacing(shard.prepared, index, reference.ndim)
-            row = scores(prediction, reference, self._names(count), spacing, self.tolerance, distances=thorough)
+            row = scores(prediction, reference, self._names(count), spacing, self.tolerance, distances=distances)
             with _naming_item(ident):
                 rows.append({**row, "loss": float(self.loss(logits, y))})
         return _cases(shard, rows)
@@ -177,6 +183,7 @@ class CaseEvaluator:
         inferer: (inputs, network) -> prediction, e.g. a sliding window.
         postprocessing: dictionary transform over "image", "label" and "pred", or None.
         tolerance: of the surface Dice, in the unit of the images' spacing; None for other tasks than segmentation.
+        structures: names of the channels, () where they have none.
     """
 
     def __init__(
@@ -186,16 +193,20 @@ class CaseEvaluator:
         inferer: Callable[..., Any],
         postprocessing: Callable[[Any], Any] | None = None,
         tolerance: float | None = None,
+        structures: Sequence[str] = (),
     ) -> None:
         """Attach the metric to an engine of its own, as MONAI's metrics require."""
         self.name, self.inferer, self.postprocessing, self.tolerance = name, inferer, postprocessing, tolerance
+        self.structures = structures
         self._engine = Engine(lambda engine, batch: None)
         self._metric = metric
         if hasattr(metric, "attach"):
             metric.attach(self._engine, name)
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, thorough: bool = False) -> Cases:
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
+    ) -> Cases:
         """Return the metric's value per case (N,), NaN where it is undefined, and the metrics of a segmentation.
 
         Raises:
@@ -208,7 +219,7 @@ class CaseEvaluator:
                 cases = self._processed(x, y, prediction)
                 row = {self.name: self._score(cases, y, prediction)}
                 if self.tolerance is not None:
-                    row = {**self._mask_row(x, cases, shard.prepared, index, thorough), **row}
+                    row = {**self._mask_row(x, cases, shard.prepared, index, distances), **row}
                 rows.append(row)
         return _cases(shard, rows)
 
@@ -236,13 +247,13 @@ class CaseEvaluator:
         return [self.postprocessing(case) if self.postprocessing else case for case in cases]
 
     def _mask_row(
-        self, x: Any, cases: Sequence[Any], prepared: Prepared, index: int, thorough: bool
+        self, x: Any, cases: Sequence[Any], prepared: Prepared, index: int, distances: Sequence[str]
     ) -> dict[str, float]:
         pair = _channels(x, cases)
         if pair is None or self.tolerance is None:
-            return dict.fromkeys(("dice", "pixel_accuracy", *(DISTANCES if thorough else ())), math.nan)
+            return dict.fromkeys(("dice", "pixel_accuracy", *distances), math.nan)
         spacing = _spacing(prepared, index, x.ndim - 2)
-        return channel_scores(*pair, spacing, self.tolerance, distances=thorough)
+        return channel_scores(*pair, spacing, self.tolerance, distances=distances, names=self.structures)
 
     def _score(self, cases: list[Any], y: Any, prediction: Any) -> float:
         if not hasattr(self._metric, "attach"):

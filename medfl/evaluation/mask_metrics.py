@@ -1,23 +1,57 @@
 """Metrics of one segmented case. Whole cases are scored, never patches, so that every case counts the same.
 
-MONAI finds the surfaces and their distances, once for both metrics that use them.
+Surfaces of all structures are found in one pass over a case; only those that a metric was asked for are measured.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from monai.metrics.utils import get_edge_surface_distance
+from numpy.typing import NDArray
 from scipy import ndimage
+from scipy.spatial import KDTree
 from torch import Tensor
 
+from medfl.core.errors import InputError, did_you_mean
+
 DISTANCES = ("hd95", "surface_dice")
-"""The metrics that take as long as a forward pass, and are computed for test items only."""
+"""The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
+ALL = "all"
+"""What `--metrics` takes for every one of them."""
+
+_Surfaces = tuple[float, float]  # HD95 and surface Dice of one class
+
+
+def asked(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the metrics of surfaces that `--metrics` names, in its order; Dice is always computed.
+
+    Args:
+        text: names joined by commas: all, dice, hd95, surface_dice, or one of the last two with a structure's name
+            (`hd95_left_kidney`), for that structure alone.
+        structures: names of a mask's values or channels, None for other tasks than segmentation.
+
+    Raises:
+        InputError: a name is none of these.
+    """
+    named = [slug(name) for name in structures or () if slug(name) != "background"]
+    alone = [f"{kind}_{name}" for name in named for kind in DISTANCES]
+    allowed = [ALL, *(["dice", *DISTANCES] if structures is not None else []), *alone]
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in allowed:
+            raise InputError(
+                f"--metrics {name}",
+                f"this bundle's test items are scored by {', '.join(allowed[:10])}{', …' if allowed[10:] else ''}",
+                did_you_mean(name, allowed, "leave it out"),
+            )
+    found = [one for name in names for one in (DISTANCES if name == ALL else (name,)) if one != "dice"]
+    return tuple(dict.fromkeys(found))
 
 
 def scores(
@@ -27,7 +61,7 @@ def scores(
     spacing: Sequence[float],
     tolerance: float,
     *,
-    distances: bool,
+    distances: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the metrics of one case.
 
@@ -45,7 +79,7 @@ def scores(
         classes: K names, the background's first.
         spacing: distance between neighbours along each axis, in mm, or in pixels where these are not known.
         tolerance: of the surface Dice, in the same unit.
-        distances: compute `hd95` and `surface_dice` too.
+        distances: the metrics of surfaces that are computed too, `asked` gives them.
     """
     predicted, true = (mask.detach().cpu().numpy() for mask in (prediction, reference))
     count, shape = len(classes), predicted.shape
@@ -61,24 +95,46 @@ def scores(
         result |= {f"dice_{slug(name)}": float(value) for name, value in zip(classes[1:], dice, strict=True)}
     result["pixel_accuracy"] = float(np.trace(counts) / counts.sum())
     if distances:
-        values = [_surfaces(predicted == c, true == c, spacing, tolerance, shape) for c in range(1, count)]
-        result |= dict(zip(DISTANCES, np.mean(values, axis=0).tolist(), strict=True))
+        ours, theirs = (_surface_points(mask, count) for mask in (predicted, true))
+        measure = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=shape)
+        result |= _of_surfaces(
+            distances, classes[1:], lambda c: measure(ours[c], theirs[c]), lambda rows: np.mean(rows, axis=0)
+        )
     return result
 
 
 def channel_scores(
-    prediction: Tensor, reference: Tensor, spacing: Sequence[float], tolerance: float, *, distances: bool
+    prediction: Tensor,
+    reference: Tensor,
+    spacing: Sequence[float],
+    tolerance: float,
+    *,
+    distances: Sequence[str] = (),
+    names: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the metrics of one case whose masks are binary channels (C, H, W[, D]), which may overlap.
 
     Each channel is a foreground class; where the reference's channels add up to 1 everywhere, the first is the
-    background. A pixel is right if it is right in all channels.
+    background. A pixel is right if it is right in all channels. `distances` as in `scores`, `names` are the channels'.
     """
-    one_hot = len(reference) > 1 and bool((reference.sum(0) == 1).all())
-    pairs = zip(prediction[one_hot:], reference[one_hot:], strict=True)
-    cases = [scores(*pair, ("", ""), spacing, tolerance, distances=distances) for pair in pairs]
+    first = int(len(reference) > 1 and _exclusive(reference))
+    pairs = [*zip(prediction[first:], reference[first:], strict=True)]
+    cases = [scores(*pair, ("", ""), spacing, tolerance) for pair in pairs]
     result = {name: float(np.mean([case[name] for case in cases])) for name in cases[0]}
-    return result | {"pixel_accuracy": float((prediction == reference).all(0).double().mean())}
+    result["pixel_accuracy"] = float((prediction == reference).all(0).double().mean())
+    if distances:
+        names = names[first:] if len(names) == len(reference) else [""] * len(pairs)
+        measure = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=prediction.shape[1:])
+        maps: list[list[NDArray[np.int64]]] = []
+        if first and _exclusive(prediction):  # one pass over the image, not one a channel
+            maps = [_surface_points(mask.argmax(0).numpy(), len(mask)) for mask in (prediction, reference)]
+
+        def measured(c: int) -> _Surfaces:
+            alone = (_surface_points(mask.numpy(), 2)[0] for mask in pairs[c])
+            return measure(*([each[c] for each in maps] or alone))
+
+        result |= _of_surfaces(distances, names, measured, lambda rows: map(np.mean, zip(*rows, strict=True)))
+    return result
 
 
 def slug(name: str) -> str:
@@ -86,19 +142,63 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
+def _exclusive(channels: Tensor) -> bool:
+    return bool((channels.sum(0) == 1).all())
+
+
+# Surfaces
+
+
+def _of_surfaces(
+    distances: Sequence[str],
+    names: Sequence[str],
+    measured: Callable[[int], _Surfaces],
+    mean: Callable[[list[_Surfaces]], Iterable[float]],
+) -> dict[str, float]:
+    """Return the metrics asked for, of these foreground classes; NaN for a structure that is not among them."""
+    every = not set(DISTANCES).isdisjoint(distances)
+    asked_for = [every or any(f"{kind}_{slug(name)}" in distances for kind in DISTANCES) for name in names]
+    values = {c: measured(c) for c, wanted in enumerate(asked_for) if wanted}
+    found = {f"{kind}_{slug(names[c])}": pair[i] for c, pair in values.items() for i, kind in enumerate(DISTANCES)}
+    found |= zip(DISTANCES, mean([*values.values()]), strict=True) if every else {}
+    return {name: float(found.get(name, math.nan)) for name in distances}
+
+
+def _surface_points(labels: NDArray[Any], count: int) -> list[NDArray[np.int64]]:
+    """Return each foreground class's surface (N, dimensions): its pixels with a face neighbour of another class.
+
+    Outside the image there is none of any class.
+    """
+    edges = np.zeros(labels.shape, bool)
+    for axis in range(labels.ndim):
+        along, edge = np.moveaxis(labels, axis, 0), np.moveaxis(edges, axis, 0)
+        differs = along[1:] != along[:-1]
+        edge[1:] |= differs
+        edge[:-1] |= differs
+        edge[:1] = edge[-1:] = True
+    points = np.argwhere(edges & (labels > 0))
+    classes = labels[tuple(points.T)]
+    order = np.argsort(classes, kind="stable")
+    return np.split(points[order], np.searchsorted(classes[order], np.arange(2, count)))
+
+
 def _surfaces(
-    predicted: np.ndarray, true: np.ndarray, spacing: Sequence[float], tolerance: float, shape: Sequence[int]
-) -> tuple[float, float]:
-    """Return HD95 and surface Dice of one class's masks, cropped from an image of this shape."""
-    if not predicted.any() and not true.any():
+    predicted: NDArray[np.int64],
+    true: NDArray[np.int64],
+    spacing: Sequence[float],
+    tolerance: float,
+    shape: Sequence[int],
+) -> _Surfaces:
+    """Return HD95 and surface Dice of one class in an image of this shape, from its surface points."""
+    if not len(predicted) and not len(true):
         return 0.0, 1.0
-    if not predicted.any() or not true.any():
+    if not len(predicted) or not len(true):
         return math.hypot(*((side - 1) * step for side, step in zip(shape, spacing, strict=True))), 0.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of MONAI's own calls
-        _, distances, _ = get_edge_surface_distance(
-            torch.from_numpy(predicted), torch.from_numpy(true), spacing=[*map(float, spacing)], symmetric=True
-        )
+    # from the corner of a box one pixel wider, in single precision: so they are MONAI's to the bit
+    corner = np.minimum(predicted.min(0), true.min(0)) - 1
+    here, there = ((each - corner) * np.asarray(spacing, float) for each in (predicted, true))
+    both = [KDTree(ends, leafsize=32).query(starts)[0] for starts, ends in ((here, there), (there, here))]
+    distances = [torch.from_numpy(each).float() for each in both]
     hd95 = max(float(torch.quantile(distance, 0.95)) for distance in distances)
     near = sum(int((distance <= tolerance).sum()) for distance in distances)
     return hd95, near / sum(map(len, distances))

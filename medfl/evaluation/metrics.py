@@ -83,11 +83,12 @@ def higher_is_better(name: str) -> bool:
 
 
 def title(name: str) -> str:
-    """Return the metric's title; `dice_<name>` is the Dice of one structure."""
+    """Return the metric's title; `dice_<name>` is the Dice of one structure, as are its surface Dice and HD95."""
     if name in METRICS:
         return METRICS[name].title
-    first, *others = name.split("_")
-    return " ".join([METRICS[first].title if first == "dice" else first, *others])
+    first = next((one for one in ("dice", "hd95", "surface_dice") if name.startswith(f"{one}_")), "")
+    words = name.removeprefix(f"{first}_").split("_")
+    return " ".join([*([METRICS[first].title] if first else []), *words])
 
 
 @dataclass(frozen=True, eq=False)

@@ -181,7 +181,7 @@ class RunFiles:
     def title(self, metric: str) -> str:
         """Return a metric's title with its unit, which older runs do not state."""
         units = (self.summary or {}).get("units") or {}
-        unit = units.get(metric, "mm or pixels" if metric == "hd95" else "")
+        unit = units.get(metric, "mm or pixels" if metric.startswith("hd95") else "")
         return f"{metrics.title(metric)} ({unit})" if unit else metrics.title(metric)
 
     def metric_names(self) -> list[str]:

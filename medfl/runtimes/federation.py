@@ -26,6 +26,7 @@ from medfl.core.task import Task
 from medfl.data.on_device import Free, free_memory, hold
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
+from medfl.evaluation.mask_metrics import asked
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
 from medfl.training import Host, LocalSettings, Networks, Site
@@ -69,6 +70,7 @@ class Federation:
         public: the run's public data, None for a method that uses none.
         messages: how messages are made smaller.
         aggregation: how the server makes one set of weights of the replies'.
+        distances: the metrics of masks' surfaces that test items are scored by.
         sections: section -> prepared items, shared by all sites.
     """
 
@@ -100,6 +102,7 @@ class Federation:
         self.names = list(run.partition.sites)
         self.participants = [POOLED] if method.pools_data else self.names
         self.aggregation = self._aggregation()
+        self.distances = asked(run.metrics, bundle.structures if bundle.task == "segmentation" else None)
         self.networks = self._pool(bundle)
         self._bodies = self._dealt()
         self.public = public
@@ -252,20 +255,9 @@ class Federation:
         )
         train, validate, test = (self.work(name, section) for section in SECTIONS)
         return Site(
-            name,
-            derive(run.seed, "round", round_, name),
-            train,
-            validate,
-            test,
-            self.bundle.loss,
-            settings,
-            body.networks,
-            round_,
-            self.task,
-            common=self.networks,
-            public=self.public,
-            method=run.method,
-        )
+            name, derive(run.seed, "round", round_, name), train, validate, test, self.bundle.loss, settings,
+            body.networks, round_, self.task, common=self.networks, public=self.public, method=run.method,
+        )  # fmt: skip
 
     @contextmanager
     def scope(self) -> Iterator[None]:

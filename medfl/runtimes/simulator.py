@@ -288,6 +288,7 @@ class Simulator:
         """Score on the test items, write tables and weights, and say what the run cost."""
         started, run, record = time.perf_counter(), self.run, self.record
         self.say("scoring on the test items")
+        self.dispatcher.progress = self.execution.progress  # the rounds' bar is closed
         scores, cases = self.scoring.finish(self.server)
         record["seconds"] += time.perf_counter() - started
         public: dict[str, Any] = {}

@@ -99,7 +99,8 @@ def site_judge(
 def site_abroad(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Cases:
     """Score the network that a site is judged by on everybody's test items."""
     with _judged(federation, round_, name, state, down) as (network, site):
-        return federation.bundle.evaluator(network, federation.pooled("test"), site.device, thorough=True)
+        everybody, slow = federation.pooled("test"), federation.distances
+        return federation.bundle.evaluator(network, everybody, site.device, distances=slow)
 
 
 def site_weights(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> State:
@@ -204,8 +205,9 @@ def _judged(
 
 def _scores(federation: Federation, network: nn.Module, site: Site, sections: Sequence[str]) -> dict[str, Cases]:
     """Score a network on a site's own sections; what takes long is computed on test items only."""
-    evaluate = federation.bundle.evaluator
-    return {s: evaluate(network, federation.shard(site.name, s), site.device, thorough=s == "test") for s in sections}
+    score, slow = federation.bundle.evaluator, {"test": federation.distances}
+    shards = {section: federation.shard(site.name, section) for section in sections}
+    return {s: score(network, shard, site.device, distances=slow.get(s, ())) for s, shard in shards.items()}
 
 
 def segment(

@@ -229,8 +229,8 @@ class ScoreGlobal(Task):
                 return None
             pooled = federation.pooled(self.section)
             part = Shard(pooled.prepared, pooled.indices[self.start : self.stop])
-            thorough = self.section == "test"
-            return federation.bundle.evaluator(network, part, federation.networks.device, thorough=thorough)
+            slow = federation.distances if self.section == "test" else ()
+            return federation.bundle.evaluator(network, part, federation.networks.device, distances=slow)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ LATER = (
     "pack",
     "compile",
     "max_share",
+    "metrics",
 )
 """Settings that older records do not have."""
 
@@ -71,7 +72,7 @@ def with_partition(**changes) -> Run:
 
 
 def test_every_field_is_looked_at_here() -> None:
-    others = {"bundle_path", "data", "partition", "public", "text", "max_share"}
+    others = {"bundle_path", "data", "partition", "public", "text", "max_share", "metrics"}
     assert {f.name for f in dataclasses.fields(Run)} == {*CHANGES, *others}
     assert {f.name for f in dataclasses.fields(DataRecord)} == {*DATA, "folder", "counts", "notes"}
     assert {f.name for f in dataclasses.fields(PartitionRecord)} == {*PARTITION, "notes"}
@@ -83,6 +84,12 @@ def test_a_setting_changes_the_hash_and_is_named(name: str) -> None:
     assert other.run_hash != RUN.run_hash
     named = [line.partition(":")[0].partition(".")[0] for line in other.difference(RUN)]
     assert set(named) == (set() if name == "rounds" else {name})
+
+
+def test_what_a_run_is_scored_by_is_named_and_changes_no_hash() -> None:
+    other = run_record(metrics="dice")
+    assert other.run_hash == RUN.run_hash
+    assert other.difference(RUN) == ['metrics: "dice" was "all"']
 
 
 @pytest.mark.parametrize("name", DATA)

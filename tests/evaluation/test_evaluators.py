@@ -19,7 +19,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.data.prepared import Geometry, Shard, Stacked
 from medfl.data.sampled import Sampled
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
-from medfl.evaluation.mask_metrics import scores
+from medfl.evaluation.mask_metrics import DISTANCES, scores
 from medfl.evaluation.metrics import summarise
 
 CPU = torch.device("cpu")
@@ -129,17 +129,17 @@ def one_by_one(x: torch.Tensor, y: torch.Tensor) -> Shard:
 
 def test_masks_are_scored_case_by_case() -> None:
     x, y = maps()
-    cases = evaluator(tolerance=2.0)(nn.Identity(), shard(x, y), CPU, thorough=True)
+    cases = evaluator(tolerance=2.0)(nn.Identity(), shard(x, y), CPU, distances=DISTANCES)
     assert cases.ids == ("i0", "i1", "i2", "i3", "i4")
     for index in range(5):
-        expected = scores(x[index].argmax(0), y[index, 0], STRUCTURES, (1, 1), 2.0, distances=True)
+        expected = scores(x[index].argmax(0), y[index, 0], STRUCTURES, (1, 1), 2.0, distances=DISTANCES)
         expected["loss"] = float(LOSS(x[index : index + 1], y[index : index + 1]))
         assert {name: float(values[index]) for name, values in cases.values.items()} == pytest.approx(expected)
     assert {values.dtype for values in cases.values.values()} == {torch.float64}
     assert summarise(cases)["dice"] == pytest.approx(float(cases.values["dice"].mean()))
 
 
-def test_distances_only_when_thorough() -> None:
+def test_distances_only_where_asked_for() -> None:
     quick = evaluator()(nn.Identity(), shard(*maps()), CPU)
     assert list(quick.values) == ["dice", "dice_wall", "dice_pool", "pixel_accuracy", "loss"]
 
@@ -197,9 +197,10 @@ def test_distances_are_in_the_unit_of_the_affine() -> None:
     affine = np.array([[0, -1, 0, 7], [3, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1.0]])
     items = shard(x, y)
     items.prepared.geometry = [Geometry(affine, np.eye(4), (12, 12), "x.nii")] * 5
-    cases = evaluator()(nn.Identity(), items, CPU, thorough=True)
+    cases = evaluator()(nn.Identity(), items, CPU, distances=DISTANCES)
     expected = [
-        scores(a.argmax(0), b[0], STRUCTURES, (3, 1), 1, distances=True)["hd95"] for a, b in zip(*maps(), strict=True)
+        scores(a.argmax(0), b[0], STRUCTURES, (3, 1), 1, distances=DISTANCES)["hd95"]
+        for a, b in zip(*maps(), strict=True)
     ]
     assert cases.values["hd95"].tolist() == expected
 
@@ -244,9 +245,9 @@ def test_a_foreign_key_metric_stays_and_others_come_with_it() -> None:
     y[1] = y[1].clamp(max=0)
     theirs = MeanDice(include_background=False, output_transform=PAIR)
     cases = CaseEvaluator("dice", theirs, SimpleInferer(), DISCRETE, 1.0)(
-        nn.Identity(), shard(x, y), CPU, thorough=True
+        nn.Identity(), shard(x, y), CPU, distances=DISTANCES
     )
-    ours = evaluator()(nn.Identity(), shard(x, y), CPU, thorough=True)
+    ours = evaluator()(nn.Identity(), shard(x, y), CPU, distances=DISTANCES)
     assert list(cases.values) == ["dice", "pixel_accuracy", "hd95", "surface_dice"]
     assert cases.values["dice"].tolist() == pytest.approx([float(ours.values["dice"][0]), float("nan")], nan_ok=True)
     for name in ("hd95", "surface_dice", "pixel_accuracy"):
@@ -260,7 +261,7 @@ def test_what_is_no_mask_has_no_metrics_of_masks() -> None:
     """Probabilities instead of classes, or a label of another size."""
     x, y = torch.rand(2, 1, 4, 4), torch.rand(2, 1, 4, 4)
     bare = CaseEvaluator("loss", nn.functional.mse_loss, SimpleInferer(), None, 1.0)
-    assert set(summarise(bare(nn.Identity(), shard(x, y), CPU, thorough=True))) == {"loss"}
+    assert set(summarise(bare(nn.Identity(), shard(x, y), CPU, distances=DISTANCES))) == {"loss"}
     assert list(bare.masks(nn.Identity(), shard(x, y), CPU)) == [None, None]
     small = CaseEvaluator("loss", lambda prediction, target: torch.zeros(()), SimpleInferer(), None, 1.0)
     assert set(summarise(small(nn.AvgPool2d(2), shard(x.round(), y.round()), CPU))) == {"loss"}

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from monai.metrics import compute_dice, compute_hausdorff_distance, compute_surface_dice
+from monai.metrics.utils import get_edge_surface_distance
 from monai.networks import one_hot
 from torch import Tensor
 
-from medfl.evaluation.mask_metrics import channel_scores, scores, slug
+from medfl.core.errors import InputError
+from medfl.evaluation.mask_metrics import DISTANCES, asked, channel_scores, scores, slug
 
 CLASSES = ("background", "Anterior part", "posterior")
 
@@ -52,7 +54,7 @@ def monais(prediction: Tensor, reference: Tensor, spacing: Any, tolerance: float
 def test_the_numbers_are_monais(shape: tuple[int, ...], spacing: tuple[float, ...], tolerance: float) -> None:
     for seed in range(4):
         prediction, reference = blobs(shape, seed), blobs(shape, seed + 100)
-        found = scores(prediction, reference, CLASSES, spacing, tolerance, distances=True)
+        found = scores(prediction, reference, CLASSES, spacing, tolerance, distances=DISTANCES)
         expected = monais(prediction, reference, list(spacing), tolerance)
         assert found == pytest.approx(expected, rel=1e-6)
         assert list(found) == list(expected)
@@ -72,7 +74,7 @@ def test_a_case_by_hand() -> None:
     reference, prediction = torch.zeros(6, 6, dtype=torch.uint8), torch.zeros(6, 6, dtype=torch.uint8)
     reference[1:4, 0:3] = 1
     prediction[1:4, 2:5] = 1
-    found = scores(prediction, reference, ("background", "square"), (2.0, 1.0), 1.0, distances=True)
+    found = scores(prediction, reference, ("background", "square"), (2.0, 1.0), 1.0, distances=DISTANCES)
     assert found == pytest.approx({"dice": 1 / 3, "pixel_accuracy": 24 / 36, "hd95": 2.0, "surface_dice": 10 / 16})
 
 
@@ -85,17 +87,17 @@ def test_spacing_changes_distances_and_axis_order_does_not() -> None:
 
     def hd95(order: tuple[int, ...], *spacing: float) -> float:
         masks = (mask.permute(order).flip(0) for mask in (prediction, reference))
-        return scores(*masks, names, [spacing[axis] for axis in order], 1.0, distances=True)["hd95"]
+        return scores(*masks, names, [spacing[axis] for axis in order], 1.0, distances=DISTANCES)["hd95"]
 
     assert hd95((0, 1, 2), 1, 1, 1) == 4
     assert hd95((0, 1, 2), 1, 1, 3) == 12
     assert hd95((2, 0, 1), 1, 1, 3) == 12
     assert hd95((0, 1, 2), 3, 1, 1) == 4
     large = [mask.repeat(3, 1, 1) for mask in (blobs((12, 14, 10), 0), blobs((12, 14, 10), 1))]
-    first = scores(*large, CLASSES, (1, 1, 3), 2.0, distances=True)
+    first = scores(*large, CLASSES, (1, 1, 3), 2.0, distances=DISTANCES)
     turned = [mask.permute(2, 0, 1).flip(1) for mask in large]
-    assert scores(*turned, CLASSES, (3, 1, 1), 2.0, distances=True) == pytest.approx(first, rel=1e-6)
-    assert scores(*large, CLASSES, (1, 1, 1), 2.0, distances=True)["hd95"] < first["hd95"]
+    assert scores(*turned, CLASSES, (3, 1, 1), 2.0, distances=DISTANCES) == pytest.approx(first, rel=1e-6)
+    assert scores(*large, CLASSES, (1, 1, 1), 2.0, distances=DISTANCES)["hd95"] < first["hd95"]
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (5, 9, 3)])
@@ -106,11 +108,11 @@ def test_empty_masks(shape: tuple[int, ...]) -> None:
     spot.view(-1)[7] = 1
     names = ("background", "spot")
     right = {"dice": 1.0, "pixel_accuracy": 1.0, "hd95": 0.0, "surface_dice": 1.0}
-    assert scores(empty, empty, names, spacing, 1.0, distances=True) == right
-    assert scores(spot, spot, names, spacing, 1.0, distances=True) == right
+    assert scores(empty, empty, names, spacing, 1.0, distances=DISTANCES) == right
+    assert scores(spot, spot, names, spacing, 1.0, distances=DISTANCES) == right
     diagonal = math.dist((0,) * len(shape), [(side - 1) * step for side, step in zip(shape, spacing, strict=True)])
     for pair in ((spot, empty), (empty, spot)):
-        found = scores(*pair, names, spacing, 1.0, distances=True)
+        found = scores(*pair, names, spacing, 1.0, distances=DISTANCES)
         share = 1 - 1 / spot.numel()
         assert found == pytest.approx({"dice": 0.0, "pixel_accuracy": share, "hd95": diagonal, "surface_dice": 0.0})
 
@@ -119,17 +121,17 @@ def test_a_class_that_is_missing_enters_the_mean() -> None:
     """Of two foreground classes one is right, the other is in neither mask, or in one of them."""
     reference = torch.zeros(4, 4, dtype=torch.uint8)
     reference[1] = 1
-    assert scores(reference, reference, CLASSES, (1, 1), 1, distances=True)["dice"] == 1
+    assert scores(reference, reference, CLASSES, (1, 1), 1, distances=DISTANCES)["dice"] == 1
     prediction = reference.clone()
     prediction[3, 3] = 2
-    found = scores(prediction, reference, CLASSES, (1, 1), 1, distances=True)
+    found = scores(prediction, reference, CLASSES, (1, 1), 1, distances=DISTANCES)
     assert (found["dice"], found["dice_anterior_part"], found["dice_posterior"]) == (0.5, 1.0, 0.0)
     assert found["hd95"] == pytest.approx((0 + math.hypot(3, 3)) / 2)
     assert found["surface_dice"] == 0.5
 
 
 def test_distances_are_left_out() -> None:
-    found = scores(blobs((9, 9), 0), blobs((9, 9), 1), CLASSES, (1, 1), 1, distances=False)
+    found = scores(blobs((9, 9), 0), blobs((9, 9), 1), CLASSES, (1, 1), 1, distances=())
     assert list(found) == ["dice", "dice_anterior_part", "dice_posterior", "pixel_accuracy"]
 
 
@@ -137,14 +139,16 @@ def test_channels_that_exclude_each_other_are_classes() -> None:
     """The first of them is the background; a single channel, and overlapping ones, are all foreground."""
     prediction, reference = blobs((20, 22), 0), blobs((20, 22), 1)
     pair = [torch.stack([mask == index for index in range(3)]).to(torch.uint8) for mask in (prediction, reference)]
-    expected = scores(prediction, reference, CLASSES, (1, 2), 1, distances=True)
-    found = channel_scores(*pair, (1, 2), 1, distances=True)
+    expected = scores(prediction, reference, CLASSES, (1, 2), 1, distances=DISTANCES)
+    found = channel_scores(*pair, (1, 2), 1, distances=DISTANCES)
     assert found == pytest.approx({name: expected[name] for name in found})
-    one = scores((prediction == 1).byte(), (reference == 1).byte(), ("", ""), (1, 2), 1, distances=True)
-    assert channel_scores(pair[0][1:2], pair[1][1:2], (1, 2), 1, distances=True) == one
+    one = scores((prediction == 1).byte(), (reference == 1).byte(), ("", ""), (1, 2), 1, distances=DISTANCES)
+    assert channel_scores(pair[0][1:2], pair[1][1:2], (1, 2), 1, distances=DISTANCES) == one
     whole = [torch.stack([mask > 0, mask == 2]).to(torch.uint8) for mask in (prediction, reference)]
-    parts = [scores(ours, theirs, ("", ""), (1, 2), 1, distances=True) for ours, theirs in zip(*whole, strict=True)]
-    overlapping = channel_scores(*whole, (1, 2), 1, distances=True)
+    parts = [
+        scores(ours, theirs, ("", ""), (1, 2), 1, distances=DISTANCES) for ours, theirs in zip(*whole, strict=True)
+    ]
+    overlapping = channel_scores(*whole, (1, 2), 1, distances=DISTANCES)
     assert overlapping["hd95"] == pytest.approx(np.mean([part["hd95"] for part in parts]))
     assert overlapping["pixel_accuracy"] == expected["pixel_accuracy"]
 
@@ -155,3 +159,72 @@ def test_names_of_classes_in_names_of_metrics() -> None:
         "csf_ventricles",
         "grey_matter",
     ]
+
+
+# Surfaces, against MONAI's own of each class's mask alone
+
+
+def by_monai(masks: tuple[Tensor, Tensor], spacing: tuple[float, ...], tolerance: float) -> tuple[float, float]:
+    """HD95 and surface Dice of two binary masks."""
+    if not all(mask.any() for mask in masks):
+        sides = math.hypot(*((side - 1) * step for side, step in zip(masks[0].shape, spacing, strict=True)))
+        return (0.0, 1.0) if not any(mask.any() for mask in masks) else (sides, 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, distances, _ = get_edge_surface_distance(*masks, spacing=[*spacing], symmetric=True)
+    near = sum(int((distance <= tolerance).sum()) for distance in distances)
+    return max(float(torch.quantile(one, 0.95)) for one in distances), near / sum(map(len, distances))
+
+
+@pytest.mark.parametrize("kind", ["noise", "blobs", "sparse", "empty"])
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_surfaces_of_all_classes_at_once_have_the_bits_of_each_alone(kind: str, dimensions: int) -> None:
+    draw = np.random.default_rng(dimensions)
+    for seed in range(12):
+        shape = tuple(draw.integers(8 if kind in ("blobs", "empty") else 1, 14, dimensions))
+        spacing = tuple(draw.uniform(0.3, 4, dimensions).tolist())
+        count, tolerance = int(draw.integers(2, 10)), float(draw.uniform(0.5, 3))
+        share = {"noise": 1.0, "sparse": 0.1}.get(kind, 0.0)
+        masks = draw.integers(0, count, (2, *shape)) * (draw.random((2, *shape)) < share)
+        pair = [*torch.from_numpy(masks.astype(np.uint8))]
+        if kind in ("blobs", "empty"):
+            pair = [pair[0] if kind == "empty" else blobs(shape, seed, count), blobs(shape, seed + 100, count)]
+        names = [f"c{c}" for c in range(count)]
+        each = [by_monai((pair[0] == c, pair[1] == c), spacing, tolerance) for c in range(1, count)]
+        found = scores(*pair, names, spacing, tolerance, distances=DISTANCES)
+        assert [found[name] for name in DISTANCES] == np.mean(each, axis=0).tolist()
+        channels = [torch.stack([one == c for c in range(count)]).to(torch.uint8) for one in pair]
+        for shown in (channels, [channel[1:] for channel in channels], [channels[0] | channels[1], channels[1]]):
+            first = int(len(shown[1]) > 1 and bool((shown[1].sum(0) == 1).all()))
+            alone = [by_monai((a > 0, b > 0), spacing, tolerance) for a, b in zip(*shown, strict=True)][first:]
+            found = channel_scores(*shown, spacing, tolerance, distances=DISTANCES)
+            assert [found[name] for name in DISTANCES] == [np.mean(column) for column in zip(*alone, strict=True)]
+
+
+# What is asked for
+
+
+def test_one_structure_is_measured_alone() -> None:
+    prediction, reference = blobs((20, 22), 0), blobs((20, 22), 1)
+    wanted = asked("hd95_posterior, dice,surface_dice_anterior_part", CLASSES)
+    assert wanted == ("hd95_posterior", "surface_dice_anterior_part")
+    found = scores(prediction, reference, CLASSES, (1, 2), 1, distances=wanted)
+    hd95, _ = by_monai((prediction == 2, reference == 2), (1, 2), 1)
+    _, near = by_monai((prediction == 1, reference == 1), (1, 2), 1)
+    assert [*found] == ["dice", "dice_anterior_part", "dice_posterior", "pixel_accuracy", *wanted]
+    assert [found[name] for name in wanted] == [hd95, near]
+    channels = [torch.stack([mask == c for c in range(3)]).to(torch.uint8) for mask in (prediction, reference)]
+    shown = channel_scores(*channels, (1, 2), 1, distances=wanted, names=CLASSES)
+    assert [shown[name] for name in wanted] == [hd95, near]
+    assert all(math.isnan(channel_scores(*channels, (1, 2), 1, distances=wanted)[name]) for name in wanted)
+
+
+def test_what_can_be_asked_for() -> None:
+    assert asked("all", CLASSES) == asked("hd95,all", CLASSES) == asked("all", None) == DISTANCES
+    assert asked("dice", CLASSES) == asked("dice", ()) == ()
+    with pytest.raises(InputError, match="--metrics hd96; this bundle's test items are scored by all, dice, hd95"):
+        asked("dice,hd96", CLASSES)
+    with pytest.raises(InputError, match="--metrics hd95_liver"):
+        asked("hd95_liver", CLASSES)
+    with pytest.raises(InputError, match="--metrics dice; this bundle's test items are scored by all;"):
+        asked("dice", None)

@@ -188,3 +188,5 @@ def test_tables_agree() -> None:
     assert not METRICS["hd95"].higher_is_better
     assert title("auroc") == "AUROC"
     assert title("val_mean_dice") == "val mean dice"
+    assert title("surface_dice_left_lung") == "Surface Dice left lung"
+    assert title("hd95_left_lung") == "HD95 left lung"

@@ -68,6 +68,21 @@ def reference_counts(out: Path) -> dict[str, int]:
     return json.loads((out / "run.json").read_text())["data"]["counts"]
 
 
+def test_what_is_scored_by_changes_no_weight(phantom: Path, reference: dict[str, object], tmp_path: Path) -> None:
+    few = run(phantom, tmp_path / "few", metrics="hd95_anterior")
+    assert few["run_hash"] == reference["run_hash"]
+    assert few["weights_sha256"] == reference["weights_sha256"]
+    header, *rows = (tmp_path / "few" / "predictions.csv").read_text().splitlines()
+    whole = (Path(str(reference["folder"])) / "predictions.csv").read_text().splitlines()[0]
+    assert set(whole.split(",")) - set(header.split(",")) == {"hd95", "surface_dice"}
+    assert all(float(dict(zip(header.split(","), row.split(","), strict=True))["hd95_anterior"]) >= 0 for row in rows)
+    assert set(few["units"]) == {"hd95_anterior"}
+    with pytest.raises(InputError, match="metrics"):
+        run(phantom, tmp_path / "few", metrics="dice", rounds=ROUNDS + 1, resume=True)
+    with pytest.raises(InputError, match="--metrics hd95_hippocampus; .*hd95_anterior"):
+        run(phantom, tmp_path / "none", metrics="hd95_hippocampus")
+
+
 def test_law1_rerun_workers_and_disk_cache_change_nothing(
     phantom: Path, reference: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

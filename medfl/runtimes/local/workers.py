@@ -62,9 +62,9 @@ class Workers(AbstractContextManager["Workers"]):
         """Return how many training items a participant has."""
         return len(self._federation.work(name, "train"))
 
-    def all(self, tasks: Sequence[MakeTask]) -> list[Any]:
-        """Run tasks and return their results in order."""
-        results = dict(self.run(tasks))
+    def all(self, tasks: Sequence[MakeTask], shown: Callable[[Any], Any] = iter) -> list[Any]:
+        """Run tasks and return their results in order; `shown` is put around them as they come."""
+        results = dict(shown(self.run(tasks)))
         return [results[index] for index in range(len(tasks))]
 
     def start(

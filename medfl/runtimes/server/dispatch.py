@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from tqdm import tqdm
+
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
@@ -36,6 +38,8 @@ class Dispatcher:
     ) -> None:
         self.federation, self.folder, self.workers = federation, folder, workers
         self.tolerance, self.say = tolerance, say
+        self.progress = False
+        """Whether scores show a bar on stderr as they come."""
 
     def introductions(self, missing: dict[str, str]) -> Iterator[tuple[str, Message]]:
         """Yield the introductions.
@@ -122,13 +126,16 @@ class Dispatcher:
             sections: those whose items it goes through, by which the longest site is known.
         """
         tasks = [partial(self._make, task, round_, server, name) for name in names]
-        results = self.workers.run(tasks, self._sizes(names, *sections) if sections else None)
+        results = self._shown(len(tasks), self.workers.run(tasks, self._sizes(names, *sections) if sections else None))
         least = None if self.tolerance.min_replies is None else 1
         return Attendance(names, least, {}, "scores", self.say).present(results)
 
     def at_server(self, tasks: Sequence[MakeTask]) -> list[Any]:
         """Return the results of tasks with the server's model, in order."""
-        return self.workers.all(tasks)
+        return self.workers.all(tasks, partial(self._shown, len(tasks)))
+
+    def _shown(self, count: int, results: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        yield from tqdm(results, "scoring", count, unit="part", leave=False, disable=not self.progress)
 
     def _attendance(self, names: Sequence[str], left_out: dict[str, str], what: str) -> Attendance:
         return Attendance(names, self.tolerance.min_replies, left_out, what, self.say)

@@ -172,10 +172,11 @@ class Scoring:
 
     def _units(self, scored: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
         """Return what a report cannot know without the images: the unit of distances on the test items."""
-        if not any("hd95" in scores for scores in scored):
+        distances = sorted({name for scores in scored for name in scores if name.startswith("hd95")})
+        if not distances:
             return {}
         units = {unit(geometry) for geometry in self.federation.sections["test"].geometry} or {unit(None)}
-        return {"units": {"hd95": " or ".join(sorted(units))}}
+        return {"units": dict.fromkeys(distances, " or ".join(sorted(units)))}
 
     def masks(
         self, server: State, cases: Mapping[str, Cases], save: bool
