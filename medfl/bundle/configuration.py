@@ -152,6 +152,8 @@ class Configuration:
         if not isinstance(node, Mapping):
             return node
         safe, target = {key: self._harmless(value) for key, value in node.items()}, target_name(node)
+        if self.file.stem == "inference" and safe.get("pretrained") is True:
+            safe["pretrained"] = False  # its weights are loaded from models/
         if target in _CACHES:
             safe = {key: safe[key] for key in ("_disabled_", "_requires_", "data", "transform") if key in safe}
             return {"_target_": "monai.data.Dataset", **safe}
@@ -233,7 +235,8 @@ class Configuration:
                     "trainers and evaluators are never made here: their handlers write files",
                     "let it do without",
                 )
-        with own_python(self.root), warnings.catch_warnings():
+        may = self._policy.trusted or "scripts" in self._policy.allow
+        with own_python(self.root) if may else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # `json.load(open(…))` is the bundle's habit
             try:
                 return parser.get_parsed_content(key)

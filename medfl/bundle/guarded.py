@@ -14,8 +14,8 @@ from typing import Any
 from monai.bundle import ConfigComponent, ConfigExpression, ConfigItem, ConfigParser, ReferenceResolver
 
 from medfl.core.untrusted import Refused
-from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, WRITERS, argument_refused, without_ending
-from medfl.policy.components import component
+from medfl.policy.allowed import WRITERS, without_ending
+from medfl.policy.components import check_arguments, component
 from medfl.policy.evaluate import Evaluator
 from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
 from medfl.policy.policy import Policy
@@ -39,7 +39,7 @@ def guarded_parser(
     if not policy.trusted:
         names = dict(DEFAULT_NAMES)
         for text in content.get("imports", []):
-            names |= imported(str(text)[1:], policy.allow, own_modules, Uses())
+            names |= imported(str(text)[1:], Uses())
         parser.ref_resolver = _Resolver(Evaluator(names, policy.allow, own_modules, roots))
     return parser
 
@@ -87,11 +87,7 @@ class _Component(ConfigComponent):
         if config.get("_mode_", "default") != "default":
             raise Refused(f"_mode_ of {name}, where only 'default' is")
         arguments = {**{key: value for key, value in config.items() if key not in self.non_arg_keys}, **named}
-        if name in WEIGHTS_OF_THEIR_OWN and arguments.get("pretrained", True) not in (False, None):
-            raise Refused(f"{name} without 'pretrained: false', which would fetch weights")
-        for key, value in arguments.items():
-            if why := argument_refused(key, value):
-                raise Refused(why)
+        check_arguments(found, (), arguments)
         try:
             return found(**arguments)
         except Exception as error:

@@ -21,7 +21,9 @@ examples
   medfl site inspect path/to/bundle --write-policy policies/bundle.yaml
       accept it as it is: from now on every file has to be this one
   medfl site inspect path/to/bundle --policy policies/bundle.yaml
-      still the same? before every run"""
+      still the same? before every run
+  medfl site inspect path/to/new --against path/to/accepted
+      what has changed since?"""
 
 _CHECK_EXAMPLES = """\
 examples
@@ -53,6 +55,9 @@ def add(verbs: Any) -> None:
     inspect = add_verb(actions, "inspect", "read a bundle without running anything of it", _inspect, _EXAMPLES)
     inspect.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
     inspect.add_argument("--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra")
+    inspect.add_argument(
+        "--against", type=Path, metavar="DIR", help="the version accepted before: show what differs, line by line"
+    )
     inspect.add_argument(
         "--write-policy", type=Path, metavar="FILE",
         help="if accepted, write a policy that pins every file, with what --policy says beside",
@@ -98,6 +103,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 def _inspect(options: Any) -> int:
     from medfl.bundle.configuration import shipped_folders
     from medfl.core.run_documents import read_run
+    from medfl.policy.differences import differences
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
 
@@ -111,7 +117,8 @@ def _inspect(options: Any) -> int:
         if target.resolve().is_relative_to(folder.expanduser().resolve()):
             raise InputError(f"--write-policy {target}", "a place outside of the bundle", "give a file outside of it")
     inspection = inspect(folder, policy)
-    document = {**inspection.as_dict(), "outbound": policy.outbound.lines(), "jobs": policy.jobs()}
+    changes = None if options.against is None else list(differences(inspect(options.against, policy), inspection))
+    document = {**inspection.as_dict(), "outbound": policy.outbound.lines(), "jobs": policy.jobs(), "changes": changes}
     if target is not None and inspection.accepted:
         from medfl.core.storage import write_atomic
 
@@ -138,6 +145,8 @@ def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
     lines = [f"bundle {printable(document['bundle'])} in {printable(document['folder'], 200)}", "", f"Files ({pinned})"]
     rows = [[printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]]
     lines += terminal.table(["file", "kind", "bytes", "sha256"], rows, max(width, 132)) if rows else ["none"]
+    if document["changes"] is not None:
+        lines += ["", "What differs from the version given with --against", *(document["changes"] or ["nothing"])]
     for title, what in (
         ("Components that would be made (_target_)", document["targets"]),
         (f"What its {document['expressions']} expressions and its imports use", document["uses"]),

@@ -2,11 +2,17 @@
 
 The lists are explicit, gathered from what bundles of the public zoo use and MONAI 1.6 offers; what is on none of them
 is refused. Left out on purpose although they look like the others: what locates a name given as text, compiles, fetches
-weights by itself, or talks to a server (PerceptualLoss, TciaDataset, MLFlowHandler, ClearML*, TrtHandler, TorchVision,
-TorchVisionFCModel, GaussianMixtureModel, CSVDataset, ...).
+weights by itself, or talks to a server (PerceptualLoss, TciaDataset, MLFlowHandler, ClearML*, TrtHandler,
+GaussianMixtureModel, ...).
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from medfl.core.untrusted import printable
 
 
 def _names(text: str) -> frozenset[str]:
@@ -35,7 +41,7 @@ TRANSFORMS = _names(
     ResampleToMatch Resize ResizeWithPadOrCrop Rotate Rotate90 SaveClassification SaveImage SavitzkyGolaySmooth
     ScaleIntensity ScaleIntensityFixedMean ScaleIntensityRange ScaleIntensityRangePercentiles SelectItems ShiftIntensity
     SobelGradients Spacing SpatialCrop SpatialPad SpatialResample SplitDim SqueezeDim StdShiftIntensity
-    ThresholdIntensity ToDevice ToMetaTensor ToNumpy ToTensor Transpose VoteEnsemble Zoom
+    ThresholdIntensity ToDevice ToMetaTensor ToNumpy ToTensor TorchVision Transpose VoteEnsemble Zoom RandTorchVision
     """
 )
 """Transforms without the ending (d, D, Dict) of those for dictionaries."""
@@ -87,6 +93,8 @@ MONAI_COMPONENTS = _names(
 
     ExponentialLR LinearLR Novograd WarmupCosineSchedule
 
+    CSVDataset CSVIterableDataset TorchVisionFCModel
+    COCOMetric Interaction RetinaNet RetinaNetDetector resnet_fpn_feature_extractor
     DecathlonDataset MedNISTDataset Relabeld VistaPreTransformd VistaPostTransformd AnchorGeneratorWithAnchorShape
     AutoencoderKlMaisi DiffusionModelUNetMaisi ControlNetMaisi
     """
@@ -99,11 +107,17 @@ _COMPONENTS = {
         TensorDataset WeightedRandomSampler
         """,
     "torch.utils.data.distributed": "DistributedSampler",
+    "torch": "device",
     "torch.amp": "GradScaler",
+    "torchvision.models": """
+        densenet121 densenet169 densenet201 efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3
+        mobilenet_v2 mobilenet_v3_large mobilenet_v3_small resnet18 resnet34 resnet50 resnet101 resnet152
+        resnext50_32x4d swin_t vgg16 vit_b_16 wide_resnet50_2 convnext_tiny
+        """,
     "torch.cuda.amp": "GradScaler",
     "ignite.metrics": """
         Accuracy Average AveragePrecision ClassificationReport CohenKappa ConfusionMatrix Fbeta Loss MeanAbsoluteError
-        MeanSquaredError PSNR Precision ROC_AUC Recall RootMeanSquaredError RunningAverage SSIM
+        MeanPairwiseDistance MeanSquaredError PSNR Precision ROC_AUC Recall RootMeanSquaredError RunningAverage SSIM
         TopKCategoricalAccuracy
         """,
     "ignite.handlers": """
@@ -140,6 +154,12 @@ def without_ending(name: str) -> str:
 
 # Arguments with a meaning of their own, whoever takes them
 
+TORCHVISION = _names(
+    "CenterCrop ColorJitter GaussianBlur Grayscale Normalize Pad RandomAffine RandomGrayscale RandomHorizontalFlip "
+    "RandomRotation RandomVerticalFlip Resize"
+)
+"""What `name` of TorchVision and RandTorchVision may say: it is looked up in torchvision."""
+
 READERS = _names(
     """
     ITKReader NibabelReader NrrdReader NumpyReader PILReader PydicomReader WSIReader itkreader nibabelreader nrrdreader
@@ -149,6 +169,15 @@ READERS = _names(
 )
 """What `reader`, `writer` and `merger_cls` may name: MONAI imports and calls anything else that they say."""
 
+_NETWORK = re.compile(
+    r"(densenet|efficientnet[-_][bv]|resnet|resnext|wide_resnet|vgg|vit_|swin_|convnext_|mobilenet_v)\w*"
+)
+"""What `model_name` may say: it is looked up among torchvision's networks, and called."""
+TABLE_ARGUMENTS = (
+    "sep", "delimiter", "header", "names", "index_col", "usecols", "dtype", "skiprows", "nrows", "encoding",
+    "na_values",
+)  # fmt: skip
+"""What the reading of a CSV file may be told beside its path."""
 
 _SWITCHES = ("download", "pretrained", "allow_pickle", "trust_remote_code", "expanduser")
 
@@ -166,10 +195,33 @@ def argument_refused(name: str, value: object) -> str:
             return f"argument {name!r} names what is imported and called: only readers and writers of MONAI can be"
     if name in _SWITCHES and value is not False and value is not None:
         return f"argument {name!r} can only be false here: nothing is fetched and nothing unpickled"
+    if any(isinstance(each, str) and "://" in each for each in (value if isinstance(value, list) else [value])):
+        return f"argument {name!r} is a URL: nothing is fetched"
     if name == "weights_only" and value is not True:
         return "argument 'weights_only' can only be true here: nothing is unpickled"
     if name in ("pickle_module", "model_url", "pretrained_url", "pretrained_path") and value is not None:
         return f"argument {name!r} cannot be given here: nothing is fetched and nothing unpickled"
+    return ""
+
+
+def component_refused(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return why a listed component may not have these arguments, "" if it may: each by itself is checked apart.
+
+    Args:
+        name: of the component, without its module.
+        arguments: literals; a computed one is a text that begins with `$` or `@`.
+    """
+    if name in WEIGHTS_OF_THEIR_OWN and arguments.get("pretrained", True) not in (False, None):
+        return f"{name} without 'pretrained: false', which would fetch weights"
+    if without_ending(name).endswith("TorchVision") and arguments.get("name") not in TORCHVISION:
+        return f"{name} of {printable(arguments.get('name'))!r}, which is not on the list"
+    model = str(arguments.get("model_name", "resnet18"))
+    if name == "TorchVisionFCModel" and not _NETWORK.fullmatch(model):
+        return f"{name} of {printable(model)!r}, which is none of torchvision's networks"
+    if (name == "TorchVisionFCModel" or _NETWORK.fullmatch(name)) and arguments.get("weights") is not None:
+        return f"{name} with 'weights', which would be fetched"
+    if others := set(arguments.get("kwargs_read_csv") or ()) - set(TABLE_ARGUMENTS):
+        return f"{name} with {printable(min(others))!r}, which reading a CSV file is not told here"
     return ""
 
 
@@ -196,34 +248,43 @@ _MEMBERS = {
     "json": "load loads",
     "logging": "DEBUG ERROR INFO WARNING",
     "math": "ceil floor inf log pi sqrt",
-    "os": "getcwd listdir",
+    "os": "getcwd listdir sep",
     "os.path": "abspath basename dirname exists isdir isfile join splitext",
     "pathlib": "Path",
+    "pandas": "read_csv",
     "scipy.ndimage": "binary_dilation binary_erosion binary_fill_holes gaussian_filter label zoom",
     "numpy": """
-        abs all any arange argmax argmin array asarray bool_ ceil clip concatenate expand_dims exp eye float16 float32
-        float64 floor inf int8 int16 int32 int64 linspace log max maximum mean median min minimum moveaxis nan ones pi
-        prod round sqrt squeeze stack std sum transpose uint8 uint16 unique where zeros
+        all any arange argmax argmin argsort array asarray bool_ clip concatenate expand_dims eye flip float16 float32
+        float64 inf int8 int16 int32 int64 linspace max mean median min moveaxis nan ones pad percentile pi prod
+        quantile round squeeze stack std sum transpose uint8 uint16 unique where zeros
         """,
-    "numpy.random": "choice permutation rand randint randn seed shuffle",
+    "skimage.measure": "label",
+    "random": "choice randint sample seed shuffle uniform",
+    "numpy.random": "RandomState choice default_rng permutation rand randint randn seed shuffle",
     "torch": """
-        abs arange argmax bfloat16 bool cat clamp device exp eye float float16 float32 float64 FloatTensor from_numpy
-        full half int int8 int16 int32 int64 isnan linspace log long LongTensor max mean min nan_to_num ones permute
-        rand randn round sigmoid softmax sqrt squeeze stack std sum tensor Tensor uint8 unsqueeze where zeros
+        bfloat16 bool device float float16 float32 float64 FloatTensor half int int8 int16 int32 int64 long LongTensor
+        Tensor uint8
         """,
     "torch.cuda": "device_count is_available",
-    "torch.nn.functional": "interpolate normalize one_hot pad relu sigmoid softmax",
+    "torch.nn.functional": """
+        adaptive_avg_pool2d adaptive_avg_pool3d affine_grid avg_pool2d avg_pool3d gelu grid_sample interpolate
+        leaky_relu log_softmax max_pool2d max_pool3d normalize one_hot pad relu sigmoid softmax
+        """,
     "ignite.engine.Events": """
         COMPLETED EPOCH_COMPLETED EPOCH_STARTED ITERATION_COMPLETED ITERATION_STARTED STARTED
         """,
+    "monai.apps.pathology.handlers.utils": "from_engine_hovernet",
+    "monai.auto3dseg.utils": "datafold_read",
     "monai.data": """
-        decollate_batch list_data_collate load_decathlon_datalist pad_list_data_collate partition_dataset
-        partition_dataset_classes select_cross_validation_folds
+        DataLoader Dataset decollate_batch list_data_collate load_decathlon_datalist pad_list_data_collate
+        partition_dataset partition_dataset_classes select_cross_validation_folds
         """,
-    "monai.data.utils": "list_data_collate pad_list_data_collate partition_dataset",
+    "monai.data.utils": "list_data_collate no_collation pad_list_data_collate partition_dataset",
     "monai.engines": "default_metric_cmp_fn default_prepare_batch",
     "monai.handlers": "from_engine",
-    "monai.inferers": "SimpleInferer",
+    "monai.networks": "copy_model_state normal_init",
+    "monai.networks.nets": "vista3d132",
+    "monai.networks.utils": "copy_model_state",
     "monai.utils": "ensure_tuple ensure_tuple_rep first set_determinism",
     "monai.utils.CommonKeys": "IMAGE LABEL LOSS METADATA PRED",
     "medfl.datasets": "datalist locate",
@@ -246,17 +307,8 @@ _WORDED = {
 WORDED = {member: word for word, members in _WORDED.items() for member in members.split()}
 """Members that need a word of the site's policy, and the word."""
 
-MODULES = frozenset(
-    {
-        path.rpartition(".")[0][:end]
-        for path in MEMBERS
-        for end in [*(i for i, c in enumerate(path.rpartition(".")[0]) if c == "."), None]
-    }
-    - {"ignite.engine.Events", "monai.utils.CommonKeys", "datetime.datetime"}
-    | {"ignite.metrics", "ignite.handlers", "medfl.medsam", "medfl.networks", "monai.transforms", "monai.networks.nets"}
-)
-"""What may be imported without a word."""
-WORDED_MODULES = {"torch.distributed": "distributed", "torch.jit": "pickle", "sys": "sys.path"}
+MODULES = frozenset(path.partition(".")[0] for path in MEMBERS)
+"""The packages of these; Python of a bundle's own may not take their names."""
 
 METHODS_OF = {
     "text": _names(
@@ -278,6 +330,13 @@ METHODS_OF = {
     ),
     "file": _names("close read readline readlines"),
     "time": _names("date day hour isoformat microsecond minute month second strftime time year"),
+    "random": _names("choice integers normal permutation rand randint randn random sample shuffle uniform"),
+    "table": _names(
+        """
+        columns dropna head iloc index isin loc reset_index shape size sort_values tail to_dict to_list to_numpy tolist
+        unique values
+        """
+    ),
     "tensor": _names(
         """
         abs all any argmax argmin array astype bool clamp clip clone contiguous copy cpu cuda cumsum detach device dim
@@ -288,7 +347,7 @@ METHODS_OF = {
     ),
     "network": _names(
         """
-        attention bias children classifier cpu cuda decoder double encoder eval fc features float half head
+        apply attention bias children classifier cpu cuda decoder double encoder eval fc features float half head
         load_old_state_dict load_state_dict modules named_children named_parameters parameters state_dict to train
         weight
         """
@@ -297,7 +356,8 @@ METHODS_OF = {
     "picture": _names("convert crop height mode resize size width"),
     "component": _names(
         """
-        attention batch_size data dataset decoder encoder get_last_lr head metrics output param_groups
+        attention batch batch_size data dataset decoder encoder epoch epoch_length get_last_lr head iteration max_epochs
+        metrics output param_groups
         set_random_state state state_dict step transform transforms
         """
     ),
@@ -305,10 +365,3 @@ METHODS_OF = {
 """What expressions may ask of a value, by the kind of the value; a path can only be looked at, never changed."""
 METHODS = frozenset().union(*METHODS_OF.values())
 """All of them: what an inspection, which knows no values, lets pass."""
-
-STATEMENT_METHODS = _names(
-    """
-    add_event_handler attach close load_state_dict logger mkdir run setLevel set_trainer touch train
-    """
-)
-"""Further ones in lists of statements such as `run` and `initialize`, which medfl never evaluates."""

@@ -14,15 +14,11 @@ from medfl.policy.findings import File, Inspection
 from medfl.policy.policy import Policy
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
-_INERT = (
-    "", ".md", ".rst", ".txt", ".csv", ".tsv", ".safetensors", ".onnx", ".png", ".jpg", ".jpeg", ".tif", ".tiff",
-    ".bmp", ".svg", ".gif", ".pdf", ".gz", ".nii", ".nrrd", ".mha", ".mhd", ".raw", ".npy", ".npz", ".dcm", ".h5",
-    *_CONFIGURATION,
-)  # fmt: skip
-_PICKLED = (".pt", ".pth", ".ckpt", ".ts", ".pkl", ".pickle", ".bin", ".joblib")
-_WEIGHTS = (".pt", ".pth", ".ts")
-"""Of these, in models/, medfl reads at most tensors; what else reads them needs a word of the policy."""
-_COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".exe", ".egg", ".whl", ".zip", ".sh", ".bat", ".ps1")
+READ = ("train", "evaluate", "inference", "metadata", "federated")
+"""The configurations that medfl reads, by their names in configs/; all other files are pinned, and never opened."""
+_WEIGHTS = (".safetensors", ".onnx", ".pt", ".pth", ".ts", ".ckpt", ".pkl", ".pickle", ".bin", ".joblib")
+_COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".egg", ".whl")
+"""What Python would import in the place of other modules."""
 _CHUNK = 1 << 20
 
 
@@ -81,28 +77,18 @@ class BundleFiles:
 
     def _kind(self, name: str) -> str:
         path = PurePosixPath(name)
-        suffix, allow = path.suffix.lower(), self.policy.allow
+        suffix = path.suffix.lower()
         if suffix in _COMPILED:
             raise Refused(f"compiled or packed code ({printable(suffix)})")
         if suffix == ".py":
-            return self.inspection.need(self.policy, "scripts", "Python of the bundle")
-        if suffix in _WEIGHTS and path.parts[0] == "models":
-            return "weights, never unpickled"
-        if suffix in _PICKLED:
-            return self.inspection.need(self.policy, "pickle", f"pickled weights ({suffix})")
-        if path.name == "logging.conf":
-            return self.inspection.need(self.policy, "logging", "a logging configuration")
-        if suffix in _CONFIGURATION and (path.parts[0] == "configs" or len(path.parts) == 1):
+            return "Python of the bundle" + ("" if "scripts" in self.policy.allow else ", never run")
+        if suffix in _CONFIGURATION and path.parts[0] == "configs" and path.stem in READ:
             if path.suffix != suffix:
                 raise Refused(f"an ending {printable(path.suffix)} in capitals")
-            return "large files, never fetched" if path.stem == "large_files" else "configuration"
-        if suffix not in _INERT or (path.parts[0] == "configs" and suffix not in (".txt", ".md")):
-            if "files" not in allow:
-                raise Refused(
-                    f"a file of unknown kind ({printable(path.name)}), for which the policy has to allow 'files'"
-                )
-            return self.inspection.need(self.policy, "files", f"a file of unknown kind ({printable(suffix)})")
-        return "weights" if suffix in (".safetensors", ".onnx") else "data or text"
+            return "configuration"
+        if suffix in _CONFIGURATION and (path.parts[0] == "configs" or len(path.parts) == 1):
+            return "configuration, never read"
+        return "weights, never unpickled" if suffix in _WEIGHTS else "another file, never run"
 
     def _file(self, path: Path, name: str, kind: str) -> None:
         digest, size, content = hashlib.sha256(), 0, b""

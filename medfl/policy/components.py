@@ -10,18 +10,33 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import EnumMeta
 from functools import cache
 from typing import Any, TypeGuard
 
+import numpy as np
+import torch
+
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import COMPONENTS, MONAI_COMPONENTS, TRANSFORMS
+from medfl.policy.allowed import (
+    COMPONENTS,
+    MONAI_COMPONENTS,
+    TRANSFORMS,
+    WEIGHTS_OF_THEIR_OWN,
+    WRITERS,
+    argument_refused,
+    component_refused,
+    without_ending,
+)
 
 _HOMES = (
     "monai.transforms", "monai.losses", "monai.networks.nets", "monai.networks.schedulers", "monai.data",
     "monai.handlers", "monai.inferers", "monai.metrics", "monai.engines", "monai.optimizers", "monai.apps",
     "monai.apps.vista3d.transforms", "monai.apps.detection.utils.anchor_utils",
     "monai.apps.detection.transforms.array", "monai.apps.detection.transforms.dictionary",
+    "monai.apps.detection.networks.retinanet_network", "monai.apps.detection.metrics.coco",
+    "monai.apps.deepedit.interaction", "monai.apps.deepgrow.interaction",
     "monai.apps.generation.maisi.networks.autoencoderkl_maisi",
     "monai.apps.generation.maisi.networks.diffusion_model_unet_maisi",
     "monai.apps.generation.maisi.networks.controlnet_maisi",
@@ -29,6 +44,17 @@ _HOMES = (
 """Where MONAI hands out its components, in the order in which a short name is looked for."""
 _BASES = {"torch.nn": "Module", "torch.optim": "Optimizer", "torch.optim.lr_scheduler": "LRScheduler"}
 """Modules of PyTorch of which every class with this base is listed."""
+_APPS = (
+    *(f"monai.apps.{name}." for name in ("deepedit", "deepgrow", "detection", "nuclick", "pathology", "vista3d")),
+    "monai.networks.blocks.",
+)
+"""Applications and blocks of MONAI of which every transform and network is listed."""
+_IN_EXPRESSIONS = (
+    "torch.", "ignite.", "monai.networks.", "monai.losses.", "monai.metrics.", "monai.inferers.", "monai.transforms.",
+    "monai.apps.",
+)  # fmt: skip
+"""Where components lie that expressions may make too."""
+_PACKAGES = ("monai", "torch", "torchvision", "numpy", "ignite", "medfl")
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
 
 
@@ -53,19 +79,51 @@ def component(target: str) -> Callable[..., Any]:
     return found
 
 
-def torch_component(path: str) -> Callable[..., Any] | None:
-    """Return the listed class of PyTorch or ignite at a path, which expressions may use too; None if it is none."""
-    if path.partition(".")[0] not in ("torch", "ignite"):
-        return None  # one of MONAI's may import what its first argument names
+def for_expressions(path: str) -> Any:
+    """Return the listed component, or the member of one of MONAI's enumerations, at a path; None if it is none."""
+    module, _, name = path.rpartition(".")
+    enumeration = _in_module(*module.rpartition(".")[::2])
+    if isinstance(enumeration, EnumMeta) and enumeration.__module__.startswith("monai.utils."):
+        return enumeration.__members__.get(name)
+    if _is_plain_function(module, name):
+        return _in_module(module, name)
     try:
-        return component(path)
+        found = component(path)
     except Refused:
         return None
+    listed = found.__module__.startswith(_IN_EXPRESSIONS) and name not in WEIGHTS_OF_THEIR_OWN
+    return found if listed and without_ending(name) not in WRITERS else None
+
+
+def _is_plain_function(module: str, name: str) -> bool:
+    """Tell whether PyTorch or NumPy has this function of tensors or arrays in C; of these `from_file` opens files."""
+    if module == "numpy":
+        return isinstance(_in_module(module, name), np.ufunc)
+    functions = torch._C._VariableFunctions
+    same = module == "torch" and _in_module(module, name) is getattr(functions, name, module)
+    return same and not name.startswith("_") and name != "from_file"
+
+
+def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str, Any]) -> None:
+    """Check what a function or component is called with; `...` stands for what is not known yet.
+
+    Raises:
+        Refused: an argument has a meaning of its own and may not have this value.
+    """
+    try:
+        given = {**inspect.signature(function).bind_partial(*arguments).arguments, **named}
+    except (TypeError, ValueError):
+        given = dict(named)  # it tells no names of its positional ones
+    for name, value in given.items():
+        if why := argument_refused(name, value):
+            raise Refused(why)
+    if why := component_refused(getattr(function, "__name__", ""), given):
+        raise Refused(why)
 
 
 def _in_module(module: str, name: str) -> object:
     """Return what a loaded module of the listed packages calls by a name, None if there is none; imports nothing."""
-    if module not in sys.modules or module.partition(".")[0] not in ("monai", "torch", "ignite", "medfl"):
+    if module not in sys.modules or module.partition(".")[0] not in _PACKAGES:
         return None
     return vars(sys.modules[module]).get(name)
 
@@ -73,6 +131,10 @@ def _in_module(module: str, name: str) -> object:
 @cache
 def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., Any]]]:
     """Return the components of MONAI by their short names, and all listed ones by identity."""
+    from monai.engines import PrepareBatch
+    from monai.transforms import Transform
+    from torch import nn
+
     short: dict[str, Callable[..., Any]] = {}
     identities: dict[int, Callable[..., Any]] = {}
     for home in _HOMES:
@@ -87,12 +149,25 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
         found = getattr(importlib.import_module(module_name), name, None)
         if _of_package(found, path.partition(".")[0]):
             identities[id(found)] = found
+    bases = (Transform, nn.Module, PrepareBatch)
+    for module_name in [name for name in sys.modules if name.startswith(_APPS)]:
+        for name, found in vars(sys.modules[module_name]).items():
+            of_apps = inspect.isclass(found) and issubclass(found, bases) and found.__module__.startswith(_APPS)
+            if of_apps and not _fetches(found):
+                short.setdefault(name, found)
+                identities[id(found)] = found
     for module_name, base in _BASES.items():
         module = importlib.import_module(module_name)
         for found in vars(module).values():
             if inspect.isclass(found) and issubclass(found, getattr(module, base)) and _of_package(found, "torch"):
                 identities[id(found)] = found
     return short, identities
+
+
+def _fetches(found: Callable[..., Any]) -> bool:
+    """Tell whether a network fetches weights unless told otherwise."""
+    pretrained = inspect.signature(found).parameters.get("pretrained")
+    return pretrained is not None and pretrained.default is not False
 
 
 def _monai_names() -> Iterator[str]:

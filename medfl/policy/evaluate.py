@@ -29,8 +29,14 @@ from PIL.Image import Image
 from torch import nn
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import BUILTINS, MEMBERS, METHODS_OF, WORDED, argument_refused
-from medfl.policy.components import torch_component
+from medfl.policy.allowed import (
+    BUILTINS,
+    MEMBERS,
+    METHODS_OF,
+    TABLE_ARGUMENTS,
+    WORDED,
+)
+from medfl.policy.components import check_arguments, for_expressions
 from medfl.policy.expressions import REFERENCE, check_expression, check_format, check_width, module_path
 from medfl.policy.imports import Uses, only_statement
 
@@ -40,18 +46,19 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (str, "text"), (list, "list"), (tuple, "tuple"), (dict, "dict"), ((set, frozenset), "set"),
     ((bool, int, float), "number"), (PurePath, "path"), (io.IOBase, "file"),
     ((datetime.date, datetime.time), "time"), ((torch.Tensor, np.ndarray, np.generic), "tensor"),
-    (nn.Module, "network"), (torch.device, "device"), (Image, "picture"),
+    (nn.Module, "network"), ((np.random.RandomState, np.random.Generator), "random"), (torch.device, "device"),
+    (Image, "picture"),
 )  # fmt: skip
-_PACKAGES = ("monai", "torch", "numpy", "ignite", "medfl", "scipy")
+_PACKAGES = ("monai", "torch", "numpy", "ignite", "medfl", "scipy", "skimage")
 """Whose classes and functions may be called, and whose objects are components."""
 _READS_PATH = {"exists", "glob", "is_dir", "is_file", "iterdir", "read_text", "rglob"}
-_PATH_FUNCTIONS = frozenset(
-    {
-        "glob.glob", "os.listdir", "os.path.exists", "os.path.isdir", "os.path.isfile",
-        "monai.data.load_decathlon_datalist",
-    }
-)  # fmt: skip
-"""Members whose first argument is a place that they look at."""
+_PATH_FUNCTIONS = {
+    "glob.glob": ("recursive", "include_hidden"), "os.listdir": (), "os.path.exists": (), "os.path.isdir": (),
+    "os.path.isfile": (), "monai.data.load_decathlon_datalist": ("is_segmentation", "data_list_key", "base_dir"),
+    "monai.auto3dseg.utils.datafold_read": ("basedir", "fold", "key"),
+    "pandas.read_csv": TABLE_ARGUMENTS,
+}  # fmt: skip
+"""Members whose first argument is a place that they look at, and which others may be given."""
 
 
 class ElsewhereRefused(Refused):
@@ -120,10 +127,11 @@ class Evaluator:
         if path not in self._members:
             own = path.partition(".")[0] in self.own_modules
             listed = path in MEMBERS or WORDED.get(path) in self.words or (own and "scripts" in self.words)
-            found = _located(path) if listed else torch_component(path)
+            found = _located(path) if listed else for_expressions(path)
             if found is None:
                 raise Refused(f"{printable(path)}, which is not on the list")
-            self._members[path] = self._looks_inside(found) if path in _PATH_FUNCTIONS else found
+            allowed = _PATH_FUNCTIONS.get(path)
+            self._members[path] = found if allowed is None else self._looks_inside(found, allowed)
         return self._members[path]
 
     # Guards
@@ -135,15 +143,19 @@ class Evaluator:
         if isinstance(value, Path) and name in _READS_PATH:
             self._check_place(value)
         if isinstance(value, Path) and name in ("glob", "rglob"):
-            return self._looks_inside(getattr(value, name), value)
+            return self._looks_inside(getattr(value, name), (), value)
         if isinstance(value, str) and name == "format":
             return functools.partial(_format, value)
+        if _kind(value) == "table" and name not in METHODS_OF["table"]:
+            return value[name]  # never a method of the table that has the name of a column
         return getattr(value, name)
 
     def _allows(self, value: Any, name: str) -> bool:
         kind = _kind(value)
         if kind == "network" and not name.startswith("_"):
             return name in METHODS_OF[kind] or name in {*value._modules, *value._parameters, *value._buffers}
+        if kind == "table":
+            return name in METHODS_OF[kind] or name in getattr(value, "columns", ())
         if kind:
             return name in METHODS_OF[kind]
         if self._is_own(type(value)) or self._is_own(value):
@@ -158,9 +170,12 @@ class Evaluator:
     def _call(self, function: Any, *arguments: Any, **named: Any) -> Any:
         if not self._callable(function):
             raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
-        for name, value in named.items():
-            if why := argument_refused(name, value):
-                raise Refused(why)
+        handed = next(
+            (v for v in [*arguments, *named.values()] if inspect.isroutine(v) and not self._callable(v)), None
+        )
+        if handed is not None:
+            raise Refused(f"{printable(handed.__name__)} handed on, which is not on the list")
+        check_arguments(function, arguments, named)
         return function(*arguments, **named)
 
     def _callable(self, function: Any) -> bool:
@@ -176,14 +191,20 @@ class Evaluator:
         of = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)
         return str(getattr(of, "__module__", None)).partition(".")[0] in _PACKAGES or self._is_own(of)
 
-    def _looks_inside(self, function: Callable[..., Any], folder: Path | None = None) -> Callable[..., Any]:
+    def _looks_inside(
+        self, function: Callable[..., Any], allowed: Collection[str], folder: Path | None = None
+    ) -> Callable[..., Any]:
         """Return a function that looks at the place that its first argument names, below a folder if one is given."""
+        signature = inspect.signature(function)
+        first = next(iter(signature.parameters))
 
-        def look(place: Any = ".", *arguments: Any, **named: Any) -> Any:
-            if elsewhere := named.keys() & {"root_dir", "dir_fd"}:
-                raise Refused(f"the argument {min(elsewhere)}, which leads elsewhere")
+        def look(*arguments: Any, **named: Any) -> Any:
+            given = signature.bind(*arguments, **named).arguments
+            if others := given.keys() - {first, *allowed}:
+                raise Refused(f"the argument {min(others)} of {function.__name__}, which is not on the list")
+            place = given.get(first, ".")
             self._check_place(place if folder is None else folder / str(place))
-            return function(place, *arguments, **named)
+            return function(*arguments, **named)
 
         return look
 
@@ -205,6 +226,8 @@ class Evaluator:
         if not isinstance(place, str | PurePath):
             raise Refused(f"a {type(place).__name__} as a path")
         path = Path(os.path.abspath(place))
+        if "://" in str(place):
+            raise Refused(f"the address {printable(place)}: nothing is fetched")
         if not any(path.is_relative_to(root) for root in self.roots):
             raise ElsewhereRefused(f"the path {printable(place)}, which is neither below the bundle nor below its data")
 
@@ -247,6 +270,8 @@ def _guard(name: str, *arguments: Any) -> ast.expr:
 
 
 def _kind(value: object) -> str:
+    if type(value).__module__.partition(".")[0] == "pandas":
+        return "table"
     return next((kind for types, kind in _KINDS if isinstance(value, types)), "")
 
 

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import BUILTINS, MEMBERS, METHODS, STATEMENT_METHODS, WORDED, argument_refused
-from medfl.policy.components import torch_component
+from medfl.policy.allowed import BUILTINS, MEMBERS, METHODS, WORDED, argument_refused
+from medfl.policy.components import check_arguments, for_expressions
 from medfl.policy.imports import Uses, need_word, only_statement
 from medfl.policy.paths import check_id, check_path
 
@@ -40,7 +40,7 @@ def check_expression(
     own_modules: Collection[str],
     uses: Uses,
     *,
-    statement: bool = False,
+    prints: bool = False,
     length: int = 1000,
 ) -> None:
     """Check an expression.
@@ -51,7 +51,7 @@ def check_expression(
         words: of the policy.
         own_modules: top-level modules of the bundle's own Python.
         uses: takes what is used.
-        statement: it stands in a list that medfl never evaluates.
+        prints: it belongs to a handler, which medfl never makes: it may print.
         length: at most so many characters.
 
     Raises:
@@ -59,7 +59,7 @@ def check_expression(
     """
     if len(text) > length:
         raise Refused(f"an expression of more than {length} characters")
-    if "__" in text:
+    if "__" in re.sub(r"(?<=\*\*)__(?=\s*:)", "_", text):  # `lambda batch, *_, **__:` takes what it does not use
         raise Refused("a name with two underscores")
     text = text.replace("#", "::")
     if "%::" in text or _PLACEHOLDER in text:
@@ -72,7 +72,7 @@ def check_expression(
     if _levels(node) > _DEEPEST:
         raise Refused(f"an expression of more than {_DEEPEST} levels")
     shape = ast.dump(node)
-    _Checker(names, words, own_modules, uses, statement).value(node.value, frozenset())
+    _Checker(names, words, own_modules, uses, prints).value(node.value, frozenset())
     evaluated = only_statement(REFERENCE.sub(lambda match: f"{_LOCAL}['{match[0][1:]}']", text))
     if ast.dump(_References().visit(evaluated)) != shape:
         raise Refused("a reference inside a text, which MONAI would read as something else")
@@ -139,7 +139,7 @@ class _Checker:
     words: Collection[str]
     own_modules: Collection[str]
     uses: Uses
-    statement: bool
+    prints: bool
     calls: ast.AST | None = None
 
     def value(self, node: ast.AST | None, local: frozenset[str], *, continues: bool = False) -> None:
@@ -179,7 +179,7 @@ class _Checker:
             self.uses.uses["reference"] += 1
         elif node.id in self.names:
             self._member(self.names[node.id])
-        elif node.id not in local and node.id not in BUILTINS and not (self.statement and node.id == "print"):
+        elif node.id not in local and node.id not in BUILTINS and not (self.prints and node.id == "print"):
             raise Refused(f"the name {printable(node.id)}")
 
     def _member(self, path: str) -> None:
@@ -188,7 +188,7 @@ class _Checker:
             need_word("scripts", path, self.words, self.uses)
         elif path in WORDED:
             need_word(WORDED[path], path, self.words, self.uses)
-        elif path not in MEMBERS and torch_component(path) is None:
+        elif path not in MEMBERS and for_expressions(path) is None:
             raise Refused(f"{printable(path)}, which is not on the list")
         self.uses.uses[path] += 1
 
@@ -197,8 +197,9 @@ class _Checker:
         if path:
             self._member(path)
             return
-        own = bool(self.own_modules) and "scripts" in self.words and not node.attr.startswith("_")
-        if not own and node.attr not in (METHODS | STATEMENT_METHODS if self.statement else METHODS):
+        own = bool(self.own_modules) and "scripts" in self.words
+        column = isinstance(node.value, ast.Call) and module_path(node.value.func, self.names) == "pandas.read_csv"
+        if not ((own or column) and not node.attr.startswith("_")) and node.attr not in METHODS:
             raise Refused(f"the attribute .{printable(node.attr)}, which is not on the list")
         if node.attr == "format":
             if not isinstance(node.value, ast.Constant) or not isinstance(node.value.value, str):
@@ -228,6 +229,9 @@ class _Checker:
                 raise Refused("a replace() with one argument, which would move a file")
         else:
             raise Refused(f"a call of a {type(called).__name__}")
+        made = for_expressions(module_path(called, self.names))
+        if made is not None:
+            check_arguments(made, [_literal(argument) for argument in node.args], {})
         for argument in node.args:
             if isinstance(argument, ast.Starred) and not (isinstance(called, ast.Name) and called.id in BUILTINS):
                 raise Refused("arguments handed on with a star")
@@ -251,14 +255,7 @@ class _Checker:
         self.uses.uses["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
 
     def _setattr(self, node: ast.Call) -> None:
-        target = module_path(node.args[0], self.names) if node.args else ""
-        rest = [_literal(argument) for argument in node.args[1:]]
-        switches = ("benchmark", "deterministic")
-        harmless = target == "torch.backends.cudnn" and len(rest) == 2 and rest[0] in switches and type(rest[1]) is bool
-        if not (harmless and self.statement):
-            need_word("setattr", "setattr()", self.words, self.uses)
-        if harmless:
-            node.args = node.args[1:]  # the module itself is no value that may be handed on
+        need_word("setattr", "setattr()", self.words, self.uses)
         self.uses.uses["setattr"] += 1
 
     # What is made of them
@@ -318,11 +315,10 @@ class _Checker:
 
     def _lambda(self, node: ast.Lambda, local: frozenset[str]) -> None:
         given = node.args
-        if given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs:
-            raise Refused("a lambda with more than plain arguments")
-        self.all(given.defaults, local)
+        self.all([*given.defaults, *given.kw_defaults], local)
         self.uses.uses["lambda"] += 1
-        self.value(node.body, local | self._bound(argument.arg for argument in given.args))
+        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        self.value(node.body, local | self._bound(each.arg for each in arguments if each))
 
     def _listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, local: frozenset[str]) -> None:
         self.value(node.elt, self._generators(node.generators, local))

@@ -1,4 +1,4 @@
-"""The import statements that a site accepts: one listed module or member each, read and never executed."""
+"""The import statements of a bundle: one module or member each, read for their names and never executed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import BUILTINS, MEMBERS, MODULES, WORDED, WORDED_MODULES
+from medfl.policy.allowed import BUILTINS
 
 DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "numpy"}
 """The modules that MONAI offers every expression without an import."""
@@ -23,17 +23,17 @@ class Uses:
     """(word, what needs it)"""
 
 
-def imported(text: str, words: Collection[str], own_modules: Collection[str], uses: Uses) -> dict[str, str]:
-    """Return the name that an import statement binds, and the path that it stands for.
+def imported(text: str, uses: Uses) -> dict[str, str]:
+    """Return the name that an import statement binds, and the path that it stands for; nothing is imported.
+
+    Whether what the path leads to is listed is checked where an expression uses the name.
 
     Args:
         text: the statement without its `$`.
-        words: of the policy.
-        own_modules: top-level modules of the bundle's own Python.
         uses: takes what is used.
 
     Raises:
-        Refused: it is no plain import of one listed module or member.
+        Refused: it is no plain import of one module or member, or takes the name of another.
     """
     node = only_statement(text)
     if not isinstance(node, ast.Import | ast.ImportFrom):
@@ -41,36 +41,19 @@ def imported(text: str, words: Collection[str], own_modules: Collection[str], us
     if len(node.names) != 1:
         raise Refused("several imports in one statement")
     name, alias = node.names[0].name, node.names[0].asname
-    if "__" in text or "__" in (alias or ""):
+    if "__" in text:
         raise Refused("a name with two underscores")
     if isinstance(node, ast.ImportFrom):
         if node.level or not node.module or name == "*":
             raise Refused("a relative import or one of everything")
         path, bound = f"{node.module}.{name}", alias or name
-        module = path if path in MODULES or path in WORDED_MODULES else node.module
-        listed = path in MEMBERS or path in WORDED or module.split(".")[0] in own_modules
-        if module == node.module and not listed:
-            raise Refused(f"an import of {printable(path)}, which is not on the list")
     else:
-        path = module = name
         bound = alias or name.split(".")[0]
-        path = path if alias else bound
-    for word in {_word_of_module(module, own_modules), WORDED.get(path, "")} - {""}:
-        need_word(word, f"import {module}", words, uses)
+        path = name if alias else bound
     if bound in BUILTINS or bound in ("open", "setattr") or (DEFAULT_NAMES.get(bound, path) != path):
         raise Refused(f"an import that takes the name {printable(bound)}")
-    uses.uses[f"import {module}"] += 1
+    uses.uses[f"import {path}"] += 1
     return {bound: path}
-
-
-def _word_of_module(module: str, own_modules: Collection[str]) -> str:
-    if module.split(".")[0] in own_modules:
-        return "scripts"
-    if module in MODULES:
-        return ""
-    if module in WORDED_MODULES:
-        return WORDED_MODULES[module]
-    raise Refused(f"an import of {printable(module)}, which is not on the list")
 
 
 def need_word(word: str, what: str, words: Collection[str], uses: Uses) -> None:

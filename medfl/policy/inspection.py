@@ -19,7 +19,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Plain, Refused, check_visible, printable
-from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused
+from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused, component_refused
 from medfl.policy.bundle_files import BundleFiles
 from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
@@ -38,6 +38,9 @@ _ENTRIES = ("initialize", "run", "finalize", "training", "evaluating", "testing"
 _ZOO_DATA = "/workspace/"
 _BUNDLES = ("public", "teachers", "plm", "bundle")
 """Settings that name other bundles, models and runs."""
+_LITERALS: dict[str, Plain] = {"$None": None, "$False": False, "$True": True}
+_LINKS = 20
+"""References of references that are followed."""
 _NAMES = re.compile(r"(\w[\w.-]*(,\w[\w.-]*)*)?", re.ASCII)
 
 _Place = tuple[str, ...]
@@ -101,7 +104,7 @@ class _Inspector:
                 try:
                     if not isinstance(text, str) or not text.startswith("$"):
                         raise Refused("not an import statement")
-                    bound = imported(text[1:], self.policy.allow, self.own_modules, uses)
+                    bound = imported(text[1:], uses)
                     for name, path in bound.items():
                         if self.names.get(name, path) != path:
                             raise Refused(f"an import that takes the name {printable(name)} of another")
@@ -189,11 +192,13 @@ class _Inspector:
             raise Refused(f"_mode_ {printable(node, 40)!r}, where only 'default' is")
         if stem == "federated" and name in _BUNDLES and isinstance(node, str) and not _NAMES.fullmatch(node):
             raise Refused(f"{printable(node, 40)!r}, where a bundle names others by their names only")
+        value = self._resolved(node, content)
         for part in () if _is_free(place, stem) else place:  # also of `x#reader#0`
-            if why := argument_refused(part, node):
+            read_as_false = part == "pretrained" and value is True and stem == "inference"  # weights follow
+            if not read_as_false and (why := argument_refused(part, value)):
                 raise Refused(why)
         if isinstance(node, dict):
-            self._component(node)
+            self._component(node, content, stem)
         elif isinstance(node, str):
             check_visible(node)
             self._text(file, place, node, content, stem)
@@ -209,15 +214,30 @@ class _Inspector:
             component(node)
         self.inspection.targets[node] += 1
 
-    def _component(self, node: dict[Any, Any]) -> None:
+    def _component(self, node: dict[Any, Any], content: Plain, stem: str) -> None:
         target = node.get("_target_")
-        fetches = isinstance(target, str) and target.rpartition(".")[2] in WEIGHTS_OF_THEIR_OWN
-        if fetches and node.get("pretrained", True) not in (False, None):
-            raise Refused(f"{printable(target)} without 'pretrained: false', which would fetch weights")
+        if isinstance(target, str):
+            arguments = {key: self._resolved(value, content) for key, value in node.items()}
+            if stem == "inference" and arguments.get("pretrained"):
+                arguments["pretrained"] = False
+            if why := component_refused(target.rpartition(".")[2], arguments):
+                raise Refused(why)
         for key, value in node.items():
             apart = isinstance(key, str) and key != "_target_" and re.split("#|::", key)[-1] == "_target_"
             if apart and isinstance(value, str) and value.rpartition(".")[2] in WEIGHTS_OF_THEIR_OWN:
                 raise Refused(f"{printable(value)} apart from its 'pretrained: false', which would fetch weights")
+
+    def _resolved(self, node: Plain, content: Plain) -> Plain:
+        """Return the literal that a reference leads to, or that an expression says; else what is given."""
+        for _ in range(_LINKS):
+            if not (isinstance(node, str) and _REFERENCE.fullmatch(node)):
+                break
+            contents = [content, *self.contents.values()]
+            found = next((found for each in contents if (found := _at(each, node[1:])) is not None), None)
+            if found is None:
+                break
+            node = found
+        return _LITERALS.get(node, node) if isinstance(node, str) else node
 
     def _text(self, file: str, place: _Place, text: str, content: Plain, stem: str) -> None:
         if text.startswith("$"):
@@ -232,7 +252,7 @@ class _Inspector:
                 raise Refused(f"the macro {printable(text, 40)!r}, which is not one of an id of this configuration")
             check_id(text[1:])
         elif place[-1:] != ("_desc_",):
-            zoo = text.startswith(_ZOO_DATA) or place == ("dataset_dir",)
+            zoo = text.startswith(_ZOO_DATA) or place in (("dataset_dir",), ("bundle_root",))
             try:
                 check_path(text, absolute=zoo)
             except Refused as error:
@@ -243,7 +263,9 @@ class _Inspector:
 
     def _expression(self, file: str, place: _Place, text: str, content: Plain, stem: str) -> None:
         _not_relative(text, stem)
-        statement = self._is_statement(place, content)
+        if self._is_statement(place, content):
+            self.inspection.statements.append(f"{file}: {_id(place)}: {printable(text)}")
+            return
         uses = Uses()
         self.inspection.expressions += 1
         try:
@@ -253,20 +275,25 @@ class _Inspector:
                 self.policy.allow,
                 self.own_modules,
                 uses,
-                statement=statement,
+                prints=any(part.endswith("handlers") for part in place),
                 length=self.policy.limits.expression,
             )
         except Refused as error:
             raise Refused(f"{error}, in {printable(text)}") from error
         self._note(uses)
-        if statement:
-            self.inspection.statements.append(f"{file}: {_id(place)}: {printable(text)}")
 
     def _is_statement(self, place: _Place, content: Plain) -> bool:
         """Tell whether medfl never evaluates this: it stands in a list of statements that nothing refers to."""
         if not place or place[0] not in _ENTRIES or place[0] in self.referred or len(place) > 2:
             return False
         return len(place) == 1 or isinstance(content.get(place[0], content.get(f"+{place[0]}")), list)
+
+
+def _at(content: Plain, id_: str) -> Any:
+    """Return what an id holds, None if there is none."""
+    for part in re.split("#|::", id_):
+        content = content.get(part) if isinstance(content, dict) else None
+    return content
 
 
 def _walk(content: Plain) -> Iterator[tuple[_Place, Plain]]:

@@ -30,14 +30,14 @@ from medfl.policy.outbound import Outbound, check_known
 
 WORDS = {
     "scripts": "the bundle's own Python is imported and runs with your rights",
-    "pickle": "pickled files may lie in the bundle, and torch.load and TorchScript be used",
+    "pickle": "torch.load and TorchScript may be used: they run what a pickled file says",
     "open": "files may be opened for writing, and anywhere",
     "setattr": "attributes of any object may be set",
     "sys.path": "the places that Python imports from may be changed",
     "distributed": "torch.distributed may open connections",
     "paths": "absolute paths may be named, and expressions look at any place",
-    "logging": "configs/logging.conf may lie in the bundle; medfl does not read it",
-    "files": "files of unknown kinds may lie in the bundle; compiled code never",
+    "logging": "no longer needed: medfl does not read configs/logging.conf",
+    "files": "no longer needed: medfl opens no file of an unknown kind",
 }
 """What a policy can allow, and what each word means."""
 

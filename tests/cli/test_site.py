@@ -40,7 +40,6 @@ def test_every_action_helps(action: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_bundle_that_is_not_accepted_is_never_opened(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = write(tmp_path / "b")
-    (root / "evil.py").write_text("x")
+    root = write(tmp_path / "b", {"x": {"_target_": "evil.Net"}}, {"evil.py": "raise SystemExit(7)"})
     assert cli.main(["site", action, str(root), "--data", str(tmp_path)]) == 2
-    assert "evil.py: Python of the bundle" in capsys.readouterr().err
+    assert "x#_target_: evil.Net, for which the policy has to allow 'scripts'" in capsys.readouterr().err

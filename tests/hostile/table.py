@@ -35,8 +35,8 @@ def _runs(expression: str, says: str, word: str = "") -> Hostile:
     return Hostile(says, {"x": f"${expression}"}, word=word)
 
 
-def _imports(statement: str, says: str = "not on the list", word: str = "") -> Hostile:
-    return Hostile(says, {"imports": ["$import glob", "$import os", f"${statement}"]}, word=word)
+def _imports(statement: str, uses: str = "1", says: str = "not on the list", word: str = "") -> Hostile:
+    return Hostile(says, {"imports": ["$import glob", "$import os", f"${statement}"], "x": f"${uses}"}, word=word)
 
 
 def _yaml(text: str, says: str) -> Hostile:
@@ -95,8 +95,28 @@ HOSTILE: dict[str, Hostile] = {
     "nnunet_runner": _target("monai.apps.nnunet.nnUNetV2Runner", input_config={}),
     "perceptual_loss_runs_hub_code": _target("PerceptualLoss", spatial_dims=2),
     "mlflow_talks_to_a_server": _target("MLFlowHandler", tracking_uri="x"),
-    "torchvision_fetches_weights": _target("TorchVisionFCModel", model_name="resnet18", weights="DEFAULT"),
-    "csv_dataset_reads_urls": _target("CSVDataset", src="x"),
+    "torchvision_fetches_weights": Hostile(
+        "'weights'", {"x": {"_target_": "TorchVisionFCModel", "model_name": "resnet18", "weights": "DEFAULT"}}
+    ),
+    "torchvision_looks_up_a_name": Hostile(
+        "none of torchvision's networks", {"x": {"_target_": "TorchVisionFCModel", "model_name": "get_model"}}
+    ),
+    "torchvision_transform_of_any_name": Hostile("'Lambda'", {"x": {"_target_": "TorchVision", "name": "Lambda"}}),
+    "torchvision_network_with_weights": Hostile(
+        "'weights'", {"x": {"_target_": "torchvision.models.resnet18", "weights": "DEFAULT"}}
+    ),
+    "pretrained_by_a_reference": Hostile(
+        "'pretrained'", {"x": {"_target_": "DenseNet121", "pretrained": "@wanted"}, "wanted": True}
+    ),
+    "reader_by_a_reference": Hostile(
+        "'reader'", {"x": {"_target_": "LoadImaged", "keys": "a", "reader": "@wanted"}, "wanted": "os.mkdir"}
+    ),
+    "table_from_an_address": _runs("[n for n in ['s3://a/b.csv']]", "URL"),
+    "csv_dataset_reads_urls": Hostile("URL", {"x": {"_target_": "CSVDataset", "src": "https://example.org/a.csv"}}),
+    "csv_dataset_reads_as_told": Hostile(
+        "'storage_options'",
+        {"x": {"_target_": "CSVDataset", "src": "x", "kwargs_read_csv": {"storage_options": {"a": 1}}}},
+    ),
     "fire": _target("fire.Fire", component="x"),
     "functools_partial": _target("functools.partial", func="x"),
     "medfl_itself": _target("medfl.cli.verbs.main", arguments=["data"]),
@@ -199,7 +219,7 @@ HOSTILE: dict[str, Hostile] = {
     "classes_of_torch": _runs("torch.classes.load_library('a.so')", "torch.classes"),
     "from_file_of_torch": _runs("torch.from_file('a', shared=True, size=1)", "torch.from_file"),
     "hook_of_a_network": _runs("@network_def.register_forward_hook(print)", ".register_forward_hook"),
-    "apply_of_a_network": _runs("@network_def.apply(@images)", ".apply"),
+    "apply_of_a_network": _runs("@network_def.apply(os.system)", "os.system"),
     "format_with_an_index": _runs("'{0[0]}'.format(@images)", "reaches into"),
     "format_map": _runs("'{a}'.format_map(@images)", ".format_map"),
     "encoded_text": _runs("'a'.encode()", ".encode"),
@@ -236,7 +256,6 @@ HOSTILE: dict[str, Hostile] = {
     "conversion": _runs("f'{@images!r}'", "a format of its own"),
     "walrus": _runs("(y := @images)", "NamedExpr"),
     "await": _runs("(lambda: (yield 1))", "Yield"),
-    "lambda_with_stars": _runs("lambda *x: x", "more than plain arguments"),
     "lambda_with_a_hostile_default": _runs("lambda x=os.remove: x", "os.remove"),
     "lambda_that_takes_a_module_s_name": _runs("(lambda os: os.getcwd)", "takes the name os"),
     "comprehension_that_takes_a_module_s_name": _runs("[torch for torch in @images]", "takes the name torch"),
@@ -282,7 +301,7 @@ HOSTILE: dict[str, Hostile] = {
     "zero_width_in_a_key": Hostile("U+200B", {"a\u200bb": 1}),
     "terminal_escape_in_a_key": Hostile("U+001B", {"a\u001b[2Jb": 1}),
     "statement_list_that_is_referred_to": Hostile(".mkdir", {"run": ["$@bundle_root.mkdir()"], "x": "$[1, @run]"}),
-    "statement_list_with_a_danger": Hostile("os.system", {"initialize": ["$os.system('id')"]}),
+    "statement_list_with_a_danger": Hostile("os.system", {"initialize": ["$os.system('id')"], "x": "$@initialize"}),
     # references and macros
     "reference_to_everything": _runs("[@]", "whole configuration"),
     "reference_to_an_import": _runs("@imports#1.getcwd()", "an import"),
@@ -312,24 +331,26 @@ HOSTILE: dict[str, Hostile] = {
     "expression_in_the_description": _metadata("would be evaluated", description="$exec('1')"),
     "macro_in_the_description": _metadata("would be evaluated", description="%/etc/x.json"),
     # imports
-    "import_subprocess": _imports("import subprocess"),
-    "import_importlib": _imports("import importlib"),
-    "import_socket": _imports("import socket"),
-    "import_urllib": _imports("import urllib"),
-    "import_pickle": _imports("import pickle"),
-    "import_monai_bundle": _imports("from monai import bundle"),
-    "import_sys": _imports("import sys", "'sys.path'", word="sys.path"),
-    "import_distributed": _imports("import torch.distributed as dist", "'distributed'", word="distributed"),
-    "import_of_a_function": _imports("from os import system"),
-    "import_of_load": _imports("from torch import load", "'pickle'", word="pickle"),
-    "import_of_everything": _imports("from os import *", "of everything"),
-    "import_that_is_relative": _imports("from . import x", "relative import"),
-    "import_of_two": _imports("import glob, subprocess", "several imports"),
-    "import_and_more": _imports("import glob; import subprocess", "exactly one"),
-    "import_under_another_module_s_name": _imports("import os as torch", "takes the name torch"),
-    "import_under_a_builtin_s_name": _imports("import os as len", "takes the name len"),
-    "import_under_two_names": _imports("import json as os", "takes the name os"),
-    "import_of_own_code_that_is_not_there": _imports("import scripts"),
+    "import_subprocess": _imports("import subprocess", "subprocess.run('id')"),
+    "import_importlib": _imports("import importlib", "importlib.import_module('x')"),
+    "import_socket": _imports("import socket", "socket.socket()"),
+    "import_urllib": _imports("import urllib.request", "urllib.request.urlopen('x')"),
+    "import_pickle": _imports("import pickle as p", "p.load(open(@dataset_dir + '/x'))"),
+    "import_monai_bundle": _imports("from monai import bundle", "bundle.run()"),
+    "import_sys": _imports("import sys", "sys.path.append('x')", "'sys.path'", word="sys.path"),
+    "import_distributed": _imports(
+        "import torch.distributed as dist", "dist.get_rank()", "'distributed'", word="distributed"
+    ),
+    "import_of_a_function": _imports("from os import system", "system('id')"),
+    "import_of_load": _imports("from torch import load", "load('x.pt')", "'pickle'", word="pickle"),
+    "import_of_everything": _imports("from os import *", says="of everything"),
+    "import_that_is_relative": _imports("from . import x", says="relative import"),
+    "import_of_two": _imports("import glob, subprocess", says="several imports"),
+    "import_and_more": _imports("import glob; import subprocess", says="exactly one"),
+    "import_under_another_module_s_name": _imports("import os as torch", says="takes the name torch"),
+    "import_under_a_builtin_s_name": _imports("import os as len", says="takes the name len"),
+    "import_under_two_names": _imports("import json as os", says="takes the name os"),
+    "import_of_own_code_that_is_not_there": _imports("import scripts", "scripts.x()"),
     # paths
     "path_upwards": Hostile("leads upwards", {"x": "../../other/data"}),
     "path_upwards_in_an_expression": _runs("os.path.join(@bundle_root, '..', 'other')", "leads upwards"),
@@ -361,17 +382,8 @@ HOSTILE: dict[str, Hostile] = {
     "not_text": Hostile("not UTF-8", files={"configs/evaluate.json": b"\xff\xfe{}"}),
     "many_values": Hostile("more than", {"x": [0] * 30_000}),
     "huge_configuration": Hostile("at most", files={"configs/evaluate.json": '{"x": "' + "a" * 1_100_000 + '"}'}),
-    "logging_configuration": Hostile(
-        "'logging'", files={"configs/logging.conf": "[handler_h]\nclass=os.system\nargs=('id',)\n"}, word="logging"
-    ),
-    "configuration_that_is_none": Hostile("unknown kind", files={"configs/train.ini": "[a]\n"}, word="files"),
-    "own_python": Hostile("'scripts'", files={"scripts/__init__.py": "print('here')\n"}, word="scripts"),
     "own_python_with_a_module_s_name": Hostile("name of another module", files={"glob.py": "print('here')\n"}),
     "compiled_python": Hostile("compiled", files={"scripts/__pycache__/net.cpython-311.pyc": b"x"}),
     "shared_library": Hostile("compiled", files={"libx.so": b"\x7fELF"}),
-    "shell_script": Hostile("compiled or packed", files={"run.sh": "id\n"}),
-    "pickled_weights": Hostile("'pickle'", files={"data/model.pt": b"PK"}, word="pickle"),
-    "torchscript": Hostile("'pickle'", files={"scripts/model.ts": b"PK"}, word="pickle"),
-    "file_of_an_unknown_kind": Hostile("'files'", files={"data/x.desktop": "x"}, word="files"),
     "file_name_with_right_to_left": Hostile("U+202E", files={f"docs/a{_BIDI}txt.md": "x"}),
 }

@@ -107,7 +107,8 @@ class Reach:
         yield from ((self.values[a], self.values[b]) for a in pairs for b in pairs)
 
     def members(self) -> None:
-        for path in sorted(allowed.MEMBERS):
+        functions = {f"{module.__name__}.{name}" for module in (torch, np) for name in dir(module)}
+        for path in sorted(allowed.MEMBERS | {path for path in functions if components.for_expressions(path)}):
             try:
                 member = self.evaluator.member(path)
             except (Refused, AttributeError):
@@ -135,10 +136,14 @@ class Reach:
 
     def made(self) -> None:
         """Every component with its required arguments, and each of its optional ones, that could be a place."""
-        short, _ = components._listed()
-        targets = sorted({*short, *allowed.COMPONENTS})
+        short, listed = components._listed()
+        full = {f"{found.__module__}.{found.__qualname__}" for found in listed.values()}
+        targets = sorted({*short, *allowed.COMPONENTS, *full})
         for target in targets:
-            parameters = inspect.signature(components.component(target)).parameters.values()
+            try:
+                parameters = inspect.signature(components.component(target)).parameters.values()
+            except ValueError:  # torch.device tells none
+                parameters = {}.values()
             needed = {p.name: self._guess(p.name) for p in parameters if p.default is p.empty and p.kind == 1}
             places = [p.name for p in parameters if p.kind in (1, 3) and _is_place(p.name)]
             for more in ({}, *({name: str(self.folder / "made")} for name in places)):

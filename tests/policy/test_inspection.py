@@ -177,16 +177,34 @@ def test_own_python_is_named_file_by_file(tmp_path: Path) -> None:
     files = {"scripts/__init__.py": "", "scripts/net.py": "class Net: ..."}
     root = write(tmp_path / "own", {"n": {"_target_": "scripts.net.Net"}, "m": "$scripts.net.Net"}, files)
     found = inspect(root)
-    assert [str(r).split(":")[0] for r in found.refusals[:2]] == ["scripts/__init__.py", "scripts/net.py"]
+    assert {r.id for r in found.refusals} == {"n#_target_", "m"}
+    assert all("scripts" in str(refusal) for refusal in found.refusals)
+    kinds = {file.path: file.kind for file in found.files}
+    assert kinds["scripts/net.py"] == "Python of the bundle, never run"
     train = {"imports": ["$import glob", "$import os", "$import scripts.net", "$from scripts.net import Net"]}
     used = {**train, "n": {"_target_": "scripts.net.Net"}, "m": "$Net()"}
     assert inspect(write(root, used), Policy(allow=frozenset({"scripts"}))).accepted
 
 
+def test_files_that_no_run_opens_are_listed_and_pinned(tmp_path: Path) -> None:
+    """Neither a word nor a kind is asked for: what is not read cannot run."""
+    names = (
+        "configs/logging.conf", "configs/train.ini", "configs/multi_gpu_train.json", "data/model.pt", "data/x.desktop",
+        "docs/run.sh", "scripts/__init__.py", "scripts/model.ts",
+    )  # fmt: skip
+    root = write(tmp_path / "good", files={name: "$exec('1')" for name in names})
+    found = inspect(root)
+    assert found.accepted, reasons(found)
+    assert {file.path for file in found.files} > set(names)
+    (root / names[0]).write_text("another")
+    pinned = Policy(files={file.path: file.sha256 for file in found.files})
+    assert [r.file for r in inspect(root, pinned).refusals] == [names[0]]
+
+
 def test_large_files_are_listed_and_never_fetched(tmp_path: Path) -> None:
     root = write(tmp_path / "good", files={"large_files.yml": "large_files:\n- url: https://example.org/model.pt\n"})
     kinds = {file.path: file.kind for file in inspect(root).files}
-    assert kinds["large_files.yml"] == "large files, never fetched"
+    assert kinds["large_files.yml"] == "configuration, never read"
 
 
 # The attacks are real: MONAI carries them out
@@ -230,15 +248,20 @@ def test_references_where_monai_s_replacement_changes_the_text_are_refused(text:
 # The lists
 
 
+FOUND_BY_PATH_ONLY = ("COCOMetric", "Interaction", "MatchingMetric")
+"""MONAI's locator knows these by their full path only."""
+
+
 def test_a_short_name_is_what_monai_takes_it_for() -> None:
     """And every name on the list is MONAI's; those that fetch weights by default are known to."""
     locator, fetching = ConfigParser({}).locator, set()
     for name in sorted(allowed.TRANSFORMS | allowed.MONAI_COMPONENTS):
         homes = [(name + end, locator.get_component_module_name(name + end)) for end in ("", "d")]
         found = [pydoc.locate(f"{home if isinstance(home, str) else home[0]}.{full}") for full, home in homes if home]
-        assert found, name
-        assert name == "Affine" or found[0] in (component(full) for full, home in homes if home), name
-        pretrained = introspection.signature(found[0]).parameters.get("pretrained")
+        if name not in FOUND_BY_PATH_ONLY:
+            assert found, name
+        assert name == "Affine" or not found or found[0] in (component(full) for full, home in homes if home), name
+        pretrained = introspection.signature(found[0] if found else component(name)).parameters.get("pretrained")
         fetching |= {name} if pretrained is not None and pretrained.default is not False else set()
     assert fetching == allowed.WEIGHTS_OF_THEIR_OWN
 
@@ -279,8 +302,10 @@ def test_no_path_through_a_module_leaves_its_package() -> None:
 
 
 def test_every_member_on_the_list_exists() -> None:
-    missing = [path for path in sorted(allowed.MEMBERS | allowed.WORDED.keys()) if pydoc.locate(path) is None]
-    assert missing == []
+    listed = sorted(allowed.MEMBERS | allowed.WORDED.keys())
+    installed = [path for path in listed if importlib.util.find_spec(path.partition(".")[0])]
+    assert len(installed) > 180
+    assert [path for path in installed if pydoc.locate(path) is None] == []
 
 
 # The command
@@ -315,6 +340,21 @@ def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [refusal["id"] for refusal in document["refused"]] == ["x"]
     assert document["targets"] == {"Dataset": 1, "UNet": 1}
     assert {file["path"] for file in document["files"]} == {"LICENSE", "configs/metadata.json", "configs/train.json"}
+
+
+def test_what_differs_from_an_accepted_version_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = write(tmp_path / "old" / "b", files={"scripts/net.py": "a = 1\nb = 2\n", "docs/x.md": "same\n"})
+    new = write(tmp_path / "new" / "b", files={"scripts/net.py": "a = 1\nb = '\x1b[2J'\n", "docs/x.md": "same\n"})
+    (new / "models").mkdir()
+    (new / "models" / "model.pt").write_bytes(b"weights")
+    assert cli.main(["site", "inspect", str(new), "--against", str(old), "--json"]) == 0
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert changes == [
+        "added: models/model.pt", "changed: scripts/net.py", "  @@ -1,2 +1,2 @@", "   a = 1", "  -b = 2",
+        "  +b = '\\x1b[2J'",
+    ]  # fmt: skip
+    assert cli.main(["site", "inspect", str(new), "--against", str(new)]) == 0
+    assert "--against\nnothing" in capsys.readouterr().out
 
 
 def test_a_policy_is_written_for_what_is_accepted_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

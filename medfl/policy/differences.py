@@ -1,0 +1,39 @@
+"""What differs between a bundle and the version of it that a site has accepted before."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+
+from medfl.core.untrusted import printable
+from medfl.policy.findings import File, Inspection
+
+_TEXT = (".py", ".json", ".yaml", ".yml", ".md", ".txt", ".cfg", ".conf", ".sh")
+_LARGEST = 1_000_000
+
+
+def differences(before: Inspection, now: Inspection) -> Iterator[str]:
+    """Yield what was added, removed and changed; of text files line by line, made safe for a terminal.
+
+    Args:
+        before: the version that was accepted.
+        now: the one that is looked at.
+    """
+    old, new = ({file.path: file for file in found.files} for found in (before, now))
+    for path in sorted(old.keys() | new.keys()):
+        a, b = old.get(path), new.get(path)
+        if a is None or b is None:
+            yield f"{'added' if a is None else 'removed'}: {printable(path)}"
+        elif a.sha256 != b.sha256:
+            yield f"changed: {printable(path)}"
+        if path.lower().endswith(_TEXT) and (a is None or b is None or a.sha256 != b.sha256):
+            was, is_now = _lines(before.folder, a), _lines(now.folder, b)
+            changes = list(difflib.unified_diff(was, is_now, lineterm="", n=1))[2:]  # without the two names
+            yield from (f"  {printable(line, 200)}" for line in changes)
+
+
+def _lines(folder: Path, file: File | None) -> list[str]:
+    if file is None or file.bytes > _LARGEST:
+        return []
+    return (folder / file.path).read_text("utf-8", "replace").splitlines()
