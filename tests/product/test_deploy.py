@@ -88,6 +88,7 @@ FLARE = {
     "medfl flare poc": "test_docs_commands.py",
     "pip install": "an installation",
     "python docs/examples/encrypted/run.py": "flare/test_encrypted.py",
+    "python docs/examples/stock_flare/job.py": "flare/test_stock.py",
     "nvflare job submit": "needs a running server; flare/test_faults.py submits such jobs to one",
 }
 """Commands of the FLARE section that are not run here, and where."""

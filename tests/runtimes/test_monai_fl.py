@@ -528,6 +528,17 @@ def test_averaged_weights_are_checked_too(change: Callable[[Any], Any], text: st
     site.train(said(weights))
 
 
+@pytest.mark.parametrize("host", ["medfl", "averaging"])
+def test_a_host_that_counts_rounds_from_0_is_told(host: str) -> None:
+    """FLARE does: the order of a round's images is drawn from its number, so it would train another run."""
+    made = federation()
+    site = started(made, host)["x"]
+    weights = broadcast(made, "x").weights if host == "medfl" else site.get_weights().weights
+    with pytest.raises(RunError, match="site 'x': the server's message: its round is 0, after none; rounds count from"):
+        site.train(said(weights, 0))
+    site.train(said(weights, 1))
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "text"),
     [

@@ -113,13 +113,12 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.phase = FlPhase.IDLE
         self.states: States = States()
         self.cases: dict[str, Cases] = {}
-        self.renewed = False
+        self.renewed = self._trained = False
         self._made = federation
         self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say, name)
         self._stop = threading.Event()
         self._own: AtSite | None = None
         self._reply: ExchangeObject | None = None
-        self._trained = False
 
     def initialize(self, extra: dict[str, Any] | None = None) -> None:
         """Prepare the site; of `extra` only `ExtraItems.CLIENT_NAME` is read.
@@ -162,7 +161,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as activity:
             round_, base, received = self._received(own, data, activity)
             with errors_safe_to_send():
-                own.require(base is None or base < round_, f"its round is {round_}, after a State of round {base}")
+                before_it = f"a State of round {base}" if base else "none; rounds count from 1"
+                own.require((base or 0) < round_, f"its round is {round_}, after {before_it}")
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
             result = self._called(profiling.STEP, site_step, round_, before, received, judge)
