@@ -6,9 +6,6 @@ the zoo's styles work unmodified. Trainer, evaluator and handlers themselves are
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
@@ -16,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.bundle import text_embeddings
-from medfl.bundle.configuration import Configuration, config_file, find, read, root_cause, shipped_folders, told
+from medfl.bundle import older, text_embeddings
+from medfl.bundle.configuration import Configuration, config_file, find, read, sha256_of, shipped_folders
 from medfl.bundle.configuration import protocol_of as protocol_of
 from medfl.bundle.configuration import shipped as shipped
 from medfl.bundle.configuration import shipped_root as shipped_root
-from medfl.bundle.engines import find_evaluator, find_trainer, key_metric
+from medfl.bundle.engines import find_trainer, key_metric, scoring
+from medfl.bundle.failures import root_cause, told
 from medfl.bundle.notes import notes
+from medfl.bundle.optimizers import Optimizers, find_schedule
 from medfl.bundle.prompts import Text, read_text
-from medfl.bundle.sections import SECTIONS, Section, Sections
+from medfl.bundle.sections import SECTIONS, Section, Sections, check_labels
 from medfl.core.errors import InputError
 from medfl.core.places import cache_folder
 from medfl.core.seeding import stream
@@ -116,12 +114,7 @@ class Bundle:
 
         Of federated.yaml only the class texts count: its other values are defaults, and a Run names what it took.
         """
-        digest = hashlib.sha256(json.dumps(self.protocol.get("text"), sort_keys=True).encode())
-        folders = [file for name in ("configs", "embeddings") for file in (self.root / name).glob("*")]
-        for path in sorted([*folders, *self.root.glob("*.py"), *self.root.glob("*/**/*.py")]):
-            if path.suffix in (".json", ".yaml", ".yml", ".py", ".safetensors") and path.stem != "federated":
-                digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        return digest.hexdigest()
+        return sha256_of(self.root, self.protocol)
 
     # Network, loss, optimiser
 
@@ -150,6 +143,8 @@ class Bundle:
     def loss(self) -> Callable[..., Tensor]:
         """The trainer's loss of (prediction, target), reduced to its mean as MONAI's trainer does."""
         function = self._loss_function
+        if older.FLOAT_LABELS in self._config.adapted:
+            function = older.of_numbers(function)
 
         def mean_loss(prediction: Any, target: Any) -> Tensor:
             value = function(prediction, target)
@@ -157,35 +152,33 @@ class Bundle:
 
         return mean_loss
 
-    def optimizer(self, network: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
-        """Build the trainer's optimiser for a network, with another learning rate if one is given.
+    def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
+        """Build the trainer's optimiser for a network, with another learning rate if one is given."""
+        return self._optimizers.of(network, self.rates(epoch, lr))
 
-        Parameters that a method added to the bundle's network are trained as the first group is.
-        """
-        template, names = self._optimizer
-        own = dict(network.named_parameters())
-        known = {key: own[name] for key, name in names.items() if name in own}  # a method may have left one out
-        optimizer: torch.optim.Optimizer = copy.deepcopy(template, known)
-        added = [parameter for name, parameter in own.items() if name not in set(names.values())]  # or put some in
-        optimizer.param_groups[0]["params"] += added
-        if lr is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-        return optimizer
+    def rates(self, epoch: int, lr: float | None = None) -> tuple[float, ...]:
+        """Return the learning rates of an epoch, from 0, one for each parameter group: the trainer's schedule."""
+        return self._optimizers.rates(epoch, lr)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Tell whether the learning rates change from epoch to epoch."""
+        return self._optimizers.scheduler is not None
 
     @cached_property
-    def _optimizer(self) -> tuple[torch.optim.Optimizer, dict[int, str]]:
-        """The bundle's optimiser over empty tensors, and which parameter each stands for.
-
-        Whatever expression chooses and groups the parameters is evaluated once, on a network of its own; copies then
-        take other networks' parameters in.
-        """
+    def _optimizers(self) -> Optimizers:
+        key, schedule = f"{self._trainer}#optimizer", find_schedule(self._config)
         with stream(0, "optimizer"):
-            network, optimizer = self._network_with(f"{self._trainer}#optimizer")
+            network, optimizer = self._network_with(key)
+            scheduler = self._network_with(key, schedule)[2] if schedule else None
         self._require(optimizer, torch.optim.Optimizer, "optimizer", "optimiser", "optim.Optimizer")
-        empty = {id(p): (nn.Parameter(p.new_empty(0)), name) for name, p in network.named_parameters()}
-        template = copy.deepcopy(optimizer, {key: parameter for key, (parameter, _) in empty.items()})
-        return template, {id(parameter): name for parameter, name in empty.values()}
+        return Optimizers(optimizer, network, scheduler)
+
+    @cached_property
+    def amp(self) -> bool:
+        """Tell whether the trainer asks for mixed precision, which MONAI's takes on GPUs alone."""
+        key = f"{self._trainer}#amp"
+        return key in self._config and bool(self.get(key))
 
     @property
     def batch_size(self) -> int:
@@ -198,6 +191,11 @@ class Bundle:
     def has_test(self) -> bool:
         """Tell whether evaluate.* names data of its own; else the validation items serve as test items."""
         return self._sections.has_test
+
+    @property
+    def unread(self) -> str:
+        """Why the data that evaluate.* names cannot be read, "" where they can or it names none."""
+        return self._sections.unread
 
     def section(self, name: str) -> Section:
         """Return a section as the bundle's configuration gives it: items, transforms and what reads them."""
@@ -233,8 +231,7 @@ class Bundle:
             return None
         overrides = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
         versions = {name: version(name) for name in ("medfl", "monai", "torch")}
-        transforms = "train" if section == "train" else "evaluate"
-        parts = [self.sha256, overrides, transforms, versions]
+        parts = [self.sha256, overrides, "train" if section == "train" else "evaluate", versions]
         return DiskCache(cache_folder("prepared"), lambda index: sample_key(parts, source.entries[index]), budget())
 
     # Task and evaluation
@@ -246,11 +243,11 @@ class Bundle:
         with stream(0, "trial") as generator, torch.no_grad():
             samples = prepare(data.items[:1], data.source, data.collate, data.prepare_batch)
             x, y = next(samples.batches(torch.zeros(2, dtype=torch.int64), 2, generator))
-            network, loss = self.network(), self.loss
+            network = self.network()
             self.optimizer(network)
             try:
                 prediction = network.train()(x.to(self.device))
-                loss(prediction, y.to(self.device) if isinstance(y, Tensor) else y)
+                self._try_loss(prediction, y.to(self.device) if isinstance(y, Tensor) else y)
             except Exception as error:
                 raise InputError(
                     f"bundle {self.name!r}: its network and loss fail on item {data.items[0]['id']!r}: "
@@ -259,6 +256,22 @@ class Bundle:
                     "see that the bundle trains by itself",
                 ) from error
         return prediction, y, x
+
+    def _try_loss(self, prediction: Any, target: Any) -> None:
+        """Compute the loss; if it fails on labels that are true or false, let it have numbers from now on."""
+        try:
+            self.loss(prediction, target)
+        except RuntimeError:
+            if not isinstance(target, Tensor) or target.dtype != torch.bool:
+                raise
+            self._config.adapted.add(older.FLOAT_LABELS)
+            del self.loss
+            self.loss(prediction, target)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Names of what was done for a bundle written for older MONAI or NumPy (`medfl.bundle.older`)."""
+        return () if self.is_shipped or not self.task else tuple(sorted(self._config.adapted))
 
     @cached_property
     def task(self) -> str:
@@ -285,23 +298,13 @@ class Bundle:
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
-        """Class names in label order (metadata's channel_def), () for other tasks.
-
-        Raises:
-            InputError: a label is outside the classes; names the item.
-        """
+        """Class names in label order (metadata's channel_def), () for other tasks; InputError for a label of none."""
         if self.task != "classification":
             return ()
         named = self._channel_names
         count = len(named) if self.is_shipped else max(2, self._trial[0].shape[1])
         for section in SECTIONS:
-            for item in self.items(section):
-                if not 0 <= item.get("label", 0) < count:
-                    raise InputError(
-                        f"item {item['id']!r} of section {section!r} has label {item['label']}",
-                        f"bundle {self.name!r} has {count} classes, labels 0 to {count - 1}",
-                        "change this item's label in the data list",
-                    )
+            check_labels(self.items(section), count, f"section {section!r}", f"bundle {self.name!r}")
         return named if len(named) == count else tuple(f"class {index}" for index in range(count))
 
     @property
@@ -377,12 +380,7 @@ class Bundle:
         if self.task == "classification":
             batch_size = {} if self.is_shipped else {"batch_size": self._sections["validate"].batch_size}
             return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self._loss_function, nn.BCELoss))
-        engine = find_evaluator(self._config)
-        inferer, postprocessing = (
-            self._config.content(f"{engine}#{part}") if f"{engine}#{part}" in self._config else None
-            for part in ("inferer", "postprocessing")
-        )
-        inferer = inferer or SimpleInferer()
+        inferer, postprocessing = scoring(self._config)
         tolerance = float(self.get("surface_tolerance")) if "surface_tolerance" in self._config else 1.0
         if self.task == "segmentation" and self.is_shipped:
             return MaskEvaluator(self.loss, self.structures, inferer, tolerance)
@@ -394,7 +392,8 @@ class Bundle:
         """What the user should know: what runs here, and what of the bundle's own training does not."""
         if self.is_shipped:
             return ()
-        texts = [*notes(self.root, self._config, self._trainer, self._sections["train"])]
-        if self.key_metric == "loss":
+        by_loss = self.key_metric == "loss"  # asked for first: the trial may add to what was adapted
+        texts = [*notes(self.root, self._config, self._trainer, self._sections["train"], self.is_scheduled)]
+        if by_loss:
             texts.append("it has no key metric: the best round has the lowest validation loss")
         return tuple(f"bundle {self.name}: {text}" for text in texts)

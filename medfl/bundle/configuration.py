@@ -7,12 +7,12 @@ data sets that cache, in memory or in files, become the plain `Dataset` over the
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import json
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,12 +26,11 @@ from monai.bundle import ConfigParser, ReferenceResolver
 from monai.bundle.utils import merge_kv
 
 from medfl import datasets
+from medfl.bundle import habits, older
+from medfl.bundle.failures import explained, told
 from medfl.bundle.guarded import guarded_parser
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import stream
-from medfl.core.untrusted import Refused
-from medfl.policy.evaluate import ElsewhereRefused
-from medfl.policy.findings import NOT_LISTED
 from medfl.policy.policy import Policy
 
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: eight times as fast
@@ -39,7 +38,6 @@ _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
 """Postprocessing that writes files or needs the original grid: a score does not need it."""
 _CACHES = ("CacheDataset", "SmartCacheDataset", "CacheNTransDataset", "PersistentDataset", "LMDBDataset", "GDSDataset")
-_NAME_DATA = "a bundle looks into its own folder and those that you name", "give the folder of the images with --data"
 _LOADED = ("DecathlonDataset", "MedNISTDataset", "TciaDataset")
 """Data sets that find their own files, and would cache them all at once."""
 
@@ -109,14 +107,16 @@ class Configuration:
         policy: Policy,
     ) -> None:
         """Read the files; nothing in them is evaluated yet."""
-        self._policy, self._places = policy, {root} | _places(overrides.values())
+        self._policy, self._places, self._device = policy, {root} | _places(overrides.values()), device
         self.root, self.file, self._first_file, self._metadata = root, files[-1], files[0].name, dict(metadata)
         self.dropped: set[str] = set()
+        self._folder = ""
         self._merged = parser = ConfigParser({})
         for file in files:
             for key, value in read(file).items():
                 with _told(f"{file}: {key!r} cannot be merged", "its parent ids exist in the training configuration"):
                     merge_kv(parser, key, value)
+        self.adapted = older.give_numpy_names([*older.own_python(root), str(parser.get())])
         fixed = {"bundle_root": str(root), "device": f"$torch.device('{device}')"}
         self.override({**{k: v for k, v in fixed.items() if k in parser}, **overrides})
 
@@ -134,9 +134,13 @@ class Configuration:
                     f"{self._first_file} has {', '.join(ids)}",
                     did_you_mean(key, ids, "override one of these ids"),
                 )
+            if key == "dataset_dir":
+                value = self._folder = habits.folder_like(self._merged[key], value)
             self._merged[key] = value
         self._places |= _places(values.values())
-        self._content = self._harmless({**self._merged.get(), "_meta_": self._metadata})
+        content = self._merged.get()
+        self.lists = habits.data_lists(content, self.root, self._folder) if self._folder else {}
+        self._content = self._harmless({**content, **self.lists, "_meta_": self._metadata})
         self._parser = self._parse()
 
     def _parse(self) -> ConfigParser:
@@ -146,14 +150,17 @@ class Configuration:
             parser.parse()
         return parser
 
-    def _harmless(self, node: Any) -> Any:
+    def _harmless(self, node: Any, key: str = "") -> Any:
         if isinstance(node, list):
             return [self._harmless(value) for value in node]
         if not isinstance(node, Mapping):
-            return node
-        safe, target = {key: self._harmless(value) for key, value in node.items()}, target_name(node)
+            return habits.on_device(key, node, self._device) if isinstance(node, str) else node
+        safe, target = {key: self._harmless(value, key) for key, value in node.items()}, target_name(node)
         if self.file.stem == "inference" and safe.get("pretrained") is True:
             safe["pretrained"] = False  # its weights are loaded from models/
+        for name in older.idle_arguments(target, safe):
+            del safe[name]
+            self.adapted.add(f"{target}.{name}")
         if target in _CACHES:
             safe = {key: safe[key] for key in ("_disabled_", "_requires_", "data", "transform") if key in safe}
             return {"_target_": "monai.data.Dataset", **safe}
@@ -228,6 +235,8 @@ class Configuration:
         return [self._content_of(parser, key) for key in keys]
 
     def _content_of(self, parser: ConfigParser, key: str) -> Any:
+        if key not in parser:
+            raise InputError(f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it")
         for other, node in self.depends(key).items():
             if isinstance(node, Mapping) and _ENGINE.fullmatch(target_name(node)):
                 raise InputError(
@@ -236,41 +245,20 @@ class Configuration:
                     "let it do without",
                 )
         may = self._policy.trusted or "scripts" in self._policy.allow
-        with own_python(self.root) if may else nullcontext(), warnings.catch_warnings():
+        own = own_python(self.root) if may else nullcontext()
+        with own, older.arrays_in_pickles(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # `json.load(open(…))` is the bundle's habit
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # processes that are never started
             try:
                 return parser.get_parsed_content(key)
             except Exception as error:
-                raise self._explained(error, key) from error
+                raise explained(error, key, self.file, self._content, parser.ref_resolver.resolved_content) from error
             finally:
                 resolved = parser.ref_resolver.resolved_content
                 for name, value in list(resolved.items()):
                     if isinstance(value, io.IOBase):  # opened again if another id reads it
                         value.close()
                         del resolved[name]
-
-    def _explained(self, error: Exception, key: str) -> InputError:
-        """Name the innermost id that failed and the root cause."""
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_name == "_resolve_one_item":
-                key = frame.f_locals["id"]
-        cause = root_cause(error)
-        if isinstance(cause, InputError):
-            return cause
-        key = key.replace("::", "#")
-        if isinstance(cause, Refused):
-            elsewhere = isinstance(cause, ElsewhereRefused)
-            return InputError(f"{self.file}: id {key!r}: {cause}", *(_NAME_DATA if elsewhere else NOT_LISTED))
-        if missing := re.search(r"referring item `@([\w:]+)`", str(cause)):
-            other = missing[1].replace("::", "#")
-            return InputError(f"{self.file} has no id {other!r}, which {key!r} refers to", "every id exists", "add it")
-        if key not in self._parser:
-            return InputError(f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it")
-        return InputError(
-            f"{self.file}: id {key!r} fails with {told(cause)}",
-            "every id that the trainer needs can be evaluated",
-            "change it so that it can be evaluated; if the data lie elsewhere, give their folder with --data",
-        )
 
 
 def meant(values: Mapping[str, Any], ids: Container[str]) -> dict[str, Any]:
@@ -296,6 +284,16 @@ def protocol_of(name_or_path: str) -> Mapping[str, Any]:
     return read(path) if path else {}
 
 
+def sha256_of(root: Path, protocol: Mapping[str, Any]) -> str:
+    """Return the hash of `Bundle.sha256`."""
+    digest = hashlib.sha256(json.dumps(protocol.get("text"), sort_keys=True).encode())
+    folders = [file for name in ("configs", "embeddings") for file in (root / name).glob("*")]
+    for path in sorted([*folders, *root.glob("*.py"), *root.glob("*/**/*.py")]):
+        if path.suffix in (".json", ".yaml", ".yml", ".py", ".safetensors") and path.stem != "federated":
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def target_name(node: Mapping[str, Any]) -> str:
     """Return the class name of a component without its module, "" for anything else."""
     target = node.get("_target_", "")
@@ -313,19 +311,6 @@ def read(path: Path) -> dict[str, Any]:
         return dict((json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)) or {})
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{path} cannot be read: {error}", "it is valid JSON or YAML", "repair its syntax") from error
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the error that an error comes from; MONAI wraps errors several times."""
-    while error.__cause__ is not None and not (isinstance(error, InputError) or "referring item" in str(error)):
-        error = error.__cause__
-    return error
-
-
-def told(error: BaseException) -> str:
-    """Return an error's type and text in one line of limited length."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from monai.inferers import SimpleInferer
+
 from medfl.bundle.configuration import Configuration, target_name
 from medfl.core.errors import InputError
 from medfl.evaluation.metrics import higher_is_better
@@ -46,6 +48,16 @@ def find_evaluator(config: Configuration) -> str | None:
         if isinstance(node, Mapping) and "val_data_loader" in node:
             return key
     return None
+
+
+def scoring(config: Configuration) -> tuple[Any, Any]:
+    """Return the evaluator's inferer, MONAI's simplest without one, and its postprocessing, None without one."""
+    engine = find_evaluator(config)
+    inferer, postprocessing = (
+        config.content(f"{engine}#{part}") if f"{engine}#{part}" in config else None
+        for part in ("inferer", "postprocessing")
+    )
+    return inferer or SimpleInferer(), postprocessing
 
 
 def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from medfl.bundle import older
 from medfl.bundle.configuration import Configuration, own_modules, target_name
 from medfl.bundle.sections import Section
 
 
-def notes(root: Path, config: Configuration, trainer: str, train: Section) -> Iterator[str]:
+def notes(root: Path, config: Configuration, trainer: str, train: Section, scheduled: bool) -> Iterator[str]:
     """Yield the notes of a bundle.
 
     Args:
@@ -19,17 +20,21 @@ def notes(root: Path, config: Configuration, trainer: str, train: Section) -> It
         config: its training configuration.
         trainer: id of its trainer.
         train: its training data.
+        scheduled: whether its learning rate schedule is run.
     """
     inferer, amp = (config.raw(f"{trainer}#{part}")[1] for part in ("inferer", "amp"))
     sampler, modules = getattr(train.loader, "sampler", None), sorted(own_modules(root))
     if modules:
         yield f"its own Python ({', '.join(modules)}) runs with your rights"
-    if any(config.nodes("LrScheduleHandler")):
-        yield "its learning rate schedule is not run; --lr-decay multiplies the rate after each round"
+    for key, path in config.lists.items():
+        yield f"{key} is {path}"
+    yield from map(older.said, sorted(config.adapted))
+    if any(config.nodes("LrScheduleHandler")) and not scheduled:
+        yield "its learning rate schedule goes by steps or a metric, and is not run; --lr-decay multiplies the rate"
     if any(config.nodes("CheckpointLoader")):
         yield "its checkpoints are not loaded"
     if amp and config.content(f"{trainer}#amp"):
-        yield "mixed precision is chosen with --amp, not by its trainer"
+        yield "its trainer's mixed precision is for a GPU: a run on one has it"
     if inferer and target_name(inferer) != "SimpleInferer":
         yield "its training inferer is not used"
     if not isinstance(sampler, RandomSampler | SequentialSampler | None):

@@ -151,7 +151,8 @@ def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any]) -> Ope
     if _cohort(bundle, folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
     if not bundle.has_test:
-        notes += ("this bundle names no test data: the validation items serve as test items, so 'best' is optimistic",)
+        why = f"its test data cannot be read ({bundle.unread})" if bundle.unread else "this bundle names no test data"
+        notes += (f"{why}: the validation items serve as test items, so 'best' is optimistic",)
     return Opened(bundle, folder, OWN_SPLIT, notes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,6 +59,7 @@ class Sections:
         """Take the configurations; nothing in them is evaluated yet."""
         self.root, self._trainer, self._config, self._read = root, trainer, config, evaluation
         self._opened: dict[str, Section] = {}
+        self.unread = ""
 
     @cached_property
     def _evaluation(self) -> Configuration:
@@ -66,12 +67,18 @@ class Sections:
 
     @cached_property
     def has_test(self) -> bool:
-        """Tell whether evaluate.* names data of its own; else the validation items serve as test items."""
+        """Tell whether evaluate.* names data of its own that are here; else the validation items serve as such."""
         validate, test = (
             config.depends(config.within(self._loader_ids(config, "validate")[1], "data"))
             for config in (self._config, self._evaluation)
         )
-        return validate != test
+        if validate == test:
+            return False
+        try:
+            self._opened["test"] = self._open("test")
+        except InputError as error:  # many a bundle's test data lie in another way than those that it trains on
+            self.unread = str(error)
+        return not self.unread
 
     def _loader_ids(self, config: Configuration, section: str) -> tuple[str, str]:
         """Return the ids of a section's data loader ("" if there is none) and data set."""
@@ -128,3 +135,14 @@ class Sections:
         folder = config.content("dataset_dir") if "dataset_dir" in config else self.root
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
         return Section(source, items, config.content(loader_id) if loader_id else None, prepare_batch)
+
+
+def check_labels(items: Sequence[Item], count: int, where: str, bundle: str) -> None:
+    """Raise InputError, which names the item, if a label of a section is none of a bundle's classes."""
+    for item in items:
+        if not 0 <= item.get("label", 0) < count:
+            raise InputError(
+                f"item {item['id']!r} of {where} has label {item['label']}",
+                f"{bundle} has {count} classes, labels 0 to {count - 1}",
+                "change this item's label in the data list",
+            )

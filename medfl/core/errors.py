@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,24 @@ def _in_one_line(part: str) -> str:
 
 class RunError(MedflError):
     """A run failed while running (exit code 1); what was saved before stays and the run can be resumed."""
+
+
+def missing_package(error: BaseException | None) -> str:
+    """Return the Python package whose absence an error comes from, "" if it comes from something else."""
+    while error is not None:
+        if found := re.search(r"No module named '(\w+)", str(error)):
+            return found[1]
+        error = error.__cause__
+    return ""
+
+
+def without_package(where: str, package: str) -> InputError:
+    """Return the error that says where a Python package is needed that is not installed."""
+    return InputError(
+        f"{where} needs the Python package {package!r}, which is not installed",
+        "what a bundle uses is installed",
+        "install it; where it reads images, another reader may be named with --config",
+    )
 
 
 def did_you_mean(given: str, known: Iterable[str], advice: str) -> str:

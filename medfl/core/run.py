@@ -13,6 +13,7 @@ from medfl.core.errors import InputError
 from medfl.core.settings import ADDED_LATER, SETTINGS, GeneralSettings, ProtocolSettings
 from medfl.core.type_checks import Count, read_record
 
+_OPTIONAL = ("public", "text", "adapted")
 _NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts", "max_share", "metrics")
 """Where things lie, what was said about them, what may end a run, and what its test items are scored by beside Dice
 cannot change a weight."""
@@ -105,6 +106,7 @@ class Run(GeneralSettings, ProtocolSettings):
         versions: versions of medfl, torch, monai and numpy.
         public: the public data, None for a method that uses none.
         text: the text embeddings, None for a method that uses none, and in records that said nothing of them.
+        adapted: what was put right of a bundle written for older MONAI or NumPy (`medfl.bundle.older`), by name.
     """
 
     bundle: str
@@ -118,12 +120,13 @@ class Run(GeneralSettings, ProtocolSettings):
     versions: Mapping[str, str]
     public: PublicRecord | None = None
     text: TextRecord | None = None
+    adapted: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON values; without `public` and `text` where there are none, and the neutral."""
+        """Return the record as plain JSON values; without the optional parts that are empty, and the neutral."""
         document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        for name in ("public", "text"):
-            if document[name] is None:
+        for name in _OPTIONAL:
+            if not document[name]:
                 document.pop(name)
         for name in [name for name, value in ADDED_LATER.items() if document[name] == value]:
             document.pop(name)
@@ -136,7 +139,7 @@ class Run(GeneralSettings, ProtocolSettings):
         Raises:
             InputError: a setting is missing or not of its kind.
         """
-        optional = {"public", "text", *ADDED_LATER}
+        optional = {*_OPTIONAL, *ADDED_LATER}
         names = [field.name for field in dataclasses.fields(cls)]
         try:
             for name in names:

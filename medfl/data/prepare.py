@@ -22,7 +22,7 @@ from medfl.core.errors import InputError
 from medfl.core.shared_memory import pack, unpack
 from medfl.data.byte_codes import shape_of
 from medfl.data.disk_cache import DiskCache, OnDisk
-from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, as_plain, stack
+from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, as_plain, beside, stack
 from medfl.data.sampled import Sampled
 from medfl.data.samples import Samples, Tracked, is_pair
 from medfl.data.source import Source
@@ -63,6 +63,9 @@ def prepare(
         samples.cached = list(make(range(len(items)))) if cache is None else cache.keep(len(items), make)
     prepared = _prepared(items, samples, collate, prepare_batch)
     if not samples.random:
+        cached = samples.cached or []
+        kept = [beside(sample) for sample in cached] if isinstance(cached, list) else cached
+        prepared.others = lambda index: collate([beside(kept[index])])
         geometries = [_geometry(sample) for sample in samples.cached or []]
         if all(geometries):
             prepared.geometry = [geometry for geometry in geometries if geometry is not None]

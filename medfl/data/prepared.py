@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,6 +68,7 @@ class Prepared(ABC):
 
     Attributes:
         geometry: one per item where the transforms keep track of it, else empty.
+        others: position -> what a sample has beside image and label, as a batch of one; None where nothing is known.
         pinned: whether a shard's batches come in pinned memory, from which a GPU copies without being waited for.
     """
 
@@ -77,6 +78,7 @@ class Prepared(ABC):
         """Keep the data list entries; index i below always means `items[i]`."""
         self.items = items
         self.geometry: Sequence[Geometry] = ()
+        self.others: Callable[[int], Mapping[str, Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -90,6 +92,11 @@ class Prepared(ABC):
             size: items per batch.
             generator: seeds the random transforms; without one each item always gets the same draw.
         """
+
+    def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+        """Yield inputs and targets of each item, a batch of one, and what else is in the batch."""
+        for index, (x, y) in zip(indices.tolist(), self.batches(indices, 1, None), strict=True):
+            yield x, y, self.others(index) if self.others else {}
 
     @property
     def nbytes(self) -> int:
@@ -216,6 +223,11 @@ class Augmented(Prepared):
         images, labels = ([as_plain(sample[key]) for sample in samples] for key in ("image", "label"))
         masks = all(isinstance(label, Coded) or getattr(label, "ndim", 0) > 1 for label in labels)
         return images, labels if masks else default_collate(labels)
+
+
+def beside(sample: Any) -> dict[str, Any]:
+    """Return what a sample or a batch has beside image and label."""
+    return {k: v for k, v in sample.items() if k not in ("image", "label")} if isinstance(sample, Mapping) else {}
 
 
 def as_plain(value: Any) -> Any:

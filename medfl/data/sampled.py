@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.seeding import stream
-from medfl.data.prepared import Batch, Item, Prepared
+from medfl.data.prepared import Batch, Item, Prepared, beside
 
 _THREADS = 2  # that make samples before they are needed
 _AHEAD = 4  # batches that they may be ahead
@@ -65,6 +65,14 @@ class Sampled(Prepared):
 
         The samples of the next batches are made in threads where that is safe.
         """
+        yield from map(self.unpack, self._collated(indices, size, generator))
+
+    def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+        """Yield inputs and targets of each item, a batch of one, and what else is in the batch."""
+        for batch in self._collated(indices, 1, None):
+            yield *self.unpack(batch), beside(batch)
+
+    def _collated(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Any]:
         seeds = indices
         if self.reseed is not None and generator is not None:
             seeds = torch.randint(2**31 - 1, (len(indices),), generator=generator)
@@ -74,7 +82,7 @@ class Sampled(Prepared):
         ]
         batches = self._in_threads(work) if self.clone is not None and len(work) > 1 else map(self._make, work)
         for samples in batches:
-            yield self.unpack(self.collate(samples))
+            yield self.collate(samples)
 
     def _make(self, work: list[tuple[int, int]]) -> list[Any]:
         """Make one batch's samples in this thread."""

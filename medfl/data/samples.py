@@ -13,7 +13,7 @@ from monai.data import MetaTensor
 from monai.transforms import Compose, Randomizable, RandomizableTrait, Transform
 from torch import Tensor
 
-from medfl.core.errors import InputError, MedflError
+from medfl.core.errors import InputError, MedflError, missing_package, without_package
 from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.byte_codes import Coded, decoded, encode, shape_of
@@ -170,9 +170,11 @@ class Samples:
                 cause = cause.__cause__
             if isinstance(cause, MedflError):
                 raise cause from None
+            item = f"item {self._items[index].get('id', index)!r}"
+            if package := missing_package(error):
+                raise without_package(item, package) from error
             raise InputError(
-                f"item {self._items[index].get('id', index)!r} cannot be prepared: "
-                f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}",
+                f"{item} cannot be prepared: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}",
                 "every item can be read and transformed",
                 "remove the item from the data, or repair its files",
             ) from error

@@ -181,7 +181,7 @@ class CaseEvaluator:
         name: the metric's name in results.
         metric: an ignite metric over a list of {"image", "label", "pred"}, or (prediction, target) -> loss.
         inferer: (inputs, network) -> prediction, e.g. a sliding window.
-        postprocessing: dictionary transform over "image", "label" and "pred", or None.
+        postprocessing: dictionary transform over the batch's keys and "pred", or None.
         tolerance: of the surface Dice, in the unit of the images' spacing; None for other tasks than segmentation.
         structures: names of the channels, () where they have none.
     """
@@ -214,9 +214,9 @@ class CaseEvaluator:
         """
         rows = []
         outputs = self._outputs(network, shard, device)
-        for index, (x, y, prediction) in zip(shard.indices.tolist(), outputs, strict=True):
+        for index, (x, y, prediction, others) in zip(shard.indices.tolist(), outputs, strict=True):
             with _naming_item(*shard.prepared.ids([index])):
-                cases = self._processed(x, y, prediction)
+                cases = self._processed(x, y, prediction, others)
                 row = {self.name: self._score(cases, y, prediction)}
                 if self.tolerance is not None:
                     row = {**self._mask_row(x, cases, shard.prepared, index, distances), **row}
@@ -226,24 +226,25 @@ class CaseEvaluator:
     @torch.no_grad()
     def masks(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[Masks | None]:
         """Yield the predicted and the reference mask of each item, None where their channels overlap."""
-        for ident, (x, y, prediction) in zip(shard.ids, self._outputs(network, shard, device), strict=True):
+        for ident, (x, *output) in zip(shard.ids, self._outputs(network, shard, device), strict=True):
             with _naming_item(ident):
-                pair = _channels(x, self._processed(x, y, prediction))
+                pair = _channels(x, self._processed(x, *output))
             yield None if pair is None else _indices(*pair)
 
-    def _outputs(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield input, target and prediction of each item, batches of one."""
+    def _outputs(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Yield input, target, prediction and what else is in the batch of each item, batches of one."""
         network.eval()
-        for ident, (x, y) in zip(shard.ids, shard.batches(1), strict=True):
+        cases = shard.prepared.cases(shard.indices) if len(shard) else iter(())
+        for ident, (x, y, others) in zip(shard.ids, cases, strict=True):
             x, y = (value.to(device) if isinstance(value, Tensor) else value for value in (x, y))
             with _naming_item(ident):
                 prediction = self.inferer(x, network)
-            yield x, y, prediction
+            yield x, y, prediction, others
 
-    def _processed(self, x: Any, y: Any, prediction: Any) -> list[Any]:
+    def _processed(self, x: Any, y: Any, prediction: Any, others: Mapping[str, Any]) -> list[Any]:
         if not hasattr(self._metric, "attach") and self.tolerance is None:
             return []
-        cases = decollate_batch({"image": x, "label": y, "pred": prediction})
+        cases = decollate_batch({**others, "image": x, "label": y, "pred": prediction})
         return [self.postprocessing(case) if self.postprocessing else case for case in cases]
 
     def _mask_row(

@@ -153,6 +153,7 @@ _SCHEMA = {
         },
         **{name: one.schema for name, one in SETTINGS.items() if name != "device"},
         "public": {"type": "null"},
+        "adapted": {"type": "array", "maxItems": 100, "items": {"type": "string", "pattern": "^[A-Za-z0-9_.:]{1,80}$"}},
     },
 }
 

@@ -270,7 +270,7 @@ def _division(plan: Plan) -> str:
     """Return the table of the partition; of more sites than can be read, how large they are."""
     record = plan.run.partition
     if len(record.sites) <= _LISTED:
-        return plan.partition.table(plan.sections, plan.bundle.classes or None)
+        return plan.partition.table(plan.sections, plan.counted or None)
     sizes = sorted(len(ids["train"]) for ids in record.sites.values())
     summary = f"{sizes[0]} to {sizes[-1]} training images each, median {sizes[len(sizes) // 2]}"
     lines = [f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {summary}; all are in run.json"]

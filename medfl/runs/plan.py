@@ -78,6 +78,11 @@ class Plan:
         return _items(self.bundle)
 
     @cached_property
+    def counted(self) -> tuple[str, ...]:
+        """The classes where the data list says which item is of which; () where that is only known from the images."""
+        return self.bundle.classes if any("label" in item for item in self.sections["train"]) else ()
+
+    @cached_property
     def partition(self) -> Partition:
         """The partition as an object with tables and pictures."""
         record = self.run.partition
@@ -85,12 +90,11 @@ class Plan:
 
     def extra(self, command: str) -> dict[str, Any]:
         """Return what run.json tells a reader beyond the run itself."""
-        classes = self.bundle.classes
-        counts = self.partition.counts(self.sections, len(classes)) if classes else {}
+        counts = self.partition.counts(self.sections, len(self.counted)) if self.counted else {}
         return {
             "medfl": self.run.versions["medfl"],
             "task": self.bundle.task,
-            "classes": list(classes),
+            "classes": list(self.bundle.classes),
             "key_metric": self.bundle.key_metric,
             "site_class_counts": counts,
             "protocol": self.bundle.protocol.get("protocol", ""),
@@ -135,6 +139,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
     as_asked = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}
+    as_asked["amp"] = request.amp or (device != "cpu" and bundle.amp)
     as_asked["capture"] = request.capture or request.pack > 1
     text = text_record.record(bundle, method)
     run = Run(
@@ -149,6 +154,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         versions=versions(),
         public=public.record if public else None,
         text=text,
+        adapted=bundle.adapted,
         cohort=float(chosen["cohort"]),
         rounds=int(chosen["rounds"]),
         local_epochs=int(chosen["local_epochs"]),

@@ -163,7 +163,7 @@ def open_folder(
     text_record.keep(plan.bundle, plan.run, plan.method, path)
     folder.write_run(plan.run, {**plan.extra(command), **extra})
     if len(plan.run.partition.sites) <= LISTED:
-        partition_plot.plot(plan.partition, plan.sections, plan.bundle.classes or None, path / "partition.png")
+        partition_plot.plot(plan.partition, plan.sections, plan.counted or None, path / "partition.png")
     return folder, done is not None
 
 

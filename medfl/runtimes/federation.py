@@ -245,13 +245,15 @@ class Federation:
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
         run, body = self.run, self._bodies[name]
+        bundle, first = body.bundle, max(0, round_ - 1) * run.local_epochs
         settings = LocalSettings(
             epochs=run.local_epochs,
             batch_size=run.batch_size,
-            optimizer=partial(body.bundle.optimizer, lr=run.lr),
+            optimizer=partial(bundle.optimizer, lr=run.lr, epoch=first),
             lr_factor=run.lr_decay ** (round_ - 1),
             amp=run.amp,
             lr_decay=run.lr_decay,
+            rates=(lambda epoch: bundle.rates(first + epoch, run.lr)) if bundle.is_scheduled else None,
         )
         train, validate, test = (self.work(name, section) for section in SECTIONS)
         return Site(

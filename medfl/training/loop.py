@@ -17,7 +17,7 @@ from medfl.training.accelerate.cuda_graphs import without_readback
 from medfl.training.accelerate.precision import autocast, backward, gradient_scaler
 from medfl.training.layers import one_sample_safe
 from medfl.training.loss_checks import check_finite, check_one_number
-from medfl.training.optimizer_state import restore_state, saved_state
+from medfl.training.optimizer_state import restore_state, saved_state, set_rates
 from medfl.training.site import Penalty, Site
 
 Objective = Callable[..., Tensor]
@@ -105,7 +105,8 @@ def fit(
         restore_state(optimizer, optimizer_state)
     losses: list[Tensor] = []
     with stream(site.seed, purpose) as generator:
-        for _ in range(site.settings.epochs):
+        for epoch in range(site.settings.epochs):
+            set_rates(optimizer, site.settings, epoch, epoch_factor)
             epoch_start = len(losses)
             for x, y in site.train.batches(site.settings.batch_size, generator):
                 batch: tuple[Any, ...] = _to(x, site.device), _to(y, site.device)
@@ -115,8 +116,6 @@ def fit(
                 losses.append(do_step(*batch))
             do_step.flush()
             check_finite(losses, epoch_start, site)
-            for group in optimizer.param_groups if epoch_factor != 1 else ():
-                group["lr"] = group["lr"] * epoch_factor
         do_step.finish()
     mean_loss = float(torch.stack(losses).mean()) if losses else float("nan")
     state = None if optimizer_state is None else saved_state(optimizer)
@@ -146,12 +145,9 @@ def summed(reports: Sequence[FitReport]) -> FitReport:
     """Return all that some calls of `fit` did together: their steps, and the mean loss over these."""
     steps = sum(report.steps for report in reports)
     losses = sum(report.steps * report.loss for report in reports if report.steps)  # of none it is NaN
-    return FitReport(
-        steps,
-        losses / steps if steps else float("nan"),
-        replayed=sum(report.replayed for report in reports),
-        eager=next((report.eager for report in reports if report.eager), ""),
-    )
+    mean, replayed = losses / steps if steps else float("nan"), sum(report.replayed for report in reports)
+    eager = next((report.eager for report in reports if report.eager), "")
+    return FitReport(steps, mean, replayed=replayed, eager=eager)
 
 
 # Gradient hooks

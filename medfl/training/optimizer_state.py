@@ -1,4 +1,4 @@
-"""The state of an optimiser as a State, and back."""
+"""The state of an optimiser as a State, and back, and its learning rates from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from medfl.core.storage import State
+from medfl.training.site import LocalSettings
 
 
 def saved_state(optimizer: Optimizer) -> State:
@@ -21,3 +22,20 @@ def restore_state(optimizer: Optimizer, state: State) -> None:
         for index, values in state.items()
     }
     optimizer.load_state_dict(whole)
+
+
+def set_rates(optimizer: Optimizer, settings: LocalSettings, epoch: int, factor: float) -> None:
+    """Change the learning rates where a local epoch begins, the first (0) excepted.
+
+    Args:
+        optimizer: of the visit.
+        settings: with the schedule, if there is one.
+        epoch: the local epoch.
+        factor: multiplies every learning rate after each epoch.
+    """
+    if epoch == 0:
+        return
+    for group in optimizer.param_groups if factor != 1 else ():
+        group["lr"] = group["lr"] * factor
+    for group, rate in zip(optimizer.param_groups, settings.rates(epoch) if settings.rates else (), strict=False):
+        group["lr"] = rate * settings.lr_factor * factor**epoch

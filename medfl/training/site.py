@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +48,8 @@ class LocalSettings:
         lr_factor: multiplies every learning rate this round (decay).
         amp: automatic mixed precision.
         lr_decay: what one decay multiplies; `lr_factor` has it once for each round that is over.
+        rates: (local epoch, from 0) -> the optimiser's learning rates in it before decay, one for each parameter group;
+            None where they stay.
     """
 
     epochs: int
@@ -56,6 +58,7 @@ class LocalSettings:
     lr_factor: float = 1.0
     amp: bool = False
     lr_decay: float = 1.0
+    rates: Callable[[int], Sequence[float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,11 @@ class Site(_WithNetworks):
         return optimizer
 
     def learning_rate(self, model: nn.Module) -> float:
-        """Return the learning rate of this round (of the first parameter group)."""
-        return float(self.optimizer(model).param_groups[0]["lr"])
+        """Return the learning rate of this round (of the first parameter group, the mean over the epochs)."""
+        settings = self.settings
+        if settings.rates is None:
+            return float(self.optimizer(model).param_groups[0]["lr"])
+        return settings.lr_factor * sum(settings.rates(e)[0] for e in range(settings.epochs)) / settings.epochs
 
     def for_epochs(self, epochs: int) -> Site:
         """Return the same site with another number of local epochs."""

@@ -335,7 +335,7 @@ def test_notes(tmp_path: Path) -> None:
         config["train"]["dataloader"] |= {"shuffle": False, "sampler": "$torch.utils.data.SubsetRandomSampler([0])"}
 
     said = " ".join(opened(tmp_path, edit).notes)
-    assert all(word in said for word in ("learning rate schedule", "--amp", "inferer", "SubsetRandomSampler"))
+    assert all(word in said for word in ("learning rate schedule", "mixed precision", "inferer", "SubsetRandomSampler"))
     assert opened(tmp_path).notes == ()
 
 

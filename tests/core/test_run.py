@@ -38,6 +38,7 @@ CHANGES = {
     "pack": 4,
     "compile": True,
     "channels_last": True,
+    "adapted": ("numpy.product",),
 }
 PUBLIC = PublicRecord(
     "pictures", "3" * 64, {"image_size": 32}, DataRecord("real", "/data/p", "4" * 64, "official", {"test": 9}),
@@ -59,6 +60,7 @@ LATER = (
     "compile",
     "max_share",
     "metrics",
+    "adapted",
 )
 """Settings that older records do not have."""
 

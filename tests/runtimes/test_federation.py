@@ -172,7 +172,7 @@ class Wide(ToyBundle):
             layers = nn.Identity(), nn.ReLU(), nn.Identity()
             self.network = lambda: nn.Sequential(nn.Linear(8, width), *layers, nn.Linear(width, 3))
 
-    def optimizer(self, network: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
+    def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         assert isinstance(network[1], nn.Identity) == ("width" in self.config), "the optimiser of another bundle"
         return super().optimizer(network, lr)
 

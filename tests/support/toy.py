@@ -306,13 +306,13 @@ class ToyBundle:
     name, task, classes, key_metric, has_test = "toy", "classification", ("p", "q", "r"), "balanced_accuracy", True
     evaluator = ClassEvaluator()
     loss = staticmethod(cross_entropy)
-    policy = None
+    policy, is_scheduled = None, False
     embeddings = staticmethod(prompts)
 
     def __init__(self, norm: bool = True) -> None:
         self.network = classifier(norm=norm, dropout=0.2)
 
-    def optimizer(self, network: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
+    def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         return sgd(0.05 if lr is None else lr, momentum=0.9)(network)
 
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Stacked:

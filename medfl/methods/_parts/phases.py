@@ -26,7 +26,7 @@ def fit_part(
     """
     settings = replace(site.settings, epochs=epochs)
     if rate is not None:
-        settings = replace(settings, optimizer=lambda network: _sgd(network, rate), lr_factor=1.0)
+        settings = replace(settings, optimizer=lambda network: _sgd(network, rate), lr_factor=1.0, rates=None)
     with train_only(model, names, restore_buffers=True):
         return fit(model, replace(site, settings=settings), purpose=purpose)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from medfl.bundle.configuration import root_cause, told
+from medfl.bundle.failures import root_cause, told
 from medfl.core.errors import InputError, MedflError
 from medfl.core.seeding import stream
 from medfl.data.prepared import Shard

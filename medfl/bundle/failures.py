@@ -1,0 +1,102 @@
+"""Why something of a bundle's configuration cannot be made, in one line that says what to do."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from medfl.core.errors import InputError, missing_package, without_package
+from medfl.core.untrusted import Refused
+from medfl.policy.evaluate import ElsewhereRefused
+from medfl.policy.findings import NOT_LISTED
+
+_NAME_DATA = "a bundle looks into its own folder and those that you name", "give the folder of the images with --data"
+_OTHER_VERSION = re.compile(r"unexpected keyword argument|has no attribute|Cannot locate class|cannot import name")
+"""What Python and MONAI say where a name or an argument is gone."""
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error that an error comes from; MONAI wraps errors several times."""
+    while error.__cause__ is not None and not (isinstance(error, InputError) or "referring item" in str(error)):
+        error = error.__cause__
+    return error
+
+
+def told(error: BaseException) -> str:
+    """Return an error's type and text in one line of limited length."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"
+
+
+def explained(
+    error: Exception, key: str, file: Path, content: Mapping[str, Any], resolved: Mapping[str, Any]
+) -> InputError:
+    """Return an error that names the innermost id that failed, the root cause and what helps.
+
+    Args:
+        error: what evaluation raised.
+        key: the id that was asked for.
+        file: the configuration file.
+        content: the unevaluated configuration, with metadata.json under `_meta_`.
+        resolved: what was evaluated before.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_resolve_one_item":
+            key = frame.f_locals["id"]
+    cause = root_cause(error)
+    if isinstance(cause, InputError):
+        return cause
+    key = key.replace("::", "#")
+    where = f"{file}: id {key!r}"
+    if isinstance(cause, Refused):
+        elsewhere = isinstance(cause, ElsewhereRefused)
+        return InputError(f"{where}: {cause}", *(_NAME_DATA if elsewhere else NOT_LISTED))
+    if missing := re.search(r"referring item `@([\w:]+)`", str(cause)):
+        other = missing[1].replace("::", "#")
+        return InputError(f"{file} has no id {other!r}, which {key!r} refers to", "every id exists", "add it")
+    if package := missing_package(error):
+        return without_package(where, package)
+    if path := _missing_file(cause):
+        return _without_file(where, path, file, resolved)
+    if _OTHER_VERSION.search(str(cause)):
+        return _of_other_version(where, cause, key, content.get("_meta_", {}))
+    return InputError(
+        f"{where} fails with {told(cause)}",
+        "every id that the trainer needs can be evaluated",
+        "change it so that it can be evaluated; if the data lie elsewhere, give their folder with --data",
+    )
+
+
+def _missing_file(cause: BaseException) -> str:
+    if isinstance(cause, FileNotFoundError) and cause.filename:
+        return str(cause.filename)
+    found = re.search(r"[Ff]ile (\S+) does not exist", str(cause))  # MONAI of data lists
+    return found[1] if found else ""
+
+
+def _without_file(where: str, path: str, file: Path, resolved: Mapping[str, Any]) -> InputError:
+    ids = [key for key, value in resolved.items() if isinstance(value, str | Path) and str(value) == path]
+    root = file.parents[1]
+    name = Path(path).name
+    downloads = [some.name for some in root.glob("large_files.y*ml") if name in some.read_text(encoding="utf-8")]
+    advice = [f"{downloads[0]} says where it is downloaded"] if downloads else []
+    advice += [f"--config {ids[0].replace('::', '#')}=FILE names yours"] if ids else []
+    return InputError(
+        f"{where} needs the file {path}, which is not there",
+        "a file that a bundle reads lies where its configuration says, or as a data list in the folder of --data",
+        ", or ".join(advice) or "give the folder of the data with --data",
+    )
+
+
+def _of_other_version(where: str, cause: BaseException, key: str, metadata: Mapping[str, Any]) -> InputError:
+    package = "numpy" if "numpy" in str(cause) else "monai"
+    wanted = metadata.get(f"{package}_version")
+    return InputError(
+        f"{where} fails with {told(cause)}",
+        f"it is written for {package} {version(package)}, which is installed; metadata.json names {wanted}",
+        f"give another value with --config {key}=..., or install {package}=={wanted} where this bundle is run",
+    )

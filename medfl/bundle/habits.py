@@ -1,0 +1,42 @@
+"""How the zoo's bundles say where things are: folders with a slash, data lists beside the bundle, devices by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LIST = re.compile(r"\$.*@bundle_root\b.*['\"]/?([\w./ -]+\.(?:json|csv|tsv|txt|npz|npy|ya?ml))['\"]\s*\)?\s*")
+"""An expression for a file below the bundle's folder that may be a data list."""
+_CUDA = re.compile(r"(?<!==)(?<!== )(['\"])cuda(:\d+)?\1")
+
+
+def folder_like(before: object, folder: object) -> str:
+    """Return a folder that ends in a slash if the one before did: `@dataset_dir + 'train.csv'` needs it."""
+    slash = str(before).rstrip("'\"").endswith("/")
+    return f"{str(folder).rstrip('/')}/" if slash and str(folder)[:1] not in ("$", "@", "%") else str(folder)
+
+
+def data_lists(content: Mapping[str, Any], root: Path, folder: str) -> dict[str, str]:
+    """Return id -> file for data lists that are missing in the bundle's folder and lie in the data's.
+
+    A list is looked for at the same place below the data folder, then in it by its name alone.
+    """
+    found: dict[str, str] = {}
+    for key, text in content.items():
+        match = _LIST.fullmatch(text) if isinstance(text, str) else None
+        if match and not (root / match[1]).is_file():
+            places = Path(folder, match[1]), Path(folder, Path(match[1]).name)
+            if there := next((path for path in places if path.is_file()), None):
+                found[key] = str(there)
+    return found
+
+
+def on_device(key: str, text: str, device: torch.device) -> str:
+    """Return a text of the configuration with CUDA devices that it names replaced by the run's device."""
+    if text.startswith("$"):
+        return _CUDA.sub(f"'{device}'", text).replace(".cuda()", f".to('{device}')")
+    return str(device) if key in ("device", "map_location") and re.fullmatch(r"cuda(:\d+)?", text) else text

@@ -1,0 +1,86 @@
+"""Bundles written for older MONAI and NumPy: what is put right where that is safe and exact, and what each is called.
+
+A run records the names of what was done for it (`Run.adapted`), and the user is told.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import monai.networks.nets
+import monai.transforms
+import numpy as np
+import torch
+from numpy._core.multiarray import _reconstruct, scalar
+from torch import Tensor
+
+FLOAT_LABELS = "labels:float"
+_SAME = {
+    "product": "prod", "cumproduct": "cumprod", "alltrue": "all", "sometrue": "any", "row_stack": "vstack",
+    "trapz": "trapezoid", "round_": "round", "float_": "float64", "complex_": "complex128", "unicode_": "str_",
+    "string_": "bytes_", "bool8": "bool_", "Inf": "inf", "Infinity": "inf", "infty": "inf", "PINF": "inf", "NaN": "nan",
+}  # fmt: skip
+"""Names that NumPy 2 took away, and what was and is the same under another."""
+_GONE = {old: vars(np)[new] for old, new in _SAME.items() if old not in vars(np) and new in vars(np)}
+_USES = re.compile(rf"\b(?:np|numpy)\.({'|'.join(_GONE) or '(?!)'})\b")
+_CHECKED_ONLY = {"SwinUNETR": {"img_size"}}
+"""Arguments of networks that were compared with nothing but themselves, and then removed."""
+_PADDING = {"constant_values", "value", "end_values", "stat_length", "reflect_type"}
+"""Arguments that a zoom may hand on to what pads; with any other it fails once it pads, and else ignores it."""
+_MONAI = {"_target_", "_requires_", "_disabled_", "_desc_", "_mode_"}
+
+
+def give_numpy_names(texts: Iterable[str]) -> set[str]:
+    """Give NumPy the names back that these texts use and it has under another; return what was done."""
+    names = {name for text in texts for name in _USES.findall(text)}
+    for name in names:
+        setattr(np, name, _GONE[name])
+    return {f"numpy.{name}" for name in names}
+
+
+def own_python(root: Path) -> list[str]:
+    """Return the text of a bundle's own Python files."""
+    return [
+        path.read_text(encoding="utf-8", errors="replace") for path in [*root.glob("*.py"), *root.glob("*/**/*.py")]
+    ]
+
+
+def arrays_in_pickles() -> AbstractContextManager[None]:
+    """Return a context in which `torch.load` reads NumPy's arrays and numbers beside tensors, and still no code."""
+    kinds = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"}
+    return torch.serialization.safe_globals([_reconstruct, scalar, np.ndarray, np.dtype, *kinds])
+
+
+def idle_arguments(target: str, given: Iterable[str]) -> set[str]:
+    """Return those of a component's arguments that this MONAI does not have, and without which it does the same."""
+    if target in _CHECKED_ONLY:
+        known = inspect.signature(getattr(monai.networks.nets, target)).parameters
+        return set(given) & _CHECKED_ONLY[target] - known.keys()
+    if re.fullmatch(r"(Rand)?Zoom(d|D|Dict)?", target):
+        known = inspect.signature(getattr(monai.transforms, target)).parameters
+        return set(given) - known.keys() - _PADDING - _MONAI
+    return set()
+
+
+def of_numbers(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a loss that gets labels which are true or false as 1.0 and 0.0."""
+
+    def with_numbers(prediction: Any, target: Any) -> Tensor:
+        return loss(prediction, target.float())
+
+    return with_numbers
+
+
+def said(name: str) -> str:
+    """Return what was done, in words, from its name in `Run.adapted`."""
+    what, _, detail = name.partition(".")
+    if name == FLOAT_LABELS:
+        return "its labels are true or false, and its loss gets them as 1.0 and 0.0, as this MONAI needs"
+    if what == "numpy":
+        return f"it uses numpy.{detail}, which this NumPy calls {_SAME[detail]}; it gets that"
+    return f"{what} is made without {detail!r}, which this MONAI does not have and which sets nothing"

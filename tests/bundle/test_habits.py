@@ -1,0 +1,293 @@
+"""How the zoo's bundles say where things are, and what older MONAI and NumPy had."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medfl.bundle import habits, older
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import with_data
+from medfl.core.errors import InputError
+from medfl.data.prepared import Shard
+from medfl.policy import admission
+from medfl.runs.launch import federate
+from medfl.runs.plan import Request, make_plan
+from tests.bundle.test_bundle import TRUSTED, content, opened, put, written
+
+DIVIDED = {"sites": 2, "partition": "iid"}
+
+
+# Where things are
+
+
+@pytest.mark.parametrize(
+    ("before", "folder", "after"),
+    [
+        ("/workspace/data/prostate/", "/mine", "/mine/"),
+        ("/workspace/data/prostate/", "/mine/", "/mine/"),
+        ("/workspace/data/prostate", "/mine", "/mine"),
+        ("$@bundle_root + '/data/'", "/mine", "/mine/"),
+        ("/data/", "$@bundle_root + '/x'", "$@bundle_root + '/x'"),
+    ],
+)
+def test_a_folder_keeps_its_slash(before: str, folder: str, after: str) -> None:
+    assert habits.folder_like(before, folder) == after
+
+
+def listed(tmp_path: Path, expression: str) -> tuple[dict[str, Any], Path]:
+    """Return a configuration whose data list is a file beside the bundle, and a folder for data."""
+    config = content()
+    config |= {"imports": ["$import json", "$import os"], "dataset_dir": "/workspace/data", "list_file": expression}
+    config["items"] = "$json.load(open(@list_file))"
+    (tmp_path / "data").mkdir()
+    return config, tmp_path / "data"
+
+
+@pytest.mark.parametrize("expression", ["$@bundle_root + '/configs/d.json'", "$os.path.join(@bundle_root, 'd.json')"])
+@pytest.mark.parametrize("place", ["d.json", "configs/d.json"])
+def test_a_data_list_follows_the_data(expression: str, place: str, tmp_path: Path) -> None:
+    config, data = listed(tmp_path, expression)
+    items = [{"image": "$0", "label": n, "id": f"i{n}"} for n in range(3)]
+    bundle = Bundle(str(written(tmp_path, config)), policy=TRUSTED)
+    with pytest.raises(InputError, match=r"needs the file .*d.json, which is not there; .*; --config list_file=FILE"):
+        bundle.items("train")
+    (data / "configs").mkdir()
+    (data / place).write_text(json.dumps(items))
+    bundle.override({"dataset_dir": str(data)})
+    if place == "d.json" or "configs" in expression:
+        assert [item["id"] for item in bundle.items("train")] == ["i0", "i1", "i2"]
+        assert bundle._config.lists == {"list_file": str(data / place)}
+    else:
+        assert not bundle._config.lists
+
+
+def test_the_bundles_own_list_comes_first_and_that_of_config_before_it(tmp_path: Path) -> None:
+    config, data = listed(tmp_path, "$@bundle_root + '/d.json'")
+    for folder, name in ((tmp_path, "own"), (data, "data"), (tmp_path / "configs", "given")):
+        folder.mkdir(exist_ok=True)
+        (folder / "d.json").write_text(json.dumps([{"image": 0, "label": 0, "id": name}]))
+    path = str(written(tmp_path, config))
+    given = {"list_file": str(tmp_path / "configs" / "d.json")}
+    for config, name in (({}, "own"), (given, "given")):
+        bundle = Bundle(path, {"dataset_dir": str(data), **config}, policy=TRUSTED)
+        assert bundle.items("train")[0]["id"] == name
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "moved"),
+    [
+        ("x", "$torch.device('cuda')", "$torch.device('cpu')"),
+        ("x", '$torch.load(@p, map_location="cuda:0")', "$torch.load(@p, map_location='cpu')"),
+        ("x", "$@net.to('cuda:1')", "$@net.to('cpu')"),
+        ("x", "$@net.cuda()", "$@net.to('cpu')"),
+        ("x", "$1 if @device.type == 'cuda' else 2", "$1 if @device.type == 'cuda' else 2"),
+        ("device", "cuda:0", "cpu"),
+        ("name", "cuda", "cuda"),
+    ],
+)
+def test_cuda_by_name_is_the_runs_device(key: str, text: str, moved: str) -> None:
+    assert habits.on_device(key, text, torch.device("cpu")) == moved
+
+
+def test_test_data_that_lie_elsewhere_are_not_needed(tmp_path: Path) -> None:
+    """The note says why the validation items serve."""
+    path = written(
+        tmp_path, content(), evaluate={"validate#dataset#data": "$__import__('json').load(open('/no/such'))"}
+    )
+    with admission.trusting(True):
+        opened = with_data(str(path), None, {}, "cpu")
+    assert not opened.bundle.has_test
+    assert len(opened.bundle.items("test")) == 4
+    assert any("/no/such" in note and "validation items serve" in note for note in opened.notes)
+
+
+# What a bundle computes
+
+
+def described(config: dict[str, Any], key: str, stacked: bool) -> None:
+    """Let postprocessing read a key of the batch that is neither image nor label."""
+    for item in config["items"]:
+        item |= {"image": f"$torch.rand(1, 4, {4 if stacked else 4 + item['label']})", "weight": 3.0}
+    config["network"] = "$torch.nn.Conv2d(1, 3, 1).to(@device)"
+    config["loss"] = "$lambda p, t: p.mean() + 0 * t.float().mean()"
+    scale = {"_target_": "Lambdad", "keys": "pred", "func": "$lambda x: 0 * x"}
+    copied = {"_target_": "CopyItemsd", "keys": key, "names": "copied"}
+    config["validate"]["evaluator"] |= {
+        "postprocessing": {"_target_": "Compose", "transforms": [scale, copied]},
+        "key_val_metric": {"weight_error": {"_target_": "ignite.metrics.MeanSquaredError", "output_transform": "@out"}},
+    }
+    config["out"] = "$lambda x: (torch.stack([torch.as_tensor(i['copied']) for i in x]).float(), torch.zeros(len(x)))"
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_postprocessing_reads_any_key_of_the_batch(stacked: bool, tmp_path: Path) -> None:
+    bundle = opened(tmp_path, lambda config: described(config, "weight", stacked), TRUSTED)
+    shard = Shard.of(bundle.prepared("validate"), [0, 2])
+    cases = bundle.evaluator(bundle.network(), shard, torch.device("cpu"))
+    assert cases.values["weight_error"].tolist() == [9.0, 9.0]
+
+
+def test_labels_that_transforms_compute_are_not_counted(tmp_path: Path) -> None:
+    """A run of such a bundle draws its partition without classes."""
+
+    def edit(config: dict[str, Any]) -> None:
+        for item in config["items"]:
+            item["label"] = f"mask{item['label']}.png"
+        number = {"_target_": "Lambdad", "keys": "label", "func": "$lambda x: int(x[4])"}
+        for section in ("train", "validate"):
+            config[section]["dataset"]["transform"] = {"_target_": "Compose", "transforms": [number]}
+
+    bundle = opened(tmp_path, edit, TRUSTED)
+    with admission.trusting(True):
+        summary = federate(str(bundle.root), requested={**DIVIDED, "rounds": 1}, out=tmp_path / "out")
+    assert 0 <= summary["last"]["balanced_accuracy"] <= 1
+    assert (tmp_path / "out" / "partition.png").is_file()
+
+
+# Schedule and precision
+
+
+def scheduled(config: dict[str, Any]) -> None:
+    config["schedule"] = {"_target_": "torch.optim.lr_scheduler.StepLR", "optimizer": "@optimizer", "step_size": 2}
+    config["handlers"] = [{"_target_": "LrScheduleHandler", "lr_scheduler": "@schedule"}]
+
+
+def test_the_schedule_of_the_trainer_is_run_by_epochs(tmp_path: Path) -> None:
+    """Two epochs a round: the third is in the second round, and training differs from a constant rate there."""
+    bundle = opened(tmp_path, scheduled)
+    assert bundle.is_scheduled
+    assert [bundle.rates(epoch)[0] for epoch in range(5)] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
+    assert bundle.rates(2, 1.0) == pytest.approx([0.1])
+    network = bundle.network()
+    optimizer = bundle.optimizer(network, epoch=2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    before = network[1].weight.detach().clone()
+    network(torch.ones(1, 1, 4, 4)).sum().backward()
+    optimizer.step()
+    assert (network[1].weight != before).all(), "it steps the parameters of this network"
+
+
+def test_a_run_takes_the_rates_of_its_rounds(tmp_path: Path) -> None:
+    hashes = {}
+    for name, edit in (("constant", lambda config: None), ("stepped", scheduled)):
+        (tmp_path / name).mkdir()
+        bundle = opened(tmp_path / name, edit)
+        for rounds, epochs in ((1, 2), (2, 1), (1, 3)):
+            requested = {**DIVIDED, "rounds": rounds, "local_epochs": epochs}
+            out = tmp_path / f"{name}-{rounds}-{epochs}"
+            hashes[name, rounds, epochs] = federate(str(bundle.root), requested=requested, out=out)["weights_sha256"]
+    for rounds, epochs in ((1, 2), (2, 1)):
+        assert hashes["constant", rounds, epochs] == hashes["stepped", rounds, epochs], "two epochs at the first rate"
+    assert hashes["constant", 1, 3] != hashes["stepped", 1, 3]
+
+
+@pytest.mark.parametrize(
+    "handler", [{"epoch_level": False}, {"step_transform": "$lambda engine: 1.0"}, {"_disabled_": True}]
+)
+def test_a_schedule_by_steps_or_metrics_is_not_run(handler: dict[str, Any], tmp_path: Path) -> None:
+    def edit(config: dict[str, Any]) -> None:
+        scheduled(config)
+        config["handlers"][0] |= handler
+
+    bundle = opened(tmp_path, edit, TRUSTED)
+    assert not bundle.is_scheduled
+    assert any("learning rate schedule" in note for note in bundle.notes)
+
+
+def test_mixed_precision_of_the_trainer_is_for_gpus(tmp_path: Path) -> None:
+    bundle = opened(tmp_path, put(True, "train", "trainer", "amp"))
+    assert bundle.amp
+    assert not make_plan(Request(str(bundle.root), **DIVIDED)).run.amp, "MONAI's trainer has it on a GPU alone"
+
+
+# Older MONAI and NumPy
+
+
+def test_numpy_gets_its_old_names_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(np, "product", raising=False)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "__init__.py").write_text("import numpy as np\nsize = np.product((4, 4))\n")
+
+    def edit(config: dict[str, Any]) -> None:
+        config |= {"imports": ["$import scripts"], "width": "$scripts.size"}
+
+    bundle = opened(tmp_path, edit, TRUSTED)
+    assert bundle.get("width") == 16
+    assert bundle.adapted == ("numpy.product",)
+
+
+def test_an_argument_without_effect_is_left_out(tmp_path: Path) -> None:
+    assert older.idle_arguments("SwinUNETR", ["img_size", "in_channels"]) == {"img_size"}
+    assert older.idle_arguments("UNETR", ["img_size", "in_channels"]) == set()
+    given = ["_target_", "keys", "min_zoom", "max", "constant_values"]
+    assert older.idle_arguments("RandZoomd", given) == {"max"}
+
+
+def test_labels_that_are_true_or_false_become_numbers_where_the_loss_needs_it(tmp_path: Path) -> None:
+    def edit(config: dict[str, Any]) -> None:
+        for item in config["items"]:
+            item |= {"image": "$torch.rand(1, 4, 4)", "label": "$torch.rand(3, 4, 4) > 0.5"}
+        config["network"] = "$torch.nn.Conv2d(1, 3, 1).to(@device)"
+        config["loss"] = {"_target_": "DiceLoss", "sigmoid": True, "squared_pred": True}
+
+    bundle = opened(tmp_path, edit, TRUSTED)
+    assert bundle.adapted == (older.FLOAT_LABELS,)
+    pred, label = torch.rand(2, 3, 4, 4), torch.rand(2, 3, 4, 4) > 0.5
+    assert torch.equal(bundle.loss(pred, label), bundle.loss(pred, label.float()))
+
+
+def test_what_was_adapted_is_said_and_part_of_the_run(tmp_path: Path) -> None:
+    """And a run for which nothing was has the hash that it always had."""
+    zoom = {"_target_": "RandZoomd", "keys": "image", "prob": 0.5, "max": 1.1}
+    edit = put({"_target_": "Compose", "transforms": [zoom]}, "train", "dataset", "transform")
+    bundle = opened(tmp_path, edit)
+    plan = make_plan(Request(str(bundle.root), **DIVIDED))
+    assert plan.run.adapted == ("RandZoomd.max",)
+    assert any("without 'max'" in note for note in plan.notes)
+    without = dataclasses.replace(plan.run, adapted=())
+    assert without.run_hash != plan.run.run_hash
+    assert "adapted" not in without.to_dict()
+    assert type(plan.run).from_dict(json.loads(json.dumps(plan.run.to_dict()))) == plan.run
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ({"_target_": "UNet", "dimensions": 2}, r"'network' .*unexpected keyword.*monai 1.6.1.*names 0.9.0.*--config"),
+        ({"_target_": "NoSuchNet"}, r"'network' .*Cannot locate class.*install monai==0.9.0"),
+        ("$numpy.nosuch(1)", r"'network' .*no attribute 'nosuch'.*metadata.json names 1.20.0.*install numpy==1.20.0"),
+    ],
+)
+def test_another_version_is_named(node: Any, said: str, tmp_path: Path) -> None:
+    versions = {"monai_version": "0.9.0", "numpy_version": "1.20.0"}
+    edited = {**content(), "imports": ["$import numpy"], "network": node}
+    bundle = Bundle(str(written(tmp_path, edited, metadata=versions)), policy=TRUSTED)
+    with pytest.raises(InputError, match=said):
+        bundle.network()
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
+    def edit(config: dict[str, Any]) -> None:
+        config["imports"] = ["$import importlib"]
+        read = {"_target_": "Lambdad", "keys": "image", "func": "$lambda x: importlib.import_module('no_reader')"}
+        config["train"]["dataset"]["transform"] = {"_target_": "Compose", "transforms": [read]}
+
+    with pytest.raises(InputError, match="item 'i0' needs the Python package 'no_reader', which is not installed"):
+        _ = opened(tmp_path, edit, TRUSTED).task
+
+
+def test_arrays_beside_tensors_are_read_and_code_is_not(tmp_path: Path) -> None:
+    torch.save({"code": np.eye(2), "score": np.float64(1.5)}, tmp_path / "arrays.pt")
+    torch.save({"code": Path("/")}, tmp_path / "object.pt")
+    config = {**content(), "width": "$int(torch.load(@file)['code'].sum())", "file": str(tmp_path / "arrays.pt")}
+    path = str(written(tmp_path, config))
+    assert Bundle(path, policy=TRUSTED).get("width") == 2
+    with pytest.raises(InputError, match="Weights only load failed"):
+        Bundle(path, {"file": str(tmp_path / "object.pt")}, policy=TRUSTED).get("width")
