@@ -1,4 +1,4 @@
-"""Seconds from the start of `medfl run` to the end of its first training step, and those of `medfl --help`.
+"""Seconds from the start of `medfl run` to the end of its first training step; those of listings and `medfl --help`.
 
 The images are a drawn cohort that an earlier run has used; each figure is of a process of its own, one thread. MONAI
 alone, which every such program imports with torch, is beside it.
@@ -60,7 +60,10 @@ def main() -> None:
         rows = {
             "startup/first-step": [run(number + 1) for number in range(options.repeats)],
             "startup/import-monai": [seconds("-c", "import monai") for _ in range(options.repeats)],
-            "startup/help": [seconds("-m", "medfl", "--help") for _ in range(options.repeats)],
+            **{
+                f"startup/{verb.strip('-')}": [seconds("-m", "medfl", verb) for _ in range(options.repeats)]
+                for verb in ("--help", "methods", "bundles")
+            },
         }
     alone = statistics.median(rows["startup/import-monai"])
     table = [

@@ -18,7 +18,7 @@ from typing import Any
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.cli import bundle_pages, method_pages
+from medfl.cli import bundle_pages, method_facts, method_pages
 from medfl.cli import verbs as cli
 from medfl.core import terminal
 from medfl.core.storage import write_atomic
@@ -240,6 +240,9 @@ def fresh(text: str, parts: Parts) -> str:
 
 def stale() -> Iterator[tuple[Path, str]]:
     """Yield the pages that are not as the code has them, with what they should say."""
+    known = json.dumps(method_facts.catalogue(), indent=1, ensure_ascii=False) + "\n"
+    if method_pages.CATALOGUE.read_text(encoding="utf-8") != known:
+        yield method_pages.CATALOGUE, known
     for page, parts in PARTS.items():
         path = DOCS / page
         text = path.read_text(encoding="utf-8")

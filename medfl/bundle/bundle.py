@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from medfl.bundle import older, text_embeddings
-from medfl.bundle.configuration import Configuration, config_file, find, read, sha256_of, shipped_folders
-from medfl.bundle.configuration import protocol_of as protocol_of
-from medfl.bundle.configuration import shipped as shipped
-from medfl.bundle.configuration import shipped_root as shipped_root
+from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_trainer, key_metric, scoring
 from medfl.bundle.failures import root_cause, told
+from medfl.bundle.files import config_file, find, read, sha256_of, shipped_folders
+from medfl.bundle.files import protocol_of as protocol_of
+from medfl.bundle.files import shipped as shipped
+from medfl.bundle.files import shipped_root as shipped_root
 from medfl.bundle.notes import notes
 from medfl.bundle.optimizers import Optimizers, find_schedule
 from medfl.bundle.prompts import Text, read_text

@@ -7,10 +7,8 @@ data sets that cache, in memory or in files, become the plain `Dataset` over the
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import io
-import json
 import re
 import sys
 import warnings
@@ -21,65 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from monai.bundle import ConfigParser, ReferenceResolver
 from monai.bundle.utils import merge_kv
 
-from medfl import datasets
 from medfl.bundle import habits, older
 from medfl.bundle.failures import explained, told
+from medfl.bundle.files import read
 from medfl.bundle.guarded import guarded_parser
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import stream
 from medfl.policy.policy import Policy
 
-_Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: eight times as fast
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
 """Postprocessing that writes files or needs the original grid: a score does not need it."""
 _CACHES = ("CacheDataset", "SmartCacheDataset", "CacheNTransDataset", "PersistentDataset", "LMDBDataset", "GDSDataset")
 _LOADED = ("DecathlonDataset", "MedNISTDataset", "TciaDataset")
 """Data sets that find their own files, and would cache them all at once."""
-
-
-def shipped_root() -> Path | None:
-    """Return the folder of the shipped bundles: beside the package in a checkout, under the prefix when installed."""
-    folders = Path(__file__).resolve().parents[2] / "bundles", Path(sys.prefix) / "share" / "medfl" / "bundles"
-    return next((folder for folder in folders if folder.is_dir()), None)
-
-
-def shipped_folders() -> dict[str, Path]:
-    """Return the folders of the shipped bundles that can be trained, by name; families of them lie one level down.
-
-    A bundle of the user's own may lie beside them: shipped are those whose data set is medfl's too.
-    """
-    root = shipped_root()
-    files = [path for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")] if root else []
-    folders = {path.parents[1].name: path.parents[1] for path in files}
-    return {name: folders[name] for name in sorted(folders.keys() & set(datasets.names()))}
-
-
-def shipped() -> tuple[str, ...]:
-    """Return the names of the shipped bundles."""
-    return tuple(shipped_folders())
-
-
-def find(name_or_path: str) -> Path:
-    """Return the folder of a shipped bundle, or of one given by its path.
-
-    Raises:
-        InputError: there is no such bundle, or it has no training configuration.
-    """
-    if name_or_path in shipped():
-        return shipped_folders()[name_or_path]
-    path = Path(name_or_path).expanduser().resolve()
-    if config_file(path, "train"):
-        return path
-    raise InputError(
-        f"bundle {name_or_path!r}",
-        f"shipped bundles are {', '.join(shipped()) or 'none'}; a path is a folder with configs/train.json or .yaml",
-        did_you_mean(name_or_path, shipped(), "see medfl bundles"),
-    )
 
 
 class Configuration:
@@ -272,45 +228,10 @@ def _places(values: Iterable[Any]) -> set[Path]:
     return {Path(value) for value in values if isinstance(value, str | Path) and Path(value).is_absolute()}
 
 
-def config_file(root: Path, stem: str) -> Path | None:
-    """Return a bundle's configuration file of this name, JSON or YAML, None if there is none."""
-    files = (root / "configs" / f"{stem}{suffix}" for suffix in (".json", ".yaml", ".yml"))
-    return next((file for file in files if file.is_file()), None)
-
-
-def protocol_of(name_or_path: str) -> Mapping[str, Any]:
-    """Return the content of a bundle's federated.yaml, empty if there is none; InputError if there is no bundle."""
-    path = config_file(find(name_or_path), "federated")
-    return read(path) if path else {}
-
-
-def sha256_of(root: Path, protocol: Mapping[str, Any]) -> str:
-    """Return the hash of `Bundle.sha256`."""
-    digest = hashlib.sha256(json.dumps(protocol.get("text"), sort_keys=True).encode())
-    folders = [file for name in ("configs", "embeddings") for file in (root / name).glob("*")]
-    for path in sorted([*folders, *root.glob("*.py"), *root.glob("*/**/*.py")]):
-        if path.suffix in (".json", ".yaml", ".yml", ".py", ".safetensors") and path.stem != "federated":
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
 def target_name(node: Mapping[str, Any]) -> str:
     """Return the class name of a component without its module, "" for anything else."""
     target = node.get("_target_", "")
     return target.rpartition(".")[2] if isinstance(target, str) else ""
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON or YAML file.
-
-    Raises:
-        InputError: it is not valid.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        return dict((json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)) or {})
-    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path} cannot be read: {error}", "it is valid JSON or YAML", "repair its syntax") from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from medfl.bundle.configuration import shipped
+from medfl.bundle.files import shipped
 from medfl.compare.comparison import Comparison
 from medfl.compare.grid import Entry, Grid
 from medfl.compare.grid import compare as run_grid

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING
+from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
 
 
 def number(group: Any, flag: str, metavar: str, text: str, kind: type = int) -> None:
@@ -59,6 +59,7 @@ def of_group(*groups: str) -> list[str]:
 def requested(options: Any, *more: str) -> dict[str, Any]:
     """Return what was given of the settings that a verb takes, and of `more`: name -> value."""
     given = {name: getattr(options, name, None) for name in (*SETTINGS, *more)}
+    check_limits(given)
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -10,8 +10,7 @@ import textwrap
 from typing import Any
 
 from medfl import datasets
-from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.configuration import read
+from medfl.bundle.files import find, protocol_of, read, shipped
 from medfl.cli.arguments import typed
 from medfl.core import terminal
 from medfl.core.errors import InputError, did_you_mean
@@ -49,8 +48,8 @@ def bundles(name: str | None = None) -> Document:
 
 
 def _bundle(name: str) -> Document:
-    bundle, data = Bundle(name), datasets.get(name)
-    training = read(bundle.root / "configs" / "train.yaml")
+    protocol, data = protocol_of(name), datasets.get(name)
+    training = read(find(name) / "configs" / "train.yaml")
     settings = ("sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "split")
     return {
         "name": name,
@@ -62,9 +61,9 @@ def _bundle(name: str) -> Document:
         "image_size": training["image_size"],
         "patch_size": training.get("patch_size"),
         "network": training["network_name"],
-        "protocol": bundle.protocol.get("protocol", ""),
-        "defaults": {key: bundle.protocol[key] for key in settings if bundle.protocol.get(key) is not None},
-        "presets": {name: preset.get("about", "") for name, preset in (bundle.protocol.get("presets") or {}).items()},
+        "protocol": protocol.get("protocol", ""),
+        "defaults": {key: protocol[key] for key in settings if protocol.get(key) is not None},
+        "presets": {name: preset.get("about", "") for name, preset in (protocol.get("presets") or {}).items()},
         "data": _status(name),
         "licence": data.licence,
     }

@@ -1,30 +1,21 @@
-"""The methods there are: what is known of each as JSON-able documents, terminal text and a Markdown table.
-
-Everything is read from the classes themselves.
-"""
+"""The methods there are, as JSON-able documents, terminal text and a Markdown table, read from the catalogue."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import re
-import sys
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from medfl import methods as registry
 from medfl.cli.arguments import typed
 from medfl.core import terminal
-from medfl.core.task import Task
-from medfl.data.prepared import Shard, Stacked
-from medfl.data.public import Public
-from medfl.methods.base import Method
-from medfl.training.network_pool import Networks
-from medfl.training.site import Host, LocalSettings, Site
+from medfl.core.names import check_method_name, method_names
+from medfl.core.task import TASKS
 
+CATALOGUE = Path(__file__).with_name("methods.json")
+"""What `method_facts` found out; `make docs` refreshes it, and a test holds it to the classes."""
 _JUDGED = {"global": "the server's model is the product", "personal": "each site's own model is the product"}
 _SHOWN = 4  # options of a method in a table; its own page has them all
 
@@ -37,83 +28,20 @@ def methods(name: str | None = None) -> Document:
     Raises:
         InputError: unknown method.
     """
+    known = {entry["name"]: entry for entry in json.loads(CATALOGUE.read_text("utf-8"))}
     if name is None:
-        return {"methods": [_method(known) for known in registry.names()]}
-    return {**_method(name), "docs": sys.modules[registry.method_class(name).__module__].__doc__ or ""}
+        return {"methods": [{k: v for k, v in _entry(known, one).items() if k != "docs"} for one in method_names()]}
+    check_method_name(name)
+    return _entry(known, name)
 
 
-def _method(name: str) -> Document:
-    cls = registry.method_class(name)
-    limits = {field.name: field.metadata.get("minimum") for field in dataclasses.fields(cls)}
-    return {
-        "name": name,
-        "summary": (cls.__doc__ or "").partition("\n")[0],
-        "paper": cls.paper,
-        "tasks": list(cls.tasks),
-        "judged": cls.judged,
-        "travels": travels(cls),
-        "plain_host": registry.has_fedavg_server(cls),
-        "options": [{**option, "minimum": limits[option["name"]]} for option in registry.options_of(cls)],
-        "prototype_options": registry.prototype_options(cls),
-    }
+def _entry(known: Mapping[str, Document], name: str) -> Document:
+    """Return what the catalogue says; of a method that it does not have, what its class says."""
+    if name in known:
+        return known[name]
+    from medfl.cli import method_facts
 
-
-def travels(cls: type[Method]) -> Document:
-    """Tell what crosses the wire, by running one round of two toy sites.
-
-    The options are the defaults, but for those that the class names in `shown`.
-
-    Returns:
-        `start`, `up` and `down`: tensor groups of the introductions, replies and broadcasts; `withheld`: layer types
-        whose weights never leave; `kept`: what a site keeps from round to round; `pooled`: whether images are pooled.
-    """
-    method = cls(**cls.shown)
-    task = Task("classification", ("p", "q"), lambda plm: torch.eye(8).reshape(2, 4, 8))
-    networks = Networks(lambda: method.adapt(_toy_network(), task), 0, torch.device("cpu"))
-    images = torch.eye(8).repeat(1, 32).reshape(8, 1, 16, 16)
-    items = Stacked([{"id": str(i), "label": i % 2} for i in range(8)], images, torch.arange(8) % 2)
-    public = Public("toy", Shard.of(items, range(8)), task)
-    settings = LocalSettings(1, 4, lambda network: torch.optim.SGD(network.parameters(), 0.1))
-    sites = []
-    for index, name in enumerate(("a", "b")):
-        shard = Shard.of(items, range(4 * index, 4 * index + 4))
-        loss = nn.functional.cross_entropy
-        sites.append(Site(name, index, shard, shard, shard, loss, settings, networks, 1, public=public))
-    with networks.scope():
-        host = Host(0, networks, 1, public=public)
-        personal = method.personal_names(host.model(networks.initial))
-        introductions = {site.name: method.introduce(site) for site in sites}
-        server = method.init_server(host, networks.initial, introductions)
-        down = {site.name: method.broadcast(host, server, site.name) for site in sites}
-        results = {site.name: method.local_update(site, method.init_site(site), down[site.name]) for site in sites}
-        method.aggregate(host, server, {name: reply for name, (_, reply) in results.items()}, len(sites))
-    state, reply = results["a"]
-    return {
-        "start": sorted(introductions["a"].tensors),
-        "up": _in_order(reply.tensors),
-        "down": _in_order(down["a"].tensors),
-        "withheld": _withheld(personal) if reply.tensors else [],
-        "kept": sorted(state),
-        "pooled": cls.pools_data,
-    }
-
-
-def _toy_network() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 2, 5, 4), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2))
-
-
-def _in_order(groups: Mapping[str, Any]) -> list[str]:
-    return sorted(groups, key=lambda group: (group != "weights", group))
-
-
-def _withheld(personal: frozenset[str]) -> list[str]:
-    """Name the layer types of the toy network all of whose tensors stay."""
-    withheld = []
-    for prefix, module in _toy_network().named_modules():
-        own = {f"{prefix}.{name}" for name in module.state_dict()}
-        if prefix and own and own <= personal:
-            withheld.append(re.sub(r"\dd$", "", type(module).__name__))
-    return withheld
+    return method_facts.method(name)
 
 
 def _travels_text(entry: Document) -> str:
@@ -127,7 +55,7 @@ def _travels_text(entry: Document) -> str:
 
 
 def _tasks_text(entry: Document) -> str:
-    return "any" if set(entry["tasks"]) >= set(Method.tasks) else ", ".join(entry["tasks"])
+    return "any" if set(entry["tasks"]) >= set(TASKS) else ", ".join(entry["tasks"])
 
 
 def _defaults(entry: Document) -> list[str]:

@@ -10,6 +10,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.sandbox import enter_sandbox
 from medfl.core.importing import without_gc
+from medfl.core.names import check_method_name
 
 EXAMPLES = """\
 What is not given comes from the bundle's configs/federated.yaml: the protocol
@@ -77,6 +78,13 @@ def add_flags(run: Any) -> None:
 def run(options: Any) -> int:
     """Execute `medfl run`."""
     values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)
+    requested = arguments.requested(options, "method", "partition", "presets", "data", "sites")
+    if options.method is not None:
+        check_method_name(options.method)
+    if options.bundle is not None and not options.resume:
+        from medfl.bundle.files import find
+
+        find(options.bundle)
     if options.sandbox:
         enter_sandbox(options)
     with without_gc():
@@ -86,7 +94,7 @@ def run(options: Any) -> int:
         bundle=options.bundle,
         options=values,
         config=config,
-        requested=arguments.requested(options, "method", "partition", "presets", "data", "sites"),
+        requested=requested,
         out=options.out,
         resume=options.resume,
         source=options.source,

@@ -101,7 +101,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 
 
 def _inspect(options: Any) -> int:
-    from medfl.bundle.configuration import shipped_folders
+    from medfl.bundle.files import shipped_folders
     from medfl.core.run_documents import read_run
     from medfl.policy.differences import differences
     from medfl.policy.inspection import inspect
@@ -220,7 +220,7 @@ def _stats(options: Any) -> int:
         raise InputError("no bundle", "a shipped bundle's name or a folder, or --collect FILE ...", "see medfl bundles")
     if options.out is not None:
         _check_new_file("--out", options.out)
-    from medfl.bundle.configuration import shipped_folders
+    from medfl.bundle.files import shipped_folders
     from medfl.bundle.open import with_data
     from medfl.partner.statistics import StatisticsOptions, bins_of, encoded, gather, text
     from medfl.policy.inspection import inspect

@@ -7,9 +7,10 @@ names of them.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import printable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
@@ -34,3 +35,20 @@ def check_name(text: Any, what: str) -> str:
         allowed = "letters, digits, '_', '-' and '.' after a letter or digit, at most 64, without '..'"
         raise InputError(f"{what} {printable(text, 60)!r}", allowed, "give it such a name")
     return str(text)
+
+
+def method_names() -> tuple[str, ...]:
+    """Return the names of the shipped methods: the modules of `medfl.methods`, but for `base`; none is imported."""
+    folder = Path(__file__).parents[1] / "methods"
+    return tuple(sorted(file.stem for file in folder.glob("[!_]*.py") if file.stem != "base"))
+
+
+def check_method_name(name: Any) -> None:
+    """Raise an InputError if this is neither a shipped method's name nor the dotted path of a module."""
+    known = method_names()
+    if name not in known and (not isinstance(name, str) or "." not in name or name.startswith(".")):
+        raise InputError(
+            f"method {name!r}",
+            f"methods are {', '.join(known)}",
+            did_you_mean(str(name), known, "pick one, or give the dotted path of your own module"),
+        )

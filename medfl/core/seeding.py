@@ -10,9 +10,10 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def derive(seed: int, *path: str | int) -> int:
@@ -29,6 +30,9 @@ def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
     that draws from the global generators (dropout, third-party transforms). The yielded CPU generator carries the
     same seed and is what our own code draws from.
     """
+    import numpy as np
+    import torch
+
     value = derive(seed, *path)
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     numpy_state, python_state = np.random.get_state(), random.getstate()
@@ -47,6 +51,9 @@ def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
 
 def snapshot_rng() -> Callable[[], None]:
     """Return a function that puts all global generators back into their present state."""
+    import numpy as np
+    import torch
+
     cpu_state, numpy_state, python_state = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda_states = [(generator, generator.get_state()) for generator in torch.cuda.default_generators] if used else []

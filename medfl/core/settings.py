@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from medfl.core.errors import InputError
+
 LOSSLESS, MEAN = "lossless", "mean"
 TRAINING, MACHINE, COMPUTING, ROBUSTNESS, SITES = "training", "machine", "computing", "robustness", "sites"
 _MOST = 1_000_000
@@ -166,3 +168,17 @@ def _declared() -> dict[str, Setting]:
 SETTINGS: Mapping[str, Setting] = _declared()
 ADDED_LATER: Mapping[str, Any] = {name: entry.default for name, entry in SETTINGS.items() if entry.later}
 """Defaults of the settings with `later`."""
+
+
+def check_limits(values: Mapping[str, Any]) -> None:
+    """Raise an InputError if a setting of a run, or the number of sites, is beyond its limits.
+
+    Args:
+        values: by name; what is no setting is let pass, as is what is left open (None).
+    """
+    if (sites := values.get("sites")) is not None and sites < 1:
+        raise InputError(f"--sites {sites}", "a whole number of at least 1", "raise it")
+    for one in SETTINGS.values():
+        value = values.get(one.name)
+        if not one.allows(value):
+            raise InputError(f"{one.flag} {value:g}", one.allowed, f"change the value of {one.flag}")

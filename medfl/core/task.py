@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from medfl.core.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TASKS = ("classification", "segmentation", "other")
 
 
 def _no_embeddings(plm: str) -> Tensor:

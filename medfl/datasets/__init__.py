@@ -5,6 +5,8 @@ A data set is one module of this folder with a `DATASET`; it is found by being t
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from medfl.datasets.base import (
     DataSet,
     Download,
@@ -22,9 +24,11 @@ from medfl.datasets.base import (
 )
 from medfl.datasets.phantoms.phantom import write_phantom
 from medfl.datasets.readers.checking import CheckReport, check
-from medfl.datasets.readers.pairs import ReadPaird, WriteMaskd, read_pair
-from medfl.datasets.readers.reading import ReadPixelsd, read_pixels
-from medfl.datasets.readers.volumes import CheckPatchd, ReadVolumed
+from medfl.datasets.readers.pairs import read_pair
+from medfl.datasets.readers.reading import read_pixels
+
+if TYPE_CHECKING:
+    from medfl.datasets.readers.transforms import CheckPatchd, ReadPaird, ReadPixelsd, ReadVolumed, WriteMaskd
 
 __all__ = [
     "CheckPatchd",
@@ -51,3 +55,15 @@ __all__ = [
     "trial",
     "write_phantom",
 ]
+
+
+_TRANSFORMS = ("CheckPatchd", "ReadPaird", "ReadPixelsd", "ReadVolumed", "WriteMaskd")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a transform when it is first used: MONAI takes seconds."""
+    if name not in _TRANSFORMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from medfl.datasets.readers import transforms
+
+    return globals().setdefault(name, getattr(transforms, name))

@@ -20,7 +20,8 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl import methods
-from medfl.bundle.configuration import Configuration, config_file, meant, own_modules, read
+from medfl.bundle.configuration import Configuration, meant, own_modules
+from medfl.bundle.files import config_file, read
 from medfl.core.errors import InputError, RunError
 from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import stream

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from medfl.bundle.configuration import config_file, read
+from medfl.bundle.files import config_file, read
 from medfl.core.seeding import stream
 from medfl.export.formats import quiet
 

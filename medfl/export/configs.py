@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from medfl.bundle.configuration import read
+from medfl.bundle.files import read
 from medfl.export.network import TARGET
 
 _TOP_LEVEL_ID = re.compile(r"^([A-Za-z_+][\w#:+.-]*)[ \t]*:(?=\s|$)", re.MULTILINE)

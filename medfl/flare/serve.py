@@ -163,7 +163,7 @@ def _write_own(options: Any, kit: Path) -> None:
     Raises:
         InputError: it is incomplete, or the kit says something else.
     """
-    from medfl.bundle.configuration import shipped_folders
+    from medfl.bundle.files import shipped_folders
     from medfl.core.storage import write_atomic
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
 

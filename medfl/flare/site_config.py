@@ -32,7 +32,7 @@ from jsonschema import Draft202012Validator
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.configuration import shipped_folders
+from medfl.bundle.files import shipped_folders
 from medfl.bundle.open import with_data
 from medfl.bundle.protocol import resolved
 from medfl.bundle.sections import SECTIONS

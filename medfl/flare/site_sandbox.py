@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from medfl.bundle.configuration import shipped_folders
+from medfl.bundle.files import shipped_folders
 from medfl.core.sandbox import Allowed, Sandbox, devices, private_folders, program_files, python_and_system
 from medfl.core.storage import write_atomic
 from medfl.flare.files import read_kit_file

@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import inspect
 import math
-import pkgutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.names import check_method_name
+from medfl.core.names import method_names as names
 from medfl.core.untrusted import Refused, typed_value
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.extras import (
@@ -40,26 +41,14 @@ _DECORATE = "write @dataclass(frozen=True) above the class"
 
 
 @lru_cache(maxsize=1)
-def names() -> tuple[str, ...]:
-    """Return the names of the shipped methods: the modules of this folder, but for `base`."""
-    return tuple(
-        sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.name.startswith("_"))
-    )
-
-
 def method_class(name: str) -> type[Method]:
     """Return a shipped method's class, or that of a dotted path `mypkg.mymethod` (a module with `METHOD`).
 
     Raises:
         InputError: unknown name, or a module without a `METHOD` that derives from `Method`.
     """
+    check_method_name(name)
     path = f"{__name__}.{name}" if name in names() else name
-    if name not in names() and (not isinstance(name, str) or "." not in name or name.startswith(".")):
-        raise InputError(
-            f"method {name!r}",
-            f"methods are {', '.join(names())}",
-            did_you_mean(str(name), names(), "pick one, or give the dotted path of your own module"),
-        )
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ from torch import nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.core.task import Task
+from medfl.core.task import TASKS, Task
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.networks.heads import head, head_name
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
@@ -81,7 +81,7 @@ class Method:
     """
 
     paper: ClassVar[str] = ""
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation", "other")
+    tasks: ClassVar[tuple[str, ...]] = TASKS
     judged: ClassVar[str] = "global"
     takes_prototypes: ClassVar[bool] = False
     pools_data: ClassVar[bool] = False

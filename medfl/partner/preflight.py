@@ -18,7 +18,7 @@ import torch
 
 from medfl import datasets, methods
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.configuration import shipped_folders
+from medfl.bundle.files import shipped_folders
 from medfl.bundle.open import with_data
 from medfl.bundle.sections import SECTIONS
 from medfl.core import terminal

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medfl import methods
-from medfl.bundle.configuration import shipped_folders
+from medfl.bundle.files import shipped_folders
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 from medfl.core.places import default_run_folder

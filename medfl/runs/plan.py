@@ -23,7 +23,7 @@ from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import PartitionRecord, Run
-from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings
+from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits
 from medfl.core.terminal import Print
 from medfl.core.type_checks import type_mismatches
 from medfl.core.untrusted import Refused, typed_value
@@ -324,10 +324,6 @@ def check_kinds(requested: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(request: Request) -> None:
-    check_kinds({field.name: getattr(request, field.name) for field in dataclasses.fields(request)})
-    if request.sites is not None and request.sites < 1:
-        raise InputError(f"--sites {request.sites}", "a whole number of at least 1", "raise it")
-    for one in SETTINGS.values():
-        value = getattr(request, one.name)
-        if not one.allows(value):
-            raise InputError(f"{one.flag} {value:g}", one.allowed, f"change the value of {one.flag}")
+    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    check_kinds(values)
+    check_limits(values)

@@ -18,7 +18,7 @@ from PIL import Image
 
 import medfl
 from medfl import datasets
-from medfl.bundle import configuration, starter
+from medfl.bundle import files, starter
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.datasets import own
@@ -258,13 +258,13 @@ def test_the_verb_says_what_it_saw_and_how_to_go_on(
 def test_a_bundle_beside_the_shipped_ones_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine" / "configs").mkdir(parents=True)
     (tmp_path / "mine" / "configs" / "train.yaml").write_text("{}")
-    shipped = configuration.shipped_folders()
+    shipped = files.shipped_folders()
     for name in ("mednist", "natural"):
-        root = configuration.shipped_root()
+        root = files.shipped_root()
         assert root is not None
         (tmp_path / name).symlink_to(root / name)
-    monkeypatch.setattr(configuration, "shipped_root", lambda: tmp_path)
-    assert {"mednist", "cifar10"} <= configuration.shipped_folders().keys() <= shipped.keys()
+    monkeypatch.setattr(files, "shipped_root", lambda: tmp_path)
+    assert {"mednist", "cifar10"} <= files.shipped_folders().keys() <= shipped.keys()
 
 
 @pytest.mark.parametrize(

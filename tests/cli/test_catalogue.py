@@ -9,7 +9,7 @@ import pytest
 
 from medfl import datasets, methods
 from medfl.bundle.bundle import shipped
-from medfl.cli import bundle_pages, method_pages
+from medfl.cli import bundle_pages, method_facts, method_pages
 from medfl.core import terminal
 from medfl.methods.base import Method, option
 
@@ -198,5 +198,5 @@ def test_the_toy_round_tells_a_withheld_layer_and_an_introduction() -> None:
         def introduce(self, site):  # noqa: ANN001, ANN202
             return type(super().introduce(site))({"counts": {"n": site.train.indices}})
 
-    facts = method_pages.travels(Odd)
+    facts = method_facts.travels(Odd)
     assert (facts["withheld"], facts["start"], facts["kept"]) == (["Conv"], ["counts"], ["weights"])

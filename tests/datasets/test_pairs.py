@@ -18,8 +18,9 @@ from medfl.core.shared_memory import pack, unpack
 from medfl.data.prepare import prepare
 from medfl.data.source import take_apart
 from medfl.datasets.own import above
-from medfl.datasets.readers.pairs import ReadPaird, WriteMaskd, mask_index, paired, read_pair
+from medfl.datasets.readers.pairs import mask_index, paired, read_pair
 from medfl.datasets.readers.reading import JOINED, content_key
+from medfl.datasets.readers.transforms import ReadPaird, WriteMaskd
 
 HEIGHT, WIDTH = 40, 60
 

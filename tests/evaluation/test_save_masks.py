@@ -27,7 +27,7 @@ from medfl.data.prepare import prepare
 from medfl.data.prepared import Geometry
 from medfl.data.samples import Samples
 from medfl.data.source import Source
-from medfl.datasets.readers.pairs import ReadPaird
+from medfl.datasets.readers.transforms import ReadPaird
 from medfl.evaluation.save_masks import save, to_original
 
 OBLIQUE = np.array([[0, -1.2, 0.5, 10], [0.9, 0, 0, -20], [0, 0.2, 3, 5], [0, 0, 0, 1.0]])

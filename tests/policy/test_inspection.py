@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from monai.bundle import ConfigParser
 
-from medfl.bundle.configuration import shipped_root
+from medfl.bundle.files import shipped_root
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused

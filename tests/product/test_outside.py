@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from medfl.bundle.configuration import shipped_folders
+from medfl.bundle.files import shipped_folders
 from tests.zoo.build import ZOO
 
 ROOT = Path(__file__).parents[2]

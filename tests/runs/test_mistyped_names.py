@@ -11,7 +11,7 @@ import pytest
 
 import medfl
 from medfl import datasets, methods, networks
-from medfl.bundle import configuration, protocol
+from medfl.bundle import files, protocol
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.type_checks import type_mismatches
 from medfl.data.partition import rules
@@ -34,7 +34,7 @@ def test_the_near_name_comes_before_the_advice() -> None:
         (lambda: methods.load("fedpox"), "fedprox"),
         (lambda: methods.load("FedAvg"), "fedavg"),
         (lambda: methods.load("fedbm", {"clasifier": 3}), "classifier"),
-        (lambda: configuration.find("pneumonie"), "pneumonia"),
+        (lambda: files.find("pneumonie"), "pneumonia"),
         (lambda: datasets.get("mednits"), "mednist"),
         (lambda: rules.parse("dirichlett:0.1"), "dirichlet"),
         (lambda: rules.parse("center"), "centre"),

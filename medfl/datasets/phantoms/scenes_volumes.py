@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import nibabel as nib
 import numpy as np
 from numpy.typing import NDArray
-from scipy.ndimage import zoom
 
 Array = NDArray[np.float64]
 Labels = NDArray[np.uint8]
@@ -34,6 +32,8 @@ def grid(shape: Shape) -> tuple[Array, Array, Array]:
 def noise(rng: np.random.Generator, shape: Shape, cells: int) -> Array:
     """Return smooth noise of `cells` bumps a side, about -1..1."""
     knots = rng.uniform(-1, 1, (cells + 1,) * 3)
+    from scipy.ndimage import zoom
+
     smooth: Array = zoom(knots, [side / (cells + 1) for side in shape], order=1, grid_mode=True, mode="nearest")
     return smooth
 
@@ -104,4 +104,6 @@ def save(path: Path, voxels: NDArray[np.generic], spacing: float | Sequence[floa
     path.parent.mkdir(parents=True, exist_ok=True)
     affine = np.diag([*np.broadcast_to(spacing, 3), 1.0])
     affine[:3, 3] = -affine[:3, :3] @ (np.array(voxels.shape) / 2)
+    import nibabel as nib
+
     nib.save(nib.Nifti1Image(voxels, affine), path)  # type: ignore[no-untyped-call]

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from monai.data.utils import orientation_ras_lps
 from numpy.typing import NDArray
 
 from medfl.core.errors import InputError
@@ -54,6 +53,8 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
             f"DICOM file {files[0]} has {image.GetSize()[2]} frames", "a file for each slice", "convert it to NIfTI"
         )
     direction, spacing = np.reshape(image.GetDirection(), (3, 3)), image.GetSpacing()
+    from monai.data.utils import orientation_ras_lps
+
     _check_places(folder, reader, len(files), direction[:, 2], min(spacing[:2]))
     affine = np.eye(4)
     affine[:3, :3] = direction * spacing

@@ -8,22 +8,16 @@ joined by ` | `: a pixel has the highest class that a file gives it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from monai.config.type_definitions import KeysCollection
-from monai.data import MetaTensor
-from monai.transforms import SpatialResample
-from monai.transforms.transform import MapTransform
 from numpy.typing import NDArray
 from PIL import Image
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import matching
-from medfl.datasets.readers.reading import JOINED, Pixels, ReadPixelsd, as_tensor, read_pixels, resize, split_uri
+from medfl.datasets.readers.reading import JOINED, Pixels, read_pixels, resize
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.tables import Table, first, image_files, image_index
 
@@ -130,7 +124,7 @@ def read_pair(
         InputError: unreadable file, an image of one value or with NaN, a mask of another shape than its image, or with
             other values or channels; names both files.
     """
-    pixels, shape = _read_image(image_uri, channels, size, convert)
+    pixels, shape = read_image(image_uri, channels, size, convert)
     parts = [_read_mask(uri, image_uri, shape, classes) for uri in mask_uri.split(JOINED)]
     mask = functools.reduce(np.maximum, parts)
     return pixels, mask if size in (None, shape) else _resized(mask, size or shape, classes), shape
@@ -149,7 +143,8 @@ def _resized(mask: Mask, size: Shape, classes: int) -> Mask:
     return largest
 
 
-def _read_image(uri: str, channels: int | None, size: Shape | None, convert: bool) -> tuple[Pixels, Shape]:
+def read_image(uri: str, channels: int | None, size: Shape | None, convert: bool) -> tuple[Pixels, Shape]:
+    """Read an image (H, W, C), resized to `size`, and the file's (height, width); InputError where nothing shows."""
     # Decoded whole: a JPEG scaled inside the decoder is off by a part of a pixel, which a mask would show.
     pixels = read_pixels(uri, None, channels, convert)
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
@@ -198,132 +193,3 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
             "copy the file again, or save class indices",
         )
     return plane.astype(np.uint8)
-
-
-def _affine(shape: Shape, size: Shape) -> NDArray[np.float64]:
-    """Return (4, 4) from index in an image resized to `size` to index in the file's; pixel centres aligned."""
-    scale = np.array(shape) / np.array(size)
-    affine = np.eye(4)
-    affine[(0, 1), (0, 1)], affine[:2, 3] = scale, (scale - 1) / 2
-    return affine
-
-
-class ReadPaird(ReadPixelsd):
-    """Replace the URIs of an image and its mask by their pixels; an item without a mask gets its image alone.
-
-    The image becomes a MetaTensor (C, H, W), uint8 or float as stored, int32 of 16 bits. Its `affine` leads from its
-    indices to those of the file (row, column), which `original_affine` (identity), `spatial_shape` (height, width) and
-    `filename_or_obj` describe. The mask becomes a tensor (1, H, W) of class indices, uint8.
-
-    Args:
-        keys: the image, then the mask.
-        channels: number of channels that every image must have; None takes what the file has.
-        classes: number of classes, the background among them.
-        convert: convert images between grey and RGB (and drop alpha) instead of refusing another number of channels.
-        size: (H, W), or one number for both, to which both are resized; None keeps the file's.
-
-    Raises:
-        InputError: what `read_pair` finds wrong.
-    """
-
-    def __init__(
-        self,
-        keys: KeysCollection = ("image", "label"),
-        channels: int | None = None,
-        classes: int = 2,
-        convert: bool = False,
-        size: int | Shape | None = None,
-    ) -> None:
-        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
-        super().__init__(keys, channels, convert, size)
-        if not 2 <= classes <= 255:
-            raise InputError(
-                f"classes={classes}", "2 to 255, the background among them", "give the number of values that masks have"
-            )
-        if len(self.keys) != 2:
-            raise InputError(f"keys {', '.join(map(str, self.keys))}", "two: image and mask", "give both keys")
-        self.classes = classes
-
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-        """Return a copy of `data` with a tensor at each key."""
-        item, (image, mask) = dict(data), self.keys
-        uri = str(item[image])
-        if mask in item:
-            pixels, indices, shape = read_pair(
-                uri, str(item[mask]), channels=self.channels, classes=self.classes, size=self.size, convert=self.convert
-            )
-            item[mask] = torch.from_numpy(indices[None])
-        else:
-            pixels, shape = _read_image(uri, self.channels, self.size, self.convert)
-        meta = {"original_affine": np.eye(4), "spatial_shape": np.array(shape), "filename_or_obj": uri}
-        item[image] = MetaTensor(
-            as_tensor(pixels), affine=torch.from_numpy(_affine(shape, pixels.shape[:2])), meta=meta
-        )
-        return item
-
-
-class WriteMaskd(MapTransform):
-    """Write predicted masks as PNG files in the size of the image's own file.
-
-    Class scores (K, H, W) are brought to the file's grid by the affine of the image that they were made from,
-    interpolated, and the best class of each pixel is written into `<output_dir>/<image file's name>.png`, in the
-    subfolder that the file has below `root`: 0 and 255 for two classes, else class indices.
-
-    Args:
-        keys: predictions: probabilities or logits.
-        image: item with the MetaTensor that the predictions were made from.
-        output_dir: is made if missing.
-        root: a folder above the images, as `medfl.datasets.own.above` gives it; "" for no subfolders.
-
-    Raises:
-        InputError: the image's place is not known, or two images have the same file name.
-    """
-
-    def __init__(
-        self,
-        keys: KeysCollection = "pred",
-        image: str = "image",
-        output_dir: str | Path = "output",
-        root: str | Path = "",
-    ) -> None:
-        super().__init__(keys)
-        self.image, self.output_dir, self.root = image, Path(output_dir), root and Path(root).absolute()
-        self._resample = SpatialResample(mode="bilinear", padding_mode="border")
-        self._written: dict[Path, str] = {}
-
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-        """Write the predictions of one image; the data stay as they are."""
-        image = data[self.image]
-        meta = image.meta if isinstance(image, MetaTensor) else {}
-        missing = {"original_affine", "spatial_shape", "filename_or_obj"} - meta.keys()
-        if missing:
-            raise InputError(
-                f"item {self.image!r} does not say where its pixels lie in the file (no {', '.join(sorted(missing))})",
-                "an image as ReadPaird reads it",
-                "keep its metadata through the transforms (track_meta: true)",
-            )
-        file, shape = str(meta["filename_or_obj"]), [int(side) for side in np.asarray(meta["spatial_shape"]).ravel()]
-        for key in self.key_iterator(data):
-            scores = MetaTensor(torch.as_tensor(data[key]).detach().cpu(), affine=image.affine, meta={})
-            on_file = self._resample(scores, torch.as_tensor(np.asarray(meta["original_affine"])), shape)
-            indices = np.asarray(on_file).argmax(0).astype(np.uint8)
-            Image.fromarray(indices * 255 if len(scores) == 2 else indices).save(self._place(file))
-        return dict(data)
-
-    def _place(self, file: str) -> Path:
-        path, part = split_uri(file)
-        parent = Path(path).absolute().parent
-        below = parent.relative_to(self.root) if self.root and not part and parent.is_relative_to(self.root) else ""
-        place = self.output_dir / below / f"{Path(part or path).stem}.png"
-        if self._written.setdefault(place, file) != file:
-            raise InputError(
-                f"predictions of {self._written[place]} and {file} would both be written to {place}",
-                "one image of each name",
-                "write their predictions into two folders with output_dir",
-            )
-        if place.resolve() == Path(path).resolve():
-            raise InputError(
-                f"the prediction of {file} would replace it", "a folder of its own", "give output_dir another folder"
-            )
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return place

@@ -16,14 +16,10 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from monai.config.type_definitions import KeysCollection
-from monai.transforms.transform import MapTransform
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
@@ -311,59 +307,9 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
         image = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels))
         resized: Pixels = np.array(image.resize((size[1], size[0]), Image.Resampling.BILINEAR))
         return resized[..., None] if resized.ndim == 2 else resized
+    import torch
+
     batch = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None]
     scaled = torch.nn.functional.interpolate(batch, size=size, mode="bilinear", antialias=True, align_corners=False)
     values = scaled[0].permute(1, 2, 0).numpy()
     return (values if pixels.dtype.kind == "f" else np.rint(values)).astype(pixels.dtype)
-
-
-def as_tensor(pixels: Pixels) -> torch.Tensor:
-    """Return pixels (H, W, C) as a tensor (C, H, W) of their type, but signed where that is unsigned of over 8 bits.
-
-    PyTorch stores uint16 to uint64, but computes nothing with them.
-    """
-    wide = {"uint16": np.int32, "uint32": np.int64, "uint64": np.float64}.get(pixels.dtype.name, pixels.dtype)
-    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, 0).astype(wide, copy=False)))
-
-
-class ReadPixelsd(MapTransform):
-    """Replace image URIs by their pixels: plain torch tensors (C, H, W), uint8 or float as stored, int32 of 16 bits.
-
-    An item without an `id` gets its first image's URI, so that messages about new images name them.
-
-    Args:
-        keys: items to read.
-        channels: number of channels that every image must have; None takes what the file has.
-        convert: convert between grey and RGB (and drop alpha) instead of refusing another number of channels.
-        size: (H, W), or one number for both: antialiased bilinear resize while decoding; None keeps the size.
-
-    Raises:
-        InputError: unreadable or truncated image, or another number of channels; the image is named.
-    """
-
-    def __init__(
-        self,
-        keys: KeysCollection,
-        channels: int | None = None,
-        convert: bool = False,
-        size: int | tuple[int, int] | None = None,
-    ) -> None:
-        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
-        super().__init__(keys)
-        if convert and channels not in (1, 3):
-            raise InputError(
-                f"convert=True with channels={channels}", "channels 1 or 3", "give channels=1 or channels=3"
-            )
-        sides = (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
-        if sides is not None and min(sides) < 1:
-            raise InputError(f"image size {size}", "a whole number from 1, or (height, width)", "give such a size")
-        self.channels, self.convert, self.size = channels, convert, sides
-
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-        """Return a copy of `data` with a tensor at each key."""
-        item = dict(data)
-        for key in self.key_iterator(item):
-            pixels = read_pixels(str(item[key]), self.size, self.channels, self.convert)
-            item.setdefault("id", str(item[key]))
-            item[key] = as_tensor(pixels)
-        return item

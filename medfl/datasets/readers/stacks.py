@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.io
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -72,7 +71,9 @@ def _idx(path: Path) -> Array:
 
 def _matlab(path: Path, name: str) -> Array:
     """Read SVHN's "X" (H, W, C, N) as (N, H, W, C) or its "y" (N, 1), where 10 is digit 0, as (N,) with 0."""
-    variables = scipy.io.loadmat(path, variable_names=[name])
+    from scipy.io import loadmat
+
+    variables = loadmat(path, variable_names=[name])
     if name not in variables:
         raise ValueError(f"it has no variable {name!r}")
     values: Array = variables[name]
@@ -134,7 +135,9 @@ def write_svhn(path: Path, images: Array, labels: Array) -> None:
     """Write a MATLAB file with the variables of SVHN."""
     target = io.BytesIO()
     named = {"X": images.transpose(1, 2, 3, 0), "y": np.where(labels == 0, 10, labels).astype(np.uint8)[:, None]}
-    scipy.io.savemat(target, named, do_compression=True)
+    from scipy.io import savemat
+
+    savemat(target, named, do_compression=True)
     title = b"MATLAB 5.0 MAT-file, phantom of SVHN"  # in the place of one with the time of day
     path.write_bytes(title.ljust(116) + target.getvalue()[116:])
 

@@ -9,18 +9,15 @@ import gzip
 import io
 import math
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import nibabel as nib
 import numpy as np
-import torch
-from monai.config.type_definitions import KeysCollection
-from monai.data import MetaTensor
-from monai.transforms.transform import MapTransform
-from monai.utils.enums import MetaKeys, SpaceKeys
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from monai.data import MetaTensor
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import dicom
@@ -30,13 +27,13 @@ Array = NDArray[Any]
 SUFFIXES = (".nii", ".nii.gz")
 TOLERANCE = 1e-3  # mm, on each number of an affine
 _READABLE = "a volume is a .nii or .nii.gz file, plain or in a zip, or a folder of one DICOM series"
-_NIFTI_ERRORS = (
-    nib.filebasedimages.ImageFileError,
-    nib.spatialimages.HeaderDataError,
-    nib.spatialimages.HeaderTypeError,
-    OverflowError,
-    MemoryError,
-)
+
+
+def _nifti_errors() -> tuple[type[BaseException], ...]:
+    from nibabel.filebasedimages import ImageFileError
+    from nibabel.spatialimages import HeaderDataError, HeaderTypeError
+
+    return ImageFileError, HeaderDataError, HeaderTypeError, OverflowError, MemoryError, *UNREADABLE
 
 
 def read_volume(uri: str) -> MetaTensor:
@@ -58,7 +55,7 @@ def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTens
     raw, labels = _read(image), _read(mask)
     if raw.voxels.shape != labels.voxels.shape:
         raise InputError(
-            f"image {image} is {_times(raw.voxels.shape)} voxels, its mask {mask} {_times(labels.voxels.shape)}",
+            f"image {image} is {times(raw.voxels.shape)} voxels, its mask {mask} {times(labels.voxels.shape)}",
             "an image and its mask have one shape",
             "resample the mask to the image, or remove the case",
         )
@@ -77,7 +74,9 @@ def count_voxels(uri: str) -> int | None:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
         return math.prod(map(int, _header(uri).get_data_shape())) or None
-    except (InputError, RuntimeError, *_NIFTI_ERRORS, *UNREADABLE):
+    except (InputError, RuntimeError):
+        return None
+    except _nifti_errors():
         return None
 
 
@@ -155,13 +154,15 @@ def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
     if not uri.endswith(SUFFIXES):
         reason = "no such file or folder" if not os.path.exists(split_uri(uri)[0]) else "not a NIfTI file by its name"
         raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "check the path, or convert it")
+    from nibabel.imageglobals import LoggingOutputSuppressor
+
     try:
-        with nib.imageglobals.LoggingOutputSuppressor():  # what it logs of a header is in its errors
+        with LoggingOutputSuppressor():  # what it logs of a header is in its errors
             image = _open(uri)
         _sides(uri, image.shape)  # before all of a long series is read
         voxels = np.asanyarray(image.dataobj)
         affine = np.asarray(image.affine, dtype=np.float64)
-    except (*_NIFTI_ERRORS, *UNREADABLE) as error:
+    except _nifti_errors() as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "copy the file again") from error
     if voxels.dtype.kind not in "biuf":
@@ -172,6 +173,8 @@ def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
 
 
 def _open(uri: str) -> Any:
+    import nibabel as nib
+
     path, part = split_uri(uri)
     if not part:
         return nib.load(path)
@@ -180,6 +183,8 @@ def _open(uri: str) -> Any:
 
 
 def _header(uri: str) -> Any:
+    import nibabel as nib
+
     path, part = split_uri(uri)
     if not part:
         return nib.load(path).header
@@ -193,7 +198,7 @@ def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
     sides = tuple(shape[:3]) if len(shape) > 3 and all(side == 1 for side in shape[3:]) else tuple(shape)
     if len(sides) != 3 or min(sides) < 2:
         raise InputError(
-            f"volume {uri} has the shape {_times(shape)}",
+            f"volume {uri} has the shape {times(shape)}",
             "a volume has three axes, each of at least 2 voxels",
             "take one volume of a series apart, or remove the case",
         )
@@ -239,6 +244,10 @@ def _classes(mask: str, values: Array, classes: int) -> Array:
 
 
 def _tensor(uri: str, voxels: Array, affine: NDArray[np.float64]) -> MetaTensor:
+    import torch
+    from monai.data import MetaTensor
+    from monai.utils.enums import MetaKeys, SpaceKeys
+
     meta = {
         MetaKeys.ORIGINAL_AFFINE: affine.copy(),
         MetaKeys.SPATIAL_SHAPE: np.asarray(voxels.shape),
@@ -249,84 +258,10 @@ def _tensor(uri: str, voxels: Array, affine: NDArray[np.float64]) -> MetaTensor:
     return MetaTensor(data, affine=torch.as_tensor(affine), meta=meta)
 
 
-def _times(shape: Sequence[int]) -> str:
+def times(shape: Sequence[int]) -> str:
+    """Return sides in words."""
     return " x ".join(str(int(side)) for side in shape)
 
 
 def _rows(affine: Array) -> str:
     return "[" + " | ".join(" ".join(f"{value:.6g}" for value in row) for row in affine[:3]) + "]"
-
-
-# Transforms
-
-
-class ReadVolumed(MapTransform):
-    """Replace the URIs of an image and of its mask by their voxels: MetaTensors (1, D1, D2, D3), float32 and uint8.
-
-    Args:
-        keys: the image's, and after it the mask's; an item without a mask gives the image alone.
-        classes: number of labels of a mask, the background included.
-
-    Raises:
-        InputError: as `read_pair`, when an item is read; more than two keys, or a mask's key without `classes`.
-    """
-
-    def __init__(self, keys: KeysCollection = ("image", "label"), classes: int | None = None) -> None:
-        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
-        super().__init__(keys)
-        if len(self.keys) > 2 or (len(self.keys) == 2 and (classes is None or not 2 <= classes <= 256)):
-            raise InputError(
-                f"ReadVolumed with keys {', '.join(map(str, self.keys))} and classes={classes}",
-                "keys are the image's and the mask's, classes is a number from 2 to 256",
-                "change its keys and classes in the configuration",
-            )
-        self.classes = classes
-
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-        """Return a copy of `data` with the volumes."""
-        item = dict(data)
-        image, *masks = self.keys
-        if masks and masks[0] in item:
-            assert self.classes is not None
-            item[image], item[masks[0]] = read_pair(str(item[image]), str(item[masks[0]]), self.classes)
-        else:
-            item[image] = read_volume(str(item[image]))
-        return item
-
-
-class CheckPatchd(MapTransform):
-    """Refuse a volume (C, D1, D2, D3) that is smaller than the patch along an axis; accept all without a patch size.
-
-    Args:
-        keys: the volumes.
-        patch_size: one number for all axes, or one for each.
-
-    Raises:
-        InputError: such a volume; names its file, both sizes, and the largest patch that fits.
-    """
-
-    def __init__(self, keys: KeysCollection, patch_size: int | Sequence[int] | None) -> None:
-        """Keep the patch size."""
-        super().__init__(keys)
-        self.patch_size = patch_size
-
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-        """Return `data`."""
-        item = dict(data)
-        for key in self.key_iterator(item):
-            shape = tuple(item[key].shape[1:])
-            size = self.patch_size
-            patch = shape if size is None else (size,) * len(shape) if isinstance(size, int) else tuple(size)
-            if len(patch) != len(shape):
-                raise InputError(
-                    f"patch_size {_times(patch)} for volumes of {len(shape)} axes", "one number an axis", "give as many"
-                )
-            if any(side < least for side, least in zip(shape, patch, strict=True)):
-                file = item[key].meta.get("filename_or_obj", key) if isinstance(item[key], MetaTensor) else key
-                fits = ",".join(str(min(sides)) for sides in zip(shape, patch, strict=True))
-                raise InputError(
-                    f"volume {file} is {_times(shape)} voxels, smaller than the patch of {_times(patch)}",
-                    "every volume holds the patch",
-                    f"lower it with --config patch_size=[{fits}]",
-                )
-        return item

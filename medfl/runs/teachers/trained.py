@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.configuration import Configuration, config_file, own_modules, read
+from medfl.bundle.configuration import Configuration, own_modules
+from medfl.bundle.files import config_file, read
 from medfl.bundle.open import bundle_of
 from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import unlike

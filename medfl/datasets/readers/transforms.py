@@ -1,0 +1,280 @@
+"""The readers as MONAI's transforms, by the names that bundles give them.
+
+They lie apart so that what only looks at folders and tables needs neither PyTorch nor MONAI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from monai.config.type_definitions import KeysCollection
+from monai.data import MetaTensor
+from monai.transforms import SpatialResample
+from monai.transforms.transform import MapTransform
+from numpy.typing import NDArray
+from PIL import Image
+
+from medfl.core.errors import InputError
+from medfl.datasets.readers import volumes
+from medfl.datasets.readers.pairs import Shape, read_image, read_pair
+from medfl.datasets.readers.reading import Pixels, read_pixels, split_uri
+from medfl.datasets.readers.volumes import read_volume
+
+
+def as_tensor(pixels: Pixels) -> torch.Tensor:
+    """Return pixels (H, W, C) as a tensor (C, H, W) of their type, but signed where that is unsigned of over 8 bits.
+
+    PyTorch stores uint16 to uint64, but computes nothing with them.
+    """
+    wide = {"uint16": np.int32, "uint32": np.int64, "uint64": np.float64}.get(pixels.dtype.name, pixels.dtype)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, 0).astype(wide, copy=False)))
+
+
+class ReadPixelsd(MapTransform):
+    """Replace image URIs by their pixels: plain torch tensors (C, H, W), uint8 or float as stored, int32 of 16 bits.
+
+    An item without an `id` gets its first image's URI, so that messages about new images name them.
+
+    Args:
+        keys: items to read.
+        channels: number of channels that every image must have; None takes what the file has.
+        convert: convert between grey and RGB (and drop alpha) instead of refusing another number of channels.
+        size: (H, W), or one number for both: antialiased bilinear resize while decoding; None keeps the size.
+
+    Raises:
+        InputError: unreadable or truncated image, or another number of channels; the image is named.
+    """
+
+    def __init__(
+        self,
+        keys: KeysCollection,
+        channels: int | None = None,
+        convert: bool = False,
+        size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
+        super().__init__(keys)
+        if convert and channels not in (1, 3):
+            raise InputError(
+                f"convert=True with channels={channels}", "channels 1 or 3", "give channels=1 or channels=3"
+            )
+        sides = (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
+        if sides is not None and min(sides) < 1:
+            raise InputError(f"image size {size}", "a whole number from 1, or (height, width)", "give such a size")
+        self.channels, self.convert, self.size = channels, convert, sides
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return a copy of `data` with a tensor at each key."""
+        item = dict(data)
+        for key in self.key_iterator(item):
+            pixels = read_pixels(str(item[key]), self.size, self.channels, self.convert)
+            item.setdefault("id", str(item[key]))
+            item[key] = as_tensor(pixels)
+        return item
+
+
+def _affine(shape: Shape, size: Shape) -> NDArray[np.float64]:
+    """Return (4, 4) from index in an image resized to `size` to index in the file's; pixel centres aligned."""
+    scale = np.array(shape) / np.array(size)
+    affine = np.eye(4)
+    affine[(0, 1), (0, 1)], affine[:2, 3] = scale, (scale - 1) / 2
+    return affine
+
+
+class ReadPaird(ReadPixelsd):
+    """Replace the URIs of an image and its mask by their pixels; an item without a mask gets its image alone.
+
+    The image becomes a MetaTensor (C, H, W), uint8 or float as stored, int32 of 16 bits. Its `affine` leads from its
+    indices to those of the file (row, column), which `original_affine` (identity), `spatial_shape` (height, width) and
+    `filename_or_obj` describe. The mask becomes a tensor (1, H, W) of class indices, uint8.
+
+    Args:
+        keys: the image, then the mask.
+        channels: number of channels that every image must have; None takes what the file has.
+        classes: number of classes, the background among them.
+        convert: convert images between grey and RGB (and drop alpha) instead of refusing another number of channels.
+        size: (H, W), or one number for both, to which both are resized; None keeps the file's.
+
+    Raises:
+        InputError: what `read_pair` finds wrong.
+    """
+
+    def __init__(
+        self,
+        keys: KeysCollection = ("image", "label"),
+        channels: int | None = None,
+        classes: int = 2,
+        convert: bool = False,
+        size: int | Shape | None = None,
+    ) -> None:
+        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
+        super().__init__(keys, channels, convert, size)
+        if not 2 <= classes <= 255:
+            raise InputError(
+                f"classes={classes}", "2 to 255, the background among them", "give the number of values that masks have"
+            )
+        if len(self.keys) != 2:
+            raise InputError(f"keys {', '.join(map(str, self.keys))}", "two: image and mask", "give both keys")
+        self.classes = classes
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return a copy of `data` with a tensor at each key."""
+        item, (image, mask) = dict(data), self.keys
+        uri = str(item[image])
+        if mask in item:
+            pixels, indices, shape = read_pair(
+                uri, str(item[mask]), channels=self.channels, classes=self.classes, size=self.size, convert=self.convert
+            )
+            item[mask] = torch.from_numpy(indices[None])
+        else:
+            pixels, shape = read_image(uri, self.channels, self.size, self.convert)
+        meta = {"original_affine": np.eye(4), "spatial_shape": np.array(shape), "filename_or_obj": uri}
+        item[image] = MetaTensor(
+            as_tensor(pixels), affine=torch.from_numpy(_affine(shape, pixels.shape[:2])), meta=meta
+        )
+        return item
+
+
+class WriteMaskd(MapTransform):
+    """Write predicted masks as PNG files in the size of the image's own file.
+
+    Class scores (K, H, W) are brought to the file's grid by the affine of the image that they were made from,
+    interpolated, and the best class of each pixel is written into `<output_dir>/<image file's name>.png`, in the
+    subfolder that the file has below `root`: 0 and 255 for two classes, else class indices.
+
+    Args:
+        keys: predictions: probabilities or logits.
+        image: item with the MetaTensor that the predictions were made from.
+        output_dir: is made if missing.
+        root: a folder above the images, as `medfl.datasets.own.above` gives it; "" for no subfolders.
+
+    Raises:
+        InputError: the image's place is not known, or two images have the same file name.
+    """
+
+    def __init__(
+        self,
+        keys: KeysCollection = "pred",
+        image: str = "image",
+        output_dir: str | Path = "output",
+        root: str | Path = "",
+    ) -> None:
+        super().__init__(keys)
+        self.image, self.output_dir, self.root = image, Path(output_dir), root and Path(root).absolute()
+        self._resample = SpatialResample(mode="bilinear", padding_mode="border")
+        self._written: dict[Path, str] = {}
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Write the predictions of one image; the data stay as they are."""
+        image = data[self.image]
+        meta = image.meta if isinstance(image, MetaTensor) else {}
+        missing = {"original_affine", "spatial_shape", "filename_or_obj"} - meta.keys()
+        if missing:
+            raise InputError(
+                f"item {self.image!r} does not say where its pixels lie in the file (no {', '.join(sorted(missing))})",
+                "an image as ReadPaird reads it",
+                "keep its metadata through the transforms (track_meta: true)",
+            )
+        file, shape = str(meta["filename_or_obj"]), [int(side) for side in np.asarray(meta["spatial_shape"]).ravel()]
+        for key in self.key_iterator(data):
+            scores = MetaTensor(torch.as_tensor(data[key]).detach().cpu(), affine=image.affine, meta={})
+            on_file = self._resample(scores, torch.as_tensor(np.asarray(meta["original_affine"])), shape)
+            indices = np.asarray(on_file).argmax(0).astype(np.uint8)
+            Image.fromarray(indices * 255 if len(scores) == 2 else indices).save(self._place(file))
+        return dict(data)
+
+    def _place(self, file: str) -> Path:
+        path, part = split_uri(file)
+        parent = Path(path).absolute().parent
+        below = parent.relative_to(self.root) if self.root and not part and parent.is_relative_to(self.root) else ""
+        place = self.output_dir / below / f"{Path(part or path).stem}.png"
+        if self._written.setdefault(place, file) != file:
+            raise InputError(
+                f"predictions of {self._written[place]} and {file} would both be written to {place}",
+                "one image of each name",
+                "write their predictions into two folders with output_dir",
+            )
+        if place.resolve() == Path(path).resolve():
+            raise InputError(
+                f"the prediction of {file} would replace it", "a folder of its own", "give output_dir another folder"
+            )
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+
+class ReadVolumed(MapTransform):
+    """Replace the URIs of an image and of its mask by their voxels: MetaTensors (1, D1, D2, D3), float32 and uint8.
+
+    Args:
+        keys: the image's, and after it the mask's; an item without a mask gives the image alone.
+        classes: number of labels of a mask, the background included.
+
+    Raises:
+        InputError: as `read_pair`, when an item is read; more than two keys, or a mask's key without `classes`.
+    """
+
+    def __init__(self, keys: KeysCollection = ("image", "label"), classes: int | None = None) -> None:
+        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
+        super().__init__(keys)
+        if len(self.keys) > 2 or (len(self.keys) == 2 and (classes is None or not 2 <= classes <= 256)):
+            raise InputError(
+                f"ReadVolumed with keys {', '.join(map(str, self.keys))} and classes={classes}",
+                "keys are the image's and the mask's, classes is a number from 2 to 256",
+                "change its keys and classes in the configuration",
+            )
+        self.classes = classes
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return a copy of `data` with the volumes."""
+        item = dict(data)
+        image, *masks = self.keys
+        if masks and masks[0] in item:
+            assert self.classes is not None
+            item[image], item[masks[0]] = volumes.read_pair(str(item[image]), str(item[masks[0]]), self.classes)
+        else:
+            item[image] = read_volume(str(item[image]))
+        return item
+
+
+class CheckPatchd(MapTransform):
+    """Refuse a volume (C, D1, D2, D3) that is smaller than the patch along an axis; accept all without a patch size.
+
+    Args:
+        keys: the volumes.
+        patch_size: one number for all axes, or one for each.
+
+    Raises:
+        InputError: such a volume; names its file, both sizes, and the largest patch that fits.
+    """
+
+    def __init__(self, keys: KeysCollection, patch_size: int | Sequence[int] | None) -> None:
+        """Keep the patch size."""
+        super().__init__(keys)
+        self.patch_size = patch_size
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Return `data`."""
+        item = dict(data)
+        for key in self.key_iterator(item):
+            shape = tuple(item[key].shape[1:])
+            size = self.patch_size
+            patch = shape if size is None else (size,) * len(shape) if isinstance(size, int) else tuple(size)
+            if len(patch) != len(shape):
+                raise InputError(
+                    f"patch_size {volumes.times(patch)} for volumes of {len(shape)} axes",
+                    "one number an axis",
+                    "give as many",
+                )
+            if any(side < least for side, least in zip(shape, patch, strict=True)):
+                file = item[key].meta.get("filename_or_obj", key) if isinstance(item[key], MetaTensor) else key
+                fits = ",".join(str(min(sides)) for sides in zip(shape, patch, strict=True))
+                raise InputError(
+                    f"volume {file} is {volumes.times(shape)} voxels, smaller than the patch of {volumes.times(patch)}",
+                    "every volume holds the patch",
+                    f"lower it with --config patch_size=[{fits}]",
+                )
+        return item
