@@ -11,7 +11,8 @@ from medfl.bundle.configuration import Configuration, target_name
 from medfl.core.errors import InputError
 from medfl.evaluation.metrics import higher_is_better
 
-_TRAINERS = ("train#trainer", "trainer")
+TRAINERS = ("train#trainer", "trainer")
+"""Where bundles have their trainer."""
 _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
 
 
@@ -21,7 +22,7 @@ def find_trainer(config: Configuration) -> str:
     Raises:
         InputError: it has none, or one that is not MONAI's supervised one or lacks what federated training needs.
     """
-    key, node = next(((key, node) for key, node in map(config.raw, _TRAINERS) if isinstance(node, Mapping)), ("", {}))
+    key, node = next(((key, node) for key, node in map(config.raw, TRAINERS) if isinstance(node, Mapping)), ("", {}))
     if not key:
         raise InputError(
             f"{config.file} has no id 'train#trainer' (nor a flat 'trainer'); it has {', '.join(config.ids)}",

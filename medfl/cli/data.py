@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,19 +13,32 @@ from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core import terminal
 from medfl.core.errors import InputError
 
+EXAMPLES = """\
+examples
+  medfl data make ham10000 --out pictures --per-class 10 --size 32
+      small pictures of a shipped bundle's classes
+  medfl data make zoo/spleen_ct_segmentation --out spleen
+      for any bundle: what its configuration looks for is drawn, or named where it cannot be found out"""
+
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     actions = add_actions(verbs, "data", "make, fetch or check the images of a bundle")
-    make = add_verb(actions, "make", "write a phantom cohort (drawn images) in the layout of the real data", _make)
+    text = "write a phantom cohort (drawn images) in the layout of the real data"
+    make = add_verb(actions, "make", text, _make, EXAMPLES)
     fetch = add_verb(actions, "fetch", "download the real data, showing licence and checksums", _fetch)
     check = add_verb(actions, "check", "verify a folder: layout, counts, unreadable images by name", _check)
-    for verb in (make, fetch, check):
-        verb.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle (medfl bundles)")
+    shipped = "name of a shipped bundle (medfl bundles)"
+    for verb in (fetch, check):
+        verb.add_argument("bundle", metavar="BUNDLE", help=shipped)
+    make.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of any")
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
-    arguments.number(make, "--per-class", "N", "images a class")
+    arguments.number(make, "--per-class", "N", "images a class; of a bundle by its folder, cases of a data list")
     arguments.number(make, "--size", "PIXELS", "side of the images")
     arguments.number(make, "--seed", "S", "seed of the drawing; default 0")
+    text = "id of the configuration of a bundle by its folder; may be repeated"
+    make.add_argument("--config", action="append", default=[], metavar="ID=VALUE", help=text)
+    arguments.trust(make)
     text = "where to; an interrupted download continues"
     fetch.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
     check.add_argument("--data", type=Path, metavar="DIR", help="the folder; default: one below $MEDFL_DATA")
@@ -34,9 +48,33 @@ def _make(options: Any) -> int:
     from medfl import datasets
 
     sizes = {name: value for name in ("per_class", "size", "seed") if (value := getattr(options, name)) is not None}
+    if options.bundle not in datasets.names() and Path(options.bundle).is_dir():
+        return _make_foreign(options, sizes)
     folder = datasets.write_phantom(options.bundle, options.out, **sizes)
     document = {"name": options.bundle, "folder": str(folder), "source": "phantom"}
     return show(options, document, lambda: f"PHANTOM cohort (drawn images) of {options.bundle}: {folder}")
+
+
+def _make_foreign(options: Any, sizes: dict[str, int]) -> int:
+    """Draw data for a bundle that is not ours, in the layout that its configuration looks for."""
+    from medfl.bundle.draw_data import draw_data
+
+    seed, cases, size = sizes.get("seed", 0), sizes.get("per_class", 0), sizes.get("size")
+    config = arguments.pairs("--config", options.config)
+    drawn = draw_data(options.bundle, options.out, config=config, seed=seed, cases=cases, size=size)
+    command = shlex.join(["medfl", "run", options.bundle, *drawn.arguments])
+    document = {
+        "name": Path(options.bundle).resolve().name, "folder": str(drawn.folder), "source": "phantom",
+        "files": drawn.files, "items": dict(drawn.counts), "notes": list(drawn.notes), "command": command,
+    }  # fmt: skip
+    items = ", ".join(f"{section} {count}" for section, count in drawn.counts.items())
+    lines = [
+        f"PHANTOM data (drawn images) for {document['name']}: {drawn.folder}",
+        f"{drawn.files} files; items: {items}",
+        *(f"note: {note}" for note in drawn.notes),
+        f"train on them: {command}",
+    ]
+    return show(options, document, lambda: "\n".join(lines))
 
 
 def _fetch(options: Any) -> int:

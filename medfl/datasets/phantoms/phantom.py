@@ -54,24 +54,14 @@ def write_phantom(
         )
     if side < MINIMUM_SIZE:
         raise InputError(f"image size {side}", f"from {MINIMUM_SIZE} pixels", "raise --size")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(
-            f"{target} exists and is not an empty folder", "a new or empty folder", "give a new one, or remove this"
-        )
+    empty_folder(target)
     partial: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
         partial.mkdir()
         images = dataset.draw(partial, np.random.default_rng(derive(seed, "phantom", name)), count, side)
-        marker = {
-            "data_set": name,
-            "kind": "phantom: drawn images, not real ones",
-            "images": images,
-            "seed": seed,
-            "size": side,
-        }
-        (partial / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+        write_marker(partial, name, images, seed, size=side)
         if target.exists():
             target.rmdir()
         os.rename(partial, target)
@@ -81,6 +71,22 @@ def write_phantom(
         if partial is not None and partial.exists():
             shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def empty_folder(folder: str | Path) -> Path:
+    """Return the path of a folder to draw into; InputError if something is there that is no empty folder."""
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(
+            f"{target} exists and is not an empty folder", "a new or empty folder", "give a new one, or remove this"
+        )
+    return target
+
+
+def write_marker(folder: Path, name: str, images: int, seed: int, **more: int) -> None:
+    """Mark a folder as a phantom cohort: every run on it says so."""
+    marker = {"data_set": name, "kind": "phantom: drawn images, not real ones", "images": images, "seed": seed, **more}
+    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

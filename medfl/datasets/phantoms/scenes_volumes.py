@@ -100,10 +100,13 @@ def brain(rng: np.random.Generator, shape: Shape, age: float) -> tuple[Array, La
 
 
 def save(path: Path, voxels: NDArray[np.generic], spacing: float | Sequence[float]) -> None:
-    """Write a NIfTI file, making its folder; axes to the right, front and top, `spacing` in mm."""
+    """Write a NIfTI file of two, three or, with channels, four axes, making its folder.
+
+    The first axes point to the right, front and top, with `spacing` in mm.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     affine = np.diag([*np.broadcast_to(spacing, 3), 1.0])
-    affine[:3, 3] = -affine[:3, :3] @ (np.array(voxels.shape) / 2)
+    affine[:3, 3] = -affine[:3, :3] @ (np.array([*voxels.shape, 1])[:3] / 2)
     import nibabel as nib
 
     nib.save(nib.Nifti1Image(voxels, affine), path)  # type: ignore[no-untyped-call]

@@ -1,0 +1,229 @@
+"""What a bundle's data are to be like, read from its metadata and from the components that its data pass."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from medfl.bundle.asked_files import Table
+from medfl.bundle.configuration import Configuration, target_name
+from medfl.bundle.engines import find_evaluator
+from medfl.core.errors import InputError
+from medfl.datasets.phantoms import shapes
+from medfl.datasets.phantoms.shapes import Need
+
+_LOADER = r"\w*(Load|Read)\w*(d|D|Dict)"
+_CROPS = r"\w*(Crop|Patch|GridSplit)\w*"
+_SIZES = ("spatial_size", "roi_size", "patch_size", "region_size", "size")
+_LARGEST = 1024
+_BOXES = [[[8.0, 8.0, 8.0, 8.0, 8.0, 8.0]]]
+Component = tuple[str, Mapping[str, Any]]
+
+
+class Reading:
+    """What can be known of a bundle's data before there are any.
+
+    Attributes:
+        config: what is asked; another configuration of the bundle may take its place.
+        loaded: keys of an item that stand for files.
+        channels: of the network's input, 0 where metadata do not say.
+        labels: what a class label may be.
+        classes: their names in metadata, or numbered ones.
+        names: other lists of texts in the configuration that may name classes.
+    """
+
+    def __init__(self, config: Configuration, trainer: str, metadata: Mapping[str, Any]) -> None:
+        """Read the components that the data sets need; nothing that needs data is evaluated."""
+        self.config, self._trainer, self._contents = config, trainer, dict[str, Any]()
+        for section in ("train", "validate"):
+            self._contents |= config.depends(self.dataset(section))
+        self._parts = list(_components(self._contents))
+        formats: Mapping[str, Any] = metadata.get("network_data_format") or {}
+        inputs: Mapping[str, Any] = formats.get("inputs") or {}
+        outputs: Mapping[str, Any] = formats.get("outputs") or {}
+        self._image: Mapping[str, Any] = inputs.get("image") or next(iter(inputs.values()), {})
+        self._pred: Mapping[str, Any] = outputs.get("pred") or next(iter(outputs.values()), {})
+        self.channels = int(self._image.get("num_channels") or 0)
+        classes = [str(name).replace("/", "-") for name in self._pred.get("channel_def", {}).values()]
+        self._outputs = (
+            max(int(self._pred.get("num_channels") or 0), len(classes)) or self._of_network("num_classes") or 2
+        )
+        count, loss = max(2, self._outputs), config.raw(f"{trainer}#loss_function")[1]
+        self.loaded = {str(key) for part in self._of(_LOADER) for key in _listed(self._argument(part, "keys"))}
+        rows = [[float(at == index) for at in range(self._outputs)] for index in range(self._outputs)]
+        one_hot = isinstance(loss, Mapping) and "BCE" in target_name(loss)
+        self.labels: Sequence[Any] = (rows if len(rows) > 1 else [[0.0], [1.0]]) if one_hot else range(count)
+        self.classes = classes if len(classes) == count else [f"class_{index}" for index in range(count)]
+        self.names = [names for names in self._written() if len(names) > 1 and not any(map(self._is_key, names))]
+
+    def _is_key(self, name: str) -> bool:
+        return shapes.is_mask(name) or name in {"image", *self.loaded}
+
+    def dataset(self, section: str) -> str:
+        """Return the id of a section's data set, or of the loader that holds it."""
+        engine = self._trainer if section == "train" else find_evaluator(self.config)
+        loader = self.config.raw(f"{engine}#{'train' if section == 'train' else 'val'}_data_loader")[0]
+        return self.config.within(loader, "dataset")
+
+    def _of_network(self, name: str, kind: type = int) -> Any:
+        """Return a network's argument of this type that is written as it is, an empty one if there is none."""
+        parts = _components(self.config.depends(f"{self._trainer}#network"))
+        return next((value for _, node in parts if isinstance(value := node.get(name), kind)), kind())
+
+    def _of(self, name: str) -> list[Component]:
+        return [(id_, node) for id_, node in self._parts if re.fullmatch(name, target_name(node))]
+
+    def _argument(self, part: Component, name: str) -> Any:
+        """Return an argument of a component, evaluated; None where it has none or that needs data."""
+        try:
+            return self.config.content(f"{part[0]}#{name}") if name in part[1] else None
+        except InputError:
+            return None
+
+    # Images
+
+    def kinds(self, size: int | None) -> list[tuple[Need, int]]:
+        """Return what images may be like and in how many files each is, the likeliest first; `size` is their side."""
+        told = [shape for end in (self._image, self._pred) if len(shape := end.get("spatial_shape") or []) in (2, 3)]
+        dims = len(told[0]) if told else self._of_network("spatial_dims") or 3
+        sides = self._of_network("in_shape", list)[1:] or (told[0] if told and dims == 2 else [])
+        is_fixed = len(sides) == dims and all(isinstance(side, int) and 0 < side <= _LARGEST for side in sides)
+        small = [size] * dims if size else sides if is_fixed else [64 if dims == 2 else 32] * dims
+        need = Need((), first=not self._of(r"(EnsureChannelFirst|AddChannel)(d|D|Dict)"), **self._looks(dims))
+        colours, wanted = 3 if dims == 2 and self.channels >= 3 else 1, max(1, self.channels)
+        files = [(colours, 1), *([(1, wanted)] if need.first else []), (wanted, 1)]
+        large = [max(sides) for sides in zip(small, [0] * dims if size else self._crops(dims), strict=True)]
+        other = [(0,)] if self._points else [(0, 255)] if need.values == (0, 1) and dims == 2 else []
+        return list(
+            dict.fromkeys(
+                (Need(**{**vars(need), "shape": tuple(shape), "channels": channels, "values": values}), number)
+                for values, shape, (channels, number) in product([need.values, *other], [small, large], files)
+            )
+        )
+
+    @property
+    def _points(self) -> int:
+        """How many points the network tells, 0 if it tells none."""
+        return int(self._pred["spatial_shape"][-1]) if "points" in str(self._pred.get("format")) else 0
+
+    def _looks(self, dims: int) -> dict[str, Any]:
+        told = f"{self._pred.get('type', '')} {self._pred.get('format', '')}".lower()
+        is_class = "class" in told or "probabilit" in told
+        values: Sequence[int] = range((max(2, self._outputs) if self._outputs > 1 else 2) + is_class)
+        if self._of(r"ConvertToMultiChannelBasedOnBratsClasses(d|D|Dict)"):
+            values = (0, 1, 2, 4)
+        elif self._points:
+            values = range(self._points + 1)
+        spacings = [self._argument(part, "pixdim") for part in self._of(r"Spacing(d|D|Dict)")]
+        pixdim = next((p for p in spacings if isinstance(p, list) and len(p) == dims and min(p) > 0), [1] * 3)
+        ranges = [
+            (self._argument(p, "a_min"), self._argument(p, "a_max")) for p in self._of(r"ScaleIntensityRange(d|D|Dict)")
+        ]
+        limits = next(((float(low), float(high)) for low, high in ranges if None not in (low, high)), (0.0, 255.0))
+        return {"values": tuple(values), "one_value": is_class, "pixdim": tuple(map(float, pixdim)), "limits": limits}
+
+    def _crops(self, dims: int) -> list[int]:
+        """Return the largest size, side by side, that a transform cuts out of an image."""
+        sides = [1] * dims
+        for value in (self._argument(part, name) for part in self._of(_CROPS) for name in _SIZES):
+            size = [value] * dims if isinstance(value, int) else value
+            if isinstance(size, list | tuple) and len(size) == dims and all(isinstance(side, int) for side in size):
+                sides = [min(max(pair), _LARGEST) for pair in zip(sides, size, strict=True)]
+        return sides
+
+    # Lists
+
+    def table(self, path: Path) -> Table:
+        """Return a data list as it is first tried."""
+        fields: dict[Any, Any] = {}
+        for part in self._of("CSVDataset"):
+            if Path(str(self._argument(part, "src"))) == path:
+                groups = part[1].get("col_groups") or {name: [name] for name in part[1].get("col_names") or []}
+                for key, columns in groups.items():
+                    places = [max(self._crops(2)) // 2] if re.search("loc|pos|coord", str(key)) else range(2)
+                    known = None if key in {"image", *self.loaded} else places
+                    fields |= dict.fromkeys(columns if isinstance(columns, list) else [columns], known)
+        names = ["case"] if path.suffix != ".json" else [*dict.fromkeys([*sorted(self.loaded), "label"])]
+        return Table(fields or {name: self.values(name) for name in names})
+
+    def values(self, name: str) -> Sequence[Any] | None:
+        """Return the values of a field, None where it is a file."""
+        if "box" in name.lower():
+            return _BOXES
+        compared = sorted({str(value) for text in self._expressions() for value in _compared(text, name)})
+        if compared:
+            return compared if len(compared) > 1 else [*compared * 3, "other"]
+        return self.labels if name == "label" and name not in self.loaded else None
+
+    def arrays(self, path: Path) -> dict[str, str]:
+        """Return the arrays that components take from an npz file, and the keys that they are in an item."""
+        parts = [p for p in self._of("NPZDictItemDataset") if Path(str(self._argument(p, "npzfile"))) == path]
+        return {str(name): str(key) for _, node in parts for name, key in node["keys"].items()}
+
+    def paths(self, section: str) -> Iterator[tuple[str, Path]]:
+        """Yield the ids that a section's data need and that stand for a path or another text, and it as a path."""
+        for key, node in self.config.depends(self.dataset(section)).items():
+            if isinstance(node, str) and key != "bundle_root":
+                try:
+                    value = self.config.content(key.replace("::", "#"))
+                except InputError:
+                    continue
+                if isinstance(value, str | Path) and str(value):
+                    yield key.replace("::", "#"), Path(os.path.abspath(value))
+
+    # What is written in expressions
+
+    def _expressions(self) -> Iterator[str]:
+        todo: list[Any] = list(self._contents.values())
+        while todo:
+            node = todo.pop()
+            if isinstance(node, str) and node.startswith("$"):
+                yield re.sub(r"@[\w:#]+", "_reference", node[1:])
+            elif isinstance(node, Mapping | list):
+                todo += node.values() if isinstance(node, Mapping) else node
+
+    def _written(self) -> Iterator[list[str]]:
+        """Yield lists of texts that may name classes."""
+        for node in (node for text in self._expressions() for node in _nodes(text)):
+            parts = node.keys if isinstance(node, ast.Dict) else node.elts if isinstance(node, ast.List) else []
+            yield [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+        for content in self._contents.values():
+            yield [part for part in content if isinstance(part, str)] if isinstance(content, list | Mapping) else []
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _components(contents: Mapping[str, Any]) -> Iterator[Component]:
+    """Yield id and content of every component in contents by id."""
+    todo = list(contents.items())
+    while todo:
+        key, node = todo.pop()
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield key.replace("::", "#"), node
+        inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+        todo += [(f"{key}::{name}", value) for name, value in inner]
+
+
+def _nodes(text: str) -> list[ast.AST]:
+    try:
+        return list(ast.walk(ast.parse(text.strip(), mode="eval")))
+    except SyntaxError:  # a reference where only a name may stand
+        return []
+
+
+def _compared(text: str, name: str) -> Iterator[Any]:
+    """Yield the constants with which an expression compares a field of this name."""
+    for node in _nodes(text):
+        if isinstance(node, ast.Compare) and re.search(
+            rf"(\['{re.escape(name)}'\]|\.{re.escape(name)})$", ast.unparse(node.left)
+        ):
+            for other in node.comparators:
+                parts = other.elts if isinstance(other, ast.List | ast.Tuple | ast.Set) else [other]
+                yield from (part.value for part in parts if isinstance(part, ast.Constant))

@@ -1,0 +1,395 @@
+"""Tiny drawn data for a bundle that is not ours, in the layout that its own configuration looks for.
+
+Nothing is known of the bundle but its files. Its data lists are evaluated, under the same guard as in a run, on a
+folder that is empty at first; what they looked for and did not find is put there, and they are evaluated again, until
+each section has items and the first of each passes its transforms. What the images are like is read from the metadata
+and the transforms (`data_needs`), and where these leave it open, tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medfl.bundle.asked_files import CASE, Heard, Layout, Table, hearing, unmatched
+from medfl.bundle.configuration import Configuration, config_file, find, own_python, read, target_name, told
+from medfl.bundle.data_needs import Reading
+from medfl.bundle.engines import TRAINERS, find_trainer
+from medfl.bundle.missing import deepest, missing_names, missing_path
+from medfl.bundle.sections import SECTIONS, Section, Sections
+from medfl.core.errors import InputError
+from medfl.core.seeding import stream
+from medfl.datasets.phantoms import phantom, shapes
+from medfl.policy import admission
+from medfl.policy.evaluate import ElsewhereRefused
+from medfl.policy.policy import Policy
+
+_CASES, _MOST_CASES = 6, 96
+_DRAWS = 4
+"""How often the first item is tried with each kind of image: random transforms may fail whatever the images are."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn.
+
+    Attributes:
+        folder: with the data.
+        counts: items of each section.
+        files: how many files.
+        arguments: what `medfl run` takes of it: --data, where the bundle has an id `dataset_dir`, and --config.
+        notes: what the user should know.
+    """
+
+    folder: Path
+    counts: Mapping[str, int]
+    files: int
+    arguments: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def draw_data(
+    path: str,
+    folder: str | Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    cases: int = 0,
+    size: int | None = None,
+    policy: Policy | None = None,
+) -> Drawn:
+    """Write drawn data for a bundle into the folder `data` of a new or empty folder; all or nothing.
+
+    Args:
+        path: the bundle's folder.
+        folder: is created with its parents, and marked as a phantom cohort.
+        config: ids of the configuration to override.
+        seed: the same seed gives the same images.
+        cases: of each list; 0: 6, and more where its lists leave some out.
+        size: side of the images; default: small, or what the transforms cut out of them.
+        policy: what the bundle may do; None: what `medfl.policy.admission` has in force.
+
+    Raises:
+        InputError: inspection refuses the bundle, or something that its lists need could not be found out; names the
+            file, the id and its error.
+    """
+    root, target = find(path), phantom.empty_folder(folder).resolve()
+    policy = admission.in_force() if policy is None else policy
+    admission.admit(root, policy)
+    existed = target.exists()
+    data = target / "data"  # a bundle may list it, and would meet the marker there
+    data.mkdir(parents=True)
+    try:
+        drawn = _Drawing(root, data, config or {}, policy, seed, cases or _CASES, size).run()
+        phantom.write_marker(target, root.name, drawn.files, seed)
+    except BaseException:
+        shutil.rmtree(target)
+        if existed:
+            target.mkdir()
+        raise
+    return drawn
+
+
+class _Stopped(Exception):
+    """What stopped an attempt: the error, and what was looked for, None where an item was tried."""
+
+
+class _Elsewhere(Exception):
+    """An item names a path that is not in the folder."""
+
+
+class _Drawing:
+    def __init__(
+        self, root: Path, folder: Path, config: Mapping[str, Any], policy: Policy, seed: int, cases: int,
+        size: int | None,
+    ) -> None:  # fmt: skip
+        meta = root / "configs" / "metadata.json"
+        self.metadata = read(meta) if meta.is_file() else {}
+        self.root, self.folder, self.policy, self.seed, self.overrides = root, folder, policy, seed, dict(config)
+        self._configure()
+        if "dataset_dir" in self.config:
+            slash = "/" if str(self.config.raw("dataset_dir")[1]).endswith("/") else ""
+            self.overrides["dataset_dir"] = f"{folder}{slash}"
+            self._configure()
+        self.reading = Reading(self.config, self.trainer, self.metadata)
+        self.kinds, self.tries = self.reading.kinds(size), 0
+        end = ".png" if len(self.kinds[0][0].shape) == 2 else ".nii.gz"
+        self.layout = Layout(folder, self.reading.classes, end, cases)
+        self.failed: dict[int, str] = {}
+        self.untried = dict[str, str]()
+        self.led: set[str] = set()
+
+    def _configure(self) -> None:
+        """Read the configuration with what is overridden now; nothing is evaluated yet."""
+
+        def configuration(*stems: str) -> Configuration:
+            files = [file for stem in stems if (file := config_file(self.root, stem))]
+            return Configuration(self.root, files, self.overrides, self.metadata, torch.device("cpu"), self.policy)
+
+        self.config = configuration("train")
+        self.evaluation: Callable[[], Configuration] = lambda: configuration("train", "evaluate")
+        found = (key for key, node in map(self.config.raw, TRAINERS) if isinstance(node, Mapping))
+        loads = next((key for key in found if f"{key}#train_data_loader" in self.config), "")
+        self.trainer = loads or find_trainer(self.config)  # drawing needs no more of a trainer
+        self.supervised = target_name(self.config.raw(self.trainer)[1]) == "SupervisedTrainer"
+        self.sections = Sections(self.root, self.trainer, self.config, self.evaluation)
+
+    @property
+    def need(self) -> shapes.Need:
+        return self.kinds[self.tries % len(self.kinds)][0]
+
+    def run(self) -> Drawn:
+        """Find the layout out, then draw all images."""
+        counts, notes = list[int](), list[str]()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of loaders with more workers than cores, and of what MONAI changed
+            for sections in (SECTIONS[:1], SECTIONS[:2], SECTIONS):
+                section, before = sections[-1], copy.deepcopy((self.layout, self.overrides, self.tries))
+                try:
+                    if section != "test" or self.sections.has_test:
+                        counts = self._until_it_works(sections)
+                except InputError as error:
+                    if section == "train" or (section == "validate" and self.supervised):
+                        raise
+                    self.layout, self.overrides, self.tries = before
+                    counts = self._until_it_works(sections[: len(counts)])
+                    notes.append(f"nothing is drawn for its {section} data: {_first_part(error.__cause__ or error)}")
+                    break
+        if (kind := self.tries % len(self.kinds)) in self.failed:
+            notes.append(f"its random transforms fail on some draws with {self.failed[kind]}")
+        if self.need.values == (0,):
+            notes.append("label images are empty: the values of its points are not in its configuration")
+        notes += [f"its {section} images are drawn but not tried: {why}" for section, why in self.untried.items()]
+        self._draw_all()
+        data = ("--data", str(self.folder)) if "dataset_dir" in self.overrides else ()
+        more = [("--config", f"{key}={value}") for key, value in self.overrides.items() if key != "dataset_dir"]
+        files = sum(path.is_file() for path in self.folder.rglob("*"))
+        return Drawn(
+            self.folder,
+            dict(zip(SECTIONS, counts, strict=False)),
+            files,
+            (*data, *(part for pair in more for part in pair)),
+            tuple(notes),
+        )
+
+    def _until_it_works(self, sections: Sequence[str]) -> list[int]:
+        """Change the layout until the sections can be read; return their numbers of items."""
+        while True:
+            try:
+                self.layout.per_image = self.kinds[self.tries % len(self.kinds)][1]
+                self.layout.write(self.need, self.seed)
+                self._configure()
+                self.files: dict[Path, tuple[str, int | None]] = {}
+                return [self._attempt(section) for section in sections]
+            except _Stopped as stopped:
+                error, heard = stopped.args
+                if not self._answer(error, heard):
+                    nothing = "".join(f"; nothing is found by {pattern}" for pattern in unmatched(heard or [])[:1])
+                    raise InputError(
+                        f"{self.root.name}: what its data are to be could not be found out: {_first_part(error)}"
+                        + nothing,
+                        "what is found out: patterns of files, JSON and CSV lists, npz files, and what metadata.json "
+                        "says of images and labels",
+                        "write these data yourself, or give the id that it needs with --config ID=VALUE",
+                    ) from error
+
+    def _attempt(self, section: str) -> int:
+        """Read a section, draw and try its first item; return how many it has."""
+        self.section, self.reading.config = section, self.evaluation() if section == "test" else self.config
+        with hearing() as heard:
+            try:
+                data, entries = self._read(section)
+            except InputError as error:
+                raise _Stopped(error, heard) from error
+        try:
+            files = [dict(self._images(entry)) for entry in entries]
+            for path, (name, label) in (files[0] if files else {}).items():
+                self._write(path, name, label)
+            if data is not None:
+                with own_python(self.root), stream(self.seed, "trial", self.tries):
+                    self._try(data)
+        except Exception as error:
+            raise _Stopped(error, None) from error
+        self.files |= {path: image for each in files for path, image in each.items()}
+        return len(data.source.entries if data else entries)
+
+    def _read(self, section: str) -> tuple[Section | None, list[Any]]:
+        """Return a section and the entries of its list; no section where its images need what is not installed."""
+        try:
+            data = self.sections[section]
+            source = data.source
+            entries = source.entries if source.is_list else getattr(source.entries, "data", None) or []
+        except InputError as error:
+            if not isinstance(deepest(error), ImportError):
+                raise
+            self.untried[section], config, data = str(deepest(error)), self.reading.config, None
+            entries = config.content(config.within(self.reading.dataset(section), "data"))
+            if not len(entries):
+                raise InputError(f"the data list of section {section!r} is empty", "", "") from None
+        return data, [entries[index] for index in range(len(entries))]
+
+    # Images
+
+    def _images(self, entry: Any) -> Iterator[tuple[Path, tuple[str, int | None]]]:
+        """Yield the images that an entry of a data list names, whether each is a label or an image, and its class."""
+        values = entry if isinstance(entry, Mapping) else {"image": entry}
+        label = values.get("label")
+        for key, value in values.items():
+            for part in value if isinstance(value, list | tuple) else [value]:
+                known = key in self.reading.loaded or (isinstance(key, str) and shapes.ending(part))
+                if not (known and isinstance(part, str | Path)):
+                    continue
+                path, mask = Path(os.path.abspath(part)), shapes.is_mask(key)
+                if mask and self.reading.loaded and key not in self.reading.loaded:
+                    raise ValueError(f"invalid {key}: {part}")
+                if self.layout.end and re.search(rf"case_\d+{re.escape(self.layout.end)}\.", path.name):
+                    self.layout.end = ""  # the bundle adds one
+                    raise _Elsewhere(path)
+                if not path.is_relative_to(self.folder):
+                    raise _Elsewhere(part)
+                yield path, ("label" if mask else "image", label if isinstance(label, int) else None)
+
+    def _write(self, path: Path, name: str, label: int | None = None) -> None:
+        case = int(found[-1]) if (found := CASE.findall(path.name)) else 0
+        shapes.write(path, self.need, name, self.seed, case, label)
+
+    def _draw_all(self) -> None:
+        """Write the images of all lists, and fill the files that patterns find and no list names."""
+        for path, (name, label) in self.files.items():
+            self._write(path, name, label)
+        for path in sorted(self.folder.rglob("*")):
+            if path.is_file() and not path.stat().st_size and shapes.ending(path):
+                self._write(path, str(path.relative_to(self.folder)))
+
+    def _try(self, data: Section) -> None:
+        """Let the first item pass the transforms, and the supervised trainer's batch have the channels of metadata."""
+        sample: Any = data.source.entries[0]
+        for transform in data.source.transforms:
+            sample = transform(sample)
+        if not self.supervised:
+            return
+        x, y = data.prepare_batch(data.collate([sample]), torch.device("cpu"), False)
+        wanted, of_batch = self.reading.channels, len(self.need.shape) + 2
+        if isinstance(x, Tensor) and wanted and x.ndim in (of_batch - 1, of_batch):
+            channels = x.shape[1] if x.ndim == of_batch else 0
+            if channels != wanted:
+                raise ValueError(f"inputs have {channels or 'no'} channels where metadata.json says {wanted}")
+        if isinstance(y, Tensor) and y.ndim == of_batch and len(self.need.values) > 1 and not y.any():
+            raise ValueError("no mask has a value but 0")
+
+    # Answers to what stopped an attempt; each changes the layout, or returns False
+
+    def _answer(self, error: Exception, heard: Heard | None) -> bool:
+        why = deepest(error)
+        if isinstance(why, ElsewhereRefused | _Elsewhere | FileNotFoundError) or missing_path(why):
+            return self._provide(why)
+        if heard is None:
+            return self._correct(why, None) or self._try_other(why)
+        return self._follow(heard) or self._correct(why, self._last_table(heard)) or self._add_cases(why)
+
+    def _provide(self, why: BaseException) -> bool:
+        """Put there what was not found, or lead the id that names it into the folder."""
+        if isinstance(why, _Elsewhere) and not os.path.isabs(why.args[0]):
+            changed, self.layout.absolute = not self.layout.absolute, True
+            return changed
+        name = str(why.args[0]) if isinstance(why, _Elsewhere) else getattr(why, "filename", None) or missing_path(why)
+        path, before = Path(os.path.abspath(str(name))), copy.deepcopy(self.layout)
+        if not path.is_relative_to(self.folder):
+            return self._lead_here(path)
+        if isinstance(why, _Elsewhere):
+            return True
+        if path.suffix in (".json", ".csv", ".tsv"):
+            self.layout.tables.setdefault(path, self.reading.table(path))
+        elif path.suffix == ".npz":
+            self.layout.arrays.setdefault(path, self.reading.arrays(path))
+        elif not path.suffix and path not in self.layout.listed:
+            self.layout.listed.append(path)
+        return self.layout != before
+
+    def _lead_here(self, path: Path) -> bool:
+        """Give the id whose value leads to a path elsewhere a place in the folder."""
+        leads = [(len(to.parts), key, to) for key, to in self.reading.paths(self.section) if path.is_relative_to(to)]
+        leads = [lead for lead in leads if not self.folder.is_relative_to(lead[2]) and lead[1] not in self.led]
+        if not leads:
+            return False
+        _, key, to = max(leads)
+        self.led.add(key)
+        self.overrides[key] = str(self.folder / to.name)
+        return True
+
+    def _follow(self, heard: Heard) -> bool:
+        """Give each pattern that finds nothing a file of each case, a listed folder that is empty one of each class."""
+        changed, folders = False, {Path(path) for kind, path in heard if kind == "folder" and os.path.isdir(path)}
+        for pattern in unmatched(heard):
+            if not Path(pattern).is_relative_to(self.folder):
+                changed |= self._lead_here(Path(pattern))
+            elif pattern not in self.layout.patterns and (shapes.ending(pattern) or not Path(pattern).suffix):
+                self.layout.patterns.append(pattern)
+                changed = True
+        if changed or self.layout.patterns:
+            return changed
+        empty = [folder for folder in folders if folder.is_relative_to(self.folder) and not any(folder.iterdir())]
+        self.layout.listed += empty
+        return bool(empty)
+
+    def _last_table(self, heard: Heard) -> Table | None:
+        paths = [Path(path) for kind, path in reversed(heard) if kind == "file"]
+        return next((self.layout.tables[path] for path in paths if path in self.layout.tables), None)
+
+    def _correct(self, why: BaseException, table: Table | None) -> bool:
+        """Give data lists the sections and fields that are missing, or other values where theirs do not serve."""
+        text, before = str(why), copy.deepcopy(self.layout)
+        if wrong := re.search(r"([^/\s'\"]+)/case_\d+", text):
+            for fields in (each.fields for each in self.layout.tables.values() if wrong[1] in each.fields):
+                by_name = (isinstance(why, KeyError) or "is not in list" in text) and self.reading.names
+                fields[wrong[1]] = self.reading.names.pop(0) if by_name else self.reading.labels
+        elif CASE.search(text) or any(f"'{name}'" in text for name in self.layout.classes):
+            self.layout.classes = self.reading.names.pop(0) if self.reading.names else self.layout.classes
+        elif isinstance(why, TypeError | AttributeError) and "list" in text and table is not None:
+            table.sections = table.sections or []
+        else:
+            for name in missing_names(why):
+                self._add_name(name, text)
+        return self.layout != before
+
+    def _add_name(self, name: str, text: str) -> None:
+        for names in self.layout.arrays.values():
+            names.setdefault(name, name)
+        for table in self.layout.tables.values():
+            if "property" in text:
+                table.facts.append(name)
+            elif "Data list" in text or (table.sections is not None and name not in table.sections):
+                table.sections = [*(table.sections or []), name]
+            elif name not in table.fields:
+                table.fields[name] = self.reading.values(name)
+                if "box" in name and "label" in table.fields:
+                    table.fields["label"] = [[0]]  # one for each box
+
+    def _add_cases(self, why: BaseException) -> bool:
+        few = re.search(r"is empty|out of range|num_samples=0|must be non-empty|at least", str(why))
+        self.layout.cases *= 2
+        any_asked = self.layout.patterns or self.layout.tables or self.layout.arrays
+        return bool(few and any_asked) and self.layout.cases <= _MOST_CASES
+
+    def _try_other(self, why: BaseException) -> bool:
+        """Try images of the next kind, after the last those that failed once more, for what is random may pass."""
+        self.failed[self.tries % len(self.kinds)] = told(why)
+        self.tries += 1
+        return self.tries < _DRAWS * len(self.kinds)
+
+
+def _first_part(error: BaseException) -> str:
+    """Return what an error is about, without what is allowed and what to do."""
+    if isinstance(error, _Elsewhere):
+        return f"an item names {error}, and no id leads there"
+    return str(error).partition("; ")[0] if isinstance(error, InputError) else told(deepest(error))

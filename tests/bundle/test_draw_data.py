@@ -1,0 +1,328 @@
+"""Drawn data for a bundle that is not ours, in the layout that its own configuration looks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+from PIL import Image
+
+from medfl.bundle import asked_files
+from medfl.bundle.asked_files import hearing
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.draw_data import Drawn, draw_data
+from medfl.cli import main
+from medfl.core.errors import InputError
+from medfl.policy.policy import Policy
+from tests.zoo.build import ZOO
+
+TRUSTED = Policy(trusted=True)
+
+
+def configured(drawn: Drawn) -> dict[str, str]:
+    """Return the overrides that `medfl run` makes of what was drawn."""
+    values = dict(text.split("=", 1) for text in drawn.arguments if "=" in text)
+    return values | ({"dataset_dir": drawn.arguments[1]} if "--data" in drawn.arguments else {})
+
+
+def bundle(folder: Path, ids: dict[str, Any], metadata: dict[str, Any] | None = None) -> Path:
+    """Write a bundle of pictures whose training and validation lists are the ids `train_list` and `val_list`."""
+    config = {
+        "imports": ["$import glob", "$import json", "$import os", "$import csv", "$import pathlib"],
+        "bundle_root": ".",
+        "dataset_dir": "/nowhere/images",
+        "device": "$torch.device('cpu')",
+        "val_list": "$@train_list[:2]",
+        "network": {"_target_": "UNet", "spatial_dims": 2, "in_channels": 1, "out_channels": 2, "channels": [4, 8],
+                    "strides": [2]},
+        "loss": {"_target_": "DiceLoss", "to_onehot_y": True},
+        "optimizer": {"_target_": "torch.optim.Adam", "params": "$@network.parameters()"},
+        "transforms": {"_target_": "Compose", "transforms": [
+            {"_target_": "LoadImaged", "keys": ["image", "label"]},
+            {"_target_": "EnsureChannelFirstd", "keys": ["image", "label"]},
+        ]},
+        "train_set": {"_target_": "Dataset", "data": "@train_list", "transform": "@transforms"},
+        "val_set": {"_target_": "Dataset", "data": "@val_list", "transform": "@transforms"},
+        "train_loader": {"_target_": "DataLoader", "dataset": "@train_set", "batch_size": 2},
+        "val_loader": {"_target_": "DataLoader", "dataset": "@val_set"},
+        "evaluator": {"_target_": "SupervisedEvaluator", "val_data_loader": "@val_loader", "network": "@network"},
+        "trainer": {"_target_": "SupervisedTrainer", "train_data_loader": "@train_loader", "network": "@network",
+                    "loss_function": "@loss", "optimizer": "@optimizer"},
+        **ids,
+    }  # fmt: skip
+    pictures = {
+        "inputs": {"image": {"num_channels": 1, "spatial_shape": [32, 32]}},
+        "outputs": {"pred": {"format": "segmentation", "num_channels": 2, "spatial_shape": [32, 32]}},
+    }
+    (folder / "configs").mkdir(parents=True)
+    (folder / "configs" / "train.json").write_text(json.dumps(config))
+    content = {"network_data_format": pictures if metadata is None else metadata}
+    (folder / "configs" / "metadata.json").write_text(json.dumps(content))
+    return folder
+
+
+def volume(path: Path) -> Any:
+    return nibabel.load(path)
+
+
+CLASSIFIED = {
+    "inputs": {"image": {"num_channels": 3, "spatial_shape": [32, 32]}},
+    "outputs": {"pred": {"type": "probabilities", "format": "classes", "channel_def": {"0": "no", "1": "yes"}}},
+}
+ONE_IMAGE = {
+    "transforms": {"_target_": "Compose", "transforms": [
+        {"_target_": "LoadImaged", "keys": "image"}, {"_target_": "EnsureChannelFirstd", "keys": "image"}
+    ]},
+    "network": {"_target_": "Classifier", "in_shape": [3, 32, 32], "classes": 2, "channels": [4], "strides": [2]},
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+}  # fmt: skip
+PAIRS = {"train_list": "$[{'image': i, 'label': l} for i, l in zip(@images, @labels)]"}
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_every_stand_in_of_the_zoo_trains_on_what_is_drawn(name: str, tmp_path: Path) -> None:
+    """Its own data are taken away; network and loss then take the first item, of the task and channels that it says."""
+    zoo = ZOO[name](tmp_path / "zoo")
+    shutil.rmtree(zoo.path / "data", ignore_errors=True)
+    (zoo.path / "configs" / "datalist.json").unlink(missing_ok=True)
+    before = sorted(zoo.path.rglob("*"))
+    drawn = draw_data(str(zoo.path), tmp_path / "drawn", policy=TRUSTED)
+    opened = Bundle(str(zoo.path), configured(drawn), policy=TRUSTED)
+    assert (opened.task, opened.channels) == (zoo.task, zoo.in_channels)
+    assert {section: len(opened.items(section)) for section in drawn.counts} == drawn.counts
+    assert min(drawn.counts.values()) > 0
+    assert drawn.notes == ()
+    assert sorted(zoo.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("ids", "metadata", "files"),
+    [
+        pytest.param(
+            {
+                "images": "$sorted(glob.glob(@dataset_dir + '/img/*.jpg'))",
+                "labels": "$sorted(glob.glob(os.path.join(@dataset_dir, 'seg', '*.png')))",
+                **PAIRS,
+            },
+            None, ["img/case_000.jpg", "seg/case_005.png"], id="two patterns",
+        ),
+        pytest.param(
+            {
+                "images": "$sorted(pathlib.Path(@dataset_dir).rglob('scan?.png'))",
+                "labels": "$[str(i).replace('scan', 'mask') for i in @images]",
+                **PAIRS,
+            },
+            None, ["scan0.png", "mask0.png"], id="a pattern of paths, masks by another name",
+        ),
+        pytest.param(
+            {"list_file": "$@bundle_root + '/lists/all.json'",
+             "train_list": "$monai.data.load_decathlon_datalist(@list_file, data_list_key='fold0')"},
+            None, ["all.json", "image/case_000.png", "label/case_000.png"], id="a list in the bundle's folder",
+        ),
+        pytest.param(
+            {"rows": "$list(csv.DictReader(open(@dataset_dir + '/all.csv')))",
+             "train_list": "$[{'image': os.path.join(@dataset_dir, r['photo']), 'label': int(r['ill'])} for r in @rows"
+                           " if r['part'] == 'train']", **ONE_IMAGE},
+            CLASSIFIED, ["all.csv", "photo/case_000.png"], id="a class in a table",
+        ),
+        pytest.param(
+            {"train_list": "$[{'image': r['scan'], 'label': {'benign': 0, 'malign': 1}[r['finding']]} for r in"
+                           " json.loads(pathlib.Path(@dataset_dir, 'all.json').read_text())['cases']]", **ONE_IMAGE},
+            CLASSIFIED, ["all.json", "scan/case_000.png"], id="a class by its name in a JSON list",
+        ),
+        pytest.param(
+            {"files": "$sorted(glob.glob(@dataset_dir + '/*/*.png'))",
+             "train_list": "$[{'image': f, 'label': ['cat', 'dog'].index(pathlib.Path(f).parent.name)} for f in"
+                           " @files]", **ONE_IMAGE},
+            CLASSIFIED, ["cat/case_000.png", "dog/case_001.png"], id="a class by its folder",
+        ),
+        pytest.param(
+            {"kinds": "$sorted(os.listdir(@dataset_dir))",
+             "train_list": "$[{'image': f, 'label': n} for n, k in enumerate(@kinds) for f in"
+                           " glob.glob(@dataset_dir + '/' + k + '/*.png')]", **ONE_IMAGE},
+            CLASSIFIED, ["no/case_000.png", "yes/case_000.png"], id="a folder listed",
+        ),
+        pytest.param(
+            {"train_set": {"_target_": "NPZDictItemDataset", "npzfile": "$@dataset_dir + '/all.npz'",
+                           "keys": {"x": "image", "y": "label"}, "transform": "@transforms"},
+             "val_set": {"_target_": "NPZDictItemDataset", "npzfile": "$@dataset_dir + '/val.npz'",
+                         "keys": {"x": "image", "y": "label"}, "transform": "@transforms"},
+             "transforms": {"_target_": "EnsureChannelFirstd", "keys": ["image", "label"],
+                            "channel_dim": "no_channel"}},
+            None, ["all.npz", "val.npz"], id="arrays",
+        ),
+        pytest.param(
+            {"train_set": {"_target_": "DecathlonDataset", "root_dir": "@dataset_dir", "task": "Task09_Spleen",
+                           "section": "training", "transform": "@transforms", "val_frac": 0.5},
+             "val_set": {"_target_": "DecathlonDataset", "root_dir": "@dataset_dir", "task": "Task09_Spleen",
+                         "section": "validation", "transform": "@transforms", "val_frac": 0.5}},
+            None, ["Task09_Spleen/dataset.json", "Task09_Spleen/image/case_000.png"], id="a decathlon",
+        ),
+    ],
+)  # fmt: skip
+def test_what_expressions_look_for_is_drawn(
+    ids: dict[str, Any], metadata: dict[str, Any] | None, files: list[str], tmp_path: Path
+) -> None:
+    path = bundle(tmp_path / "bundle", ids, metadata)
+    drawn = draw_data(str(path), tmp_path / "drawn")
+    present = {str(file.relative_to(drawn.folder)) for file in drawn.folder.rglob("*") if file.is_file()}
+    assert set(files) <= present
+    assert all((drawn.folder / name).stat().st_size for name in present)
+    opened = Bundle(str(path), configured(drawn))
+    assert opened.task == ("segmentation" if metadata is None else "classification")
+    assert len(opened.items("train")) == drawn.counts["train"] > 1
+    if metadata is not None:
+        assert {item["label"] for item in opened.items("train")} == {0, 1}
+
+
+def test_lists_that_leave_some_out_get_more_cases(tmp_path: Path) -> None:
+    ids = {
+        "images": "$sorted(glob.glob(@dataset_dir + '/img*.png'))[:-9]",
+        "labels": "$sorted(glob.glob(@dataset_dir + '/seg*.png'))[:-9]",
+    }
+    drawn = draw_data(str(bundle(tmp_path / "bundle", ids | PAIRS)), tmp_path / "drawn")
+    assert (drawn.counts["train"], drawn.files) == (3, 24)
+
+
+def volumes(**ids: Any) -> dict[str, Any]:
+    """Return ids of a bundle of volumes with these transforms after those that read."""
+    read = [
+        {"_target_": "LoadImaged", "keys": ["image", "label"]},
+        {"_target_": "EnsureChannelFirstd", "keys": ["image", "label"]},
+    ]
+    network = {"_target_": "UNet", "spatial_dims": 3, "in_channels": 1, "out_channels": 3, "channels": [4, 8]}
+    return {
+        "list": "$@dataset_dir + '/dataset.json'",
+        "train_list": "$monai.data.load_decathlon_datalist(@list)",
+        "network": network | {"strides": [2]},
+        "transforms": {"_target_": "Compose", "transforms": read + ids.pop("more", [])},
+        **ids,
+    }
+
+
+def told(channels: int) -> dict[str, Any]:
+    image = {"num_channels": channels, "spatial_shape": ["8*n"] * 3}
+    return {"inputs": {"image": image}, "outputs": {"pred": {"format": "labels", "num_channels": 3}}}
+
+
+def test_volumes_have_the_values_spacing_and_intensities_that_are_asked_for(tmp_path: Path) -> None:
+    more = [
+        {"_target_": "Spacingd", "keys": ["image", "label"], "pixdim": [1.5, 1.5, 2.0]},
+        {"_target_": "ScaleIntensityRanged", "keys": "image", "a_min": -57, "a_max": 164, "b_min": 0, "b_max": 1},
+    ]
+    draw_data(str(bundle(tmp_path / "bundle", volumes(more=more), told(1))), tmp_path / "drawn")
+    image, label = (volume(tmp_path / "drawn/data" / key / "case_003.nii.gz") for key in ("image", "label"))
+    assert image.shape == label.shape == (32, 32, 32)
+    assert np.allclose(np.diag(image.affine), [1.5, 1.5, 2, 1])
+    assert np.unique(label.get_fdata()).tolist() == [0, 1, 2]
+    inside, pixels = label.get_fdata() > 0, image.get_fdata()
+    assert -57 <= pixels.min() < pixels[~inside].mean() < pixels[inside].mean() < pixels.max() <= 164
+
+
+def test_images_are_as_large_as_what_is_cut_out_of_them(tmp_path: Path) -> None:
+    crop = {"_target_": "RandCropByPosNegLabeld", "keys": ["image", "label"], "label_key": "label", "num_samples": 2}
+    path = bundle(tmp_path / "bundle", volumes(more=[{**crop, "spatial_size": "@roi"}], roi=[40, 32, 48]), told(1))
+    draw_data(str(path), tmp_path / "drawn")
+    assert volume(tmp_path / "drawn/data/image/case_000.nii.gz").shape == (40, 32, 48)
+    with pytest.raises(InputError, match="transforms.*could not be found out|could not be found out.*ROI"):
+        draw_data(str(path), tmp_path / "small", size=24)
+
+
+def test_channels_are_those_of_the_metadata_in_one_file_or_several(tmp_path: Path) -> None:
+    draw_data(str(bundle(tmp_path / "one", volumes(), told(2))), tmp_path / "file")
+    listed = json.loads((tmp_path / "file/data/dataset.json").read_text())["training"][0]["image"]
+    assert isinstance(listed, str)
+    assert volume(tmp_path / "file/data" / listed).shape == (32, 32, 32, 2)
+    only_read = {"_target_": "Compose", "transforms": [
+        {"_target_": "LoadImaged", "keys": ["image", "label"]},
+        {"_target_": "EnsureTyped", "keys": ["image", "label"]},
+        {"_target_": "ConvertToMultiChannelBasedOnBratsClassesd", "keys": "label"},
+    ]}  # fmt: skip
+    draw_data(str(bundle(tmp_path / "two", volumes(transforms=only_read), told(2))), tmp_path / "files")
+    listed = json.loads((tmp_path / "files/data/dataset.json").read_text())["training"][0]["image"]
+    assert listed == ["image_0/case_000.nii.gz", "image_1/case_000.nii.gz"]
+    mask = volume(tmp_path / "files/data/label/case_000.nii.gz").get_fdata()
+    assert np.unique(mask).tolist() == [0, 1, 2, 4]
+
+
+def test_the_same_seed_draws_the_same(tmp_path: Path) -> None:
+    ids = {"images": "$sorted(glob.glob(@dataset_dir + '/img*.png'))",
+           "labels": "$sorted(glob.glob(@dataset_dir + '/seg*.png'))"}  # fmt: skip
+    path = str(bundle(tmp_path / "bundle", ids | PAIRS))
+    pixels = []
+    for seed, name in ((1, "a"), (1, "b"), (2, "c")):
+        draw_data(path, tmp_path / name, seed=seed)
+        pixels.append(np.asarray(Image.open(tmp_path / name / "data/imgcase_004.png")).tobytes())
+    assert pixels[0] == pixels[1] != pixels[2]
+
+
+@pytest.mark.parametrize(
+    ("ids", "named"),
+    [
+        (
+            {"train_list": "$[{'image': f, 'label': 0} for f in glob.glob(@dataset_dir + '/*.dcm')]"},
+            r"'train_list'.*/\*.dcm",
+        ),
+        ({"train_list": "$json.loads(open(@dataset_dir + '/all.xml').read())"}, "'train_list'.*all.xml"),
+        ({"train_list": "$[{'image': '/etc/passwd', 'label': 0}]"}, "/etc/passwd"),
+        ({"train_list": "$[{'image': @dataset_dir + '/../x.png', 'label': 0}]"}, "x.png"),
+        ({"train_list": "$[{'image': f} for f in glob.glob('/nowhere/else/*.png')]"}, "'train_list'.*/nowhere/else"),
+    ],
+)
+def test_what_cannot_be_found_out_is_named_in_one_line_and_nothing_is_left(
+    ids: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = bundle(tmp_path / "bundle", ids)
+    (tmp_path / "empty").mkdir()
+    for name in ("new", "empty"):
+        assert main(["data", "make", str(path), "--out", str(tmp_path / name), "--trust"]) == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert line.startswith("error: bundle: what its data are to be could not be found out: ")
+        assert re.search(named, line)
+    assert sorted(os.listdir(tmp_path)) == ["bundle", "empty"]
+    assert not any((tmp_path / "empty").iterdir())
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "drawn").mkdir()
+    (tmp_path / "drawn" / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="not an empty folder"):
+        draw_data(str(bundle(tmp_path / "bundle", {})), tmp_path / "drawn")
+    assert (tmp_path / "drawn" / "mine.txt").read_text() == "mine"
+
+
+def test_what_inspection_refuses_is_not_evaluated(tmp_path: Path) -> None:
+    path = bundle(tmp_path / "bundle", {"train_list": f"$[open('{tmp_path}/written', 'w').close()]"})
+    with pytest.raises(InputError, match="is refused"):
+        draw_data(str(path), tmp_path / "drawn")
+    assert os.listdir(tmp_path) == ["bundle"]
+
+
+def test_a_run_on_drawn_data_says_phantom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = {"images": "$sorted(glob.glob(@dataset_dir + '/img*.png'))",
+           "labels": "$sorted(glob.glob(@dataset_dir + '/seg*.png'))"}  # fmt: skip
+    path = str(bundle(tmp_path / "bundle", ids | PAIRS))
+    assert main(["data", "make", path, "--out", str(tmp_path / "drawn"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["source"], document["items"]) == ("phantom", {"train": 6, "validate": 2})
+    command = document["command"].split()[1:]
+    assert main([*command, "--rounds", "1", "--sites", "2", "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    assert "PHANTOM data" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["source"] == "phantom"
+
+
+def test_nothing_is_noted_outside_of_hearing(tmp_path: Path) -> None:
+    with hearing() as heard:
+        list(tmp_path.glob("*.png"))
+    before = list(heard)
+    assert ("pattern", str(tmp_path / "*.png")) in before
+    list(tmp_path.glob("*.jpg"))
+    assert heard == before
+    assert asked_files.unmatched(heard) == [str(tmp_path / "*.png")]
