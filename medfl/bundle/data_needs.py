@@ -46,8 +46,8 @@ class Reading:
         formats: Mapping[str, Any] = metadata.get("network_data_format") or {}
         inputs: Mapping[str, Any] = formats.get("inputs") or {}
         outputs: Mapping[str, Any] = formats.get("outputs") or {}
-        self._image: Mapping[str, Any] = inputs.get("image") or next(iter(inputs.values()), {})
-        self._pred: Mapping[str, Any] = outputs.get("pred") or next(iter(outputs.values()), {})
+        self._image = dict[str, Any](inputs.get("image") or next(iter(inputs.values()), {}))
+        self._pred = dict[str, Any](outputs.get("pred") or next(iter(outputs.values()), {}))
         self.channels = int(self._image.get("num_channels") or 0)
         classes = [str(name).replace("/", "-") for name in self._pred.get("channel_def", {}).values()]
         self._outputs = (

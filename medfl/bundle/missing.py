@@ -8,6 +8,9 @@ import re
 from medfl.policy.evaluate import ElsewhereRefused
 
 _PATH = re.compile(r"(?<![\w.])/[^\s'\"`,;]+")
+_NAME = re.compile(
+    r"Key `(\w+)` of transform|Data list (\w+) not specified|^'?key (\w+) is not|^the attribute \.(\w+) of table"
+)
 
 
 def deepest(error: BaseException) -> BaseException:
@@ -30,7 +33,7 @@ def missing_names(why: BaseException) -> list[str]:
     text = str(why)
     if isinstance(why, AttributeError) and type(getattr(why, "obj", None)).__name__ == "DataFrame":
         return [str(why.name)]
-    if found := re.search(r"Key `(\w+)` of transform|Data list (\w+) not specified|^'?key (\w+) is not", text):
+    if found := _NAME.search(text):
         return [name for name in found.groups() if name]
     if not isinstance(why, KeyError) or not why.args or not isinstance(why.args[0], str):
         return []
