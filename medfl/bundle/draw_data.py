@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from medfl.bundle.asked_files import CASE, Heard, Layout, Table, hearing, unmatched
-from medfl.bundle.configuration import Configuration, config_file, find, own_python, read, target_name, told
+from medfl.bundle.configuration import Configuration, config_file, find, own_python, read, target_name
 from medfl.bundle.data_needs import Reading
 from medfl.bundle.engines import TRAINERS, find_trainer
-from medfl.bundle.missing import deepest, missing_names, missing_path
+from medfl.bundle.failures import deepest, missing_names, missing_path, told
 from medfl.bundle.sections import SECTIONS, Section, Sections
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
@@ -118,8 +118,7 @@ class _Drawing:
         self.root, self.folder, self.policy, self.seed, self.overrides = root, folder, policy, seed, dict(config)
         self._configure()
         if "dataset_dir" in self.config:
-            slash = "/" if str(self.config.raw("dataset_dir")[1]).endswith("/") else ""
-            self.overrides["dataset_dir"] = f"{folder}{slash}"
+            self.overrides["dataset_dir"] = str(folder)
             self._configure()
         self.reading = Reading(self.config, self.trainer, self.metadata)
         self.kinds, self.tries = self.reading.kinds(size), 0
@@ -156,7 +155,7 @@ class _Drawing:
             for sections in (SECTIONS[:1], SECTIONS[:2], SECTIONS):
                 section, before = sections[-1], copy.deepcopy((self.layout, self.overrides, self.tries))
                 try:
-                    if section != "test" or self.sections.has_test:
+                    if section != "test" or self.sections.has_test or self.sections.unread:
                         counts = self._until_it_works(sections)
                 except InputError as error:
                     if section == "train" or (section == "validate" and self.supervised):
@@ -172,6 +171,11 @@ class _Drawing:
         notes += [f"its {section} images are drawn but not tried: {why}" for section, why in self.untried.items()]
         self._draw_all()
         data = ("--data", str(self.folder)) if "dataset_dir" in self.overrides else ()
+        for key in self.led:
+            own = self.overrides.pop(key)
+            self._configure()
+            if self.config.lists.get(key) != own:  # a run finds it by itself if it has the folder
+                self.overrides[key] = own
         more = [("--config", f"{key}={value}") for key, value in self.overrides.items() if key != "dataset_dir"]
         files = sum(path.is_file() for path in self.folder.rglob("*"))
         return Drawn(
@@ -205,7 +209,10 @@ class _Drawing:
 
     def _attempt(self, section: str) -> int:
         """Read a section, draw and try its first item; return how many it has."""
-        self.section, self.reading.config = section, self.evaluation() if section == "test" else self.config
+        self.section, self.reading.config = section, self.config
+        if section == "test":  # what the same evaluator validates on, with evaluate.* merged in
+            self.reading.config = config = self.evaluation()
+            self.sections = Sections(self.root, self.trainer, config, lambda: config)
         with hearing() as heard:
             try:
                 data, entries = self._read(section)
@@ -226,7 +233,7 @@ class _Drawing:
     def _read(self, section: str) -> tuple[Section | None, list[Any]]:
         """Return a section and the entries of its list; no section where its images need what is not installed."""
         try:
-            data = self.sections[section]
+            data = self.sections["validate" if section == "test" else section]
             source = data.source
             entries = source.entries if source.is_list else getattr(source.entries, "data", None) or []
         except InputError as error:

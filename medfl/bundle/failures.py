@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Mapping
@@ -17,6 +18,10 @@ from medfl.policy.findings import NOT_LISTED
 _NAME_DATA = "a bundle looks into its own folder and those that you name", "give the folder of the images with --data"
 _OTHER_VERSION = re.compile(r"unexpected keyword argument|has no attribute|Cannot locate class|cannot import name")
 """What Python and MONAI say where a name or an argument is gone."""
+_PATH = re.compile(r"(?<![\w.])/[^\s'\"`,;]+")
+_NAME = re.compile(
+    r"Key `(\w+)` of transform|Data list (\w+) not specified|^'?key (\w+) is not|^the attribute \.(\w+) of table"
+)
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -100,3 +105,36 @@ def _of_other_version(where: str, cause: BaseException, key: str, metadata: Mapp
         f"it is written for {package} {version(package)}, which is installed; metadata.json names {wanted}",
         f"give another value with --config {key}=..., or install {package}=={wanted} where this bundle is run",
     )
+
+
+# What an error says is missing
+
+
+def deepest(error: BaseException) -> BaseException:
+    """Return the error that others were raised from."""
+    passed: list[BaseException] = []
+    while error.__cause__ is not None and error not in passed:  # one that was raised again is its own cause's cause
+        passed.append(error)
+        error = error.__cause__
+    return error
+
+
+def missing_path(why: BaseException) -> str:
+    """Return the first path in an error's text that is not there, "" where there is none."""
+    if isinstance(why, ElsewhereRefused):
+        return str(why).removeprefix("the path ").partition(", which")[0]
+    paths = (path.rstrip(".:)]>") for path in _PATH.findall(str(why)))
+    return next((path for path in paths if not os.path.exists(path)), "")
+
+
+def missing_names(why: BaseException) -> list[str]:
+    """Return the names that an error says are missing: keys of a dict or an archive, columns of a table."""
+    text = str(why)
+    if isinstance(why, AttributeError) and type(getattr(why, "obj", None)).__name__ == "DataFrame":
+        return [str(why.name)]
+    if found := _NAME.search(text):
+        return [name for name in found.groups() if name]
+    if not isinstance(why, KeyError) or not why.args or not isinstance(why.args[0], str):
+        return []
+    several = "[columns]" in text or "in index" in text
+    return re.findall(r"'([^']+)'", text) if several else [why.args[0].removesuffix(" is not a file in the archive")]
