@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from medfl.bundle.asked_files import CASE, Heard, Layout, Table, hearing, unmatched
-from medfl.bundle.configuration import Configuration, config_file, find, own_python, read, target_name
+from medfl.bundle.configuration import Configuration, own_python, target_name
 from medfl.bundle.data_needs import Reading
 from medfl.bundle.engines import TRAINERS, find_trainer
 from medfl.bundle.failures import deepest, missing_names, missing_path, told
+from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import SECTIONS, Section, Sections
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
