@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from medfl.bundle.asked_files import Table
+from medfl.bundle.asked_files import CASE, Layout, Table
 from medfl.bundle.configuration import Configuration, target_name
 from medfl.bundle.engines import find_evaluator
+from medfl.bundle.failures import missing_names
 from medfl.core.errors import InputError
 from medfl.datasets.phantoms import shapes
 from medfl.datasets.phantoms.shapes import Need
@@ -20,7 +23,7 @@ from medfl.datasets.phantoms.shapes import Need
 _LOADER = r"\w*(Load|Read)\w*(d|D|Dict)"
 _CROPS = r"\w*(Crop|Patch|GridSplit)\w*"
 _SIZES = ("spatial_size", "roi_size", "patch_size", "region_size", "size")
-_LARGEST = 1024
+_LARGEST, _MOST_VOXELS = 1024, 2**25
 _BOXES = [[[8.0, 8.0, 8.0, 8.0, 8.0, 8.0]]]
 Component = tuple[str, Mapping[str, Any]]
 
@@ -99,10 +102,12 @@ class Reading:
         files = [(colours, 1), *([(1, wanted)] if need.first else []), (wanted, 1)]
         large = [max(sides) for sides in zip(small, [0] * dims if size else self._crops(dims), strict=True)]
         other = [(0,)] if self._points else [(0, 255)] if need.values == (0, 1) and dims == 2 else []
+        kinds = product([need.values, *other], [small, large], files)
         return list(
             dict.fromkeys(
-                (Need(**{**vars(need), "shape": tuple(shape), "channels": channels, "values": values}), number)
-                for values, shape, (channels, number) in product([need.values, *other], [small, large], files)
+                (replace(need, shape=tuple(shape), channels=channels, values=values), number)
+                for values, shape, (channels, number) in kinds
+                if math.prod(shape) <= _MOST_VOXELS
             )
         )
 
@@ -175,6 +180,40 @@ class Reading:
                     continue
                 if isinstance(value, str | Path) and str(value):
                     yield key.replace("::", "#"), Path(os.path.abspath(value))
+
+    def correct(self, layout: Layout, why: BaseException, table: Table | None) -> None:
+        """Give data lists the sections and fields that an error misses, or other values where theirs do not serve.
+
+        Args:
+            layout: is changed, if the error says how.
+            why: the error.
+            table: the data list that was read last.
+        """
+        text = str(why)
+        if wrong := re.search(r"([^/\s'\"]+)/case_\d+", text):
+            for fields in (each.fields for each in layout.tables.values() if wrong[1] in each.fields):
+                by_name = (isinstance(why, KeyError) or "is not in list" in text) and self.names
+                fields[wrong[1]] = self.names.pop(0) if by_name else self.labels
+        elif CASE.search(text) or any(f"'{name}'" in text for name in layout.classes):
+            layout.classes = self.names.pop(0) if self.names else layout.classes
+        elif isinstance(why, TypeError | AttributeError) and "list" in text and table is not None:
+            table.sections = table.sections or []
+        else:
+            for name in missing_names(why):
+                self._add_name(layout, name, text)
+
+    def _add_name(self, layout: Layout, name: str, text: str) -> None:
+        for names in layout.arrays.values():
+            names.setdefault(name, name)
+        for table in layout.tables.values():
+            if "property" in text:
+                table.facts = [*dict.fromkeys([*table.facts, name])]
+            elif "Data list" in text or (table.sections is not None and name not in table.sections):
+                table.sections = [*dict.fromkeys([*(table.sections or []), name])]
+            elif name not in table.fields:
+                table.fields[name] = self.values(name)
+                if "box" in name and "label" in table.fields:
+                    table.fields["label"] = [[0]]  # one for each box
 
     # What is written in expressions
 

@@ -25,7 +25,7 @@ from medfl.bundle.asked_files import CASE, Heard, Layout, Table, hearing, unmatc
 from medfl.bundle.configuration import Configuration, own_python, target_name
 from medfl.bundle.data_needs import Reading
 from medfl.bundle.engines import TRAINERS, find_trainer
-from medfl.bundle.failures import deepest, missing_names, missing_path, told
+from medfl.bundle.failures import deepest, missing_path, told
 from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import SECTIONS, Section, Sections
 from medfl.core.errors import InputError
@@ -35,7 +35,7 @@ from medfl.policy import admission
 from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.policy import Policy
 
-_CASES, _MOST_CASES = 6, 96
+_CASES, _MOST_CASES, _SMALLEST, _LARGEST = 6, 96, 8, 320
 _DRAWS = 4
 """How often the first item is tried with each kind of image: random transforms may fail whatever the images are."""
 
@@ -84,6 +84,10 @@ def draw_data(
         InputError: inspection refuses the bundle, or something that its lists need could not be found out; names the
             file, the id and its error.
     """
+    if not 0 <= cases <= _MOST_CASES or not (size is None or _SMALLEST <= size <= _LARGEST):
+        given = f"{cases} cases of {size or 'the usual'} pixels a side"
+        limits = f"up to {_MOST_CASES} cases, sides from {_SMALLEST} to {_LARGEST}"
+        raise InputError(given, limits, "change --per-class or --size")
     root, target = find(path), phantom.empty_folder(folder).resolve()
     policy = admission.in_force() if policy is None else policy
     admission.admit(root, policy)
@@ -301,9 +305,11 @@ class _Drawing:
         why = deepest(error)
         if isinstance(why, ElsewhereRefused | _Elsewhere | FileNotFoundError) or missing_path(why):
             return self._provide(why)
-        if heard is None:
-            return self._correct(why, None) or self._try_other(why)
-        return self._follow(heard) or self._correct(why, self._last_table(heard)) or self._add_cases(why)
+        if heard is not None and self._follow(heard):
+            return True
+        before = copy.deepcopy(self.layout)
+        self.reading.correct(self.layout, why, self._last_table(heard or []))
+        return self.layout != before or (self._try_other(why) if heard is None else self._add_cases(why))
 
     def _provide(self, why: BaseException) -> bool:
         """Put there what was not found, or lead the id that names it into the folder."""
@@ -353,35 +359,6 @@ class _Drawing:
     def _last_table(self, heard: Heard) -> Table | None:
         paths = [Path(path) for kind, path in reversed(heard) if kind == "file"]
         return next((self.layout.tables[path] for path in paths if path in self.layout.tables), None)
-
-    def _correct(self, why: BaseException, table: Table | None) -> bool:
-        """Give data lists the sections and fields that are missing, or other values where theirs do not serve."""
-        text, before = str(why), copy.deepcopy(self.layout)
-        if wrong := re.search(r"([^/\s'\"]+)/case_\d+", text):
-            for fields in (each.fields for each in self.layout.tables.values() if wrong[1] in each.fields):
-                by_name = (isinstance(why, KeyError) or "is not in list" in text) and self.reading.names
-                fields[wrong[1]] = self.reading.names.pop(0) if by_name else self.reading.labels
-        elif CASE.search(text) or any(f"'{name}'" in text for name in self.layout.classes):
-            self.layout.classes = self.reading.names.pop(0) if self.reading.names else self.layout.classes
-        elif isinstance(why, TypeError | AttributeError) and "list" in text and table is not None:
-            table.sections = table.sections or []
-        else:
-            for name in missing_names(why):
-                self._add_name(name, text)
-        return self.layout != before
-
-    def _add_name(self, name: str, text: str) -> None:
-        for names in self.layout.arrays.values():
-            names.setdefault(name, name)
-        for table in self.layout.tables.values():
-            if "property" in text:
-                table.facts.append(name)
-            elif "Data list" in text or (table.sections is not None and name not in table.sections):
-                table.sections = [*(table.sections or []), name]
-            elif name not in table.fields:
-                table.fields[name] = self.reading.values(name)
-                if "box" in name and "label" in table.fields:
-                    table.fields["label"] = [[0]]  # one for each box
 
     def _add_cases(self, why: BaseException) -> bool:
         few = re.search(r"is empty|out of range|num_samples=0|must be non-empty|at least", str(why))

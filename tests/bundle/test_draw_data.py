@@ -290,6 +290,20 @@ def test_what_cannot_be_found_out_is_named_in_one_line_and_nothing_is_left(
     assert not any((tmp_path / "empty").iterdir())
 
 
+@pytest.mark.parametrize("flags", [["--per-class", "-1"], ["--per-class", "1000"], ["--size", "4"], ["--size", "9999"]])
+def test_numbers_out_of_range_are_refused(flags: list[str], tmp_path: Path) -> None:
+    path = bundle(tmp_path / "bundle", {})
+    assert main(["data", "make", str(path), "--out", str(tmp_path / "drawn"), *flags]) == 2
+    assert os.listdir(tmp_path) == ["bundle"]
+
+
+def test_what_is_too_large_to_be_tiny_is_named(tmp_path: Path) -> None:
+    crop = {"_target_": "RandCropByPosNegLabeld", "keys": ["image", "label"], "label_key": "label"}
+    ids = volumes(more=[{**crop, "spatial_size": [900, 900, 900]}])
+    with pytest.raises(InputError, match=r"ROI size \(900, 900, 900\)"):
+        draw_data(str(bundle(tmp_path / "bundle", ids, told(1))), tmp_path / "drawn")
+
+
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "drawn").mkdir()
     (tmp_path / "drawn" / "mine.txt").write_text("mine")
