@@ -18,6 +18,7 @@ from typing import NotRequired, TypedDict
 import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.datasets.readers.label_images import ClassIndex
 from medfl.datasets.readers.reading import container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Record, Rule, WholeCentres
 from medfl.datasets.readers.tables import Layout, Table, several
@@ -286,7 +287,7 @@ def _sections(
 
 def item_of(record: Record) -> Item:
     """Return a record as an entry of a data list."""
-    label = record.mask or record.label
+    label = record.mask or ClassIndex(record.label, record.image)
     item = Item(image=record.image, label=label, id=record.id, centre=record.centre, group=record.group)
     if record.size is not None:
         item["size"] = record.size

@@ -1,0 +1,67 @@
+"""Data lists for MONAI's own reader: image URIs, and a class where a label image is asked for.
+
+MONAI's data statistics (`MonaiAlgoStats`) open images and labels alike with `LoadImage`. A class has no file: its index
+is a path too, of an image with this value in each pixel. Widths come first, as in MONAI's reader of pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from monai.config.type_definitions import PathLike
+from monai.data.image_reader import ImageReader
+from monai.transforms.io.array import SUPPORTED_READERS
+from monai.utils import ensure_tuple
+from PIL import Image
+
+from medfl.datasets.readers.reading import Pixels, read_pixels, split_uri
+
+_OF_CLASS = "?class="
+
+
+class ClassIndex(int):
+    """The index of an item's class, which as a path is that of its label image."""
+
+    def __new__(cls, index: int, image: str = "") -> ClassIndex:
+        """Take the index, and the URI of the image whose size the label image has."""
+        made = super().__new__(cls, index)
+        made.image = image
+        return made
+
+    image: str
+
+    def __fspath__(self) -> str:
+        return f"{self.image}{_OF_CLASS}{int(self)}"
+
+
+class UriReader(ImageReader):  # type: ignore[misc]
+    """What `LoadImage` takes for classes, for image URIs within a container, and for TIFF files, for which it has none."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Take no settings: those of `LoadImage` are for readers of files."""
+
+    def verify_suffix(self, filename: Sequence[PathLike] | PathLike) -> bool:
+        """Tell whether these are such."""
+        names = [str(name) for name in ensure_tuple(filename)]
+        return all(_OF_CLASS in n or split_uri(n)[1] or n.lower().endswith((".tif", ".tiff")) for n in names)
+
+    def read(self, data: Sequence[PathLike] | PathLike, **settings: Any) -> str:
+        """Return the one URI."""
+        (uri,) = map(str, ensure_tuple(data))
+        return uri
+
+    def get_data(self, img: str) -> tuple[Pixels, dict[str, Any]]:
+        """Return pixels (W, H, C), those of a class (W, H, 1), and what MONAI has to know of them."""
+        uri, _, index = img.partition(_OF_CLASS)
+        if index and not split_uri(uri)[1]:
+            with Image.open(uri) as picture:
+                pixels = np.full((*picture.size, 1), int(index), np.float32)
+        else:
+            pixels = read_pixels(uri).swapaxes(0, 1)
+            pixels = np.full((*pixels.shape[:2], 1), int(index), np.float32) if index else pixels
+        return pixels, {"original_channel_dim": -1, "spatial_shape": np.array(pixels.shape[:2])}
+
+
+SUPPORTED_READERS["medfl"] = UriReader
