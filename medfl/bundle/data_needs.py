@@ -22,6 +22,7 @@ from medfl.datasets.phantoms.shapes import Need
 
 _LOADER = r"\w*(Load|Read)\w*(d|D|Dict)"
 _CROPS = r"\w*(Crop|Patch|GridSplit)\w*"
+_PLACE = r"loc|pos|coord|cent(er|re|roid)|point"
 _SIZES = ("spatial_size", "roi_size", "patch_size", "region_size", "size")
 _LARGEST, _MOST_VOXELS = 1024, 2**25
 _BOXES = [[[8.0, 8.0, 8.0, 8.0, 8.0, 8.0]]]
@@ -100,6 +101,7 @@ class Reading:
         need = Need((), first=not self._of(r"(EnsureChannelFirst|AddChannel)(d|D|Dict)"), **self._looks(dims))
         colours, wanted = 3 if dims == 2 and self.channels >= 3 else 1, max(1, self.channels)
         files = [(colours, 1), *([(1, wanted)] if need.first else []), (wanted, 1)]
+        self._shape = small
         large = [max(sides) for sides in zip(small, [0] * dims if size else self._crops(dims), strict=True)]
         other = [(0,)] if self._points else [(0, 255)] if need.values == (0, 1) and dims == 2 else []
         kinds = product([need.values, *other], [small, large], files)
@@ -150,16 +152,18 @@ class Reading:
             if Path(str(self._argument(part, "src"))) == path:
                 groups = part[1].get("col_groups") or {name: [name] for name in part[1].get("col_names") or []}
                 for key, columns in groups.items():
-                    places = [max(self._crops(2)) // 2] if re.search("loc|pos|coord", str(key)) else range(2)
+                    places = [max(self._crops(2)) // 2] if re.search(_PLACE, str(key)) else range(2)
                     known = None if key in {"image", *self.loaded} else places
                     fields |= dict.fromkeys(columns if isinstance(columns, list) else [columns], known)
         names = ["case"] if path.suffix != ".json" else [*dict.fromkeys([*sorted(self.loaded), "label"])]
         return Table(fields or {name: self.values(name) for name in names})
 
-    def values(self, name: str) -> Sequence[Any] | None:
-        """Return the values of a field, None where it is a file."""
+    def values(self, name: str, of_item: bool = False) -> Sequence[Any] | None:
+        """Return the values of a field, None where it is a file; one that transforms ask an item for is a number."""
         if "box" in name.lower():
             return _BOXES
+        if of_item and name not in {"label", *self.loaded}:
+            return [[side // 2 for side in self._shape]] if re.search(_PLACE, name) else [1]
         compared = sorted({str(value) for text in self._expressions() for value in _compared(text, name)})
         if compared:
             return compared if len(compared) > 1 else [*compared * 3, "other"]
@@ -187,7 +191,7 @@ class Reading:
         Args:
             layout: is changed, if the error says how.
             why: the error.
-            table: the data list that was read last.
+            table: the data list that was read last; None where an item passed its transforms.
         """
         text = str(why)
         if wrong := re.search(r"([^/\s'\"]+)/case_\d+", text):
@@ -200,9 +204,9 @@ class Reading:
             table.sections = table.sections or []
         else:
             for name in missing_names(why):
-                self._add_name(layout, name, text)
+                self._add_name(layout, name, text, of_item=table is None)
 
-    def _add_name(self, layout: Layout, name: str, text: str) -> None:
+    def _add_name(self, layout: Layout, name: str, text: str, of_item: bool) -> None:
         for names in layout.arrays.values():
             names.setdefault(name, name)
         for table in layout.tables.values():
@@ -211,7 +215,7 @@ class Reading:
             elif "Data list" in text or (table.sections is not None and name not in table.sections):
                 table.sections = [*dict.fromkeys([*(table.sections or []), name])]
             elif name not in table.fields:
-                table.fields[name] = self.values(name)
+                table.fields[name] = self.values(name, of_item)
                 if "box" in name and "label" in table.fields:
                     table.fields["label"] = [[0]]  # one for each box
 

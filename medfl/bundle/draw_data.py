@@ -353,7 +353,9 @@ class _Drawing:
         if changed or self.layout.patterns:
             return changed
         empty = [folder for folder in folders if folder.is_relative_to(self.folder) and not any(folder.iterdir())]
-        self.layout.listed += empty
+        of_classes = [folder for folder in empty if folder.parent in self.layout.listed]
+        self.layout.patterns += [f"{folder}/*" for folder in of_classes]
+        self.layout.listed += [] if of_classes else empty
         return bool(empty)
 
     def _last_table(self, heard: Heard) -> Table | None:

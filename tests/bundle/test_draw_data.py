@@ -150,6 +150,22 @@ def test_every_stand_in_of_the_zoo_trains_on_what_is_drawn(name: str, tmp_path: 
             CLASSIFIED, ["no/case_000.png", "yes/case_000.png"], id="a folder listed",
         ),
         pytest.param(
+            {"train_list": "$[{'image': os.path.join(@dataset_dir, k, f), 'label': n} for n, k in"
+                           " enumerate(sorted(os.listdir(@dataset_dir))) for f in"
+                           " os.listdir(os.path.join(@dataset_dir, k))]", **ONE_IMAGE},
+            CLASSIFIED, ["no/case_000.png", "yes/case_000.png"], id="folders listed in folders",
+        ),
+        pytest.param(
+            {"list_file": "$@dataset_dir + '/all.json'", "train_list": "$json.load(open(@list_file))",
+             "transforms": {"_target_": "Compose", "transforms": [
+                 {"_target_": "LoadImaged", "keys": ["image", "label"]},
+                 {"_target_": "EnsureChannelFirstd", "keys": ["image", "label"]},
+                 {"_target_": "SpatialCropd", "keys": ["image", "label"], "roi_center": [16, 16], "roi_size": [8, 8]},
+                 {"_target_": "ToTensord", "keys": ["centroid", "mask_value"]},
+             ]}},
+            None, ["all.json", "image/case_000.png"], id="a place and a number beside the images",
+        ),
+        pytest.param(
             {"train_set": {"_target_": "NPZDictItemDataset", "npzfile": "$@dataset_dir + '/all.npz'",
                            "keys": {"x": "image", "y": "label"}, "transform": "@transforms"},
              "val_set": {"_target_": "NPZDictItemDataset", "npzfile": "$@dataset_dir + '/val.npz'",

@@ -110,7 +110,7 @@ def write(path: Path, need: Need, name: object, seed: int, case: int, label: int
         save(path, drawn.astype(kind), (*need.pixdim, 1.0, 1.0)[:3])
     elif end in PICTURES:
         low, high = (0.0, 255.0) if is_mask(name) else need.limits
-        Image.fromarray(((drawn - low) * (255 / (high - low))).astype(np.uint8)).save(path)
+        Image.fromarray(((drawn - low) * (255 / (high - low))).astype(np.uint8)).save(path, quality=100)
     elif end == ".npy":
         np.save(path, drawn)
     else:
