@@ -155,11 +155,6 @@ def test_it_is_configuration_only(name: str) -> None:
     assert "END OF TERMS AND CONDITIONS" in licence
 
 
-@every_bundle
-def test_metadata_passes_the_schema(name: str) -> None:
-    monai.bundle.verify_metadata(meta_file=str(FOLDERS[name] / "configs" / "metadata.json"), filepath=str(SCHEMA))
-
-
 MANDATORY = [
     *("version", "monai_version", "pytorch_version", "numpy_version", "required_packages_version"),
     *("task", "description", "authors", "copyright", "network_data_format"),
@@ -410,17 +405,6 @@ def test_counts_agree_with_the_data_folders_own_readme(name: str, real_data: Pat
             train_and_test = re.search(rf"^\| \d \| (?:HAM )?{centre} \| (\d+) \| (\d+) \|", text, re.MULTILINE)
             assert train_and_test is not None
             assert sum(map(int, train_and_test.groups())) == row["all"]
-
-
-@every_bundle
-def test_network_input_and_output_without_any_data(name: str, workplace: Path) -> None:
-    configs = FOLDERS[name] / "configs"
-    monai.bundle.verify_net_in_out(
-        net_id="network_def",
-        meta_file=str(configs / "metadata.json"),
-        config_file=str(configs / "inference.yaml"),
-        device="cpu",
-    )
 
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, FEW))
