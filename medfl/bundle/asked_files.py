@@ -135,7 +135,9 @@ class Layout:
     def _found_by(self, pattern: str, case: int) -> Path:
         """Return the path of a case that a pattern finds; folders of any name are those of classes."""
         *folders, last = Path(pattern).parts
-        parts = [_filled(part, self.classes[case % len(self.classes)], case) for part in folders if part != "**"]
+        parts = [
+            _filled(part, _as_folder(self.classes[case % len(self.classes)]), case) for part in folders if part != "**"
+        ]
         name = _filled(last, f"case_{case:03d}", case)
         return Path(*parts, name + ("" if Path(name).suffix else self.end))
 
@@ -164,6 +166,11 @@ class Layout:
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([] if by_position else [columns])
             csv.writer(file).writerows([row.get(column, 0) for column in columns] for row in rows)
+
+
+def _as_folder(name: str) -> str:
+    """Return the name of a class as that of a folder, which leads nowhere else."""
+    return re.sub(r"[/\\\0*?\[\]]|^\.+$", "-", name)[:100]
 
 
 def _filled(pattern: str, name: str, case: int) -> str:

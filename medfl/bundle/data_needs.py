@@ -24,7 +24,7 @@ _LOADER = r"\w*(Load|Read)\w*(d|D|Dict)"
 _CROPS = r"\w*(Crop|Patch|GridSplit)\w*"
 _PLACE = r"loc|pos|coord|cent(er|re|roid)|point"
 _SIZES = ("spatial_size", "roi_size", "patch_size", "region_size", "size")
-_LARGEST, _MOST_VOXELS = 1024, 2**25
+_LARGEST, _MOST_VOXELS, _MOST_VALUES = 1024, 2**25, 254
 _BOXES = [[[8.0, 8.0, 8.0, 8.0, 8.0, 8.0]]]
 Component = tuple[str, Mapping[str, Any]]
 
@@ -53,10 +53,9 @@ class Reading:
         self._image = dict[str, Any](inputs.get("image") or next(iter(inputs.values()), {}))
         self._pred = dict[str, Any](outputs.get("pred") or next(iter(outputs.values()), {}))
         self.channels = int(self._image.get("num_channels") or 0)
-        classes = [str(name).replace("/", "-") for name in self._pred.get("channel_def", {}).values()]
-        self._outputs = (
-            max(int(self._pred.get("num_channels") or 0), len(classes)) or self._of_network("num_classes") or 2
-        )
+        classes = [str(name) for name in self._pred.get("channel_def", {}).values()]
+        outputs_told = max(int(self._pred.get("num_channels") or 0), len(classes))
+        self._outputs = min(outputs_told or self._of_network("num_classes") or 2, _MOST_VALUES)
         count, loss = max(2, self._outputs), config.raw(f"{trainer}#loss_function")[1]
         self.loaded = {str(key) for part in self._of(_LOADER) for key in _listed(self._argument(part, "keys"))}
         rows = [[float(at == index) for at in range(self._outputs)] for index in range(self._outputs)]
@@ -104,14 +103,14 @@ class Reading:
         self._shape = small
         large = [max(sides) for sides in zip(small, [0] * dims if size else self._crops(dims), strict=True)]
         other = [(0,)] if self._points else [(0, 255)] if need.values == (0, 1) and dims == 2 else []
-        kinds = product([need.values, *other], [small, large], files)
-        return list(
-            dict.fromkeys(
-                (replace(need, shape=tuple(shape), channels=channels, values=values), number)
-                for values, shape, (channels, number) in kinds
-                if math.prod(shape) <= _MOST_VOXELS
-            )
+        kinds = dict.fromkeys(
+            (replace(need, shape=tuple(shape), channels=channels, values=values), number)
+            for values, shape, (channels, number) in product([need.values, *other], [small, large], files)
+            if math.prod(shape) * channels * number <= _MOST_VOXELS
         )
+        if not kinds:
+            raise ValueError(f"images of {small} with {self.channels} channels are not tiny")
+        return list(kinds)
 
     @property
     def _points(self) -> int:

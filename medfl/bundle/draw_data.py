@@ -28,7 +28,7 @@ from medfl.bundle.engines import TRAINERS, find_trainer
 from medfl.bundle.failures import deepest, missing_path, told
 from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import SECTIONS, Section, Sections
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import stream
 from medfl.datasets.phantoms import phantom, shapes
 from medfl.policy import admission
@@ -93,7 +93,10 @@ def draw_data(
     admission.admit(root, policy)
     existed = target.exists()
     data = target / "data"  # a bundle may list it, and would meet the marker there
-    data.mkdir(parents=True)
+    try:
+        data.mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"the data cannot be written to {data}: {error}") from error
     try:
         drawn = _Drawing(root, data, config or {}, policy, seed, cases or _CASES, size).run()
         phantom.write_marker(target, root.name, drawn.files, seed)
@@ -125,8 +128,12 @@ class _Drawing:
         if "dataset_dir" in self.config:
             self.overrides["dataset_dir"] = str(folder)
             self._configure()
-        self.reading = Reading(self.config, self.trainer, self.metadata)
-        self.kinds, self.tries = self.reading.kinds(size), 0
+        try:
+            self.reading = Reading(self.config, self.trainer, self.metadata)
+            self.kinds, self.tries = self.reading.kinds(size), 0
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            what = "of metadata.json of the form and size that MONAI's schema has"
+            raise InputError(f"{meta}: network_data_format: {told(error)}", what, "repair it") from error
         end = ".png" if len(self.kinds[0][0].shape) == 2 else ".nii.gz"
         self.layout = Layout(folder, self.reading.classes, end, cases)
         self.failed: dict[int, str] = {}

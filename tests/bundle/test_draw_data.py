@@ -313,6 +313,31 @@ def test_numbers_out_of_range_are_refused(flags: list[str], tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["bundle"]
 
 
+@pytest.mark.parametrize(
+    "formats",
+    [
+        {"inputs": ["image"]},
+        {"inputs": {"image": {"num_channels": "many"}}},
+        {"inputs": {"image": {"spatial_shape": 32}}},
+        {"outputs": {"pred": {"format": "points", "spatial_shape": ["n"]}}},
+    ],
+)
+def test_metadata_of_another_form_are_named(formats: Any, tmp_path: Path) -> None:
+    path = bundle(tmp_path / "bundle", {"train_list": "$glob.glob(@dataset_dir + '/*.png')"}, formats)
+    with pytest.raises(InputError, match="metadata.json: network_data_format: "):
+        draw_data(str(path), tmp_path / "drawn")
+    assert os.listdir(tmp_path) == ["bundle"]
+
+
+def test_names_of_classes_lead_nowhere_else(tmp_path: Path) -> None:
+    names = {"channel_def": {"0": "..", "1": "../../out", "2": "/etc"}}
+    metadata = CLASSIFIED | {"outputs": {"pred": {"format": "classes", **names}}}
+    ids = {"train_list": "$[{'image': f, 'label': 0} for f in sorted(glob.glob(@dataset_dir + '/*/*.png'))]"}
+    drawn = draw_data(str(bundle(tmp_path / "bundle", {**ONE_IMAGE, **ids}, metadata)), tmp_path / "drawn")
+    assert sorted(os.listdir(tmp_path)) == ["bundle", "drawn"]
+    assert sorted(path.name for path in drawn.folder.iterdir()) == ["-", "-etc", "..-..-out"]
+
+
 def test_what_is_too_large_to_be_tiny_is_named(tmp_path: Path) -> None:
     crop = {"_target_": "RandCropByPosNegLabeld", "keys": ["image", "label"], "label_key": "label"}
     ids = volumes(more=[{**crop, "spatial_size": [900, 900, 900]}])

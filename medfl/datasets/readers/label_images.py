@@ -37,7 +37,7 @@ class ClassIndex(int):
 
 
 class UriReader(ImageReader):  # type: ignore[misc]
-    """What `LoadImage` takes for classes, for image URIs within a container, and for TIFF files, for which it has none."""
+    """What `LoadImage` takes for classes, image URIs within a container, and TIFF files, for which it has none."""
 
     def __init__(self, **settings: Any) -> None:
         """Take no settings: those of `LoadImage` are for readers of files."""
