@@ -7,7 +7,7 @@ the zoo's styles work unmodified. Trainer, evaluator and handlers themselves are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medfl.bundle import older, text_embeddings
+from medfl.bundle import older, own_iteration, text_embeddings
 from medfl.bundle.configuration import Configuration
-from medfl.bundle.engines import find_trainer, key_metric, scoring
+from medfl.bundle.engines import find_trainer, key_metric, own_steps, scoring
 from medfl.bundle.failures import root_cause, told
-from medfl.bundle.files import config_file, find, read, sha256_of, shipped_folders
+from medfl.bundle.files import channel_names, config_file, find, read, sha256_of, shipped_folders
 from medfl.bundle.files import protocol_of as protocol_of
 from medfl.bundle.files import shipped as shipped
 from medfl.bundle.files import shipped_root as shipped_root
@@ -74,7 +74,8 @@ class Bundle:
         self._file = config_file(self.root, "train") or self.root / "configs" / "train.json"
         self._config = self._read(self._file)
         self._trainer = find_trainer(self._config)
-        self._sections = Sections(self.root, self._trainer, self._config, self._with_evaluate)
+        self._own = own_steps(self._config, self._trainer)
+        self._sections = Sections(self.root, self._trainer, self._config, self._with_evaluate, bool(self._own))
         self._embeddings: dict[str, tuple[Tensor, str]] = {}
 
     def override(self, config: Mapping[str, Any]) -> None:
@@ -121,6 +122,8 @@ class Bundle:
 
     def network(self) -> nn.Module:
         """Build the network anew; two calls share nothing."""
+        if self._own:
+            return own_iteration.OwnIteration(self._config, self._trainer).model.to(self.device)
         network: nn.Module = self._network_with()[0]
         return network
 
@@ -137,6 +140,8 @@ class Bundle:
 
     @cached_property
     def _loss_function(self) -> Callable[..., Tensor]:
+        if self._own:
+            return partial(own_iteration.refuse, "a method that computes the loss by itself", self._own)
         function: Callable[..., Tensor] = self._config.content(f"{self._trainer}#loss_function")
         return function.to(self.device) if isinstance(function, nn.Module) else function
 
@@ -155,6 +160,8 @@ class Bundle:
 
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         """Build the trainer's optimiser for a network, with another learning rate if one is given."""
+        if self._own:
+            return own_iteration.of(network).optimizer(lr)
         return self._optimizers.of(network, self.rates(epoch, lr))
 
     def rates(self, epoch: int, lr: float | None = None) -> tuple[float, ...]:
@@ -164,7 +171,7 @@ class Bundle:
     @property
     def is_scheduled(self) -> bool:
         """Tell whether the learning rates change from epoch to epoch."""
-        return self._optimizers.scheduler is not None
+        return not self._own and self._optimizers.scheduler is not None
 
     @cached_property
     def _optimizers(self) -> Optimizers:
@@ -215,15 +222,9 @@ class Bundle:
         """Run the section's deterministic transforms once and return its items ready to be batched."""
         data = self._sections[section]
         return prepare(
-            data.items,
-            data.source,
-            data.collate,
-            data.prepare_batch,
-            label=f"preparing {section} images",
-            jobs=jobs,
-            progress=progress,
-            cache=self._disk_cache(section),
-        )
+            data.items, data.source, data.collate, data.prepare_batch, label=f"preparing {section} images",
+            jobs=jobs, progress=progress, cache=self._disk_cache(section),
+        )  # fmt: skip
 
     def _disk_cache(self, section: str) -> DiskCache | None:
         """Return where prepared samples go that are too large for memory; None where entries have no names."""
@@ -240,6 +241,8 @@ class Bundle:
     @cached_property
     def _trial(self) -> tuple[Any, Any, Any]:
         """Network output, target and input of the first training item, twice in a batch: misfits show here."""
+        if self._own:
+            return None, None, None
         data = self._sections["train"]
         with stream(0, "trial") as generator, torch.no_grad():
             samples = prepare(data.items[:1], data.source, data.collate, data.prepare_batch)
@@ -302,7 +305,7 @@ class Bundle:
         """Class names in label order (metadata's channel_def), () for other tasks; InputError for a label of none."""
         if self.task != "classification":
             return ()
-        named = self._channel_names
+        named = channel_names(self.metadata)
         count = len(named) if self.is_shipped else max(2, self._trial[0].shape[1])
         for section in SECTIONS:
             check_labels(self.items(section), count, f"section {section!r}", f"bundle {self.name!r}")
@@ -313,16 +316,8 @@ class Bundle:
         """Names of a segmentation mask's values 0, 1, ... (metadata's channel_def), () for other tasks."""
         if self.task != "segmentation":
             return ()
-        named = self._channel_names
+        named = channel_names(self.metadata)
         return ("background", *named) if len(named) == 1 else named
-
-    @property
-    def _channel_names(self) -> tuple[str, ...]:
-        """What metadata calls the network's output channels, in their order."""
-        outputs = self.metadata.get("network_data_format", {}).get("outputs", {})
-        channels = outputs.get("pred", {}).get("channel_def", {})
-        order = sorted(channels, key=lambda key: int(key) if str(key).isdecimal() else -1)
-        return tuple(str(channels[key]) for key in order)
 
     @cached_property
     def text(self) -> Text:
@@ -338,7 +333,7 @@ class Bundle:
                 "language-built classifiers need each class in words, and prompts",
                 "add it, as in the shipped bundles",
             )
-        classes = self._channel_names if self.is_shipped else self.classes  # ours are known without the data
+        classes = channel_names(self.metadata) if self.is_shipped else self.classes  # ours are known without the data
         return read_text(self.protocol["text"], classes, str(where))
 
     def embeddings(self, plm: str) -> Tensor:
@@ -381,6 +376,8 @@ class Bundle:
         if self.task == "classification":
             batch_size = {} if self.is_shipped else {"batch_size": self._sections["validate"].batch_size}
             return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self._loss_function, nn.BCELoss))
+        if self._own:
+            return CaseEvaluator(self.key_metric, lambda value, _: value, lambda x, net: own_iteration.of(net).score(x))
         inferer, postprocessing = scoring(self._config)
         tolerance = float(self.get("surface_tolerance")) if "surface_tolerance" in self._config else 1.0
         if self.task == "segmentation" and self.is_shipped:
@@ -395,6 +392,6 @@ class Bundle:
             return ()
         by_loss = self.key_metric == "loss"  # asked for first: the trial may add to what was adapted
         texts = [*notes(self.root, self._config, self._trainer, self._sections["train"], self.is_scheduled)]
-        if by_loss:
+        if by_loss and not self._own:
             texts.append("it has no key metric: the best round has the lowest validation loss")
         return tuple(f"bundle {self.name}: {text}" for text in texts)

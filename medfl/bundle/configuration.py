@@ -34,6 +34,8 @@ _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
 """Postprocessing that writes files or needs the original grid: a score does not need it."""
 _CACHES = ("CacheDataset", "SmartCacheDataset", "CacheNTransDataset", "PersistentDataset", "LMDBDataset", "GDSDataset")
+_ASIDE = ("train_handlers", "val_handlers", "key_train_metric", "additional_metrics", "amp")
+"""Arguments of engines that write files, or that nothing else looks at."""
 _LOADED = ("DecathlonDataset", "MedNISTDataset", "TciaDataset")
 """Data sets that find their own files, and would cache them all at once."""
 
@@ -99,10 +101,12 @@ class Configuration:
         self._content = self._harmless({**content, **self.lists, "_meta_": self._metadata})
         self._parser = self._parse()
 
-    def _parse(self) -> ConfigParser:
+    def _parse(self, without: Iterable[str] = ()) -> ConfigParser:
         with _told(f"{self.file}: its references (%) cannot be followed", "they name ids and files that exist"):
             content, own = deepcopy(self._content), own_modules(self.root)
             parser = guarded_parser(content, self._policy, own, [*self._places])
+            for key in without:
+                parser[key] = None
             parser.parse()
         return parser
 
@@ -163,14 +167,14 @@ class Configuration:
             if isinstance(node, Mapping | list):
                 todo += [(sub, value) for _, sub, value in ReferenceResolver.iter_subconfigs(key, node)]
 
-    def depends(self, key: str) -> dict[str, Any]:
+    def depends(self, key: str, parser: ConfigParser | None = None) -> dict[str, Any]:
         """Return the unevaluated content of an id and of everything that it refers to."""
         contents: dict[str, Any] = {}
-        todo = [key.replace("#", "::")]
+        todo, parser = [key.replace("#", "::")], parser or self._parser
         while todo:
             key = todo.pop()
-            if key not in contents and key in self._parser:
-                contents[key] = self._parser.get(key)
+            if key not in contents and key in parser:
+                contents[key] = parser.get(key)
                 todo += ReferenceResolver.find_refs_in_config(contents[key], key)
         return contents
 
@@ -190,11 +194,19 @@ class Configuration:
         parser = self._parse()
         return [self._content_of(parser, key) for key in keys]
 
-    def _content_of(self, parser: ConfigParser, key: str) -> Any:
+    def engines(self, trainer: str, *evaluators: str) -> list[Any]:
+        """Return a new trainer, and evaluators that belong to it, without their handlers."""
+        keys = (trainer, *evaluators)
+        aside = [*(f"{key}#{part}" for key in keys for part in _ASIDE), f"{trainer}#postprocessing"]
+        parser = self._parse([key for key in aside if key in self._parser])
+        return [self._content_of(parser, key, keys) for key in keys]
+
+    def _content_of(self, parser: ConfigParser, key: str, engines: Sequence[str] = ()) -> Any:
         if key not in parser:
             raise InputError(f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it")
-        for other, node in self.depends(key).items():
-            if isinstance(node, Mapping) and _ENGINE.fullmatch(target_name(node)):
+        for other, node in self.depends(key, parser).items():
+            engine = isinstance(node, Mapping) and _ENGINE.fullmatch(target_name(node))
+            if engine and other.replace("::", "#") not in engines:
                 raise InputError(
                     f"{self.file}: id {key!r} needs {other.replace('::', '#')!r}, a {target_name(node)}",
                     "trainers and evaluators are never made here: their handlers write files",

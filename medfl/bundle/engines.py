@@ -20,7 +20,7 @@ def find_trainer(config: Configuration) -> str:
     """Return the id of a bundle's trainer.
 
     Raises:
-        InputError: it has none, or one that is not MONAI's supervised one or lacks what federated training needs.
+        InputError: it has none, or one that lacks what federated training needs.
     """
     key, node = next(((key, node) for key, node in map(config.raw, TRAINERS) if isinstance(node, Mapping)), ("", {}))
     if not key:
@@ -29,17 +29,24 @@ def find_trainer(config: Configuration) -> str:
             "federated training needs a SupervisedTrainer",
             f"add an id 'trainer' with the SupervisedTrainer to {config.file.name}",
         )
-    if target_name(node) != "SupervisedTrainer" or node.get("iteration_update") is not None:
-        own = " with an iteration_update of its own" if target_name(node) == "SupervisedTrainer" else ""
+    if not target_name(node).endswith("Trainer"):
         raise InputError(
-            f"{config.file}: id {key!r} is a {node.get('_target_')}{own}",
-            "federated training needs a SupervisedTrainer",
-            "make it a SupervisedTrainer without iteration_update, or give another bundle's folder",
+            f"{config.file}: id {key!r} is a {node.get('_target_')}",
+            "federated training needs a trainer, MONAI's or the bundle's own",
+            "make it a SupervisedTrainer, or give another bundle's folder",
         )
-    for part in ("network", "loss_function", "optimizer", "train_data_loader"):
+    supervised = () if own_steps(config, key) else ("network", "loss_function", "optimizer")
+    for part in (*supervised, "train_data_loader"):
         if part not in node:
             raise InputError(f"{config.file} has no id '{key}#{part}'", "a trainer has it", "add it")
     return key
+
+
+def own_steps(config: Configuration, trainer: str) -> str:
+    """Return the class of a trainer whose steps are not those of MONAI's SupervisedTrainer, else ""."""
+    node = config.raw(trainer)[1]
+    name = target_name(node)
+    return "" if name == "SupervisedTrainer" and node.get("iteration_update") is None else name
 
 
 def find_evaluator(config: Configuration) -> str | None:

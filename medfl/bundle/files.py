@@ -90,3 +90,11 @@ def sha256_of(root: Path, protocol: Mapping[str, Any]) -> str:
         if path.suffix in (".json", ".yaml", ".yml", ".py", ".safetensors") and path.stem != "federated":
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what metadata.json calls the network's output channels, in their order."""
+    outputs = metadata.get("network_data_format", {}).get("outputs", {})
+    channels = outputs.get("pred", {}).get("channel_def", {})
+    order = sorted(channels, key=lambda key: int(key) if str(key).isdecimal() else -1)
+    return tuple(str(channels[key]) for key in order)

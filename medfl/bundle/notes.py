@@ -9,6 +9,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from medfl.bundle import older
 from medfl.bundle.configuration import Configuration, own_modules, target_name
+from medfl.bundle.engines import find_evaluator, own_steps
 from medfl.bundle.sections import Section
 
 
@@ -22,6 +23,7 @@ def notes(root: Path, config: Configuration, trainer: str, train: Section, sched
         train: its training data.
         scheduled: whether its learning rate schedule is run.
     """
+    own = own_steps(config, trainer)
     inferer, amp = (config.raw(f"{trainer}#{part}")[1] for part in ("inferer", "amp"))
     sampler, modules = getattr(train.loader, "sampler", None), sorted(own_modules(root))
     if modules:
@@ -30,12 +32,13 @@ def notes(root: Path, config: Configuration, trainer: str, train: Section, sched
         yield f"{key} is {path}"
     yield from map(older.said, sorted(config.adapted))
     if any(config.nodes("LrScheduleHandler")) and not scheduled:
-        yield "its learning rate schedule goes by steps or a metric, and is not run; --lr-decay multiplies the rate"
+        why = "" if own else " goes by steps or a metric, and"
+        yield f"its learning rate schedule{why} is not run; --lr-decay multiplies the rate"
     if any(config.nodes("CheckpointLoader")):
         yield "its checkpoints are not loaded"
     if amp and config.content(f"{trainer}#amp"):
         yield "its trainer's mixed precision is for a GPU: a run on one has it"
-    if inferer and target_name(inferer) != "SimpleInferer":
+    if inferer and not own and target_name(inferer) != "SimpleInferer":
         yield "its training inferer is not used"
     if not isinstance(sampler, RandomSampler | SequentialSampler | None):
         yield f"its {type(sampler).__name__} is not used: a local epoch takes each item of a site once"
@@ -43,3 +46,10 @@ def notes(root: Path, config: Configuration, trainer: str, train: Section, sched
         yield "its items have no names: they are numbered, and divided with --partition iid"
     if config.dropped:
         yield f"scored without {', '.join(sorted(config.dropped))}"
+    if own:
+        scored = "" if find_evaluator(config) else ", and nothing is scored"
+        yield f"its {own} takes its steps by itself, without its handlers{scored}"
+        starts = (texts for _, texts in map(config.raw, config.ids) if isinstance(texts, list))
+        begun = next((texts for texts in starts if f"$@{trainer}.run()" in texts), [])
+        if others := [str(text) for text in begun if text != f"$@{trainer}.run()"]:
+            yield f"what it does beside running it is left out: {', '.join(others)}"

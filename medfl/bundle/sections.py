@@ -22,6 +22,10 @@ SECTIONS = ("train", "validate", "test")
 _VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
 
 
+def _as_loaded(batch: Any, *_: object) -> tuple[Any, None]:
+    return batch, None
+
+
 @dataclass(frozen=True)
 class Section:
     """The data of one section as its engine (trainer or evaluator) takes them."""
@@ -51,15 +55,23 @@ class Sections:
         trainer: id of its trainer.
         config: its training configuration.
         evaluation: reads the same with evaluate.* merged in.
+        whole: its trainer takes whole batches apart by itself, and may do without validation data.
     """
 
     def __init__(
-        self, root: Path, trainer: str, config: Configuration, evaluation: Callable[[], Configuration]
+        self,
+        root: Path,
+        trainer: str,
+        config: Configuration,
+        evaluation: Callable[[], Configuration],
+        whole: bool = False,
     ) -> None:
         """Take the configurations; nothing in them is evaluated yet."""
         self.root, self._trainer, self._config, self._read = root, trainer, config, evaluation
         self._opened: dict[str, Section] = {}
-        self.unread = ""
+        self.unread, self._whole = "", whole
+        sets = (key for key in _VALIDATION_SETS if key in config)
+        self._unscored = whole and find_evaluator(config) is None and next(sets, None) is None
 
     @cached_property
     def _evaluation(self) -> Configuration:
@@ -68,6 +80,8 @@ class Sections:
     @cached_property
     def has_test(self) -> bool:
         """Tell whether evaluate.* names data of its own that are here; else the validation items serve as such."""
+        if self._unscored:
+            return True  # no items serve for others
         validate, test = (
             config.depends(config.within(self._loader_ids(config, "validate")[1], "data"))
             for config in (self._config, self._evaluation)
@@ -105,6 +119,8 @@ class Sections:
         Raises:
             InputError: its data set cannot be divided, or is empty; names the id.
         """
+        if section != "train" and self._unscored:
+            return Section(Source([]), [], None, _as_loaded)
         if section == "test" and not self.has_test:
             section = "validate"
         if section not in self._opened:
@@ -132,6 +148,7 @@ class Sections:
         engine = self._trainer if section == "train" else find_evaluator(config)
         given = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
         prepare_batch = config.content(f"{engine}#prepare_batch") if given else default_prepare_batch
+        prepare_batch = _as_loaded if self._whole else prepare_batch
         folder = config.content("dataset_dir") if "dataset_dir" in config else self.root
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
         return Section(source, items, config.content(loader_id) if loader_id else None, prepare_batch)

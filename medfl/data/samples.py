@@ -99,7 +99,7 @@ class Samples:
         """
         if self._parts is None:
             transforms = [*self._compose.transforms[self._first :], *_inner_transforms(self._entries)]
-            self._parts = [part for transform in transforms for part in _random_parts(transform, set())]
+            self._parts = [part for transform in transforms for part in random_parts(transform, set())]
         for number, part in enumerate(self._parts):
             part.set_random_state(seed=derive(seed, number) % 2**32)
 
@@ -200,14 +200,14 @@ def _decoded(sample: Any) -> Any:
     return restored
 
 
-def _random_parts(transform: Any, seen: set[int]) -> list[Any]:
+def random_parts(transform: Any, seen: set[int]) -> list[Any]:
     """Return what has a random state in a transform: itself first, then the transforms inside it."""
     if id(transform) in seen or not hasattr(transform, "set_random_state"):
         return []
     seen.add(id(transform))
     inside = vars(transform).values() if isinstance(transform, Randomizable) else ()
     many = [value if isinstance(value, list | tuple) else [value] for value in inside]
-    parts = [part for values in many for value in values for part in _random_parts(value, seen)]
+    parts = [part for values in many for value in values for part in random_parts(value, seen)]
     return [transform, *parts]
 
 

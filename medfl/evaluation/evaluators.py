@@ -24,6 +24,9 @@ from medfl.evaluation.metrics import Cases
 _BATCH, _PIXELS = 16, 16 * 256 * 256  # items of a batch of masks at most, and their pixels
 
 
+Names = Sequence[str]
+
+
 class Masks(NamedTuple):
     """Prediction and reference of one case, (H, W[, D]) class indices, and the number of classes."""
 
@@ -35,9 +38,7 @@ class Masks(NamedTuple):
 class Evaluator(Protocol):
     """Scores a network on a shard."""
 
-    def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
-    ) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
         """Return one outcome per item, in the shard's order; the network is put in evaluation mode.
 
         Args:
@@ -63,9 +64,7 @@ class ClassEvaluator:
     ends_in_sigmoid: bool = False
 
     @torch.no_grad()
-    def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
-    ) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
         """Return "probabilities" (N, K), "label" (N,) and "loss" (N,)."""
         network.eval()
         rows: list[Tensor] = []
@@ -105,9 +104,7 @@ class MaskEvaluator:
     tolerance: float = 1.0
 
     @torch.no_grad()
-    def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
-    ) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
         """Return one (N,) tensor per metric; of surfaces only those asked for.
 
         Raises:
@@ -204,9 +201,7 @@ class CaseEvaluator:
             metric.attach(self._engine, name)
 
     @torch.no_grad()
-    def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
-    ) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
         """Return the metric's value per case (N,), NaN where it is undefined, and the metrics of a segmentation.
 
         Raises:

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from medfl.core.seeding import stream
 from medfl.core.storage import State
-from medfl.networks.heads import entering_head
 from medfl.training.accelerate.capture import runner_of_visit
 from medfl.training.accelerate.cuda_graphs import without_readback
 from medfl.training.accelerate.precision import autocast, backward, gradient_scaler
 from medfl.training.layers import one_sample_safe
-from medfl.training.loss_checks import check_finite, check_one_number
+from medfl.training.loss_checks import check_finite, check_one_number, penalised
 from medfl.training.optimizer_state import restore_state, saved_state, set_rates
-from medfl.training.site import Penalty, Site
+from medfl.training.site import Site
 
 Objective = Callable[..., Tensor]
 """(model, inputs, targets, *more of the feed) -> scalar loss, mean over the batch."""
@@ -80,12 +79,19 @@ def fit(
         epoch_factor: multiplies every learning rate after each local epoch.
 
     Raises:
+        InputError: the bundle's trainer takes its steps by itself, and this asks for more than another gradient.
         RunError: the loss became NaN or infinite; names the site and the step.
     """
+    own: Any = vars(model).get("own_iteration")
+    if own is not None:  # the bundle's trainer takes the steps
+        kept = optimizer_state is not None or epoch_factor != 1
+        changed = "the loss" if objective or feed or site.penalty else "the optimiser" if kept else ""
+        report: FitReport = own.fit(site, purpose, gradient_hook, changed)
+        return report
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.zero_grad()  # an optimiser of all parameters would step a frozen one by a gradient left over from before
     optimizer = site.optimizer(model)
-    objective = _penalised(objective or (lambda net, x, y: site.loss(net(x), y)), site.penalty)
+    objective = penalised(objective or (lambda net, x, y: site.loss(net(x), y)), site.penalty)
     scaler = gradient_scaler(site)
 
     def step(x: Any, y: Any, *more: Any) -> Tensor:
@@ -126,19 +132,6 @@ def fit(
 
 def _to(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) and value.device != device else value
-
-
-def _penalised(objective: Objective, penalty: Penalty | None) -> Objective:
-    """Return an objective with a penalty on the features added: on what entered the head in its first pass."""
-    if penalty is None:
-        return objective
-
-    def with_penalty(network: nn.Module, x: Any, y: Any, *more: Any) -> Tensor:
-        with entering_head(network) as features:
-            loss = objective(network, x, y, *more)
-        return loss + penalty(features[0], y)
-
-    return with_penalty
 
 
 def summed(reports: Sequence[FitReport]) -> FitReport:

@@ -1,14 +1,16 @@
-"""Checks of the training loss: that it is one number, and finite."""
+"""The training loss: what is added to it, and checks that it is one number, and finite."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError
-from medfl.training.site import Site
+from medfl.networks.heads import entering_head
+from medfl.training.site import Penalty, Site
 
 
 def check_one_number(loss: Any, site: Site) -> Tensor:
@@ -34,3 +36,16 @@ def check_finite(losses: list[Tensor], start: int, site: Site) -> None:
             f"site {site.name!r}, round {site.round}: the training loss is {float(losses[step - 1])} at step {step}; "
             "the last good round is kept; lower the learning rate or look at this site's data"
         )
+
+
+def penalised(objective: Callable[..., Tensor], penalty: Penalty | None) -> Callable[..., Tensor]:
+    """Return an objective with a penalty on the features added: on what entered the head in its first pass."""
+    if penalty is None:
+        return objective
+
+    def with_penalty(network: nn.Module, x: Any, y: Any, *more: Any) -> Tensor:
+        with entering_head(network) as features:
+            loss = objective(network, x, y, *more)
+        return loss + penalty(features[0], y)
+
+    return with_penalty

@@ -122,11 +122,7 @@ def put(value: Any, *path: str) -> Edit:
         (remove("train", "trainer", "optimizer"), "train.json has no id 'train#trainer#optimizer'"),
         (remove("loss"), "train.json has no id 'loss', which 'train#trainer#loss_function' refers to"),
         (remove("validate"), "train.json has no id 'validate#evaluator'"),
-        (put("GanTrainer", "train", "trainer", "_target_"), "'train#trainer' is a GanTrainer"),
-        (
-            put("$print", "train", "trainer", "iteration_update"),
-            "SupervisedTrainer with an iteration_update of its own",
-        ),
+        (put("SupervisedEvaluator", "train", "trainer", "_target_"), "'train#trainer' is a SupervisedEvaluator"),
         (put("$1 / 0", "width"), "train.json: id 'width' fails with ZeroDivisionError: division by zero"),
         (put("$nowhere.x", "width"), "train.json: id 'width' fails with NameError: name 'nowhere' is not defined"),
         (put("$3", "network"), "id 'train#trainer#network' is a int"),

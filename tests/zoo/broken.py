@@ -52,24 +52,11 @@ def bad_json(folder: Path) -> BrokenBundle:
 
 
 def other_trainer(folder: Path) -> BrokenBundle:
-    """A bundle that trains with something else than a supervised trainer."""
+    """A bundle whose trainer is none."""
     bundle = seg3d_decathlon_json(folder)
     config = json.loads(bundle.config_file.read_text())
-    trainer = config["train"]["trainer"]
-    config["train"]["trainer"] = {
-        "_target_": "GanTrainer",
-        "device": "@device",
-        "max_epochs": 1,
-        "train_data_loader": "@train#dataloader",
-        "g_network": "@network",
-        "g_optimizer": "@optimizer",
-        "g_loss_function": "@loss",
-        "d_network": "@network",
-        "d_optimizer": "@optimizer",
-        "d_loss_function": "@loss",
-        "train_handlers": trainer["train_handlers"],
-    }
-    return _break(bundle, config, ("GanTrainer", "train.json"), "the trainer is not a SupervisedTrainer", "input")
+    config["train"]["trainer"] = {**config["train"]["trainer"], "_target_": "torch.nn.Identity"}
+    return _break(bundle, config, ("torch.nn.Identity", "train.json"), "the trainer is a network", "'run'")
 
 
 BROKEN: dict[str, Callable[[Path], BrokenBundle]] = {

@@ -1,0 +1,173 @@
+"""Trainers with an iteration of their own: MONAI's GanTrainer and AdversarialTrainer, a bundle's, any iteration_update.
+
+Such a trainer is made as its bundle says, but for its handlers. It runs on a site's batches as a data loader gives
+them, and steps its networks by its own optimisers; the bundle's evaluator scores them. A State has the tensors of the
+networks that the optimisers train: a single one's under their own names, else under `g_network`, `d_network`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from ignite.engine import Events
+from ignite.exceptions import NotComputableError
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from medfl.bundle.configuration import Configuration
+from medfl.bundle.engines import find_evaluator
+from medfl.bundle.failures import told
+from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.seeding import derive, stream
+from medfl.data.prepared import Shard
+from medfl.data.samples import random_parts
+from medfl.training.loop import FitReport
+from medfl.training.loss_checks import check_finite
+from medfl.training.site import Site
+
+
+class OwnIteration:
+    """A trainer and the evaluator beside it, around the networks that they hold.
+
+    Attributes:
+        model: the network, or several in a ModuleDict; it knows this object as `own_iteration`.
+
+    Raises:
+        InputError: an engine cannot be made, or its optimisers train what none of its arguments is.
+    """
+
+    def __init__(self, config: Configuration, trainer: str) -> None:
+        evaluator = find_evaluator(config)
+        self._trainer, *others = config.engines(trainer, *([evaluator] if evaluator else []))
+        self._evaluator = others[0] if others else None
+        held = {**vars(self._trainer.state), **vars(self._trainer)}
+        optimizers = [value for value in held.values() if isinstance(value, Optimizer)]
+        self._optimizers = [(one, _copy(one)) for one in optimizers]  # and how they start in each visit
+        trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        networks: dict[str, nn.Module] = {}
+        for key, value in held.items():
+            new = trained.intersection(map(id, value.parameters())) if isinstance(value, nn.Module) else ()
+            if new:  # what another network has already is trained there
+                networks[key], trained = value, trained - new
+        if not networks or trained:
+            raise InputError(
+                f"{config.file}: id {trainer!r} is a {type(self._trainer).__name__} without what it trains",
+                "a trainer with an iteration of its own has networks and their optimisers as attributes",
+                "let it keep them",
+            )
+        self.model = next(iter(networks.values())) if len(networks) == 1 else nn.ModuleDict(networks)
+        vars(self.model)["own_iteration"] = self
+        self._losses: list[Tensor] = []
+        self._trainer.add_event_handler(Events.ITERATION_COMPLETED, self._keep_loss)
+
+    def optimizer(self, lr: float | None) -> Optimizer:
+        """Return a new optimiser as the trainer's, at another rate if one is given; of several, what has all groups."""
+        fresh = [_copy(optimizer) for _, optimizer in self._optimizers]
+        together: Any = SimpleNamespace(param_groups=[group for one in fresh for group in one.param_groups])
+        for group in together.param_groups if lr is not None else ():
+            group["lr"] = lr
+        return fresh[0] if len(fresh) == 1 else together
+
+    def fit(self, site: Site, purpose: str, hook: Callable[..., None] | None, changed: str) -> FitReport:
+        """Let the trainer run over the site's data for its local epochs; what `medfl.training.fit` does for others.
+
+        Raises:
+            InputError: the method changes the loss or the optimiser, or the gradients of several.
+        """
+        changed = changed or ("the gradients" if hook and len(self._optimizers) > 1 else "")
+        if changed:
+            refuse(f"method {site.method!r}, which changes {changed},", type(self._trainer).__name__)
+        for optimizer, first in self._optimizers:
+            optimizer.load_state_dict(first.state_dict())
+        groups = (group for optimizer, _ in self._optimizers for group in optimizer.param_groups)
+        for group, wanted in zip(groups, site.optimizer(self.model).param_groups, strict=True):
+            group["lr"] = wanted["lr"]
+        self._losses, steps = [], []
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+        def before_step(*_: object) -> None:
+            steps.append(1)
+            if hook is not None:
+                hook(parameters)
+
+        handles = [optimizer.register_step_pre_hook(before_step) for optimizer, _ in self._optimizers]
+        self._trainer.amp = site.settings.amp and site.device.type == "cuda"
+        try:
+            with stream(site.seed, purpose) as generator:
+                batches = _Batches(site.train, site.settings.batch_size, generator)
+                _run(self._trainer, batches, site.seed, site.settings.epochs)
+        except MedflError:
+            raise
+        except Exception as error:
+            where = f"site {site.name!r}, round {site.round}: the {type(self._trainer).__name__} of its bundle fails"
+            raise RunError(f"{where}: {told(error)}") from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        check_finite(self._losses, 0, site)
+        mean_loss = float(torch.stack(self._losses).mean()) if self._losses else float("nan")
+        site.journal.append(FitReport(len(steps), mean_loss))
+        return FitReport(len(steps), mean_loss)
+
+    def score(self, batch: Any) -> float:
+        """Return the evaluator's key metric of a batch, NaN where there is none."""
+        name = self._evaluator and self._evaluator.state.key_metric_name
+        if not name:
+            return float("nan")
+        with stream(0, "evaluation"), suppress(NotComputableError):
+            return float(torch.as_tensor(_run(self._evaluator, [batch], 0).metrics[name]).double().mean())
+        return float("nan")
+
+    def _keep_loss(self, engine: Any) -> None:
+        output = engine.state.output[0] if isinstance(engine.state.output, list) else engine.state.output
+        named = {str(key): value for key, value in output.items() if str(key).endswith("loss")}
+        parts = [named["loss"]] if "loss" in named else [*named.values()]
+        losses = [torch.as_tensor(part).detach().float().mean().cpu() for part in parts]
+        self._losses += [torch.stack(losses).sum()] if losses else []
+
+
+class _Batches(DataLoader[Any]):
+    """A site's batches as a trainer asks for them."""
+
+    def __init__(self, shard: Shard, size: int, generator: torch.Generator) -> None:
+        super().__init__(range(len(shard)), batch_size=size)  # type: ignore[arg-type]
+        self._next = partial(shard.batches, size, generator)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return (batch for batch, _ in self._next())
+
+
+def _copy(optimizer: Optimizer) -> Optimizer:
+    """Copy an optimiser, which stays one of the same parameters."""
+    return copy.deepcopy(optimizer, {id(p): p for group in optimizer.param_groups for p in group["params"]})
+
+
+def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
+    """Run an engine from its start on, and return its state; what draws inside it by a state of its own is seeded."""
+    inside = [engine._process_function, *getattr(engine._process_function, "__dict__", {}).values()]
+    for number, part in enumerate(part for value in inside for part in random_parts(value, set())):
+        part.set_random_state(seed=derive(seed, number) % 2**32)
+    engine.data_loader, engine.state.epoch_length = data, len(data)
+    engine.state.max_epochs, engine.state.epoch, engine.state.iteration = epochs, 0, 0
+    if len(data):
+        engine.run()
+    return engine.state
+
+
+def of(network: nn.Module) -> OwnIteration:
+    """Return the one that holds a network."""
+    own: OwnIteration = vars(network)["own_iteration"]
+    return own
+
+
+def refuse(what: str, trainer: str, *_: object) -> NoReturn:
+    """Refuse what changes a step that a trainer takes by itself."""
+    allowed = "it takes methods that leave its steps alone, or with one optimiser change its gradients only"
+    raise InputError(f"{what} with a {trainer}, which has an iteration of its own", allowed, "use fedavg")
