@@ -64,7 +64,7 @@ def explained(
         other = missing[1].replace("::", "#")
         return InputError(f"{file} has no id {other!r}, which {key!r} refers to", "every id exists", "add it")
     if package := missing_package(error):
-        return without_package(where, package)
+        return without_package(where, package, _reader(key, content))
     if path := _missing_file(cause):
         return _without_file(where, path, file, resolved)
     if _OTHER_VERSION.search(str(cause)):
@@ -74,6 +74,14 @@ def explained(
         "every id that the trainer needs can be evaluated",
         "change it so that it can be evaluated; if the data lie elsewhere, give their folder with --data",
     )
+
+
+def _reader(key: str, content: Any) -> str:
+    """Return the id by which a component's reader of images is chosen, "" if it has none."""
+    for part in key.split("#"):
+        content = content[int(part)] if isinstance(content, list) else content.get(part, {})
+    reader = content.get("reader") if isinstance(content, Mapping) else None
+    return str(reader)[1:] if str(reader).startswith("@") else f"{key}#reader" if reader else ""
 
 
 def _missing_file(cause: BaseException) -> str:

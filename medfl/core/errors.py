@@ -51,18 +51,19 @@ class RunError(MedflError):
 def missing_package(error: BaseException | None) -> str:
     """Return the Python package whose absence an error comes from, "" if it comes from something else."""
     while error is not None:
-        if found := re.search(r"No module named '(\w+)", str(error)):
+        if found := re.search(r"(?:No module named '|required package `)(\w+)", str(error)):
             return found[1]
         error = error.__cause__
     return ""
 
 
-def without_package(where: str, package: str) -> InputError:
-    """Return the error that says where a Python package is needed that is not installed."""
+def without_package(where: str, package: str, reader: str = "") -> InputError:
+    """Return the error that says where a Python package is needed; `reader` is the id that names what reads images."""
+    other = f", or name another reader that is, with --config {reader}=NAME" if reader else ""
     return InputError(
         f"{where} needs the Python package {package!r}, which is not installed",
         "what a bundle uses is installed",
-        "install it; where it reads images, another reader may be named with --config",
+        f"install it{other}",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from medfl.runs.launch import federate
 from tests.support.zoo_data import DRAW, ROOT
 
 pytestmark = pytest.mark.skipif(not ROOT.is_dir(), reason=f"no bundles in {ROOT}")
+OWN_CODE = ("pancreas_ct_dints_segmentation", "pathology_nuclei_classification", "valve_landmarks")
+"""Bundles with Python or a pickle of their own, which need a word of the user; the others need none."""
 NEEDS = {"pathology_nuclei_classification": "skimage", "pathology_tumor_detection": "tifffile"}
 ADAPTED = {
     "brats_mri_segmentation": ["labels:float"],
@@ -45,7 +48,7 @@ def test_trains_unmodified(name: str, tmp_path: Path) -> None:
     data, said = tmp_path / "data", list[str]()
     data.mkdir()
     requested = {"data": str(data), "sites": 2, "rounds": 1, "partition": "iid"}
-    with admission.trusting(True):
+    with admission.trusting(name in OWN_CODE):
         summary = federate(
             str(ROOT / name),
             config=DRAW[name](data),
@@ -58,6 +61,30 @@ def test_trains_unmodified(name: str, tmp_path: Path) -> None:
     assert list(run.adapted) == ADAPTED.get(name, [])
     assert all(value == value for value in summary["last"].values())
     assert {f"note: bundle {name}: {older.said(adapted)}" for adapted in run.adapted} <= set(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedprox", "scaffold"])
+@pytest.mark.parametrize("name", ["classification_template", "segmentation_template", "ventricular_short_axis_3label"])
+def test_trains_with_other_methods(name: str, method: str, tmp_path: Path) -> None:
+    """A classification, a segmentation and items that only the bundle's data set can read, in two rounds."""
+    data = tmp_path / "data"
+    data.mkdir()
+    requested = {"data": str(data), "sites": 2, "rounds": 2, "partition": "iid"}
+    config, hashes = DRAW[name](data), set()
+    for one in ("fedavg", method):
+        out = tmp_path / one
+        summary = federate(str(ROOT / name), config=config, requested={**requested, "method": one}, out=out, jobs=1)
+        hashes.add(summary["weights_sha256"])
+    assert len(hashes) == 2
+
+
+def test_a_reader_that_is_not_installed_is_named_with_its_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "training.csv").write_text("slide" + ",1" * 11 + "\n")
+    bundle = Bundle(str(ROOT / "pathology_tumor_detection"), {"dataset_dir": str(tmp_path), "wsi_reader": "cuCIM"})
+    monkeypatch.setitem(sys.modules, "cucim", None)
+    with pytest.raises(InputError, match="package 'cucim', which is not installed; .* with --config wsi_reader=NAME"):
+        bundle.items("train")
 
 
 def test_missing_files_are_named_with_what_helps() -> None:
