@@ -32,7 +32,7 @@ from medfl.core.places import cache_folder
 from medfl.core.seeding import stream
 from medfl.data.disk_cache import DiskCache, budget, sample_key
 from medfl.data.prepare import prepare
-from medfl.data.prepared import Item, Prepared
+from medfl.data.prepared import Item, Prepared, moved
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.evaluation.metrics import KEY_METRICS
 from medfl.policy import admission
@@ -250,8 +250,8 @@ class Bundle:
             network = self.network()
             self.optimizer(network)
             try:
-                prediction = network.train()(x.to(self.device))
-                self._try_loss(prediction, y.to(self.device) if isinstance(y, Tensor) else y)
+                prediction = network.train()(moved(x, self.device))
+                self._try_loss(prediction, moved(y, self.device))
             except Exception as error:
                 raise InputError(
                     f"bundle {self.name!r}: its network and loss fail on item {data.items[0]['id']!r}: "

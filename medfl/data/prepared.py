@@ -225,6 +225,15 @@ class Augmented(Prepared):
         return images, labels if masks else default_collate(labels)
 
 
+def moved(value: Any, device: torch.device) -> Any:
+    """Return inputs or targets on a device: a tensor, or what holds tensors; this very tensor where it is there."""
+    if isinstance(value, Mapping):
+        return {key: moved(part, device) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(moved(part, device) for part in value)
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) and value.device != device else value
+
+
 def beside(sample: Any) -> dict[str, Any]:
     """Return what a sample or a batch has beside image and label."""
     return {k: v for k, v in sample.items() if k not in ("image", "label")} if isinstance(sample, Mapping) else {}

@@ -17,7 +17,7 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, MedflError, RunError
-from medfl.data.prepared import Prepared, Shard, Stacked
+from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, scores
 from medfl.evaluation.metrics import Cases
 
@@ -231,7 +231,7 @@ class CaseEvaluator:
         network.eval()
         cases = shard.prepared.cases(shard.indices) if len(shard) else iter(())
         for ident, (x, y, others) in zip(shard.ids, cases, strict=True):
-            x, y = (value.to(device) if isinstance(value, Tensor) else value for value in (x, y))
+            x, y = moved(x, device), moved(y, device)
             with _naming_item(ident):
                 prediction = self.inferer(x, network)
             yield x, y, prediction, others

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from medfl.core.seeding import stream
 from medfl.core.storage import State
+from medfl.data.prepared import moved
 from medfl.training.accelerate.capture import runner_of_visit
 from medfl.training.accelerate.cuda_graphs import without_readback
 from medfl.training.accelerate.precision import autocast, backward, gradient_scaler
@@ -115,7 +116,7 @@ def fit(
             set_rates(optimizer, site.settings, epoch, epoch_factor)
             epoch_start = len(losses)
             for x, y in site.train.batches(site.settings.batch_size, generator):
-                batch: tuple[Any, ...] = _to(x, site.device), _to(y, site.device)
+                batch: tuple[Any, ...] = moved(x, site.device), moved(y, site.device)
                 if feed is not None:
                     do_step.flush()  # the feed may change what queued steps look at
                     batch = feed(*batch)
@@ -128,10 +129,6 @@ def fit(
     report = FitReport(len(losses), mean_loss, state, do_step.replayed, do_step.eager)
     site.journal.append(report)
     return report
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) and value.device != device else value
 
 
 def summed(reports: Sequence[FitReport]) -> FitReport:

@@ -15,7 +15,7 @@ from medfl.bundle import habits, older
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import with_data
 from medfl.core.errors import InputError
-from medfl.data.prepared import Shard
+from medfl.data.prepared import Shard, moved
 from medfl.policy import admission
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, make_plan
@@ -149,6 +149,30 @@ def test_labels_that_transforms_compute_are_not_counted(tmp_path: Path) -> None:
         summary = federate(str(bundle.root), requested={**DIVIDED, "rounds": 1}, out=tmp_path / "out")
     assert 0 <= summary["last"]["balanced_accuracy"] <= 1
     assert (tmp_path / "out" / "partition.png").is_file()
+
+
+def test_targets_may_be_several(tmp_path: Path) -> None:
+    """As HoVerNet's: prepare_batch, loss and metric with a dictionary."""
+
+    def edit(config: dict[str, Any]) -> None:
+        config["prepare_batch"] = "$lambda b, d, n: (b['image'], {'one': b['label'], 'two': 2 * b['label']})"
+        config["train"]["trainer"]["prepare_batch"] = config["validate"]["evaluator"]["prepare_batch"] = (
+            "@prepare_batch"
+        )
+        config["loss"] = "$lambda p, t: (p.sum(1) - t['one'] - t['two']).square().mean()"
+        out = "$lambda x: tuple(torch.tensor([float(i['label'][k]) for i in x]) for k in ('two', 'one'))"
+        metric = {"_target_": "ignite.metrics.MeanAbsoluteError", "output_transform": out}
+        config["validate"]["evaluator"]["key_val_metric"] = {"doubled_error": metric}
+
+    bundle = opened(tmp_path, edit, TRUSTED)
+    with admission.trusting(True):
+        summary = federate(str(bundle.root), requested={**DIVIDED, "rounds": 1}, out=tmp_path / "out")
+    assert summary["last"]["doubled_error"] == pytest.approx(0.75), "of labels 0, 1, 2, 0"
+
+
+def test_what_holds_tensors_is_moved_whole() -> None:
+    there = moved({"a": torch.ones(1), "b": [torch.ones(1), "x"]}, torch.device("meta"))
+    assert (there["a"].device.type, there["b"][0].device.type, there["b"][1]) == ("meta", "meta", "x")
 
 
 # Schedule and precision
