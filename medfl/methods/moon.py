@@ -65,7 +65,8 @@ class MOON(Method):
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with mu times the contrastive term in the loss."""
         if self.mu == 0 or "previous" not in state:
-            return fit(model, site)
+            # FedAvg's loss, given: a bundle's trainer that takes its steps by itself is refused before round 2
+            return fit(model, site, objective=(lambda net, x, y: site.loss(net(x), y)) if self.mu else None)
         by_map = self.feature == "bottleneck" or (self.feature == "auto" and site.task.kind == "segmentation")
         run = bottleneck_and_output if by_map else features_and_output
         received, previous = (frozen(site.model(weights)) for weights in (down["weights"], state["previous"]))

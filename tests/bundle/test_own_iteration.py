@@ -108,6 +108,7 @@ def test_networks_are_averaged_under_the_trainers_names(tmp_path: Path) -> None:
     ("make", "method", "changed"),
     [
         (adversarial, "perfedavg", "the loss"),
+        (adversarial, "moon", "the loss"),
         (adversarial, "scaffold", "the gradients"),
         (lambda path: clicking(path, 0.0), "central", "the optimiser"),
         (lambda path: clicking(path, 0.0), "perfedavg", "the loss"),
