@@ -74,8 +74,9 @@ class Bundle:
         self._file = config_file(self.root, "train") or self.root / "configs" / "train.json"
         self._config = self._read(self._file)
         self._trainer = find_trainer(self._config)
-        self._own = own_steps(self._config, self._trainer)
-        self._sections = Sections(self.root, self._trainer, self._config, self._with_evaluate, bool(self._own))
+        self.own_trainer = own_steps(self._config, self._trainer)
+        """Class of a trainer that takes its steps by itself, "" of MONAI's supervised one."""
+        self._sections = Sections(self.root, self._trainer, self._config, self._with_evaluate, bool(self.own_trainer))
         self._embeddings: dict[str, tuple[Tensor, str]] = {}
 
     def override(self, config: Mapping[str, Any]) -> None:
@@ -122,7 +123,7 @@ class Bundle:
 
     def network(self) -> nn.Module:
         """Build the network anew; two calls share nothing."""
-        if self._own:
+        if self.own_trainer:
             return own_iteration.OwnIteration(self._config, self._trainer).model.to(self.device)
         network: nn.Module = self._network_with()[0]
         return network
@@ -140,8 +141,8 @@ class Bundle:
 
     @cached_property
     def _loss_function(self) -> Callable[..., Tensor]:
-        if self._own:
-            return partial(own_iteration.refuse, "a method that computes the loss by itself", self._own)
+        if self.own_trainer:
+            return partial(own_iteration.refuse, "a method that computes the loss by itself", self.own_trainer)
         function: Callable[..., Tensor] = self._config.content(f"{self._trainer}#loss_function")
         return function.to(self.device) if isinstance(function, nn.Module) else function
 
@@ -160,7 +161,7 @@ class Bundle:
 
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         """Build the trainer's optimiser for a network, with another learning rate if one is given."""
-        if self._own:
+        if self.own_trainer:
             return own_iteration.of(network).optimizer(lr)
         return self._optimizers.of(network, self.rates(epoch, lr))
 
@@ -171,7 +172,7 @@ class Bundle:
     @property
     def is_scheduled(self) -> bool:
         """Tell whether the learning rates change from epoch to epoch."""
-        return not self._own and self._optimizers.scheduler is not None
+        return not self.own_trainer and self._optimizers.scheduler is not None
 
     @cached_property
     def _optimizers(self) -> Optimizers:
@@ -241,7 +242,7 @@ class Bundle:
     @cached_property
     def _trial(self) -> tuple[Any, Any, Any]:
         """Network output, target and input of the first training item, twice in a batch: misfits show here."""
-        if self._own:
+        if self.own_trainer:
             return None, None, None
         data = self._sections["train"]
         with stream(0, "trial") as generator, torch.no_grad():
@@ -376,7 +377,7 @@ class Bundle:
         if self.task == "classification":
             batch_size = {} if self.is_shipped else {"batch_size": self._sections["validate"].batch_size}
             return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self._loss_function, nn.BCELoss))
-        if self._own:
+        if self.own_trainer:
             return CaseEvaluator(self.key_metric, lambda value, _: value, lambda x, net: own_iteration.of(net).score(x))
         inferer, postprocessing = scoring(self._config)
         tolerance = float(self.get("surface_tolerance")) if "surface_tolerance" in self._config else 1.0
@@ -392,6 +393,6 @@ class Bundle:
             return ()
         by_loss = self.key_metric == "loss"  # asked for first: the trial may add to what was adapted
         texts = [*notes(self.root, self._config, self._trainer, self._sections["train"], self.is_scheduled)]
-        if by_loss and not self._own:
+        if by_loss and not self.own_trainer:
             texts.append("it has no key metric: the best round has the lowest validation loss")
         return tuple(f"bundle {self.name}: {text}" for text in texts)

@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM, bundle_of, with_data
+from medfl.core.errors import InputError
 from medfl.core.run_documents import read_rows
 from medfl.core.terminal import Print
 from medfl.data.prepare import prepare
@@ -69,6 +70,12 @@ def _opened(result: RunNetworks, model: Model, folder: str | None, ids: Sequence
     from_run = folder is not None or name not in shipped()
     split = {"split": run.data.split} if name in shipped() and from_run else {}
     bundle = with_data(name, folder if from_run else PHANTOM, {**run.config, **model.config, **split}, "cpu").bundle
+    if bundle.own_trainer:
+        raise InputError(
+            f"the export of a run with a {bundle.own_trainer}, which has an iteration of its own",
+            "what is exported is one network of images",
+            "load the run's weights.safetensors into the bundle's own networks",
+        )
     section = bundle.section("test")
     count = _COUNT.get(bundle.task, _DEFAULT_COUNT)
     wanted = None if ids is None else set(ids)

@@ -17,6 +17,7 @@ from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.core.storage import load_weights
 from medfl.data.prepared import Shard
+from medfl.export.bundle_writer import export
 from medfl.policy import admission
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
@@ -102,6 +103,9 @@ def test_networks_are_averaged_under_the_trainers_names(tmp_path: Path) -> None:
     assert names == {"g_network", "d_network"}
     assert summary["last"] is None
     assert summary["best"] is None
+    with pytest.raises(InputError, match="the export of a run with a GanTrainer"), admission.trusting(True):
+        export(tmp_path / "out", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
 
 
 @pytest.mark.parametrize(
@@ -149,6 +153,7 @@ def test_the_zoos_gan_trains_a_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:there are more than 1 component")  # MONAI of its two classes Interaction
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])
 def test_the_zoos_deepedit_trains_a_round(method: str, tmp_path: Path) -> None:
     """Clicks are simulated at the sites; scored by the bundle's own evaluator, which simulates them too."""
