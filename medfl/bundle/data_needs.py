@@ -57,7 +57,7 @@ class Reading:
         outputs_told = max(int(self._pred.get("num_channels") or 0), len(classes))
         self._outputs = min(outputs_told or self._of_network("num_classes") or 2, _MOST_VALUES)
         count, loss = max(2, self._outputs), config.raw(f"{trainer}#loss_function")[1]
-        self.loaded = {str(key) for part in self._of(_LOADER) for key in _listed(self._argument(part, "keys"))}
+        self.loaded = {key for part in self._of(_LOADER) for key in self._keys(part)}
         rows = [[float(at == index) for at in range(self._outputs)] for index in range(self._outputs)]
         one_hot = isinstance(loss, Mapping) and "BCE" in target_name(loss)
         self.labels: Sequence[Any] = (rows if len(rows) > 1 else [[0.0], [1.0]]) if one_hot else range(count)
@@ -88,6 +88,13 @@ class Reading:
         except InputError:
             return None
 
+    def _keys(self, part: Component) -> list[str]:
+        keys = self._argument(part, "keys") or []
+        return [str(key) for key in (keys if isinstance(keys, list | tuple) else [keys])]
+
+    def _has_mask(self, part: Component) -> bool:
+        return any(shapes.is_mask(key) for key in self._keys(part))
+
     # Images
 
     def kinds(self, size: int | None) -> list[tuple[Need, int]]:
@@ -97,15 +104,21 @@ class Reading:
         sides = self._of_network("in_shape", list)[1:] or (told[0] if told and dims == 2 else [])
         is_fixed = len(sides) == dims and all(isinstance(side, int) and 0 < side <= _LARGEST for side in sides)
         small = [size] * dims if size else sides if is_fixed else [64 if dims == 2 else 32] * dims
-        need = Need((), first=not self._of(r"(EnsureChannelFirst|AddChannel)(d|D|Dict)"), **self._looks(dims))
+        firsts = self._of(r"(EnsureChannelFirst|AddChannel)(d|D|Dict)")
+        last = bool(firsts) and all(node.get("channel_dim") == -1 for _, node in firsts)
+        need = Need((), first=not firsts, last=last, **self._looks(dims))
         colours, wanted = 3 if dims == 2 and self.channels >= 3 else 1, max(1, self.channels)
         files = [(colours, 1), *([(1, wanted)] if need.first else []), (wanted, 1)]
         self._shape = small
         large = [max(sides) for sides in zip(small, [0] * dims if size else self._crops(dims), strict=True)]
-        other = [(0,)] if self._points else [(0, 255)] if need.values == (0, 1) and dims == 2 else []
+        values = [need.values, *([(0,)] if self._points else [])]
+        if need.values == (0, 1) and dims == 2:  # in many pictures the one value is the whitest
+            values.append((0, 255))
+            scaled = any(self._has_mask(part) for part in self._of(r"ScaleIntensity(Range)?(d|D|Dict)"))
+            values.sort(reverse=scaled)
         kinds = dict.fromkeys(
-            (replace(need, shape=tuple(shape), channels=channels, values=values), number)
-            for values, shape, (channels, number) in product([need.values, *other], [small, large], files)
+            (replace(need, shape=tuple(shape), channels=channels, values=marks), number)
+            for marks, shape, (channels, number) in product(values, [small, large], files)
             if math.prod(shape) * channels * number <= _MOST_VOXELS
         )
         if not kinds:
@@ -130,7 +143,9 @@ class Reading:
         ranges = [
             (self._argument(p, "a_min"), self._argument(p, "a_max")) for p in self._of(r"ScaleIntensityRange(d|D|Dict)")
         ]
-        limits = next(((float(low), float(high)) for low, high in ranges if None not in (low, high)), (0.0, 255.0))
+        limits = next(
+            ((float(low), float(high)) for low, high in ranges if None not in (low, high) and low < high), (0.0, 255.0)
+        )
         return {"values": tuple(values), "one_value": is_class, "pixdim": tuple(map(float, pixdim)), "limits": limits}
 
     def _crops(self, dims: int) -> list[int]:
@@ -236,10 +251,6 @@ class Reading:
             yield [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
         for content in self._contents.values():
             yield [part for part in content if isinstance(part, str)] if isinstance(content, list | Mapping) else []
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def _components(contents: Mapping[str, Any]) -> Iterator[Component]:

@@ -232,13 +232,18 @@ class _Drawing:
                 raise _Stopped(error, heard) from error
         try:
             files = [dict(self._images(entry)) for entry in entries]
-            for path, (name, label) in (files[0] if files else {}).items():
-                self._write(path, name, label)
+        except (_Elsewhere, ValueError) as error:
+            raise _Stopped(error, None) from error
+        for path, (name, label) in (files[0] if files else {}).items():
+            self._write(path, name, label)
+        try:
             if data is not None:
                 with own_python(self.root), stream(self.seed, "trial", self.tries):
                     self._try(data)
         except Exception as error:
-            raise _Stopped(error, None) from error
+            if not isinstance(deepest(error), ImportError):
+                raise _Stopped(error, None) from error
+            self.untried[section] = str(deepest(error))
         self.files |= {path: image for each in files for path, image in each.items()}
         return len(data.source.entries if data else entries)
 

@@ -268,6 +268,49 @@ def test_channels_are_those_of_the_metadata_in_one_file_or_several(tmp_path: Pat
     assert np.unique(mask).tolist() == [0, 1, 2, 4]
 
 
+def test_masks_in_arrays_have_the_axis_that_is_asked_for(tmp_path: Path) -> None:
+    ids = {
+        "images": "$sorted(glob.glob(@dataset_dir + '/Train/*image.npy'))",
+        "labels": "$sorted(glob.glob(@dataset_dir + '/Train/*inst_map.npy'))",
+        "transforms": {"_target_": "Compose", "transforms": [
+            {"_target_": "LoadImaged", "keys": ["image", "label"]},
+            {"_target_": "EnsureChannelFirstd", "keys": ["image", "label"], "channel_dim": -1},
+        ]},
+    }  # fmt: skip
+    drawn = draw_data(str(bundle(tmp_path / "bundle", ids | PAIRS, None)), tmp_path / "drawn")
+    assert np.load(drawn.folder / "Train/case_000inst_map.npy").shape == (32, 32, 1)
+
+
+def test_masks_of_one_value_that_are_scaled_are_white(tmp_path: Path) -> None:
+    read = {"_target_": "LoadImaged", "keys": ["image", "label"]}
+    first = {"_target_": "EnsureChannelFirstd", "keys": ["image", "label"]}
+    ids: dict[str, Any] = {
+        "images": "$sorted(glob.glob(@dataset_dir + '/*/*[!seg].jpg'))",
+        "labels": "$[i.replace('.jpg', '_seg.jpg') for i in @images]",
+        "transforms": {"_target_": "Compose", "transforms": [
+            read, first, {"_target_": "ScaleIntensityd", "keys": ["image", "label"]}
+        ]},
+    }  # fmt: skip
+    path = bundle(tmp_path / "bundle", ids | PAIRS)
+    drawn = draw_data(str(path), tmp_path / "drawn")
+    label = Bundle(str(path), configured(drawn)).section("train").source
+    masks = [label.transforms[0](entry)["label"] for entry in label.entries]
+    assert all(mask.round().unique().tolist() == [0, 1] and (mask - mask.round()).abs().max() < 0.05 for mask in masks)
+
+
+def test_a_transform_that_needs_what_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from monai.transforms import EnsureTyped
+
+    def absent(*_: Any, **__: Any) -> None:
+        raise ImportError("required package `slides` is not installed")
+
+    monkeypatch.setattr(EnsureTyped, "__call__", absent)
+    path = bundle(tmp_path / "bundle", volumes(more=[{"_target_": "EnsureTyped", "keys": "image"}]), told(1))
+    drawn = draw_data(str(path), tmp_path / "drawn")
+    assert "its train images are drawn but not tried: required package `slides` is not installed" in drawn.notes
+    assert drawn.files == 13
+
+
 def test_the_same_seed_draws_the_same(tmp_path: Path) -> None:
     ids = {"images": "$sorted(glob.glob(@dataset_dir + '/img*.png'))",
            "labels": "$sorted(glob.glob(@dataset_dir + '/seg*.png'))"}  # fmt: skip

@@ -34,6 +34,7 @@ class Need:
         pixdim: millimetres from voxel to voxel along each side.
         limits: the lowest and the highest intensity.
         first: in array files the channels come first; else last, and one alone is left out.
+        last: in array files one channel alone is there too, as the last axis.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Need:
     pixdim: tuple[float, ...] = (1.0, 1.0, 1.0)
     limits: tuple[float, float] = (0.0, 255.0)
     first: bool = False
+    last: bool = False
 
 
 def is_mask(name: object) -> bool:
@@ -78,16 +80,16 @@ def draw(need: Need, name: object, seed: int, case: int, label: int | None = Non
         label: its class; default: the classes take turns.
     """
     label = case if label is None else label
-    mask, several = _mask(need, seed, case, label), need.channels > 1
+    mask = _mask(need, seed, case, label)
     if is_mask(name):
-        return mask[None] if need.first else mask
+        return mask[None] if need.first else mask[..., None] if need.last else mask
     inside, stripes = mask / max(*need.values, 1), np.sin(np.arange(need.shape[-1]) * (label % 16 + 1) / 4)
     light, rng = 0.25 + 0.45 * inside + 0.1 * stripes, np.random.default_rng(derive(seed, "light", case))
     gains = np.linspace(1, 0.6, need.channels)
     channels = np.stack([np.clip(gain * light + rng.normal(0, 0.03, need.shape), 0, 1) for gain in gains])
     low, high = need.limits
     drawn = (low + (high - low) * channels).astype(np.float32)
-    return drawn if need.first else np.moveaxis(drawn, 0, -1) if several else drawn[0]
+    return drawn if need.first else np.moveaxis(drawn, 0, -1) if need.last or need.channels > 1 else drawn[0]
 
 
 def write(path: Path, need: Need, name: object, seed: int, case: int, label: int | None = None) -> None:
@@ -103,7 +105,9 @@ def write(path: Path, need: Need, name: object, seed: int, case: int, label: int
     path.parent.mkdir(parents=True, exist_ok=True)
     if end in PICTURES:
         need = replace(need, shape=need.shape[:2])
-    drawn = draw(need if end in (".npy", ".npz") else replace(need, first=False), name, seed, case, label)
+    if end in (*VOLUMES, *PICTURES):
+        need = replace(need, first=False, last=False)
+    drawn = draw(need, name, seed, case, label)
     if end in VOLUMES:
         coarse = need.limits[1] - need.limits[0] > _WHOLE
         kind = np.uint8 if is_mask(name) else np.int16 if coarse else np.float32
