@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from medfl.bundle.asked_files import CASE, Heard, Layout, Table, hearing, unmatched
-from medfl.bundle.configuration import Configuration, own_python, target_name
+from medfl.bundle.configuration import Configuration, own_python
 from medfl.bundle.data_needs import Reading
-from medfl.bundle.engines import TRAINERS, find_trainer
+from medfl.bundle.engines import find_trainer, own_steps
 from medfl.bundle.failures import deepest, missing_path, told
 from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import SECTIONS, Section, Sections
@@ -149,10 +149,8 @@ class _Drawing:
 
         self.config = configuration("train")
         self.evaluation: Callable[[], Configuration] = lambda: configuration("train", "evaluate")
-        found = (key for key, node in map(self.config.raw, TRAINERS) if isinstance(node, Mapping))
-        loads = next((key for key in found if f"{key}#train_data_loader" in self.config), "")
-        self.trainer = loads or find_trainer(self.config)  # drawing needs no more of a trainer
-        self.supervised = target_name(self.config.raw(self.trainer)[1]) == "SupervisedTrainer"
+        self.trainer = find_trainer(self.config)
+        self.supervised = not own_steps(self.config, self.trainer)
         self.sections = Sections(self.root, self.trainer, self.config, self.evaluation)
 
     @property

@@ -11,8 +11,7 @@ from medfl.bundle.configuration import Configuration, target_name
 from medfl.core.errors import InputError
 from medfl.evaluation.metrics import higher_is_better
 
-TRAINERS = ("train#trainer", "trainer")
-"""Where bundles have their trainer."""
+_TRAINERS = ("train#trainer", "trainer")
 _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
 
 
@@ -22,7 +21,7 @@ def find_trainer(config: Configuration) -> str:
     Raises:
         InputError: it has none, or one that lacks what federated training needs.
     """
-    key, node = next(((key, node) for key, node in map(config.raw, TRAINERS) if isinstance(node, Mapping)), ("", {}))
+    key, node = next(((key, node) for key, node in map(config.raw, _TRAINERS) if isinstance(node, Mapping)), ("", {}))
     if not key:
         raise InputError(
             f"{config.file} has no id 'train#trainer' (nor a flat 'trainer'); it has {', '.join(config.ids)}",
