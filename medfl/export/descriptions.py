@@ -208,6 +208,8 @@ def _data_format(source: Mapping[str, Any], seen: ShapeRecorder) -> dict[str, An
         count = seen.shapes[0][which][1]
         tensor = {**_TENSOR, **dict(part.get(name) or {})}
         tensor |= {"num_channels": count, "spatial_shape": seen.spatial(which)}
+        if len(values := tensor["value_range"]) > 2:  # all values by name, as some bundles have it
+            tensor["value_range"] = [min(values), max(values)]
         if len(channels := tensor.get("channel_def") or {}) != count:
             channels = {str(index): f"channel {index}" for index in range(count)}
         part[name] = {**tensor, "channel_def": channels}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from medfl.core.errors import InputError
 from medfl.core.storage import save_weights
 from medfl.export import network as exported
 from medfl.export.configs import EditedConfig, network_of_method, network_with_weights, network_without_weights
+from medfl.export.descriptions import _data_format
 
 TEXT = """\
 # A head.
@@ -135,3 +138,11 @@ def test_a_text_classifier_needs_only_the_shape_of_its_prompts() -> None:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(one(x), other(x))
     assert one(x).shape == (6, 3)
+
+
+def test_a_range_that_names_all_values_becomes_one() -> None:
+    seen: Any = SimpleNamespace(shapes=[((1, 4, 8, 8), (1, 4))], spatial=lambda which: [8, 8] if which == 0 else [])
+    source = {"inputs": {"image": {"value_range": [0, 1]}}, "outputs": {"pred": {"value_range": [0, 1, 2, 3]}}}
+    written = _data_format(source, seen)
+    assert written["inputs"]["image"]["value_range"] == [0, 1]
+    assert written["outputs"]["pred"]["value_range"] == [0, 3]

@@ -14,6 +14,7 @@ from medfl.bundle import older
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run_documents import read_run
+from medfl.export.bundle_writer import export
 from medfl.policy import admission
 from medfl.runs.launch import federate
 from tests.support.zoo_data import DRAW, ROOT
@@ -42,7 +43,7 @@ def open_slides() -> Iterator[None]:
 @pytest.mark.usefixtures("open_slides")
 @pytest.mark.parametrize("name", DRAW)
 def test_trains_unmodified(name: str, tmp_path: Path) -> None:
-    """A round of FedAvg at two sites; what was put right for this MONAI is in the record and said."""
+    """A round of FedAvg at two sites, exported; what was put right for this MONAI is in the record and said."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     data, said = tmp_path / "data", list[str]()
@@ -57,6 +58,8 @@ def test_trains_unmodified(name: str, tmp_path: Path) -> None:
             jobs=1,
             say=said.append,
         )
+        export(tmp_path / "out", tmp_path / "exported", formats=())
+    assert (tmp_path / "exported" / "models" / "model.pt").is_file()
     run, _ = read_run(tmp_path / "out" / "run.json")
     assert list(run.adapted) == ADAPTED.get(name, [])
     assert all(value == value for value in summary["last"].values())
