@@ -273,7 +273,7 @@ def _importable(root: Path) -> Iterator[None]:
         module = sys.modules[package]
         paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or "/"]
         home = Path(paths[0]).resolve().parent
-        if home != root and (home / "configs").is_dir():
+        if home != root and ((home / "configs").is_dir() or not home.exists()):  # an export is moved when it is done
             for name in [name for name in sys.modules if name.partition(".")[0] == package]:
                 del sys.modules[name]
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True

@@ -188,3 +188,14 @@ def test_two_bundles_with_scripts(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("__pycache__"))
     assert "its own Python (scripts) runs with your rights" in bundles[0].notes[0]
     assert bundles[0].sha256 == bundles[2].sha256 != bundles[1].sha256
+
+
+def test_scripts_of_a_bundle_that_is_gone_are_forgotten(tmp_path: Path) -> None:
+    """As those of an export, which is checked in a folder that is then moved."""
+    make: Maker = ZOO["seg2d_own_scripts_yaml"]
+    first, second = make(tmp_path / "a"), make(tmp_path / "b")
+    code = second.path / "scripts" / "net.py"
+    code.write_text(code.read_text().replace("nn.Conv2d(width, 1, 1)", "nn.Conv2d(width, 1, 3, padding=1)"))
+    Bundle(str(first.path), policy=SCRIPTS).network()
+    first.path.rename(tmp_path / "moved")
+    assert Bundle(str(second.path), policy=SCRIPTS).network().head.kernel_size == (3, 3)

@@ -41,6 +41,7 @@ def open_slides() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("open_slides")
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", DRAW)
 def test_trains_unmodified(name: str, tmp_path: Path) -> None:
     """A round of FedAvg at two sites, exported; what was put right for this MONAI is in the record and said."""
