@@ -28,6 +28,7 @@ from medfl.data.prepared import Prepared
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.report import write_report
+from medfl.runs.pace import steps, still_rising
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
 from medfl.runs.resume import (
     BESIDE,
@@ -163,6 +164,7 @@ def federate(
     if run.compile:
         say("note: --compile: the first training steps wait for the compiler, seconds to minutes")
     say(_division(plan))
+    say(steps(run))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with _threads(run.threads), tf32(run.tf32):
         with tf32(False):
@@ -198,6 +200,10 @@ def federate(
         if with_local:
             summary = _add_local(path)
     write_report(path)
+    rows = [json.loads(row) for row in (path / "rounds.jsonl").read_text("utf-8").splitlines()]
+    scores = [row["val"][key] for row in rows if (key := plan.bundle.key_metric) in row.get("val", {})]
+    if note := still_rising(scores, f"medfl run --resume --out {path} --rounds {2 * run.rounds}"):
+        say(f"note: {note}")
     return {**summary, "folder": str(path)}
 
 

@@ -32,6 +32,7 @@ from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
 from medfl.runs import text_record
+from medfl.runs.pace import fitted
 from medfl.runs.public_data import PublicPlan, plan_public
 
 
@@ -133,7 +134,8 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         classes=bundle.classes or None,
         seed=request.seed,
     )
-    participants = list(partition.to_ids(sections))
+    held = partition.to_ids(sections)
+    chosen, participants = fitted(chosen, min(len(ids["train"]) for ids in held.values()), bundle.batch_size), [*held]
     for own in {repr(own): own for own in methods.site_networks(method, participants).values() if own}.values():
         without_data(request.bundle, {**config, **own}, device, policy)
     options = methods.values_of(method)
@@ -150,7 +152,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         options=options,
         config=config,
         data=opened.record(),
-        partition=PartitionRecord(partition.spec, request.seed, tuple(partition.notes), partition.to_ids(sections)),
+        partition=PartitionRecord(partition.spec, request.seed, tuple(partition.notes), held),
         versions=versions(),
         public=public.record if public else None,
         text=text,

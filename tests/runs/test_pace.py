@@ -1,0 +1,72 @@
+"""Steps a round: fitted where a protocol leaves them open, said, and warned of where they are few."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from medfl.bundle import starter
+from medfl.datasets import write_phantom
+from medfl.runs.launch import federate
+from medfl.runs.pace import AUTO, FEW, fitted, steps, still_rising
+
+OPEN = {"batch_size": AUTO, "local_epochs": AUTO, "rounds": 10}
+
+
+@pytest.mark.parametrize(
+    ("smallest", "most", "batch", "epochs"),
+    [(7, 8, 2, 5), (1, 8, 2, 10), (0, 8, 2, 10), (40, 8, 8, 4), (210, 8, 8, 1), (5000, 8, 8, 1), (9, 2, 2, 4)],
+)
+def test_batch_and_epochs_give_the_smallest_site_steps(smallest: int, most: int, batch: int, epochs: int) -> None:
+    values = fitted(OPEN, smallest, most)
+    assert values == {"batch_size": batch, "local_epochs": epochs, "rounds": 10}
+    if smallest >= 4:
+        assert epochs * math.ceil(smallest / batch) >= FEW
+
+
+def test_what_is_given_stays() -> None:
+    assert fitted({"batch_size": 8, "local_epochs": 1}, 7, 8) == {"batch_size": 8, "local_epochs": 1}
+    assert fitted({"batch_size": 8, "local_epochs": AUTO}, 7, 8) == {"batch_size": 8, "local_epochs": 10}
+
+
+def a_run(counts: dict[str, int], batch: int, epochs: int, method: str = "fedavg") -> SimpleNamespace:
+    sites = {name: {"train": range(count)} for name, count in counts.items()}
+    return SimpleNamespace(batch_size=batch, local_epochs=epochs, method=method, partition=SimpleNamespace(sites=sites))
+
+
+def test_few_steps_are_warned_of_with_what_gives_more() -> None:
+    line = steps(a_run({"a": 7, "b": 80}, 8, 1))
+    assert line.startswith("steps a round: 1 to 10 (batch 8, local epochs 1); few at a, which has 7 training images")
+    assert line.endswith("--batch-size 2 --local-epochs 5")
+    assert steps(a_run({"a": 7, "b": 8}, 2, 5)) == "steps a round: 20 (batch 2, local epochs 5)"
+
+
+@pytest.mark.parametrize(
+    ("scores", "rising"),
+    [
+        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], True),
+        ([0.5, 0.6, 0.7, 0.7, 0.7, 0.7], False),
+        ([0.1, 0.2, 0.3, 0.4, 0.6, 0.2], False),
+        ([0.1, 0.9], False),
+        ([0.1, 0.2, math.nan, 0.4, 0.5, 0.6], False),
+        ([], False),
+    ],
+)
+def test_a_metric_that_still_rises_is_told_with_the_command(scores: list[float], rising: bool) -> None:
+    line = still_rising(scores, "medfl run --resume --out x --rounds 12")
+    assert line.endswith("go on with medfl run --resume --out x --rounds 12") == rising
+    assert bool(line) == rising
+
+
+def test_a_new_bundle_s_run_says_and_records_its_steps(tmp_path: Path) -> None:
+    """The batch and epochs of the record are numbers, so that it repeats."""
+    images = write_phantom("lung_cxr", tmp_path / "data", per_class=10, size=32)
+    pictures, masks = sorted(path for path in images.rglob("*") if path.is_dir() and any(path.glob("*.png")))[:2]
+    bundle = starter.write(tmp_path / "mine", starter.survey(pictures, masks), size=32)
+    said: list[str] = []
+    asked = {"data": str(pictures.parent), "sites": 2, "rounds": 3}
+    federate(str(bundle), requested=asked, out=tmp_path / "out", jobs=1, say=said.append)
+    assert any(line.startswith("steps a round: ") and "(batch 2, local epochs " in line for line in said)
