@@ -348,8 +348,10 @@ METHODS_OF = {
     "network": _names(
         """
         apply attention bias children classifier cpu cuda decoder double encoder eval fc features float half head
-        load_old_state_dict load_state_dict modules named_children named_parameters parameters state_dict to train
-        weight
+        load_old_state_dict load_state_dict modules named_children named_parameters network parameters
+        set_atss_matcher set_balanced_sampler set_box_coder_weights set_box_regression_loss
+        set_box_selector_parameters set_cls_loss set_hard_negative_sampler set_regular_matcher
+        set_sliding_window_inferer set_target_keys state_dict to train weight
         """
     ),
     "device": _names("index type"),

@@ -24,7 +24,7 @@ def division(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
     record = PartitionRecord("iid", 7, ("2 test images belong to no site",), sites)
     listed = SimpleNamespace(table=lambda *_: "the table")
     plan = SimpleNamespace(
-        run=SimpleNamespace(partition=record), partition=listed, sections={}, bundle=SimpleNamespace(classes=())
+        run=SimpleNamespace(partition=record), partition=listed, sections={}, counted=()
     )
     return launch._division(plan)  # type: ignore[arg-type]
 
