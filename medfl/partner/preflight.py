@@ -238,7 +238,8 @@ def _open(report: Preflight, options: PreflightOptions) -> Bundle | None:
 
 def _one_batch(options: PreflightOptions, bundle: Bundle) -> Federation:
     """Return a federation of one site with one batch of the training images, whose step is measured."""
-    size = options.batch_size or int(bundle.protocol.get("batch_size") or bundle.batch_size)
+    asked = bundle.protocol.get("batch_size")
+    size = options.batch_size or (asked if isinstance(asked, int) else bundle.batch_size)
     data = bundle.section("train")
     items, entries = data.items, data.source.entries
     if data.source.is_list:

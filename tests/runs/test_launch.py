@@ -23,9 +23,7 @@ def division(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
     sites = {f"s{i}": {"train": ["x"] * size, "validate": [], "test": []} for i, size in enumerate(sizes)}
     record = PartitionRecord("iid", 7, ("2 test images belong to no site",), sites)
     listed = SimpleNamespace(table=lambda *_: "the table")
-    plan = SimpleNamespace(
-        run=SimpleNamespace(partition=record), partition=listed, sections={}, counted=()
-    )
+    plan = SimpleNamespace(run=SimpleNamespace(partition=record), partition=listed, sections={}, counted=())
     return launch._division(plan)  # type: ignore[arg-type]
 
 
