@@ -50,6 +50,11 @@ def find(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser().resolve()
     if config_file(path, "train"):
         return path
+    if (path / "configs").is_dir():
+        has = ", ".join(sorted(file.name for file in (path / "configs").iterdir()))
+        raise InputError(
+            f"bundle {path} has no configs/train.json or .yaml", f"it has {has}", "give a bundle that says how to train"
+        )
     raise InputError(
         f"bundle {name_or_path!r}",
         f"shipped bundles are {', '.join(shipped()) or 'none'}; a path is a folder with configs/train.json or .yaml",

@@ -19,6 +19,7 @@ from medfl.export.bundle_writer import export
 from medfl.policy import admission
 from medfl.runs.launch import federate
 from tests.support.zoo_data import DRAW, ROOT
+from tests.zoo.table import page_rows
 
 pytestmark = pytest.mark.skipif(not ROOT.is_dir(), reason=f"no bundles in {ROOT}")
 OWN_CODE = ("pancreas_ct_dints_segmentation", "pathology_nuclei_classification", "valve_landmarks")
@@ -53,10 +54,11 @@ def test_trains_unmodified(name: str, tmp_path: Path) -> None:
     data, said = tmp_path / "data", list[str]()
     data.mkdir()
     requested = {"data": str(data), "sites": 2, "rounds": 1, "partition": "iid"}
+    config = DRAW[name](data)
     with admission.trusting(name in OWN_CODE):
         summary = federate(
             str(ROOT / name),
-            config=DRAW[name](data),
+            config=config,
             requested=requested,
             out=tmp_path / "out",
             jobs=1,
@@ -69,6 +71,10 @@ def test_trains_unmodified(name: str, tmp_path: Path) -> None:
     run, _ = read_run(tmp_path / "out" / "run.json")
     assert list(run.adapted) == ADAPTED.get(name, [])
     assert all(value == value for value in summary["last"].values())
+    _, _, _, trains, overridden, put_right = page_rows()[name]
+    assert trains.startswith("trains")
+    assert overridden == ", ".join(f"`{key}`" for key in config)
+    assert put_right == ", ".join(f"`{one}`" for one in run.adapted)
     assert {f"note: bundle {name}: {older.said(adapted)}" for adapted in run.adapted} <= set(said)
 
 

@@ -11,6 +11,7 @@ import pytest
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from tests.support.paths import SHARED
+from tests.zoo.table import page_rows, trainer, verdict
 
 FOLDER = SHARED / "zoo"
 REAL = sorted(path.name for path in FOLDER.glob("*") if (path / "configs").is_dir())
@@ -27,6 +28,11 @@ def test_a_bundle_of_the_zoo_is_accepted_as_published(name: str) -> None:
     assert inspect(FOLDER / name, Policy(allow=frozenset(needed))).accepted
     on_disk = {str(path.relative_to(FOLDER / name)) for path in (FOLDER / name).rglob("*") if path.is_file()}
     assert {file.path for file in found.files} == on_disk
+
+
+@pytest.mark.parametrize("name", sorted({*REAL} & page_rows().keys()))
+def test_the_page_says_what_inspection_does(name: str) -> None:
+    assert page_rows()[name][:3] == [f"`{name}`", f"`{trainer(name)}`", verdict(name)]
 
 
 def test_most_of_the_zoo_needs_no_word() -> None:
