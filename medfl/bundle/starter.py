@@ -47,12 +47,14 @@ class Survey:
         classes: names in label order; of masks with the background first.
         counts: images of each class; of masks, images that have some of it.
         channels: of an image.
-        brightest: largest value that a picture can have: of 255 or 65535 by its type; of other types that they have.
+        brightest: largest value that a picture can have: of 255 or 65535 by its type; of other types that they have;
+            1 with `own_depth`.
         sides: least and largest side of the images, in pixels or voxels.
         patch: of volumes, a training patch.
         images, masks: names of the folders in `folder`, "" of labelled pictures.
         phantom: the phantom cohort that some of them are of, "" where all may be real.
         notes: what the user should know, as of files that are left out.
+        own_depth: pictures of 8 and of 16 bits stand beside each other; each is read by its own depth.
     """
 
     kind: str
@@ -67,6 +69,7 @@ class Survey:
     masks: str = ""
     phantom: str = ""
     notes: tuple[str, ...] = ()
+    own_depth: bool = False
 
 
 def survey(images: str | Path, masks: str | Path | None = None, *, progress: bool = False) -> Survey:
@@ -166,7 +169,16 @@ def _labelled(place: Path, progress: bool) -> Survey:
     drawn = str(own.cohort_of(uri for _, uri in files) or "")
     left = own_folder.left_out(place, (uri for _, uri in files), tables.IMAGE_SUFFIXES, "in no class folder")
     notes = (*left, *_depths(seen))
-    return Survey("labelled", str(place), tuple(classes), counts, *_pixels(seen), phantom=drawn, notes=notes)
+    return Survey(
+        "labelled",
+        str(place),
+        tuple(classes),
+        counts,
+        *_pixels(seen),
+        phantom=drawn,
+        notes=notes,
+        own_depth=_mixed(seen),
+    )
 
 
 def _segmented(place: Path, other: Path, progress: bool) -> Survey:
@@ -203,7 +215,8 @@ def _segmented(place: Path, other: Path, progress: bool) -> Survey:
         about = (1, 0, _sides(shapes), _patch(shapes), place.name, other.name, drawn, notes)
         return Survey("volumes", where, names, counts, *about)
     notes += _depths(shown)
-    return Survey("pictures", where, names, counts, *_pixels(shown), (), place.name, other.name, drawn, notes)
+    about = ((), place.name, other.name, drawn, notes, _mixed(shown))
+    return Survey("pictures", where, names, counts, *_pixels(shown), *about)
 
 
 class _Picture(NamedTuple):
@@ -286,13 +299,31 @@ def _volume(record: Record) -> tuple[set[int], _Picture]:
 def _pixels(seen: Sequence[_Picture]) -> tuple[int, int, tuple[int, int]]:
     """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
     channels = 3 if any(one.shape[-1] > 1 for one in seen) else 1
-    return channels, max(one.brightest for one in seen), _sides([one.shape[:2] for one in seen])
+    brightest = 1 if _mixed(seen) else max(one.brightest for one in seen)
+    return channels, brightest, _sides([one.shape[:2] for one in seen])
+
+
+def _mixed(seen: Sequence[_Picture]) -> bool:
+    """Tell whether pictures have different depths.
+
+    Raises:
+        InputError: some have neither 8 nor 16 bits.
+    """
+    found = Counter(one.brightest for one in seen)
+    if len(found) > 1 and {one.dtype.name for one in seen} - {"uint8", "uint16"}:
+        told = ", ".join(f"{count} of at most {value}" for value, count in sorted(found.items()))
+        raise InputError(
+            f"pictures of several depths: {told}",
+            "one depth, or 8 and 16 bits beside each other",
+            "save them as pictures of 8 or 16 bits",
+        )
+    return len(found) > 1
 
 
 def _depths(seen: Sequence[_Picture]) -> tuple[str, ...]:
     found = Counter(one.brightest for one in seen)
     told = ", ".join(f"{count} of at most {value}" for value, count in sorted(found.items()))
-    return (f"pictures of several depths, all divided by {max(found)}: {told}",) if len(found) > 1 else ()
+    return (f"pictures of several depths, each divided by its own: {told}",) if len(found) > 1 else ()
 
 
 def _sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:

@@ -11,8 +11,11 @@ from PIL import Image
 
 import medfl
 from medfl.bundle import starter
+from medfl.bundle.bundle import Bundle
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
+from medfl.datasets import ReadPixelsd
+from medfl.policy.policy import Policy
 
 DRAWS = np.random.default_rng(0)
 
@@ -57,14 +60,31 @@ def test_the_brightest_value_is_that_of_the_type_or_seen(about: dict, brightest:
     assert (seen.brightest, seen.notes) == (brightest, ())
 
 
-def test_depths_that_differ_are_scaled_by_the_largest_and_told(tmp_path: Path) -> None:
+def test_pictures_of_8_and_16_bits_are_each_read_by_their_own_depth(tmp_path: Path) -> None:
+    """None becomes black, as where all are divided by 65535."""
+    data = classes(classes(tmp_path / "data", "a", most=255), "b", most=60000, dtype=np.uint16)
+    seen = starter.survey(data)
+    assert (seen.brightest, seen.own_depth) == (1, True)
+    assert seen.notes == (
+        "pictures of several depths, each divided by its own: 12 of at most 255, 12 of at most 65535",
+    )
+    bundle = starter.write(tmp_path / "mine", seen, size=16)
+    section = Bundle(str(bundle), {"dataset_dir": str(data)}, policy=Policy(trusted=True)).section("train")
+    for entry in (section.source.entries[0], section.source.entries[-1]):
+        assert 0.5 < float(ReadPixelsd("image", size=16, own_depth=True)(entry)["image"].max()) <= 1
+        sample = entry
+        for transform in section.source.transforms:
+            sample = transform(sample)
+        assert 1 < float(sample["image"].max() - sample["image"].min()) <= 4
+    run = medfl.run(bundle, data=data, out=tmp_path / "run", jobs=1, sites=2, rounds=1, say=str)
+    assert np.isfinite(run.summary["last"]["accuracy"])
+
+
+def test_depths_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
     classes(classes(tmp_path, "a"), "b", most=3000, dtype=np.uint16)
     picture(tmp_path / "b" / "float.tif", 90000, np.float32)
-    seen = starter.survey(tmp_path)
-    assert seen.brightest == 90000
-    assert seen.notes == (
-        "pictures of several depths, all divided by 90000: 12 of at most 255, 12 of at most 65535, 1 of at most 90000",
-    )
+    with pytest.raises(InputError, match="several depths: 12 of at most 255, 12 of at most 65535, 1 of at most 90000;"):
+        starter.survey(tmp_path)
 
 
 def test_pictures_of_16_bits_train(tmp_path: Path) -> None:

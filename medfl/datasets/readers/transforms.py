@@ -34,6 +34,17 @@ def as_tensor(pixels: Pixels) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, 0).astype(wide, copy=False)))
 
 
+def of_own_depth(pixels: Pixels, uri: str) -> Pixels:
+    """Return pixels of 8 or 16 bits as float32 from 0 to 1, each divided by the largest value of its own type.
+
+    Raises:
+        InputError: they have another type.
+    """
+    if pixels.dtype not in (np.uint8, np.uint16):
+        raise InputError(f"{uri} holds {pixels.dtype} values", "pictures of 8 or 16 bits", "save it as one of these")
+    return pixels.astype(np.float32) / np.float32(np.iinfo(pixels.dtype).max)
+
+
 class ReadPixelsd(MapTransform):
     """Replace image URIs by their pixels: plain torch tensors (C, H, W), uint8 or float as stored, int32 of 16 bits.
 
@@ -44,6 +55,7 @@ class ReadPixelsd(MapTransform):
         channels: number of channels that every image must have; None takes what the file has.
         convert: convert between grey and RGB (and drop alpha) instead of refusing another number of channels.
         size: (H, W), or one number for both: antialiased bilinear resize while decoding; None keeps the size.
+        own_depth: give float32 from 0 to 1, each picture divided by the largest value of its own 8 or 16 bits.
 
     Raises:
         InputError: unreadable or truncated image, or another number of channels; the image is named.
@@ -55,6 +67,7 @@ class ReadPixelsd(MapTransform):
         channels: int | None = None,
         convert: bool = False,
         size: int | tuple[int, int] | None = None,
+        own_depth: bool = False,
     ) -> None:
         """Check the arguments; files are opened when called, so the transform can be sent to workers."""
         super().__init__(keys)
@@ -65,7 +78,7 @@ class ReadPixelsd(MapTransform):
         sides = (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
         if sides is not None and min(sides) < 1:
             raise InputError(f"image size {size}", "a whole number from 1, or (height, width)", "give such a size")
-        self.channels, self.convert, self.size = channels, convert, sides
+        self.channels, self.convert, self.size, self.own_depth = channels, convert, sides, own_depth
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Return a copy of `data` with a tensor at each key."""
@@ -73,7 +86,7 @@ class ReadPixelsd(MapTransform):
         for key in self.key_iterator(item):
             pixels = read_pixels(str(item[key]), self.size, self.channels, self.convert)
             item.setdefault("id", str(item[key]))
-            item[key] = as_tensor(pixels)
+            item[key] = as_tensor(of_own_depth(pixels, str(item[key])) if self.own_depth else pixels)
         return item
 
 
@@ -98,6 +111,7 @@ class ReadPaird(ReadPixelsd):
         classes: number of classes, the background among them.
         convert: convert images between grey and RGB (and drop alpha) instead of refusing another number of channels.
         size: (H, W), or one number for both, to which both are resized; None keeps the file's.
+        own_depth: as of ReadPixelsd.
 
     Raises:
         InputError: what `read_pair` finds wrong.
@@ -110,9 +124,10 @@ class ReadPaird(ReadPixelsd):
         classes: int = 2,
         convert: bool = False,
         size: int | Shape | None = None,
+        own_depth: bool = False,
     ) -> None:
         """Check the arguments; files are opened when called, so the transform can be sent to workers."""
-        super().__init__(keys, channels, convert, size)
+        super().__init__(keys, channels, convert, size, own_depth)
         if not 2 <= classes <= 255:
             raise InputError(
                 f"classes={classes}", "2 to 255, the background among them", "give the number of values that masks have"
@@ -132,6 +147,7 @@ class ReadPaird(ReadPixelsd):
             item[mask] = torch.from_numpy(indices[None])
         else:
             pixels, shape = read_image(uri, self.channels, self.size, self.convert)
+        pixels = of_own_depth(pixels, uri) if self.own_depth else pixels
         meta = {"original_affine": np.eye(4), "spatial_shape": np.array(shape), "filename_or_obj": uri}
         item[image] = MetaTensor(
             as_tensor(pixels), affine=torch.from_numpy(_affine(shape, pixels.shape[:2])), meta=meta
