@@ -215,8 +215,11 @@ def _segmented(place: Path, other: Path, progress: bool) -> Survey:
         about = (1, 0, _sides(shapes), _patch(shapes), place.name, other.name, drawn, notes)
         return Survey("volumes", where, names, counts, *about)
     notes += _depths(shown)
-    about = ((), place.name, other.name, drawn, notes, _mixed(shown))
-    return Survey("pictures", where, names, counts, *_pixels(shown), *about)
+    mixed = _mixed(shown)
+    return Survey(
+        "pictures", where, names, counts, *_pixels(shown),
+        images=place.name, masks=other.name, phantom=drawn, notes=notes, own_depth=mixed,
+    )  # fmt: skip
 
 
 class _Picture(NamedTuple):

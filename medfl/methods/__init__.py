@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import check_method_name
@@ -31,8 +31,8 @@ from medfl.methods.base import Group, Method, option
 __all__ = [
     "Bodies", "Group", "MakesImages", "Method", "PublicData", "SiteModels", "SiteNetworks", "TextEmbeddings",
     "WholeCohort", "extra", "has_fedavg_server", "has_option", "has_site_models", "keeps_network", "load",
-    "method_class", "names", "option", "options_of", "prototype_options", "sample_shares", "site_networks",
-    "values_of", "weighted_mean",
+    "method_class", "names", "option", "options_of", "prototype_options", "sample_shares", "settled",
+    "site_networks", "values_of", "weighted_mean",
 ]  # fmt: skip
 
 
@@ -119,6 +119,12 @@ def extra(method: Method, kind: type[Extra]) -> Extra | None:
     """Return a method as one with what only some have, such as `SiteNetworks`; None where it has it not."""
     inner = method.inner if isinstance(method, WithPrototypes) else method
     return inner if isinstance(inner, kind) else None
+
+
+def settled(method: Method, sizes: Mapping[str, int]) -> Method:
+    """Return a method with the options that depend on the sites' sizes, by name; see `SiteNetworks`."""
+    by_site = extra(method, SiteNetworks)
+    return method if by_site is None else cast(Method, by_site.settled(sizes))
 
 
 def site_networks(method: Method, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:

@@ -55,7 +55,7 @@ SizedLoss = Callable[[Tensor, Any], Tensor]
 class FedHelp(LessonOptions, SiteNetworks):
     """Large sites lend small ones their knowledge through proxies; small sites learn from foundation models besides."""
 
-    large: str = option("", "names of the sites with a large network, comma-separated")
+    large: str = option("auto", "names of the sites with a large network, comma-separated; auto: the larger half")
     large_network: str = option("resnet110", "their network: a value of the bundle's id `network`, or ID=VALUE")
     lambda_j: float = option(0.2, "weight of the public loss at small sites (paper: 0.2; Table 4: 0.4)", minimum=0.0)
     lambda_f: float = option(1.0, "what the large network gives its proxy (paper), 0: FedHelp_b", minimum=0.0)
@@ -114,8 +114,15 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     @property
     def large_sites(self) -> tuple[str, ...]:
-        """The names in `large`."""
-        return tuple(name.strip() for name in self.large.split(",") if name.strip())
+        """The names in `large`; none as long as they are not settled."""
+        return tuple(name.strip() for name in self.large.split(",") if name.strip() not in ("", "auto"))
+
+    def settled(self, sizes: Mapping[str, int]) -> FedHelp:
+        """Take the sites above the median size for large ones, of equal ones the first, where the user names none."""
+        if self.large != "auto":
+            return self
+        larger = sorted(sizes, key=lambda name: -sizes[name])[: len(sizes) // 2]
+        return replace(self, large=",".join(name for name in sizes if name in larger))
 
     def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
         """Give the large sites the large network.

@@ -135,8 +135,10 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         seed=request.seed,
     )
     held = partition.to_ids(sections)
-    chosen, participants = fitted(chosen, min(len(ids["train"]) for ids in held.values()), bundle.batch_size), [*held]
-    for own in {repr(own): own for own in methods.site_networks(method, participants).values() if own}.values():
+    sizes = {name: len(ids["train"]) for name, ids in held.items()}
+    chosen = fitted(chosen, min(sizes.values()), bundle.batch_size)
+    asked, method = methods.values_of(method), methods.settled(method, sizes)
+    for own in {repr(own): own for own in methods.site_networks(method, [*held]).values() if own}.values():
         without_data(request.bundle, {**config, **own}, device, policy)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
@@ -165,7 +167,8 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         lr_decay=float(chosen["lr_decay"]),
         **{**as_asked, "device": device, "messages": messages, "aggregation": aggregation},
     )
-    notes = opened.notes + tuple(public.notes(bundle, sections) if public else ())
+    taken = tuple(f"{name}={options[name]}, by the sites' sizes" for name in options if options[name] != asked[name])
+    notes = opened.notes + taken + tuple(public.notes(bundle, sections) if public else ())
     return Plan(run, bundle, method, notes, public)
 
 

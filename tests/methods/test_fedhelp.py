@@ -477,11 +477,28 @@ def test_the_large_sites_get_the_large_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("large", "said"), [("", "no large site"), ("a,b", "no small site"), ("a,z", "'z'; sites are a, b")]
+    ("large", "said"),
+    [("", "no large site"), ("auto", "no large site"), ("a,b", "no small site"), ("a,z", "'z'; sites are a, b")],
 )
 def test_a_wrong_list_of_large_sites_is_one_line(large: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         methods.load("fedhelp", large=large).site_networks(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "large"),
+    [
+        ({"a": 5, "b": 90, "c": 30, "d": 7}, "b,c"),
+        ({"a": 5, "b": 90, "c": 30}, "b"),
+        ({"a": 5, "b": 5}, "a"),
+        ({"a": 5}, ""),
+    ],
+)
+def test_the_larger_half_is_large_unless_it_is_named(sizes: dict[str, int], large: str) -> None:
+    method = methods.settled(methods.load("fedhelp"), sizes)
+    assert methods.values_of(method)["large"] == large
+    assert methods.settled(fedhelp(large="a"), sizes) == fedhelp(large="a")
+    assert methods.settled(methods.load("fedprox"), sizes) == methods.load("fedprox")
 
 
 def test_without_public_data_it_says_what_to_do() -> None:

@@ -22,6 +22,14 @@ from medfl.training import Host
 class SiteNetworks:
     """The sites need not have the same network."""
 
+    def settled(self, sizes: Mapping[str, int]) -> SiteNetworks:
+        """Return the method with options that say names where they said "auto".
+
+        Args:
+            sizes: training images of the participants, in the partition's order.
+        """
+        return self
+
     def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
         """Return, for each site, the ids of the bundle's configuration that its network is built with.
 
