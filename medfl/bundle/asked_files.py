@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from medfl.core.errors import InputError
 from medfl.datasets.phantoms import shapes
 from medfl.datasets.phantoms.shapes import Need
 
@@ -115,12 +116,10 @@ class Layout:
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         found = [self._found_by(pattern, case) for pattern in self.patterns for case in range(self.cases)]
-        for path in (
-            *found,
-            *self.tables,
-            *self.arrays,
-            *(f / name / "-" for f in self.listed for name in self.classes),
-        ):
+        classes = [folder / _as_folder(name) / "-" for folder in self.listed for name in self.classes]
+        for path in (*found, *self.tables, *self.arrays, *classes):
+            if not Path(os.path.abspath(path)).is_relative_to(self.folder):
+                raise InputError(f"the bundle looks for {path}", f"its data lie below {self.folder}", "have it changed")
             path.parent.mkdir(parents=True, exist_ok=True)
         for path in found:
             path.touch()
@@ -175,6 +174,6 @@ def _as_folder(name: str) -> str:
 
 def _filled(pattern: str, name: str, case: int) -> str:
     """Return a name that a pattern of one matches."""
-    text = re.sub(r"\[!([^\]]+)\]", lambda m: next(c for c in "0123x" if c not in m[1]), pattern)
+    text = re.sub(r"\[!([^\]]+)\]", lambda m: next((c for c in "0123456789xyz" if c not in m[1]), "-"), pattern)
     text = re.sub(r"\[([^\]]).*?\]", r"\1", text).replace("?", str(case % 10))
     return re.sub(r"\*+", lambda _: name, text)

@@ -87,7 +87,10 @@ class _Component(ConfigComponent):
         if config.get("_mode_", "default") != "default":
             raise Refused(f"_mode_ of {name}, where only 'default' is")
         arguments = {**{key: value for key, value in config.items() if key not in self.non_arg_keys}, **named}
-        check_arguments(found, (), arguments)
+        if name.endswith("DataLoader"):
+            arguments |= {"num_workers": 0, "multiprocessing_context": None, "worker_init_fn": None}
+            arguments.pop("persistent_workers", None), arguments.pop("prefetch_factor", None)
+        self._evaluator.check_places(check_arguments(found, (), arguments))
         try:
             return found(**arguments)
         except Exception as error:

@@ -18,7 +18,7 @@ examples
   medfl data make ham10000 --out pictures --per-class 10 --size 32
       small pictures of a shipped bundle's classes
   medfl data make zoo/spleen_ct_segmentation --out spleen
-      for any bundle: what its configuration looks for is drawn, or named where it cannot be found out"""
+      for any bundle: what its configuration looks for is drawn, or said to be unknown"""
 
 
 def add(verbs: Any) -> None:

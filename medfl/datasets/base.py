@@ -18,7 +18,7 @@ from typing import NotRequired, TypedDict
 import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
-from medfl.datasets.readers.label_images import ClassIndex
+from medfl.datasets.readers.class_index import ClassIndex
 from medfl.datasets.readers.reading import container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Record, Rule, WholeCentres
 from medfl.datasets.readers.tables import Layout, Table, several
@@ -240,6 +240,8 @@ def datalist(name: str, folder: str | Path, section: str, split: str | None = No
         raise InputError(
             f"section {section!r} is not known", f"sections: {', '.join(SECTIONS)}", "give one of these sections"
         )
+    from medfl.datasets.readers import label_images  # noqa: F401 - MONAI's own reader learns to open such items
+
     return [item.copy() for item in sections(name, folder, split)[section]]
 
 

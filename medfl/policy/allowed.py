@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 from medfl.core.untrusted import printable
@@ -179,6 +180,8 @@ TABLE_ARGUMENTS = (
 )  # fmt: skip
 """What the reading of a CSV file may be told beside its path."""
 
+PLACES = frozenset({"src", "npzfile", "root_dir", "load_path", "weights", "path"})
+"""Arguments that name a file or folder, where they are texts or paths."""
 _SWITCHES = ("download", "pretrained", "allow_pickle", "trust_remote_code", "expanduser")
 
 
@@ -195,7 +198,7 @@ def argument_refused(name: str, value: object) -> str:
             return f"argument {name!r} names what is imported and called: only readers and writers of MONAI can be"
     if name in _SWITCHES and value is not False and value is not None:
         return f"argument {name!r} can only be false here: nothing is fetched and nothing unpickled"
-    if any(isinstance(each, str) and "://" in each for each in (value if isinstance(value, list) else [value])):
+    if name != "data" and "://" in _texts(value):
         return f"argument {name!r} is a URL: nothing is fetched"
     if name == "weights_only" and value is not True:
         return "argument 'weights_only' can only be true here: nothing is unpickled"
@@ -225,9 +228,22 @@ def component_refused(name: str, arguments: Mapping[str, Any]) -> str:
     return ""
 
 
+def _texts(value: object) -> str:
+    """Return all texts and paths of a value, joined."""
+    if isinstance(value, str | PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    return "\n".join(map(_texts, value)) if isinstance(value, list | tuple | set | frozenset) else ""
+
+
 def _is_reader(value: object) -> bool:
-    """Tell whether a value is a reader's listed name, or one that a listed component made."""
-    return value in READERS if isinstance(value, str) else type(value).__module__.startswith("monai.data.")
+    """Tell whether a value is a reader's listed name, or a reader or writer that a listed component made."""
+    if isinstance(value, str):
+        return value in READERS
+    from monai.data import ImageReader, ImageWriter
+
+    return isinstance(value, ImageReader | ImageWriter)
 
 
 # Expressions
@@ -276,7 +292,7 @@ _MEMBERS = {
     "monai.apps.pathology.handlers.utils": "from_engine_hovernet",
     "monai.auto3dseg.utils": "datafold_read",
     "monai.data": """
-        DataLoader Dataset decollate_batch list_data_collate load_decathlon_datalist pad_list_data_collate
+        Dataset decollate_batch list_data_collate load_decathlon_datalist pad_list_data_collate
         partition_dataset partition_dataset_classes select_cross_validation_folds
         """,
     "monai.data.utils": "list_data_collate no_collation pad_list_data_collate partition_dataset",
@@ -317,7 +333,7 @@ METHODS_OF = {
         rfind rpartition rsplit rstrip split splitlines startswith strip title upper zfill
         """
     ),
-    "list": _names("append copy count extend index insert pop reverse sort"),
+    "list": _names("copy count index pop reverse sort"),
     "tuple": _names("count index"),
     "dict": _names("copy get items keys pop setdefault update values"),
     "set": _names("add copy difference intersection issubset issuperset union update"),

@@ -54,7 +54,11 @@ _IN_EXPRESSIONS = (
     "monai.apps.",
 )  # fmt: skip
 """Where components lie that expressions may make too."""
+_LOADERS = frozenset({"DataLoader", "ThreadDataLoader"})
+"""They start processes."""
 _PACKAGES = ("monai", "torch", "torchvision", "numpy", "ignite", "medfl")
+_TYPED = ("arange", "array", "asarray", "astype", "full", "ones", "zeros")
+_OBJECTS = frozenset({"object", "object_", "O", "|O"})
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
 
 
@@ -91,7 +95,7 @@ def for_expressions(path: str) -> Any:
         found = component(path)
     except Refused:
         return None
-    listed = found.__module__.startswith(_IN_EXPRESSIONS) and name not in WEIGHTS_OF_THEIR_OWN
+    listed = found.__module__.startswith(_IN_EXPRESSIONS) and name not in WEIGHTS_OF_THEIR_OWN | _LOADERS
     return found if listed and without_ending(name) not in WRITERS else None
 
 
@@ -104,21 +108,30 @@ def _is_plain_function(module: str, name: str) -> bool:
     return same and not name.startswith("_") and name != "from_file"
 
 
-def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str, Any]) -> None:
-    """Check what a function or component is called with; `...` stands for what is not known yet.
+def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Check what a function or component is called with, and return it by name; `...` is what is not known yet.
 
     Raises:
         Refused: an argument has a meaning of its own and may not have this value.
     """
     try:
-        given = {**inspect.signature(function).bind_partial(*arguments).arguments, **named}
+        signature = inspect.signature(function)
+        given = {**signature.bind_partial(*arguments).arguments, **named}
+        further = [one.name for one in signature.parameters.values() if one.kind is one.VAR_POSITIONAL]
     except (TypeError, ValueError):
-        given = dict(named)  # it tells no names of its positional ones
+        given, further = dict(named), []  # it tells no names of its positional ones
+    of_monai = str(getattr(function, "__module__", None)).startswith("monai.")
+    if of_monai and any(given.get(name) for name in further):
+        raise Refused(f"{getattr(function, '__name__', 'a call')} with more arguments than it has names for")
+    texts = {value for value in (*arguments, given.get("dtype")) if isinstance(value, str)}
+    if getattr(function, "__name__", "") in _TYPED and texts & _OBJECTS:
+        raise Refused("an array of objects")
     for name, value in given.items():
         if why := argument_refused(name, value):
             raise Refused(why)
     if why := component_refused(getattr(function, "__name__", ""), given):
         raise Refused(why)
+    return given
 
 
 def _in_module(module: str, name: str) -> object:

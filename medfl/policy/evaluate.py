@@ -17,7 +17,7 @@ import inspect
 import io
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from types import BuiltinMethodType, MethodType
@@ -33,6 +33,7 @@ from medfl.policy.allowed import (
     BUILTINS,
     MEMBERS,
     METHODS_OF,
+    PLACES,
     TABLE_ARGUMENTS,
     WORDED,
 )
@@ -56,9 +57,15 @@ _PATH_FUNCTIONS = {
     "glob.glob": ("recursive", "include_hidden"), "os.listdir": (), "os.path.exists": (), "os.path.isdir": (),
     "os.path.isfile": (), "monai.data.load_decathlon_datalist": ("is_segmentation", "data_list_key", "base_dir"),
     "monai.auto3dseg.utils.datafold_read": ("basedir", "fold", "key"),
-    "pandas.read_csv": TABLE_ARGUMENTS,
+    "pandas.read_csv": TABLE_ARGUMENTS, "medfl.datasets.datalist": ("name", "section", "split"),
+    "medfl.datasets.locate": ("name",), "medfl.datasets.own.labelled": ("classes", "section"),
+    "medfl.datasets.own.paired": ("images", "masks", "section"),
 }  # fmt: skip
-"""Members whose first argument is a place that they look at, and which others may be given."""
+"""Members of which `folder`, or else the first argument, is a place that they look at, and what else may be given."""
+_CHECKED = ("monai.", "medfl.", "torchvision.", "torch.utils.")
+"""Where classes and functions lie whose arguments are checked whoever calls them; PyTorch's layers need no check."""
+_MEMBER, _ATTRIBUTE, _CALL, _OPERATE, _FORMATTED = "<member>", "<attribute>", "<call>", "<operate>", "<formatted>"
+"""Names of the guards, which no argument in an expression can have."""
 
 
 class ElsewhereRefused(Refused):
@@ -115,11 +122,11 @@ class Evaluator:
             "setattr": setattr,  # the check of the text wants a word for it
             "__builtins__": {},
             "__name__": __name__,
-            "_member": self.member,
-            "_attribute": self._attribute,
-            "_call": self._call,
-            "_operate": _operate,
-            "_formatted": _formatted,
+            _MEMBER: self._value_of,
+            _ATTRIBUTE: self._attribute,
+            _CALL: self._call,
+            _OPERATE: _operate,
+            _FORMATTED: _formatted,
         }
 
     def member(self, path: str) -> Any:
@@ -135,6 +142,13 @@ class Evaluator:
         return self._members[path]
 
     # Guards
+
+    def _value_of(self, path: str) -> Any:
+        """Return what a path of names stands for; of a component its checked call, whoever is handed it."""
+        found = self.member(path)
+        home = str(getattr(found, "__module__", None)).startswith(_CHECKED)
+        made = inspect.isclass(found) or (path not in MEMBERS and inspect.isfunction(found))
+        return _Component(found, self) if made and home else found
 
     def _attribute(self, value: Any, name: str) -> Any:
         if not self._allows(value, name):
@@ -168,6 +182,10 @@ class Evaluator:
         return "scripts" in self.words and str(module).partition(".")[0] in self.own_modules
 
     def _call(self, function: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(function, _Component):
+            function = function._function
+        if isinstance(function, functools.partial):
+            return self._call(function.func, *function.args, *arguments, **{**function.keywords, **named})
         if not self._callable(function):
             raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
         handed = next(
@@ -175,14 +193,22 @@ class Evaluator:
         )
         if handed is not None:
             raise Refused(f"{printable(handed.__name__)} handed on, which is not on the list")
-        check_arguments(function, arguments, named)
+        given = check_arguments(function, arguments, named)
+        self.check_places(given)
+        if type(function).__module__.startswith("monai."):  # a transform that was made: it may read the file
+            self.check_places({"path": [value for value in _inside(arguments) if _is_far(value)]})
         return function(*arguments, **named)
+
+    def check_places(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse arguments that name a file or folder elsewhere."""
+        for name in PLACES & arguments.keys():
+            for place in _inside(arguments[name]):
+                if isinstance(place, str | PurePath):
+                    self._check_place(place)
 
     def _callable(self, function: Any) -> bool:
         if any(function is member for member in self._members.values()) or self._is_own(function):
             return True
-        if isinstance(function, functools.partial):
-            return self._callable(function.func) or function.func is _format
         if isinstance(function, BuiltinMethodType | MethodType) and function.__self__ is not builtins:
             owner = function.__self__
             return owner is self or self._allows(owner, function.__name__) or self._is_own(type(owner))
@@ -196,14 +222,15 @@ class Evaluator:
     ) -> Callable[..., Any]:
         """Return a function that looks at the place that its first argument names, below a folder if one is given."""
         signature = inspect.signature(function)
-        first = next(iter(signature.parameters))
+        where = "folder" if "folder" in signature.parameters else next(iter(signature.parameters))
 
         def look(*arguments: Any, **named: Any) -> Any:
             given = signature.bind(*arguments, **named).arguments
-            if others := given.keys() - {first, *allowed}:
+            if others := given.keys() - {where, *allowed}:
                 raise Refused(f"the argument {min(others)} of {function.__name__}, which is not on the list")
-            place = given.get(first, ".")
-            self._check_place(place if folder is None else folder / str(place))
+            place = given.get(where, "." if where != "folder" else None)
+            if place is not None:
+                self._check_place(place if folder is None else folder / str(place))
             return function(*arguments, **named)
 
         return look
@@ -226,10 +253,36 @@ class Evaluator:
         if not isinstance(place, str | PurePath):
             raise Refused(f"a {type(place).__name__} as a path")
         path = Path(os.path.abspath(place))
-        if "://" in str(place):
-            raise Refused(f"the address {printable(place)}: nothing is fetched")
+        if re.match(r"\w{2,}:", str(place)):
+            raise Refused(f"{printable(place)}, a URL: nothing is fetched")
         if not any(path.is_relative_to(root) for root in self.roots):
             raise ElsewhereRefused(f"the path {printable(place)}, which is neither below the bundle nor below its data")
+
+
+@dataclass(frozen=True, eq=False)
+class _Component:
+    """A component as a value, as `map` or a transform is handed it: its arguments are checked when it is called."""
+
+    _function: Callable[..., Any]
+    _evaluator: Evaluator
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._evaluator._call(self._function, *arguments, **named)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Give a value, or what a container holds."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        for each in value:
+            yield from _inside(each)
+    else:
+        yield value
+
+
+def _is_far(value: Any) -> bool:
+    return isinstance(value, PurePath) or (isinstance(value, str) and os.sep in value)
 
 
 class _Guards(ast.NodeTransformer):
@@ -241,28 +294,28 @@ class _Guards(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self._names:
             return node
-        return _guard("_member", ast.Constant(self._names[node.id]))
+        return _guard(_MEMBER, ast.Constant(self._names[node.id]))
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         path = module_path(node, self._names)
         if path:
-            return _guard("_member", ast.Constant(path))
-        return _guard("_attribute", self.visit(node.value), ast.Constant(node.attr))
+            return _guard(_MEMBER, ast.Constant(path))
+        return _guard(_ATTRIBUTE, self.visit(node.value), ast.Constant(node.attr))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        return ast.Call(ast.Name("_call", ast.Load()), [node.func, *node.args], node.keywords)
+        return ast.Call(ast.Name(_CALL, ast.Load()), [node.func, *node.args], node.keywords)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
         if type(node.op).__name__ not in _GROWING:
             return node
-        return _guard("_operate", ast.Constant(type(node.op).__name__), node.left, node.right)
+        return _guard(_OPERATE, ast.Constant(type(node.op).__name__), node.left, node.right)
 
     def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
         self.generic_visit(node)
         spec = node.format_spec or ast.Constant("")
-        return ast.FormattedValue(_guard("_formatted", node.value, spec), -1, None)
+        return ast.FormattedValue(_guard(_FORMATTED, node.value, spec), -1, None)
 
 
 def _guard(name: str, *arguments: Any) -> ast.expr:

@@ -72,6 +72,7 @@ class _Inspector:
         self.names: dict[str, str] = dict(DEFAULT_NAMES)
         self.own_modules: frozenset[str] = frozenset()
         self.referred: set[str] = set()
+        self.definitions: dict[_Place, list[Plain]] = {}
 
     def run(self) -> None:
         refuse = self.inspection.refuse
@@ -84,6 +85,11 @@ class _Inspector:
         for file, content in self.contents.items():
             self._imports(file, content)
         places = {file: list(_walk(content)) for file, content in self.contents.items()}
+        for nodes in places.values():
+            for place, node in nodes:
+                self.definitions.setdefault(place, []).append(node)
+                if "config" in place:  # a preset of federated.yaml is laid over the rest
+                    self.definitions.setdefault(place[place.index("config") + 1 :], []).append(node)
         self._referred(places)
         self._macros(places)
         for file, content in self.contents.items():
@@ -192,13 +198,13 @@ class _Inspector:
             raise Refused(f"_mode_ {printable(node, 40)!r}, where only 'default' is")
         if stem == "federated" and name in _BUNDLES and isinstance(node, str) and not _NAMES.fullmatch(node):
             raise Refused(f"{printable(node, 40)!r}, where a bundle names others by their names only")
-        value = self._resolved(node, content)
+        value = self._resolved(node)
         for part in () if _is_free(place, stem) else place:  # also of `x#reader#0`
             read_as_false = part == "pretrained" and value is True and stem == "inference"  # weights follow
             if not read_as_false and (why := argument_refused(part, value)):
                 raise Refused(why)
         if isinstance(node, dict):
-            self._component(node, content, stem)
+            self._component(node, stem)
         elif isinstance(node, str):
             check_visible(node)
             self._text(file, place, node, content, stem)
@@ -214,10 +220,10 @@ class _Inspector:
             component(node)
         self.inspection.targets[node] += 1
 
-    def _component(self, node: dict[Any, Any], content: Plain, stem: str) -> None:
+    def _component(self, node: dict[Any, Any], stem: str) -> None:
         target = node.get("_target_")
         if isinstance(target, str):
-            arguments = {key: self._resolved(value, content) for key, value in node.items()}
+            arguments = {key: self._resolved(value) for key, value in node.items()}
             if stem == "inference" and arguments.get("pretrained"):
                 arguments["pretrained"] = False
             if why := component_refused(target.rpartition(".")[2], arguments):
@@ -227,16 +233,21 @@ class _Inspector:
             if apart and isinstance(value, str) and value.rpartition(".")[2] in WEIGHTS_OF_THEIR_OWN:
                 raise Refused(f"{printable(value)} apart from its 'pretrained: false', which would fetch weights")
 
-    def _resolved(self, node: Plain, content: Plain) -> Plain:
-        """Return the literal that a reference leads to, or that an expression says; else what is given."""
+    def _resolved(self, node: Plain) -> Plain:
+        """Return the literal that a reference leads to, or that an expression says; else what is given.
+
+        An id that has two values, in two files or written in two ways, leads nowhere: which of them counts is decided
+        when the configurations are merged.
+        """
         for _ in range(_LINKS):
             if not (isinstance(node, str) and _REFERENCE.fullmatch(node)):
                 break
-            contents = [content, *self.contents.values()]
-            found = next((found for each in contents if (found := _at(each, node[1:])) is not None), None)
-            if found is None:
+            place = tuple(re.split("#|::", node[1:]))
+            found = self.definitions.get(place, [])
+            above = [self.definitions.get(place[:end], [{}]) for end in range(1, len(place))]
+            if len({repr(each) for each in found}) != 1 or any(not isinstance(v, dict) for vs in above for v in vs):
                 break
-            node = found
+            node = found[0]
         return _LITERALS.get(node, node) if isinstance(node, str) else node
 
     def _text(self, file: str, place: _Place, text: str, content: Plain, stem: str) -> None:
@@ -287,13 +298,6 @@ class _Inspector:
         if not place or place[0] not in _ENTRIES or place[0] in self.referred or len(place) > 2:
             return False
         return len(place) == 1 or isinstance(content.get(place[0], content.get(f"+{place[0]}")), list)
-
-
-def _at(content: Plain, id_: str) -> Any:
-    """Return what an id holds, None if there is none."""
-    for part in re.split("#|::", id_):
-        content = content.get(part) if isinstance(content, dict) else None
-    return content
 
 
 def _walk(content: Plain) -> Iterator[tuple[_Place, Plain]]:

@@ -26,7 +26,7 @@ from monai.utils import set_determinism
 from PIL import Image
 
 from medfl import datasets, networks
-from medfl.bundle import configuration
+from medfl.bundle import files as bundle_files
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.errors import InputError
@@ -122,7 +122,7 @@ def test_families_are_found_by_the_names_of_their_bundles(tmp_path: Path, monkey
         Bundle("natural")
     shutil.copytree(BUNDLES / "natural" / "mnist", tmp_path / "share" / "medfl" / "bundles" / "natural" / "mnist")
     assert not Bundle(str(tmp_path / "share" / "medfl" / "bundles" / "natural" / "mnist")).is_shipped
-    monkeypatch.setattr(configuration, "shipped_root", lambda: tmp_path / "share" / "medfl" / "bundles")
+    monkeypatch.setattr(bundle_files, "shipped_root", lambda: tmp_path / "share" / "medfl" / "bundles")
     assert shipped() == ("mnist",)
     assert Bundle("mnist").root.is_relative_to(tmp_path)
     assert Bundle("mnist").is_shipped

@@ -23,15 +23,7 @@ raise SystemExit(code)
 
 
 def test_listings_and_plain_refusals_import_neither_torch_nor_monai() -> None:
-    runs = [
-        (
-            arguments,
-            code,
-            subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdout=-1, stderr=-1, text=True),
-        )
-        for arguments, code in QUICK
-    ]
-    for arguments, code, process in runs:
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == code, (arguments, said)
-        assert said.startswith("error: ") == (code == 2), (arguments, said)
+    for arguments, code in QUICK:
+        done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, (arguments, done.stderr)
+        assert done.stderr.startswith("error: ") == (code == 2), (arguments, done.stderr)

@@ -134,9 +134,11 @@ def test_a_hostile_bundle_that_was_let_in_does_no_harm(attack: str, data: Path, 
 
 @landlock
 def test_a_run_that_is_refused_leaves_an_empty_folder_and_one_line(tmp_path: Path) -> None:
-    code, stderr = medfl(tmp_path, "run", "mednist", "--data=phantom", "--sandbox", "--out=a", "--rounds=0", "--quiet")
+    code, stderr = medfl(
+        tmp_path, "run", "mednist", "--data=phantom", "--sandbox", "--out=a", "--partition=odd", "--quiet"
+    )
     assert code == 2
-    assert stderr.startswith("error: --rounds 0; ")
+    assert stderr.startswith("error: partition 'odd'; ")
     assert stderr.count("\n") == 1
     assert list((tmp_path / "a").iterdir()) == []
 

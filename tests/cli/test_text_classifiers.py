@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from medfl import datasets
+from medfl import datasets, methods
 from medfl.bundle import bundle
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.prompts import read_text
@@ -250,7 +250,9 @@ def test_fedbm_goes_on_bit_for_bit_after_an_interruption(
 
     with monkeypatch.context() as patch:
         patch.setattr("medfl.methods.fedbm.METHOD", Stopped)
+        methods.method_class.cache_clear()
         _run(scans, cut, *settings, code=130)
+    methods.method_class.cache_clear()
     assert json.loads((cut / "state" / "manifest.json").read_text())["round"] == 2
     assert cli.main(["run", "--resume", "--out", str(cut), "--jobs", "1", "--quiet"]) == 0
     assert _summary(cut)["weights_sha256"] == _summary(whole)["weights_sha256"]

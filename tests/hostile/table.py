@@ -108,6 +108,19 @@ HOSTILE: dict[str, Hostile] = {
     "pretrained_by_a_reference": Hostile(
         "'pretrained'", {"x": {"_target_": "DenseNet121", "pretrained": "@wanted"}, "wanted": True}
     ),
+    "reader_by_a_reference_to_two_things": Hostile(
+        "'reader'",
+        {
+            "rd": {"v": "NumpyReader"},
+            "rd#v": {"_target_": "IterableDataset", "data": ["os.system"]},
+            "x": {"_target_": "LoadImage", "reader": "@rd#v", "command": "id"},
+        },
+    ),
+    "reader_that_another_file_changes": Hostile(
+        "'reader'",
+        {"rd": "NumpyReader", "x": {"_target_": "LoadImage", "reader": "@rd", "command": "id"}},
+        {"configs/evaluate.json": '{"rd": {"_target_": "IterableDataset", "data": ["os.system"]}}'},
+    ),
     "reader_by_a_reference": Hostile(
         "'reader'", {"x": {"_target_": "LoadImaged", "keys": "a", "reader": "@wanted"}, "wanted": "os.mkdir"}
     ),

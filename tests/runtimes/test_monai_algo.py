@@ -28,7 +28,7 @@ from PIL import Image
 from medfl import datasets
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.core.seeding import stream
-from medfl.datasets.readers.label_images import ClassIndex
+from medfl.datasets.readers.class_index import ClassIndex
 from tests.support.sweeps import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs: only MONAI runs here

@@ -68,6 +68,6 @@ def test_data_are_drawn_and_the_first_training_item_is_trained_on(name: str, tmp
 
 @pytest.mark.parametrize("name", sorted({*REAL} & WITHOUT_TRAINING))
 def test_without_a_training_configuration_that_is_the_reason(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="a path is a folder with configs/train"):
+    with pytest.raises(InputError, match="has no configs/train.json or .yaml; it has inference.json"):
         draw_data(str(FOLDER / name), tmp_path / "drawn", policy=OWN)
     assert not (tmp_path / "drawn").exists()

@@ -16,24 +16,8 @@ from monai.transforms.io.array import SUPPORTED_READERS
 from monai.utils import ensure_tuple
 from PIL import Image
 
+from medfl.datasets.readers.class_index import OF_CLASS
 from medfl.datasets.readers.reading import Pixels, read_pixels, split_uri
-
-_OF_CLASS = "?class="
-
-
-class ClassIndex(int):
-    """The index of an item's class, which as a path is that of its label image."""
-
-    def __new__(cls, index: int, image: str = "") -> ClassIndex:
-        """Take the index, and the URI of the image whose size the label image has."""
-        made = super().__new__(cls, index)
-        made.image = image
-        return made
-
-    image: str
-
-    def __fspath__(self) -> str:
-        return f"{self.image}{_OF_CLASS}{int(self)}"
 
 
 class UriReader(ImageReader):  # type: ignore[misc]
@@ -45,7 +29,7 @@ class UriReader(ImageReader):  # type: ignore[misc]
     def verify_suffix(self, filename: Sequence[PathLike] | PathLike) -> bool:
         """Tell whether these are such."""
         names = [str(name) for name in ensure_tuple(filename)]
-        return all(_OF_CLASS in n or split_uri(n)[1] or n.lower().endswith((".tif", ".tiff")) for n in names)
+        return all(OF_CLASS in n or split_uri(n)[1] or n.lower().endswith((".tif", ".tiff")) for n in names)
 
     def read(self, data: Sequence[PathLike] | PathLike, **settings: Any) -> str:
         """Return the one URI."""
@@ -54,7 +38,7 @@ class UriReader(ImageReader):  # type: ignore[misc]
 
     def get_data(self, img: str) -> tuple[Pixels, dict[str, Any]]:
         """Return pixels (W, H, C), those of a class (W, H, 1), and what MONAI has to know of them."""
-        uri, _, index = img.partition(_OF_CLASS)
+        uri, _, index = img.partition(OF_CLASS)
         if index and not split_uri(uri)[1]:
             with Image.open(uri) as picture:
                 pixels = np.full((*picture.size, 1), int(index), np.float32)
