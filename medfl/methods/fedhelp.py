@@ -118,11 +118,9 @@ class FedHelp(LessonOptions, SiteNetworks):
         return tuple(name.strip() for name in self.large.split(",") if name.strip() not in ("", "auto"))
 
     def settled(self, sizes: Mapping[str, int]) -> FedHelp:
-        """Take the sites above the median size for large ones, of equal ones the first, where the user names none."""
-        if self.large != "auto":
-            return self
+        """Take the larger half of the sites, of equal ones the first, where the user names none."""
         larger = sorted(sizes, key=lambda name: -sizes[name])[: len(sizes) // 2]
-        return replace(self, large=",".join(name for name in sizes if name in larger))
+        return self if self.large != "auto" else replace(self, large=",".join(n for n in sizes if n in larger))
 
     def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
         """Give the large sites the large network.
