@@ -30,7 +30,10 @@ from medfl.policy.paths import check_id, check_path
 from medfl.policy.policy import Policy
 
 _KEY = re.compile(r"\+?\w+((#|::)\w+)*", re.ASCII)
+_LABEL = re.compile(r"\w[\w /.-]*", re.ASCII)
+"""Names of metrics, as `val/mean dice`; not beside relative references, which MONAI replaces by the keys above."""
 _REFERENCE = re.compile(r"@((#|::)*\w+)((#|::)\w+)*", re.ASCII)
+_RELATIVE = re.compile(r"[@%](#|::)")
 _MACRO = re.compile(r"%\w+((#|::)\w+)*", re.ASCII)
 _SPECIAL = ("_target_", "_disabled_", "_requires_", "_desc_", "_mode_")
 _ENTRIES = ("initialize", "run", "finalize", "training", "evaluating", "testing", "inferring")
@@ -72,6 +75,7 @@ class _Inspector:
         self.names: dict[str, str] = dict(DEFAULT_NAMES)
         self.own_modules: frozenset[str] = frozenset()
         self.referred: set[str] = set()
+        self.names_of_keys = _KEY
         self.definitions: dict[_Place, list[Plain]] = {}
 
     def run(self) -> None:
@@ -90,6 +94,8 @@ class _Inspector:
                 self.definitions.setdefault(place, []).append(node)
                 if "config" in place:  # a preset of federated.yaml is laid over the rest
                     self.definitions.setdefault(place[place.index("config") + 1 :], []).append(node)
+        texts = (node for nodes in places.values() for _, node in nodes if isinstance(node, str))
+        self.names_of_keys = _KEY if any(map(_RELATIVE.search, texts)) else _LABEL
         self._referred(places)
         self._macros(places)
         for file, content in self.contents.items():
@@ -181,7 +187,7 @@ class _Inspector:
             raise Refused("an import outside of the list of imports")
         if last in _SPECIAL and stem == "metadata":
             raise Refused(f"the key {printable(key)!r} in a description")
-        if not _is_free(place, stem) and not _KEY.fullmatch(key):
+        if not _is_free(place, stem) and not _KEY.fullmatch(key) and not self.names_of_keys.fullmatch(key):
             raise Refused(f"the key {printable(key)!r}, which is no plain name")
 
     def _description(self, node: Plain) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,25 @@ def test_names_of_classes_lead_nowhere_else(tmp_path: Path) -> None:
     drawn = draw_data(str(bundle(tmp_path / "bundle", {**ONE_IMAGE, **ids}, metadata)), tmp_path / "drawn")
     assert sorted(os.listdir(tmp_path)) == ["bundle", "drawn"]
     assert sorted(path.name for path in drawn.folder.iterdir()) == ["-", "-etc", "..-..-out"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        "[f for c in os.listdir(@dataset_dir) for f in glob.glob(os.path.join(@dataset_dir, c, '*.png'))]",
+        "glob.glob(os.path.join(@dataset_dir, '[.][.]', '[.][.]', 'outside', '*.png'))",
+        "glob.glob(os.path.join(@dataset_dir, '[!0123x]', '*.png'))",
+    ],
+)
+def test_nothing_is_drawn_beside_the_folder(files: str, tmp_path: Path) -> None:
+    """Whatever a bundle's folders are called and looked for by."""
+    names = {"channel_def": {"0": "../../../evil", "1": str(tmp_path / "absolute")}}
+    metadata = CLASSIFIED | {"outputs": {"pred": {"format": "classes", **names}}}
+    ids = {"imports": ["$import os", "$import glob"], "train_list": f"$[{{'image': f, 'label': 0}} for f in {files}]"}
+    path = bundle(tmp_path / "bundle", {**ONE_IMAGE, **ids}, metadata)
+    with suppress(InputError):
+        draw_data(str(path), tmp_path / "drawn")
+    assert set(os.listdir(tmp_path)) <= {"bundle", "drawn"}
 
 
 def test_what_is_too_large_to_be_tiny_is_named(tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "batch": "$lambda data, *_, **__: data.to(@device)",
             "handlers": [{"_target_": "StatsHandler", "name": "$lambda engine: print(engine.state.iteration)"}],
             "mode": "$monai.utils.GridSampleMode.BILINEAR",
+            "key_metric": {"val/mean dice": {"_target_": "MeanDice"}, "val-accuracy": {"_target_": "MeanDice"}},
             "flipped": "$lambda x: torch.flip(x, dims=[1])",
         },
     ),

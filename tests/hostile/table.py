@@ -108,6 +108,7 @@ HOSTILE: dict[str, Hostile] = {
     "pretrained_by_a_reference": Hostile(
         "'pretrained'", {"x": {"_target_": "DenseNet121", "pretrained": "@wanted"}, "wanted": True}
     ),
+    "key_with_a_slash_beside_a_relative_reference": Hostile("no plain name", {"a/b": {"b": 2, "x": "$@#b"}}),
     "reader_by_a_reference_to_two_things": Hostile(
         "'reader'",
         {
