@@ -116,7 +116,11 @@ def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings
         settings: further arguments of `MedflController`.
     """
     beside = folder.resolve() / FLARE_FOLDER
-    shutil.rmtree(beside, ignore_errors=True)
+    for _ in range(50):  # processes of a run that was killed may still write their last lines
+        shutil.rmtree(beside, ignore_errors=True)
+        if not beside.exists():
+            break
+        time.sleep(0.2)
     beside.mkdir()
     job, clients = local_recipe(run, folder, **settings)
     write_job(job, beside)

@@ -126,6 +126,7 @@ SMALLEST = {
     "scale": "--rounds 2 --sites 10 --methods fedavg",
     "startup": "--repeats 1",
     "local_step": "--networks small_cnn --steps 4 --repeats 1",
+    "mask_metrics": "--classes 5 --volumes 1 --side 12 --repeats 1",
     "runtime_cost": "--rounds 2 --networks small_cnn --images 40 --runtimes simulator,monai-fl",
 }
 
