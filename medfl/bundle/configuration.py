@@ -74,7 +74,7 @@ class Configuration:
             for key, value in read(file).items():
                 with _told(f"{file}: {key!r} cannot be merged", "its parent ids exist in the training configuration"):
                     merge_kv(parser, key, value)
-        self.adapted = older.give_numpy_names([*older.own_python(root), str(parser.get())])
+        self.adapted = older.give_numpy_names([*older.python_texts(root), str(parser.get())])
         fixed = {"bundle_root": str(root), "device": f"$torch.device('{device}')"}
         self.override({**{k: v for k, v in fixed.items() if k in parser}, **overrides})
 

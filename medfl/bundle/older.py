@@ -43,7 +43,7 @@ def give_numpy_names(texts: Iterable[str]) -> set[str]:
     return {f"numpy.{name}" for name in names}
 
 
-def own_python(root: Path) -> list[str]:
+def python_texts(root: Path) -> list[str]:
     """Return the text of a bundle's own Python files."""
     return [
         path.read_text(encoding="utf-8", errors="replace") for path in [*root.glob("*.py"), *root.glob("*/**/*.py")]

@@ -1,6 +1,6 @@
 """What a bundle's configuration may name: components for `_target_`; names, members and methods for expressions.
 
-The lists are explicit, gathered from what bundles of the public zoo use and MONAI 1.6 offers; what is on none of them
+The names are gathered from what bundles of the public zoo use and MONAI 1.6 offers; what is on none of them
 is refused. Left out on purpose although they look like the others: what locates a name given as text, compiles, fetches
 weights by itself, or talks to a server (PerceptualLoss, TciaDataset, MLFlowHandler, ClearML*, TrtHandler,
 GaussianMixtureModel, ...).

@@ -15,7 +15,7 @@ from medfl.policy.policy import Policy
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
 READ = ("train", "evaluate", "inference", "metadata", "federated")
-"""The configurations that medfl reads, by their names in configs/; all other files are pinned, and never opened."""
+"""The configurations that medfl reads, by their names in configs/; all others are pinned, and never evaluated."""
 _WEIGHTS = (".safetensors", ".onnx", ".pt", ".pth", ".ts", ".ckpt", ".pkl", ".pickle", ".bin", ".joblib")
 _COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".egg", ".whl")
 """What Python would import in the place of other modules."""

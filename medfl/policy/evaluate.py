@@ -148,7 +148,7 @@ class Evaluator:
         found = self.member(path)
         home = str(getattr(found, "__module__", None)).startswith(_CHECKED)
         made = inspect.isclass(found) or (path not in MEMBERS and inspect.isfunction(found))
-        return _Component(found, self) if made and home else found
+        return _CheckedCall(found, self) if made and home else found
 
     def _attribute(self, value: Any, name: str) -> Any:
         if not self._allows(value, name):
@@ -182,7 +182,7 @@ class Evaluator:
         return "scripts" in self.words and str(module).partition(".")[0] in self.own_modules
 
     def _call(self, function: Any, *arguments: Any, **named: Any) -> Any:
-        if isinstance(function, _Component):
+        if isinstance(function, _CheckedCall):
             function = function._function
         if isinstance(function, functools.partial):
             return self._call(function.func, *function.args, *arguments, **{**function.keywords, **named})
@@ -260,7 +260,7 @@ class Evaluator:
 
 
 @dataclass(frozen=True, eq=False)
-class _Component:
+class _CheckedCall:
     """A component as a value, as `map` or a transform is handed it: its arguments are checked when it is called."""
 
     _function: Callable[..., Any]

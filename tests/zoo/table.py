@@ -58,7 +58,7 @@ def row(name: str) -> list[str]:
     """Inspect a bundle and train it for a round; return its row."""
     cells = [f"`{name}`", f"`{trainer(name)}`", verdict(name)]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # of MONAI about the bundles, which are not ours
         data, out = Path(folder) / "data", Path(folder) / "out"
         data.mkdir()
         config = _drawn(name, data)
