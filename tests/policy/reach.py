@@ -152,6 +152,21 @@ class Reach:
                     f"{target} {sorted(more)}", lambda c=config: _Component(c, "x", self.evaluator).instantiate()
                 )
 
+    def handed_on(self) -> None:
+        """Every component that expressions may name, called by `map` and `partial` with texts that name a danger."""
+        _, listed = components._listed()
+        for path in sorted({f"{found.__module__}.{found.__qualname__}" for found in listed.values()}):
+            if components.for_expressions(path) is None:
+                continue
+            value = self.evaluator._value_of(path)
+            for count in range(1, 13):
+                texts = ["os.system", *["true"] * (count - 1)]
+                self.attempt(f"map {path} {count}", lambda v=value, t=texts: list(map(v, *([text] for text in t))))
+                self.attempt(
+                    f"partial {path} {count}",
+                    lambda v=value, t=texts: self.evaluator._call(functools.partial(v, *t[:-1]), t[-1]),
+                )
+
     def _guess(self, name: str) -> Any:
         if "network" in name or "model" in name or "encoder" in name:
             return self.values["network"]
@@ -173,7 +188,7 @@ def main(folder: Path) -> None:
     (folder / "note.txt").write_text("note")
     reach = Reach(folder)
     counts = {}
-    for part in (reach.members, reach.attributes, reach.made):
+    for part in (reach.members, reach.attributes, reach.made, reach.handed_on):
         before = reach.tried, reach.succeeded
         part()
         counts[part.__name__] = reach.tried - before[0], reach.succeeded - before[1]
