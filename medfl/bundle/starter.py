@@ -29,6 +29,7 @@ from medfl.datasets import own
 from medfl.datasets.readers import own_folder, pairs, tables, volumes
 from medfl.datasets.readers.reading import Pixels, read_pixels
 from medfl.datasets.readers.splitting import Record
+from medfl.evaluation.mask_metrics import check_structures
 
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
 _LEAST, _MOST_CLASSES = 2, 100
@@ -72,17 +73,24 @@ class Survey:
     own_depth: bool = False
 
 
-def survey(images: str | Path, masks: str | Path | None = None, *, progress: bool = False) -> Survey:
+def survey(
+    images: str | Path, masks: str | Path | None = None, *, names: Sequence[str] = (), progress: bool = False
+) -> Survey:
     """Read every image, and its mask, once.
 
     Args:
         images: a folder with a folder of pictures for each class; with `masks` a folder of pictures or NIfTI volumes.
         masks: folder of the masks, of the same names as their images, beside the folder of the images.
+        names: of the masks' structures, for the values 1, 2, ...; default: structure_1, structure_2, ...
         progress: show a bar on stderr.
 
     Raises:
         InputError: no images, some that cannot be read, fewer than two classes, masks of other shapes; names the files.
+            Or names that are no names of structures, or fewer than the masks have.
     """
+    check_structures(names)
+    if names and masks is None:
+        raise InputError("--classes without --masks", "folders of pictures name their classes", "rename the folders")
     place = Path(images).expanduser().resolve()
     if not place.is_dir():
         raise InputError(f"--images {images} is no folder", "a folder of images", "check the path")
@@ -91,7 +99,7 @@ def survey(images: str | Path, masks: str | Path | None = None, *, progress: boo
     other = Path(masks).expanduser().resolve()
     if other.parent != place.parent or other == place:
         raise InputError(f"--images {images} and --masks {masks}", "two folders beside each other", "put both into one")
-    return _segmented(place, other, progress)
+    return _segmented(place, other, names, progress)
 
 
 def write(target: str | Path, seen: Survey, *, network: str | None = None, size: int | None = None) -> Path:
@@ -181,7 +189,7 @@ def _labelled(place: Path, progress: bool) -> Survey:
     )
 
 
-def _segmented(place: Path, other: Path, progress: bool) -> Survey:
+def _segmented(place: Path, other: Path, named: Sequence[str], progress: bool) -> Survey:
     records, solid = own.pairs_of(place, other), own.is_volumes(place)
     try:
         seen = _each(records, _volume if solid else _picture, progress)
@@ -198,8 +206,17 @@ def _segmented(place: Path, other: Path, progress: bool) -> Survey:
         raise
     for section in ("train", "validate", "test"):
         own.paired(place.parent, place.name, other.name, section)
-    classes = max(found) + 1
-    names = ("background", *(["structure"] if classes == 2 else [f"structure_{k}" for k in range(1, classes)]))
+    if named and max(found) > len(named):
+        raise InputError(
+            f"--classes {','.join(named)}, and masks with values up to {max(found)}",
+            "a name for each value of the masks but 0, in their order",
+            f"give {max(found)} names",
+        )
+    classes = 1 + (len(named) or max(found))
+    names = (
+        "background",
+        *(named or (["structure"] if classes == 2 else [f"structure_{k}" for k in range(1, classes)])),
+    )
     counts = tuple(sum(k in values for values in present) for k in range(classes))
     absent = [str(k) for k, count in enumerate(counts) if k and not count]
     endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES

@@ -17,7 +17,7 @@ _EXAMPLES = """\
 examples
   medfl new bundles/lesions --images path/to/pictures
       a folder of pictures for each class: path/to/pictures/<class>/<picture>
-  medfl new bundles/lungs --images path/to/images --masks path/to/masks
+  medfl new bundles/lungs --images path/to/images --masks path/to/masks --classes left,right
       pictures or NIfTI volumes, and masks of the same names"""
 
 
@@ -28,6 +28,7 @@ def add(verbs: Any) -> None:
     new.add_argument("bundle", type=Path, metavar="BUNDLE_DIR", help="new folder; its name becomes the bundle's")
     new.add_argument("--images", type=Path, required=True, metavar="DIR", help="folder of the images")
     new.add_argument("--masks", type=Path, metavar="DIR", help="folder of the masks, beside it")
+    new.add_argument("--classes", default="", metavar="A,B,...", help="names of the masks' values 1, 2, ...")
     new.add_argument("--network", metavar="NAME", help="default: a small one; a run can take another")
     arguments.number(new, "--size", "PIXELS", "side to which pictures are resized; default 64, with masks 128")
 
@@ -36,7 +37,8 @@ def _new(options: Any) -> int:
     from medfl.bundle import starter
 
     starter.check_target(options.bundle.expanduser())  # before every image is read
-    seen = starter.survey(options.images, options.masks, progress=sys.stderr.isatty())
+    named = arguments.names(options.classes)
+    seen = starter.survey(options.images, options.masks, names=named, progress=sys.stderr.isatty())
     folder = starter.write(options.bundle, seen, network=options.network, size=options.size)
     command = shlex.join(["medfl", "run", str(folder), "--data", seen.folder, "--out", f"runs/{folder.name}"])
     document = {

@@ -142,6 +142,18 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
+def check_structures(names: Sequence[str]) -> None:
+    """Raise an InputError unless the names of metrics can tell structures of these names apart."""
+    slugs = [slug(name) for name in names]
+    for name, one in zip(names, slugs, strict=True):
+        if one in ("", "background") or slugs.count(one) > 1 or re.search(r"[#@$%]|::", name) or not name.isprintable():
+            raise InputError(
+                f"--classes {','.join(names)}: {name!r}",
+                "names that differ in letters or digits, without # @ $ % and ::, and none for the background",
+                "choose other names",
+            )
+
+
 def _exclusive(channels: Tensor) -> bool:
     return bool((channels.sum(0) == 1).all())
 

@@ -120,6 +120,43 @@ def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Pa
     assert answer["mask"].shape == (32, 32)
 
 
+def test_structures_have_the_names_that_are_given(pairs: Path, tmp_path: Path) -> None:
+    """A name more than there are values is a structure that no mask has."""
+    data, bundle = pairs / "images", tmp_path / "named"
+    command = ["new", str(bundle), "--images", str(data), "--masks", str(pairs / "masks"), "--classes"]
+    assert cli.main([*command, "Left lung, tumour"]) == 0
+    channels = json.loads((bundle / "configs" / "metadata.json").read_text())["network_data_format"]["outputs"]["pred"]
+    assert channels["channel_def"] == {"0": "background", "1": "Left lung", "2": "tumour"}
+    checked(bundle)
+    seen = starter.survey(data, pairs / "masks", names=["Left lung", "tumour"])
+    assert seen.counts[1] == 20
+    assert seen.counts[2] == 0
+    assert "no mask has the values 2" in seen.notes
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [("a b,a_b", "'a b'"), ("lung,Background", "'Background'"), ("lung,+", "'+'"), ("x#y,z", "'x#y'")],
+)
+def test_names_that_metrics_cannot_tell_apart_are_refused(
+    names: str, told: str, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["new", str(tmp_path / "b"), "--images", str(pairs / "images"), "--masks", str(pairs / "masks")]
+    assert cli.main([*command, "--classes", names]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+def test_there_is_a_name_for_each_value(pairs: Path) -> None:
+    mask = pairs / "masks" / "c03_mask.png"
+    pixels = np.array(Image.open(mask))
+    save(np.where(pixels > 0, 2, 0).astype(np.uint8), mask)
+    with pytest.raises(InputError, match="values up to 2; a name for each value.*; give 2 names"):
+        starter.survey(pairs / "images", pairs / "masks", names=["lung"])
+    with pytest.raises(InputError, match="without --masks"):
+        starter.survey(pairs / "images", names=["lung"])
+
+
 def test_a_run_says_how_many_images_have_no_mask(pairs: Path, tmp_path: Path) -> None:
     """Also of images that came after the bundle was written, once a run, and again where it is resumed."""
     bundle = starter.write(
