@@ -46,13 +46,13 @@ class Random:
     name, task, key_metric, has_test = "random", "classification", "balanced_accuracy", True
     classes = tuple(f"class {i}" for i in range(CLASSES))
     evaluator, loss = ClassEvaluator(), staticmethod(nn.functional.cross_entropy)
-    embeddings = None
+    embeddings, is_scheduled = None, False
 
     def network(self) -> nn.Module:
         """Return the small CNN."""
         return networks.build("small_cnn", 1, CLASSES, 2)
 
-    def optimizer(self, network: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
+    def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         """Return plain SGD."""
         return torch.optim.SGD(network.parameters(), lr=lr or 0.01)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import RunError
-from medfl.core.message_limits import MessageLimits
+from medfl.core.message_limits import MessageLimits, check_truths
 
 Weights = Mapping[str, Tensor]
 """Tensor name -> tensor, as in a state dict."""
@@ -107,7 +107,10 @@ class Message:
         """
         (limits or MessageLimits()).check_document(data, sender)
         try:
-            return cls.from_flat(safetensors.torch.load(data))
+            named = safetensors.torch.load(data)
+            for name, tensor in named.items():
+                check_truths(name, tensor)
+            return cls.from_flat(named)
         except Exception as error:  # the Rust reader raises its own type for each kind of damage
             problem = f"a received message of {len(data)} bytes is not a safetensors document: {error}"
             raise RunError(f"{sender}: {problem}" if sender else problem) from error

@@ -129,6 +129,16 @@ def test_arrays_and_tensors_are_taken_as_they_are(value: Any) -> None:
     assert bits(found) == bits(expected)
 
 
+@pytest.mark.parametrize("value", [torch.tensor(2, dtype=torch.uint8), torch.tensor([[0, 1], [255, 0]]).byte().T])
+def test_a_truth_value_besides_0_and_1_is_refused(value: torch.Tensor) -> None:
+    """A copy of it has another byte, so that what is sent on would be another message."""
+    form = entry("BOOL", list(value.shape), [0, value.numel()])
+    with pytest.raises(RunError, match="'weights/w' has a truth value besides 0 and 1"):
+        Message.decode(document({W: form}, bytes(value.reshape(-1).tolist())))
+    with pytest.raises(RunError, match="^site 'a': 'weights/w' has a truth value besides 0 and 1"):
+        MessageLimits().checked({W: value.view(torch.bool)}, "site 'a'")
+
+
 def test_an_array_is_copied() -> None:
     array = np.zeros(2)
     found = MessageLimits().checked({"weights/w": array}, "site 'a'")["weights/w"]
