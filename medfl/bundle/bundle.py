@@ -78,6 +78,8 @@ class Bundle:
         """Class of a trainer that takes its steps by itself, "" of MONAI's supervised one."""
         self._sections = Sections(self.root, self._trainer, self._config, self._with_evaluate, bool(self.own_trainer))
         self._embeddings: dict[str, tuple[Tensor, str]] = {}
+        self.start: Mapping[str, Tensor] | None = None
+        """Weights that its networks begin with, None for those that they are made with."""
 
     def override(self, config: Mapping[str, Any]) -> None:
         """Override further ids of the configuration; call it before the data, task or loss are asked for."""

@@ -115,6 +115,10 @@ class GeneralSettings:
         "rounds between evaluations; 0: after the last only; default 1", "N",
         group=TRAINING, default=1, least=0, most=2**63 - 1,
     )  # fmt: skip
+    init: str = setting(
+        "weights to begin with, of the same network; default: drawn from the seed", "FILE|run:DIR|bundle:DIR",
+        group=TRAINING, default="", later=True,
+    )  # fmt: skip
     metrics: str = setting(
         "what segmented test items are scored by beside Dice: all (default), or dice (Dice alone), hd95, surface_dice, "
         "either with a structure's name (hd95_liver), joined by commas", "NAMES",

@@ -20,7 +20,7 @@ from medfl.flare.files import OWN_IMAGES, RUN_FILE
 from medfl.flare.job import recipe, require_flare, write_job
 from medfl.flare.site_config import needs_in_one_place
 from medfl.flare.wire import is_flare_name
-from medfl.runs import text_record
+from medfl.runs import initial_weights, text_record
 from medfl.runs.plan import Request, make_plan
 from medfl.runtimes.attendance import Tolerance
 
@@ -106,14 +106,16 @@ def export(
         raise InputError(f"--min-replies {least}", f"there are {len(sites)} sites", "ask for at most as many")
     with tempfile.TemporaryDirectory() as place:
         method = methods.load(run.method, run.options)
-        texts = text_record.carry(Bundle(bundle), run, method, Path(place))
+        source = Bundle(bundle)
+        initial_weights.take(source, (asked.get("requested") or {}).get("init", ""))
+        files = text_record.carry(source, run, method, Path(place))
         if run.text is not None:  # where the embeddings lay here means nothing elsewhere
             plm = _named(run.text.plm)
             run = replace(run, options={**run.options, "plm": plm}, text=replace(run.text, plm=plm))
         carried = Path(place) / RUN_FILE
         carried.write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}, indent=1))
         controller = RemoteController(resume=resume, **tolerance.record())
-        job = write_job(recipe(run, [carried, *texts], list(sites), controller, RemoteExecutor(), least), out)
+        job = write_job(recipe(run, [carried, *files], list(sites), controller, RemoteExecutor(), least), out)
     return {
         "job": str(job), "sites": list(sites), "bundle": run.bundle, "bundle_sha256": run.bundle_sha256,
         "method": run.method, "rounds": run.rounds, "run_hash": run.run_hash, "data_source": run.data.source,

@@ -2,7 +2,8 @@
 
 FLARE makes them by their class paths, which a site lists in the `class_allow_list` of its resources: `ALLOWED` where
 sites have images of their own, `SIMULATED` where one machine plays all sites. medfl is installed at every site: a job
-carries the run's record (`config/run.json`), its text embeddings (`config/text.json`) and no code.
+carries the run's record (`config/run.json`), its text embeddings (`config/text.json`), its initial weights
+(`config/init.json`) and no code.
 """
 
 from __future__ import annotations

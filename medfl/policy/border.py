@@ -78,6 +78,14 @@ BORDER = (
         "a method may be named by a dotted path, which is imported: repeat only runs of people whom you trust",
     ),
     Entry(
+        "initial weights (`--init`)",
+        "a user, or a job",
+        "medfl.runs.initial_weights.tensors",
+        "safetensors, or `torch.load` with `weights_only`; finite values, the hash in the run's record, and by "
+        "`medfl.runtimes.beginning.begun` names, shapes and kinds of the network's tensors",
+        "weights that were trained to mislead",
+    ),
+    Entry(
         "text embeddings",
         "a user, or a job",
         "medfl.bundle.text_embeddings.load",

@@ -31,7 +31,7 @@ from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
-from medfl.runs import text_record
+from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import fitted
 from medfl.runs.public_data import PublicPlan, plan_public
 
@@ -115,6 +115,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
     config = {**protocol["config"], **{key: _value(value) for key, value in request.config.items()}}
     bundle = without_data(request.bundle, config, device, policy)
+    init = initial_weights.take(bundle, request.init)
     chosen = {
         name: protocol[name] if (value := getattr(request, name)) is None else value
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
@@ -165,7 +166,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         batch_size=int(chosen["batch_size"] or bundle.batch_size),
         lr=None if chosen["lr"] is None else float(chosen["lr"]),
         lr_decay=float(chosen["lr_decay"]),
-        **{**as_asked, "device": device, "messages": messages, "aggregation": aggregation},
+        **{**as_asked, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
     )
     taken = tuple(f"{name}={options[name]}, by the sites' sizes" for name in options if options[name] != asked[name])
     notes = opened.notes + taken + tuple(public.notes(bundle, sections) if public else ())

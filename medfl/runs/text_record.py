@@ -1,7 +1,8 @@
 """The text embeddings of a run: said in its record, kept in its folder, and taken from there ever after.
 
 So neither the language model nor a file of the user's has to be there when a run is resumed, repeated or exported, nor
-at the sites of a FLARE job, which carries them.
+at the sites of a FLARE job, which carries them. The weights that it begins with (`medfl.runs.initial_weights`) go the
+same way.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from medfl.core.run import Run, TextRecord
 from medfl.core.storage import write_atomic
 from medfl.core.untrusted import json_values
 from medfl.methods.base import Method
+from medfl.runs import initial_weights
 
 FILE = "text.safetensors"
 """Of a run's folder: `embeddings` (K, M, D) float32, as they were used."""
@@ -59,11 +61,12 @@ def record(bundle: Bundle, method: Method) -> TextRecord | None:
 
 
 def keep(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
-    """Write a run's embeddings into its folder, unless they are there.
+    """Write a run's embeddings and initial weights into its folder, unless they are there.
 
     Raises:
         RunError: the disk is full.
     """
+    initial_weights.keep(bundle, run, folder)
     path = folder / FILE
     if run.text is not None and not path.is_file():
         values = bundle.embeddings(language_model(method)).contiguous()
@@ -71,17 +74,20 @@ def keep(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
 
 
 def carry(bundle: Bundle, run: Run, method: Method, folder: Path) -> list[Path]:
-    """Write a run's embeddings as a job carries them; return the files written."""
+    """Write a run's embeddings and initial weights as a job carries them; return the files written."""
+    files = initial_weights.carry(bundle, run, folder)
     if run.text is None:
-        return []
+        return files
     values = bundle.embeddings(language_model(method)).cpu().float().numpy().astype("<f4")
     text = {"shape": list(values.shape), "float32": base64.b64encode(values.tobytes()).decode()}
     (folder / CARRIED).write_text(json.dumps(text))
-    return [folder / CARRIED]
+    return [*files, folder / CARRIED]
 
 
 def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> None:
-    """Let a recorded run's bundle have the embeddings that it had: those in a folder, or the same found anew.
+    """Let a recorded run's bundle have the embeddings and initial weights that it had.
+
+    They are in a folder; the embeddings are also found anew.
 
     Records that say nothing of embeddings take what is found.
 
@@ -94,6 +100,7 @@ def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> No
     Raises:
         InputError: there are none, or others.
     """
+    initial_weights.restore(bundle, run, folder)
     if run.text is None:
         return
     path = next((folder / name for name in (FILE, CARRIED) if (folder / name).is_file()), None) if folder else None

@@ -29,6 +29,7 @@ from medfl.data.public import Public
 from medfl.evaluation.mask_metrics import asked
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
+from medfl.runtimes.beginning import begun, refuse_dealt
 from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.compiled import compile_steps
@@ -117,7 +118,10 @@ class Federation:
             made = use_fast_max_pool(self.method.adapt(bundle.network(), self.task))
             return channels_last(made) if self.run.channels_last else made
 
-        return Networks(network, self.run.seed, torch.device(self.run.device))
+        pool = Networks(network, self.run.seed, torch.device(self.run.device))
+        if self.run.init and bundle is self.bundle:
+            pool.start_with(begun(bundle, self.method, self.task, self.run))
+        return pool
 
     def _dealt(self) -> dict[str, _Body]:
         """Return each participant's body; sites with the same network share one."""
@@ -132,6 +136,7 @@ class Federation:
         """
         bundle, networks = self.bundle, self.networks
         if config:
+            refuse_dealt(self.run)
             folder = {"dataset_dir": self.run.data.folder} if self.run.data.folder else {}
             bundle = Bundle(str(bundle.root), {**self.run.config, **folder, **config}, bundle.device, bundle.policy)
             networks = self._pool(bundle)

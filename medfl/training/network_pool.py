@@ -26,15 +26,24 @@ class Networks:
         self._free: list[_PooledNetwork] = []
         self._leased = _Leased()
         self._initial: dict[str, Tensor] | None = None
+        self._start: Weights | None = None
+
+    def start_with(self, weights: Weights) -> None:
+        """Give every network these weights instead of drawn ones: a complete state dict."""
+        self._start = weights
 
     def fresh(self, *path: str | int) -> nn.Module:
         """Build a new network with the run's initial weights; it belongs to the caller.
 
         Args:
-            path: names another draw of the weights, the same one in every round of the run.
+            path: names another draw of the weights, the same one in every round of the run; drawn also where the
+                run begins with given weights.
         """
         with stream(self._seed, "network", *path):
-            return self._factory().to(self.device)
+            network = self._factory()
+        if self._start is not None and not path:
+            network.load_state_dict(self._start)
+        return network.to(self.device)
 
     @property
     def initial(self) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ CHANGES = {
     "compile": True,
     "channels_last": True,
     "adapted": ("numpy.product",),
+    "init": "sha256:" + "8" * 64,
 }
 PUBLIC = PublicRecord(
     "pictures", "3" * 64, {"image_size": 32}, DataRecord("real", "/data/p", "4" * 64, "official", {"test": 9}),
@@ -60,6 +61,7 @@ LATER = (
     "compile",
     "max_share",
     "metrics",
+    "init",
     "adapted",
 )
 """Settings that older records do not have."""

@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from medfl import networks
+from medfl.bundle.bundle import Bundle
 from medfl.cli import arguments, main
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.settings import ADDED_LATER, SETTINGS, Setting
+from medfl.core.storage import load_weights, save_weights, weights_sha256
+from medfl.runs import initial_weights
 from medfl.runs.plan import Request, make_plan
 from tests.support.toy import run_record
 
 OTHER: dict[str, Any] = {
     "cohort": 0.5, "rounds": 3, "local_epochs": 2, "batch_size": 5, "lr": 0.003, "lr_decay": 0.9, "seed": 7,
     "device": "cpu", "threads": 2, "eval_every": 2, "messages": "int8", "aggregation": "median", "pack": 4,
-    "max_share": 0.6, "metrics": "dice",
+    "max_share": 0.6, "metrics": "dice", "init": "start.safetensors",
 }  # fmt: skip
 """A value of each setting that is not its default; switches are True."""
 VERBS = {
@@ -34,6 +38,19 @@ VERBS = {
 
 def value_of(one: Setting) -> Any:
     return True if one.kind is bool else OTHER[one.name]
+
+
+def recorded(one: Setting) -> Any:
+    """Return what a run's record says of a setting: of weights their hash."""
+    value = value_of(one)
+    return value if one.name != "init" else f"sha256:{weights_sha256(load_weights(Path(value)))}"
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have weights to begin with in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    save_weights(tmp_path / OTHER["init"], networks.build("two_conv", 1, 6).state_dict())
 
 
 def flags(one: Setting) -> list[str]:
@@ -54,32 +71,37 @@ def test_a_flag_that_a_verb_takes_is_not_lost(name: str, verb: str) -> None:
     assert arguments.requested(options) == {name: value_of(one)}
 
 
+@pytest.mark.usefixtures("start")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_asked_for_is_in_the_run(name: str) -> None:
     small = {"data": "phantom", "sites": 2, "config": {"network": "two_conv", "image_size": 28}}
     asked = {**small, name: value_of(SETTINGS[name])}
     run = make_plan(Request("mednist", "fedavg", **asked)).run
-    assert getattr(run, name) == value_of(SETTINGS[name])
+    assert getattr(run, name) == recorded(SETTINGS[name])
     assert Run.from_dict(json.loads(json.dumps(run.to_dict()))) == run
 
 
-def test_an_exported_job_has_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("start")
+def test_an_exported_job_has_every_setting(tmp_path: Path) -> None:
     pytest.importorskip("nvflare")
-    monkeypatch.chdir(tmp_path)
     given = {name: one for name, one in SETTINGS.items() if name != "device"}
     words = [word for one in given.values() for word in flags(one)]
     config = ["--config", "network=two_conv", "--config", "image_size=28", "--rehearsal"]
     assert main([*VERBS["export"], *words, *config]) == 0
     (record,) = (tmp_path / "job").rglob("run.json")
     document = json.loads(record.read_text())
-    assert {name: document[name] for name in given} == {name: value_of(one) for name, one in given.items()}
+    assert {name: document[name] for name in given} == {name: recorded(one) for name, one in given.items()}
+    carried, *_ = (tmp_path / "job").rglob("init.json")
+    bundle = Bundle("mednist", {"network": "two_conv", "image_size": 28})
+    initial_weights.restore(bundle, run_record(init=document["init"]), carried.parent)
+    assert bundle.start is not None
 
 
 def test_settings_that_came_later_leave_older_records_as_they_were() -> None:
     record = run_record()
     assert not ADDED_LATER.keys() & record.to_dict().keys()
     later = {"messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile", "max_share", "metrics"}
-    assert set(ADDED_LATER) == later
+    assert set(ADDED_LATER) == {*later, "init"}
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,0 +1,145 @@
+"""The weights that a run begins with where it does not draw them: `--init`.
+
+They are read from a file, from a run's folder or from a MONAI bundle, as tensors and never as code. The run's record
+has their hash, its folder a copy: nothing else has to be there when it is resumed, repeated, or trained elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from medfl.bundle.bundle import Bundle
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.core.storage import save_weights, weights_sha256
+from medfl.core.untrusted import json_values
+
+FILE = "init.safetensors"
+"""Of a run's folder."""
+CARRIED = "init.json"
+"""Of a job's configuration, where sites take nothing but JSON: the content of FILE in base64."""
+KNOWN = "sha256:"
+"""What a record says begins so."""
+_BYTES = 1 << 30
+_FORMS = "FILE (.safetensors, .pt, .pth), run:DIR or bundle:DIR"
+_IN_RUN = ("weights.safetensors",)
+_IN_BUNDLE = ("models/model.safetensors", "models/model.pt")
+_WITHIN = ("model", "state_dict", "model_state_dict", "network")
+"""Keys of training checkpoints under which the weights are."""
+
+
+def take(bundle: Bundle, text: str) -> str:
+    """Let a bundle's networks begin as `--init` says, and return what the record says of it.
+
+    Args:
+        bundle: the run's; the weights are compared with its network when the federation is made.
+        text: FILE, run:DIR or bundle:DIR; "" for weights that are drawn; what a record said is left as it is.
+
+    Raises:
+        InputError: no weights are there.
+    """
+    if not text or text.startswith(KNOWN):
+        return text
+    bundle.start = read(text)
+    return KNOWN + weights_sha256(bundle.start)
+
+
+def read(text: str) -> dict[str, Tensor]:
+    """Return the weights that `--init` names, on the CPU, under the names of a state dict.
+
+    Raises:
+        InputError: none are there.
+    """
+    kind, colon, folder = text.partition(":")
+    if colon and kind in ("run", "bundle"):
+        root, names = Path(folder).expanduser(), _IN_RUN if kind == "run" else _IN_BUNDLE
+        path = next((root / name for name in names if (root / name).is_file()), None)
+        if path is None:
+            what = "the weights of a run that is finished" if kind == "run" else "a bundle's weights"
+            raise InputError(f"--init {text}", f"{what}: {' or '.join(names)} in this folder", "name another folder")
+    else:
+        path = Path(text).expanduser()
+        if not path.is_file():
+            raise InputError(f"--init {text}", _FORMS, "name a file that is there")
+    try:
+        return tensors(path)
+    except Exception as error:  # torch and safetensors raise several types for damaged files
+        told = " ".join(str(error).split())[:160]
+        raise InputError(
+            f"--init {text}: {path.name} is not read as weights ({told})",
+            "names and tensors, as safetensors or torch.save(network.state_dict(), FILE) write them",
+            "write it so",
+        ) from error
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name; any error means that it holds none."""
+    if path.suffix == ".safetensors":
+        return _finite(safetensors.torch.load_file(path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    inner = next((found[key] for key in _WITHIN if isinstance(found.get(key), Mapping)), found)
+    if not inner or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in inner.items()):
+        raise ValueError("it holds other things than tensors by name")
+    return _finite({name: tensor.detach() for name, tensor in inner.items()})
+
+
+def _finite(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    odd = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    if odd:
+        raise ValueError(f"{odd[0]!r} is not finite")
+    return dict(weights)
+
+
+def keep(bundle: Bundle, run: Run, folder: Path) -> None:
+    """Write a run's initial weights into its folder, unless they are there.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    if run.init and bundle.start is not None and not (folder / FILE).is_file():
+        save_weights(folder / FILE, bundle.start)
+
+
+def carry(bundle: Bundle, run: Run, folder: Path) -> list[Path]:
+    """Write a run's initial weights as a job carries them; return the files written."""
+    if not run.init or bundle.start is None:
+        return []
+    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in bundle.start.items()})
+    (folder / CARRIED).write_text(json.dumps({"safetensors": base64.b64encode(data).decode()}))
+    return [folder / CARRIED]
+
+
+def restore(bundle: Bundle, run: Run, folder: Path | None) -> None:
+    """Let a recorded run's bundle have the initial weights in the run's folder, or in that of a job's configuration.
+
+    Raises:
+        InputError: they are damaged, or others.
+    """
+    path = next((folder / name for name in (FILE, CARRIED) if (folder / name).is_file()), None) if folder else None
+    if not run.init or path is None:
+        return
+    try:
+        weights = _carried(path) if path.name == CARRIED else tensors(path)
+    except Exception as error:  # as in `read`
+        raise InputError(f"{path} is damaged ({error})", "the run's initial weights", "restore it") from error
+    if KNOWN + weights_sha256(weights) != run.init:
+        raise InputError(
+            f"{path} holds other weights than the run began with", f"those with {run.init[:19]}", "restore it"
+        )
+    bundle.start = weights
+
+
+def _carried(path: Path) -> dict[str, Tensor]:
+    document = json_values(path, _BYTES)
+    return _finite(safetensors.torch.load(base64.b64decode(document["safetensors"], validate=True)))

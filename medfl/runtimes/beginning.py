@@ -1,0 +1,83 @@
+"""The weights that all networks of a run begin with where they are given and not drawn: `--init`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from medfl.bundle.bundle import Bundle
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.core.seeding import stream
+from medfl.core.task import Task
+from medfl.methods.base import Method
+
+_NAMED = 3  # tensors that an error names
+
+
+def begun(bundle: Bundle, method: Method, task: Task, run: Run) -> dict[str, Tensor]:
+    """Return the state dict that a run's network begins with.
+
+    The given weights are those of the bundle's network, or of what the method makes of it; in the first case what the
+    method adds is drawn from the run's seed.
+
+    Raises:
+        InputError: they are of another network, or not at hand.
+    """
+    if bundle.start is None:
+        raise InputError(
+            f"a run that begins with the weights {run.init[:19]}, which are not at hand",
+            "init.safetensors in its folder",
+            "restore the file, or start a new run with --init",
+        )
+    with stream(run.seed, "network"):
+        plain = bundle.network()
+        own = not _differences(plain, bundle.start)
+        if own:
+            plain.load_state_dict(bundle.start)
+        made = method.adapt(plain, task)
+    if not own:
+        if _differences(made, bundle.start):
+            _refuse(run, plain if len(made.state_dict()) != len(bundle.start) else made, bundle)
+        made.load_state_dict(bundle.start)
+    return {name: tensor.detach().clone() for name, tensor in made.state_dict().items()}
+
+
+def _differences(network: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
+    """Say in which tensors weights are not a network's: first those with other forms, then missing ones, then odd."""
+    wanted = network.state_dict()
+    shared = [name for name in wanted if name in weights]
+    forms = [
+        f"{name!r} is {_form(weights[name])}, the network's {_form(wanted[name])}"
+        for name in shared
+        if _form(weights[name]) != _form(wanted[name])
+    ]
+    missing = [f"{name!r} is missing" for name in wanted if name not in weights]
+    return [*forms, *missing, *(f"the network has no {name!r}" for name in weights if name not in wanted)]
+
+
+def _form(tensor: Tensor) -> str:
+    kind = "" if tensor.dtype == torch.float32 else f" {str(tensor.dtype).removeprefix('torch.')}"
+    return f"({', '.join(map(str, tensor.shape))}){kind}"
+
+
+def _refuse(run: Run, network: nn.Module, bundle: Bundle) -> None:
+    found = _differences(network, bundle.start or {})
+    more = f" ({len(found) - _NAMED} more)" if len(found) > _NAMED else ""
+    raise InputError(
+        f"--init of another network than that of bundle {bundle.name!r}: {'; '.join(found[:_NAMED])}{more}",
+        f"all {len(network.state_dict())} tensors of the network, by name and shape",
+        "give weights of this network, or choose it with --config network=NAME",
+    )
+
+
+def refuse_dealt(run: Run) -> None:
+    """Raise an InputError if sites with networks of their own were to begin with the weights of one."""
+    if run.init:
+        raise InputError(
+            f"--init with method {run.method!r}, whose sites have networks of several kinds",
+            "weights are of one network",
+            "leave it out, or take another method",
+        )
