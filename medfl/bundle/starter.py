@@ -13,6 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,7 +193,7 @@ def _labelled(place: Path, progress: bool) -> Survey:
 def _segmented(place: Path, other: Path, named: Sequence[str], progress: bool) -> Survey:
     records, solid = own.pairs_of(place, other), own.is_volumes(place)
     try:
-        seen = _each(records, _volume if solid else _picture, progress)
+        seen = _each(records, _volume if solid else partial(_picture, several=len(named) > 1), progress)
         present = [values for values, _ in seen]
         found = set[int]().union(*present)
         _check_values(other, found)
@@ -303,10 +304,10 @@ def _swapped(record: Record, solid: bool) -> bool:
         return False
 
 
-def _picture(record: Record) -> tuple[set[int], _Picture]:
-    """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1."""
+def _picture(record: Record, several: bool) -> tuple[set[int], _Picture]:
+    """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1, unless it has several."""
     values = {int(value) for value in np.unique(read_pixels(record.mask))}
-    values = {min(value, 1) for value in values} if values <= {0, 255} else values
+    values = {min(value, 1) for value in values} if values <= {0, 255} and not several else values
     pixels, _, _ = pairs.read_pair(record.image, record.mask, classes=max(2, max(values) + 1))
     return values, _Picture.of(pixels)
 

@@ -20,6 +20,7 @@ MANIFEST = "manifest.json"
 Round = Annotated[int, range(1_000_001)]
 _METRICS = dict[str, float | None] | None
 _BY_ROUND = dict[str, dict[str, float | None] | None] | None
+_CLASSES = dict[str, dict[str, float | None]]
 _OBJECT = dict[str, Any] | None
 
 
@@ -132,7 +133,22 @@ def read_summary(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read, or an entry is missing or of another type.
     """
-    return read_document(path, SUMMARY, ("rounds", "seconds"))
+    document = read_document(path, {}, ("rounds", "seconds"))
+    flat, classes = _apart(document)
+    checked(path, flat, SUMMARY)
+    for error in type_errors(dict(enumerate(classes)), dict.fromkeys(range(len(classes)), _CLASSES), "classes "):
+        raise damaged(path, error)
+    return document
+
+
+def _apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Return a summary without the scores of structures, and those: each stands beside numbers, under "classes"."""
+    flat, classes = dict[str, Any](), [value["classes"]] if "classes" in value else []
+    for name, part in value.items():
+        if name != "classes":
+            flat[name], more = _apart(part) if isinstance(part, Mapping) else (part, [])
+            classes += more
+    return flat, classes
 
 
 def read_round(path: Path, line: bytes, number: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.data.prepared import Prepared, Shard, Stacked, moved
-from medfl.evaluation.mask_metrics import channel_scores, scores
+from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
 from medfl.evaluation.metrics import Cases
 
 _BATCH, _PIXELS = 16, 16 * 256 * 256  # items of a batch of masks at most, and their pixels
@@ -146,7 +146,7 @@ class MaskEvaluator:
         return int(2 ** math.floor(math.log2(min(_BATCH, max(1, most)))))
 
     def _names(self, count: int) -> tuple[str, ...]:
-        return self.classes if len(self.classes) == count else tuple(f"class {index}" for index in range(count))
+        return "background", *foreground(self.classes, count - 1)
 
     def _masks(self, ident: str, logits: Tensor, y: Tensor) -> Masks:
         if not logits.isfinite().all():
@@ -281,8 +281,8 @@ def _naming_item(ident: str) -> Iterator[None]:
 
 
 def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
-    names = rows[0] if rows else ()
-    values = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in names}
+    names = dict.fromkeys(name for row in rows for name in row)  # a case of another form lacks some
+    values = {name: torch.tensor([row.get(name, math.nan) for row in rows], dtype=torch.float64) for name in names}
     return Cases(tuple(shard.ids), values)
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from medfl.core.errors import InputError, did_you_mean
 
 DISTANCES = ("hd95", "surface_dice")
 """The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
+KINDS = ("dice", *DISTANCES)
+"""The metrics that each structure has of its own: `<kind>_<slug of its name>`."""
 ALL = "all"
 """What `--metrics` takes for every one of them."""
 
@@ -67,11 +69,12 @@ def scores(
 
     Means over the foreground classes 1 to K-1 are `dice`, 2|A∩B| / (|A|+|B|); `hd95`, the 95th percentile of the
     distances between the surfaces, the larger of the two directions; and `surface_dice`, the share of both surfaces
-    that is within the tolerance of the other. With more than one foreground class `dice_<name>` is the Dice of each.
-    `pixel_accuracy` is the share of all pixels, background among them, that have the right class.
+    that is within the tolerance of the other. `pixel_accuracy` is the share of all pixels, background among them, that
+    have the right class. `dice_<name>`, and `hd95_<name>` and `surface_dice_<name>` where these are asked for, are each
+    class's own, NaN in a case whose reference lacks it.
 
-    A class that neither mask has: Dice 1, surface Dice 1, HD95 0. A class that one of them has: Dice 0, surface Dice 0,
-    and for HD95 the diagonal of the image, the largest distance between two of its pixels.
+    In the means a class that neither mask has: Dice 1, surface Dice 1, HD95 0. A class that one of them has: Dice 0,
+    surface Dice 0, and for HD95 the diagonal of the image, the largest distance between two of its pixels.
 
     Args:
         prediction: (H, W[, D]) class indices.
@@ -88,17 +91,17 @@ def scores(
     predicted, true = predicted[box].astype(np.int64), true[box].astype(np.int64)
     counts = np.bincount((true * count + predicted).ravel(), minlength=count * count).reshape(count, count)
     counts[0, 0] += math.prod(shape) - predicted.size
-    both, sizes = np.diag(counts)[1:], (counts.sum(0) + counts.sum(1))[1:]
+    both, sizes, present = np.diag(counts)[1:], (counts.sum(0) + counts.sum(1))[1:], counts.sum(1)[1:] > 0
     dice = np.where(sizes > 0, 2 * both / np.maximum(sizes, 1), 1.0)
     result = {"dice": float(dice.mean())}
-    if count > 2:
-        result |= {f"dice_{slug(name)}": float(value) for name, value in zip(classes[1:], dice, strict=True)}
+    own = zip(classes[1:], np.where(present, dice, math.nan), strict=True)
+    result |= {f"dice_{slug(name)}": float(value) for name, value in own}
     result["pixel_accuracy"] = float(np.trace(counts) / counts.sum())
     if distances:
         ours, theirs = (_surface_points(mask, count) for mask in (predicted, true))
         measure = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=shape)
         result |= _of_surfaces(
-            distances, classes[1:], lambda c: measure(ours[c], theirs[c]), lambda rows: np.mean(rows, axis=0)
+            distances, classes[1:], present, lambda c: measure(ours[c], theirs[c]), lambda rows: np.mean(rows, axis=0)
         )
     return result
 
@@ -119,11 +122,13 @@ def channel_scores(
     """
     first = int(len(reference) > 1 and _exclusive(reference))
     pairs = [*zip(prediction[first:], reference[first:], strict=True)]
-    cases = [scores(*pair, ("", ""), spacing, tolerance) for pair in pairs]
-    result = {name: float(np.mean([case[name] for case in cases])) for name in cases[0]}
+    names = foreground(names, len(pairs))
+    cases = [scores(*pair, ("", name), spacing, tolerance) for pair, name in zip(pairs, names, strict=True)]
+    result = {"dice": float(np.mean([case["dice"] for case in cases]))}
+    result |= {own: case[own] for case, own in zip(cases, (f"dice_{slug(name)}" for name in names), strict=True)}
     result["pixel_accuracy"] = float((prediction == reference).all(0).double().mean())
     if distances:
-        names = names[first:] if len(names) == len(reference) else [""] * len(pairs)
+        present = [bool(true.any()) for _, true in pairs]
         measure = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=prediction.shape[1:])
         maps: list[list[NDArray[np.int64]]] = []
         if first and _exclusive(prediction):  # one pass over the image, not one a channel
@@ -133,8 +138,55 @@ def channel_scores(
             alone = (_surface_points(mask.numpy(), 2)[0] for mask in pairs[c])
             return measure(*([each[c] for each in maps] or alone))
 
-        result |= _of_surfaces(distances, names, measured, lambda rows: map(np.mean, zip(*rows, strict=True)))
+        result |= _of_surfaces(distances, names, present, measured, lambda rows: map(np.mean, zip(*rows, strict=True)))
     return result
+
+
+class Structure(TypedDict, total=False):
+    """The metrics of one structure over the cases whose reference has it, None where there is none.
+
+    Attributes:
+        cases: how many these are.
+    """
+
+    dice: float | None
+    hd95: float | None
+    surface_dice: float | None
+    cases: int
+
+
+def foreground(names: Sequence[str], count: int) -> list[str]:
+    """Return names for this many structures: these, without the background's, or class 1, class 2, ...
+
+    They are numbered where there are not as many names, or the names of metrics could not tell them apart.
+    """
+    named = [*names[-count:]] if 0 <= len(names) - count <= 1 else []
+    distinct = len({slug(name) for name in named} - {""}) == count
+    return named if distinct else [f"class {index}" for index in range(1, count + 1)]
+
+
+def by_structure(
+    summary: Mapping[str, float], measured: Collection[str], names: Sequence[str], cases: int
+) -> dict[str, Structure]:
+    """Return name -> metrics of each structure, as a `Structure`.
+
+    Args:
+        summary: what `metrics.summarise` makes of the cases.
+        measured: the names of the metrics that each case has.
+        names: of the structures, those of a bundle.
+        cases: how many there are.
+    """
+    numbered = (f"class {index}" for index in range(1, len(measured)))
+    named = [name for name in names if f"dice_{slug(name)}" in measured] or [
+        name for name in numbered if f"dice_{slug(name)}" in measured
+    ]
+    return {name: _structure(summary, measured, slug(name), cases) for name in named}
+
+
+def _structure(summary: Mapping[str, float], measured: Collection[str], own: str, cases: int) -> Structure:
+    values: dict[str, Any] = {kind: summary.get(f"{kind}_{own}") for kind in KINDS if f"{kind}_{own}" in measured}
+    known = int(summary.get(f"dice_{own}_cases", cases)) if values["dice"] is not None else 0
+    return Structure(**values, cases=known)
 
 
 def slug(name: str) -> str:
@@ -164,16 +216,22 @@ def _exclusive(channels: Tensor) -> bool:
 def _of_surfaces(
     distances: Sequence[str],
     names: Sequence[str],
+    present: Sequence[bool],
     measured: Callable[[int], _Surfaces],
     mean: Callable[[list[_Surfaces]], Iterable[float]],
 ) -> dict[str, float]:
-    """Return the metrics asked for, of these foreground classes; NaN for a structure that is not among them."""
-    every = not set(DISTANCES).isdisjoint(distances)
-    asked_for = [every or any(f"{kind}_{slug(name)}" in distances for kind in DISTANCES) for name in names]
-    values = {c: measured(c) for c, wanted in enumerate(asked_for) if wanted}
-    found = {f"{kind}_{slug(names[c])}": pair[i] for c, pair in values.items() for i, kind in enumerate(DISTANCES)}
-    found |= zip(DISTANCES, mean([*values.values()]), strict=True) if every else {}
-    return {name: float(found.get(name, math.nan)) for name in distances}
+    """Return the metrics asked for, of these foreground classes and of each of them.
+
+    NaN for a structure that is not among them, or that the reference has not.
+    """
+    whole = [kind for kind in DISTANCES if kind in distances]
+    wanted = dict.fromkeys([*distances, *(f"{kind}_{slug(name)}" for kind in whole for name in names)])
+    asked_for = [any(f"{kind}_{slug(name)}" in wanted for kind in DISTANCES) for name in names]
+    values = {c: measured(c) for c, one in enumerate(asked_for) if one}
+    seen = {c: pair for c, pair in values.items() if present[c]}
+    found = {f"{kind}_{slug(names[c])}": pair[i] for c, pair in seen.items() for i, kind in enumerate(DISTANCES)}
+    found |= zip(DISTANCES, mean([*values.values()]), strict=True) if whole else {}
+    return {name: float(found.get(name, math.nan)) for name in wanted}
 
 
 def _surface_points(labels: NDArray[Any], count: int) -> list[NDArray[np.int64]]:

@@ -24,6 +24,7 @@ from medfl.bundle.configuration import target_name
 from medfl.bundle.open import PHANTOM
 from medfl.core.run import Run
 from medfl.core.run_documents import read_rows
+from medfl.evaluation.mask_metrics import KINDS, slug
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
 
@@ -65,6 +66,16 @@ def scores(result: RunNetworks, model: Model) -> dict[str, float]:
         return _finite({key: value for key, value in pooled.items() if key != "round"})
     entry = next((entry for entry in result.folder.rounds() if entry["round"] == result.round), {})
     return _finite({f"validation_{key}": value for key, value in (entry.get("val_global") or {}).items()})
+
+
+def structures(result: RunNetworks, model: Model) -> dict[str, dict[str, Any]]:
+    """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
+    flat, summary = scores(result, model), result.summary or {}
+    found = ((summary.get("personal" if model.site else "global") or {}).get(result.which) or {}).get("classes") or {}
+    if not model.site or not flat:
+        return {name: dict(values) for name, values in found.items()}
+    own = {name: {kind: flat.get(f"{kind}_{slug(name)}") for kind in values} for name, values in found.items()}
+    return {name: {**values, "cases": int(flat.get(f"cases_{slug(name)}", 0))} for name, values in own.items()}
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
@@ -164,6 +175,8 @@ def bundle_metadata(
     meta["name"] = f"{meta.get('name') or run.bundle}, federated ({run.method})"
     data = PHANTOM_NOTE if run.data.source == PHANTOM else f"real test images: {meta['data_source']}"
     meta["eval_metrics"] = {"data": data, "items": counts(run, model)["test"], **scores(result, model)}
+    if own := structures(result, model):
+        meta["eval_metrics"]["structures"] = own
     meta["network_data_format"] = _data_format(meta.get("network_data_format") or {}, seen)
     meta["medfl"] = {
         "method": run.method, "options": options(run), "round": model.round, "which": result.which,
@@ -242,7 +255,8 @@ def readme(
 
     `file` is the name of the inference configuration, "" if there is none, and `content` what it says.
     """
-    run = result.run
+    run, own = result.run, structures(result, model)
+    single = {f"{kind}_{slug(name)}{end}" for name in own for kind in (*KINDS, "cases") for end in ("", "_cases")}
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.export"),
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -262,7 +276,8 @@ def readme(
         phantom=run.data.source == PHANTOM,
         phantom_note=PHANTOM_NOTE,
         counts=counts(run, model),
-        scores=scores(result, model),
+        scores={name: value for name, value in scores(result, model).items() if name not in single},
+        structures=own,
         steps=[target_name(step) for step in steps if isinstance(step, Mapping)] if isinstance(steps, list) else [],
         partition=_without_paths(run.partition.spec),
         command=_command(str(result.document.get("command", ""))),

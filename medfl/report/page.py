@@ -14,10 +14,11 @@ from medfl.core.run_documents import damaged
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics
+from medfl.evaluation.mask_metrics import slug
 from medfl.report import formatting, round_charts, saved_pictures
 from medfl.report.formatting import setting
 from medfl.report.picture import Picture
-from medfl.report.prediction_analysis import analyse_predictions
+from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
 from medfl.report.run_files import KINDS, POOLED, RunFiles
 
 
@@ -116,6 +117,7 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
     return {
         "classified": not segmentation,
         "predictions": analysis is not None,
+        **_structures(run, analysis),
         "intervals": analysis.intervals if analysis else {},
         "intervals_method": analysis.describe_intervals() if analysis and analysis.intervals else "",
         "level": f"{100 * bootstrap.LEVEL:g} %",
@@ -126,6 +128,26 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
         "worst": analysis.worst() if analysis else [],
         "exact": [when for kind, when, values in run.pooled() if kind == run.judged and values.get("round") == last],
     }
+
+
+def _structures(run: RunFiles, analysis: PredictionAnalysis | None) -> dict[str, Any]:
+    """Return what the page shows of single structures: on all test cases, and their Dice at each site."""
+    ends = analysis.intervals if analysis else {}
+    kinds = run.structure_metrics
+    columns = [
+        [run.site_values(run.judged, f"{kind}_{slug(name)}") for kind in ("dice", "cases")] for name in run.structures
+    ]
+    return {
+        "structure_titles": [run.title(kind) for kind in kinds],
+        "structures": [
+            (name, found.get("cases"), [(found.get(kind), ends.get(f"{kind}_{slug(name)}")) for kind in kinds])
+            for name, found in run.structures.items()
+        ],
+        "structure_sites": [
+            (site, [(dice.get(site), int(cases.get(site, 0))) for dice, cases in columns])
+            for site in run.site_names if any(site in cases for _, cases in columns)
+        ],
+    }  # fmt: skip
 
 
 def _traffic(run: RunFiles) -> dict[str, Any] | None:

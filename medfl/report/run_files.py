@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from medfl.core.errors import InputError
 from medfl.core.run_documents import damaged, read_round, read_rows, read_run_document, read_summary, round_lines
 from medfl.evaluation import metrics
+from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
+from medfl.evaluation.mask_metrics import slug
 
 _SOURCE = "a folder that `medfl run` wrote"
 _REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
@@ -184,13 +186,28 @@ class RunFiles:
         unit = units.get(metric, "mm or pixels" if metric.startswith("hd95") else "")
         return f"{metrics.title(metric)} ({unit})" if unit else metrics.title(metric)
 
+    @property
+    def structures(self) -> Mapping[str, Mapping[str, Any]]:
+        """Structure -> metrics and cases of the judged model after the last round; {} where none are told apart."""
+        return ((self.summary or {}).get("last") or {}).get("classes") or {}
+
+    @property
+    def structure_metrics(self) -> list[str]:
+        """The metrics that any structure has."""
+        return [kind for kind in OF_STRUCTURES if any(kind in found for found in self.structures.values())]
+
     def metric_names(self) -> list[str]:
-        """Return the names of all pooled metrics, the key metric first, then in the order of `metrics.METRICS`."""
+        """Return the names of all pooled metrics, the key metric first, then in the order of `metrics.METRICS`.
+
+        Those of single structures are in `structures`.
+        """
         names = {name for _, _, values in self.pooled() for name in values}
         if not names:
             names = {name for entry in self.rounds[-1:] for name in entry.get("val") or {}}
         known = [name for name in metrics.METRICS if name in names and name != self.key]
-        return [self.key, *known, *sorted(names - {"round", self.key, *known})]
+        single = {f"{kind}_{slug(name)}" for name in self.structures for kind in OF_STRUCTURES}
+        single |= {"round", "classes", *(f"{name}_cases" for name in single)}
+        return [self.key, *known, *sorted(names - {self.key, *known} - single)]
 
 
 def _read_rounds(path: Path) -> list[Mapping[str, Any]]:

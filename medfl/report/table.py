@@ -12,6 +12,7 @@ from medfl.report import formatting
 from medfl.report.run_files import KINDS, POOLED, RunFiles
 
 _TABLE_SITES = 24
+_TABLE_STRUCTURES = 12
 
 
 def result_table(run_folder: Path) -> str:
@@ -28,7 +29,7 @@ def result_table(run_folder: Path) -> str:
     columns = [column for column in columns if column[2]]
     if 45 + 9 * len(columns) > terminal.width():  # a narrow terminal: the key metric alone
         columns = [column for column in columns if column[0] == run.key]
-    lines = [*_site_lines(run, columns), *_pooled_lines(run)]
+    lines = [*_site_lines(run, columns), *_pooled_lines(run), *_structure_lines(run)]
     summary = run.summary or {}
     if not run.finished:
         lines.append(f"unfinished: {len(run.rounds)} of {run.record['rounds']} rounds")
@@ -87,6 +88,23 @@ def _pooled_lines(run: RunFiles) -> list[str]:
         if len(lines[1]) + width <= terminal.width():
             lines[1:] = [f"{line}{cell:>{width}}" for line, cell in zip(lines[1:], cells, strict=True)]
     return [*lines, ""]
+
+
+def _structure_lines(run: RunFiles) -> list[str]:
+    """Return a line for each structure of the judged model's last round; of more than 12 those with the lowest Dice."""
+    kinds, shown = run.structure_metrics, dict(run.structures)
+    if len(shown) > _TABLE_STRUCTURES:
+        by_dice = sorted(shown, key=lambda name: math.inf if (dice := shown[name].get("dice")) is None else dice)
+        shown = {name: shown[name] for name in by_dice[:_TABLE_STRUCTURES]}
+    model = "global" if run.judged == "received" else run.judged
+    lines = [f"{f'structure, {model} last':<24} {'cases':>7}" + "".join(f"{run.title(kind):>18}" for kind in kinds)]
+    for name, found in shown.items():
+        cells = "".join(f"{formatting.number(found.get(kind)):>18}" for kind in kinds)
+        none = "" if found.get("cases") else "  no test case has it"
+        lines.append(f"{formatting.plain(name):<24} {found.get('cases', '–'):>7}{none or cells}")
+    if len(shown) < len(run.structures):
+        lines.append(f"… {len(run.structures) - len(shown)} more structures are in summary.json")
+    return [*lines, ""] if shown else []
 
 
 def _data_line(run: RunFiles) -> str:

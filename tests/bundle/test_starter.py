@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -22,6 +23,7 @@ from medfl.bundle import files, starter
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.datasets import own
+from medfl.export.bundle_writer import export
 from medfl.policy.inspection import inspect
 from medfl.runs.launch import federate
 
@@ -123,6 +125,10 @@ def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Pa
 def test_structures_have_the_names_that_are_given(pairs: Path, tmp_path: Path) -> None:
     """A name more than there are values is a structure that no mask has."""
     data, bundle = pairs / "images", tmp_path / "named"
+    with pytest.raises(InputError, match="have the values 0, 255, the largest 255.*save class indices"):
+        starter.survey(data, pairs / "masks", names=["Left lung", "tumour"])
+    for mask in (pairs / "masks").iterdir():
+        save(np.array(Image.open(mask)) // 255, mask)
     command = ["new", str(bundle), "--images", str(data), "--masks", str(pairs / "masks"), "--classes"]
     assert cli.main([*command, "Left lung, tumour"]) == 0
     channels = json.loads((bundle / "configs" / "metadata.json").read_text())["network_data_format"]["outputs"]["pred"]
@@ -132,6 +138,33 @@ def test_structures_have_the_names_that_are_given(pairs: Path, tmp_path: Path) -
     assert seen.counts[1] == 20
     assert seen.counts[2] == 0
     assert "no mask has the values 2" in seen.notes
+    run = train(bundle, pairs, tmp_path / "run", config={"image_size": 32, "network": "unet8"})
+    with (run.path / "sites.csv").open() as file:
+        sites = list(csv.DictReader(file))
+    cases = run.predictions
+    found = run.summary["last"]["classes"]
+    assert found["tumour"] == {"dice": None, "hd95": None, "surface_dice": None, "cases": 0}
+    assert found["Left lung"]["cases"] == len(cases) == sum(int(row["received_cases_left_lung"]) for row in sites)
+    for kind in ("dice", "hd95", "surface_dice"):
+        assert found["Left lung"][kind] == pytest.approx(np.mean([row[f"{kind}_left_lung"] for row in cases]))
+        own = [row[f"{kind}_left_lung"] for row in cases if row["site"] == sites[0]["site"]]
+        assert float(sites[0][f"received_{kind}_left_lung"]) == pytest.approx(np.mean(own))
+    assert [row["received_cases_tumour"] for row in sites] == ["0", "0"]
+    assert not any("tumour" in name for name in cases[0])
+    assert "no test case has it" in (run.path / "report.html").read_text()
+    made = export(run.path, tmp_path / "card", formats=())["bundles"][0]
+    assert made["eval_metrics"]["structures"] == found
+    card = (tmp_path / "card" / "docs" / "README.md").read_text()
+    left = found["Left lung"]
+    numbers = " | ".join(f"{left[kind]:.3f}" for kind in ("dice", "hd95", "surface_dice"))
+    assert f"| Left lung | {left['cases']} | {numbers} |\n| tumour | 0 | – | – | – |\n" in card
+    quick = train(
+        bundle, pairs, tmp_path / "quick", metrics="dice", config={"image_size": 32, "network": "unet8"}
+    ).summary["last"]
+    assert quick["classes"] == {
+        "Left lung": {"dice": left["dice"], "cases": left["cases"]}, "tumour": {"dice": None, "cases": 0}
+    }  # fmt: skip
+    assert not any(name.startswith(("hd95", "surface")) for name in quick)
 
 
 @pytest.mark.parametrize(

@@ -248,12 +248,14 @@ def test_a_foreign_key_metric_stays_and_others_come_with_it() -> None:
         nn.Identity(), shard(x, y), CPU, distances=DISTANCES
     )
     ours = evaluator()(nn.Identity(), shard(x, y), CPU, distances=DISTANCES)
-    assert list(cases.values) == ["dice", "pixel_accuracy", "hd95", "surface_dice"]
+    own = [f"{kind}_class_{index}" for kind in ("hd95", "surface_dice") for index in (1, 2)]
+    both = ["dice", "dice_class_1", "dice_class_2", "pixel_accuracy"]
+    assert list(cases.values) == [*both, "hd95", "surface_dice", *own]
     assert cases.values["dice"].tolist() == pytest.approx([float(ours.values["dice"][0]), float("nan")], nan_ok=True)
     for name in ("hd95", "surface_dice", "pixel_accuracy"):
         assert torch.allclose(cases.values[name], ours.values[name])
     renamed = CaseEvaluator("val_dice", theirs, SimpleInferer(), DISCRETE, 1.0)(nn.Identity(), shard(x, y), CPU)
-    assert list(renamed.values) == ["dice", "pixel_accuracy", "val_dice"]
+    assert list(renamed.values) == [*both, "val_dice"]
     assert torch.allclose(renamed.values["dice"], ours.values["dice"])
 
 

@@ -15,7 +15,8 @@ from monai.networks import one_hot
 from torch import Tensor
 
 from medfl.core.errors import InputError
-from medfl.evaluation.mask_metrics import DISTANCES, asked, channel_scores, scores, slug
+from medfl.evaluation.mask_metrics import DISTANCES, asked, by_structure, channel_scores, foreground, scores, slug
+from medfl.evaluation.metrics import Cases, summarise
 
 CLASSES = ("background", "Anterior part", "posterior")
 
@@ -44,6 +45,10 @@ def monais(prediction: Tensor, reference: Tensor, spacing: Any, tolerance: float
         "pixel_accuracy": float((prediction == reference).double().mean()),
         "hd95": float(hd95.double().mean()),
         "surface_dice": float(surface.double().mean()),
+        "hd95_anterior_part": float(hd95[0, 0]),
+        "hd95_posterior": float(hd95[0, 1]),
+        "surface_dice_anterior_part": float(surface[0, 0]),
+        "surface_dice_posterior": float(surface[0, 1]),
     }
 
 
@@ -75,7 +80,9 @@ def test_a_case_by_hand() -> None:
     reference[1:4, 0:3] = 1
     prediction[1:4, 2:5] = 1
     found = scores(prediction, reference, ("background", "square"), (2.0, 1.0), 1.0, distances=DISTANCES)
-    assert found == pytest.approx({"dice": 1 / 3, "pixel_accuracy": 24 / 36, "hd95": 2.0, "surface_dice": 10 / 16})
+    expected = {"dice": 1 / 3, "pixel_accuracy": 24 / 36, "hd95": 2.0, "surface_dice": 10 / 16}
+    own = {f"{kind}_square": expected[kind] for kind in ("dice", "hd95", "surface_dice")}
+    assert found == pytest.approx(expected | own)
 
 
 def test_spacing_changes_distances_and_axis_order_does_not() -> None:
@@ -108,13 +115,16 @@ def test_empty_masks(shape: tuple[int, ...]) -> None:
     spot.view(-1)[7] = 1
     names = ("background", "spot")
     right = {"dice": 1.0, "pixel_accuracy": 1.0, "hd95": 0.0, "surface_dice": 1.0}
-    assert scores(empty, empty, names, spacing, 1.0, distances=DISTANCES) == right
-    assert scores(spot, spot, names, spacing, 1.0, distances=DISTANCES) == right
+    own = {f"{kind}_spot": right[kind] for kind in ("dice", "hd95", "surface_dice")}
+    none = dict.fromkeys(own, math.nan)
+    assert scores(empty, empty, names, spacing, 1.0, distances=DISTANCES) == pytest.approx(right | none, nan_ok=True)
+    assert scores(spot, spot, names, spacing, 1.0, distances=DISTANCES) == right | own
     diagonal = math.dist((0,) * len(shape), [(side - 1) * step for side, step in zip(shape, spacing, strict=True)])
     for pair in ((spot, empty), (empty, spot)):
         found = scores(*pair, names, spacing, 1.0, distances=DISTANCES)
-        share = 1 - 1 / spot.numel()
-        assert found == pytest.approx({"dice": 0.0, "pixel_accuracy": share, "hd95": diagonal, "surface_dice": 0.0})
+        worst = {"dice": 0.0, "pixel_accuracy": 1 - 1 / spot.numel(), "hd95": diagonal, "surface_dice": 0.0}
+        own = {f"{kind}_spot": worst[kind] for kind in ("dice", *DISTANCES)} if pair[1] is spot else none
+        assert found == pytest.approx(worst | own, nan_ok=True)
 
 
 def test_a_class_that_is_missing_enters_the_mean() -> None:
@@ -125,7 +135,8 @@ def test_a_class_that_is_missing_enters_the_mean() -> None:
     prediction = reference.clone()
     prediction[3, 3] = 2
     found = scores(prediction, reference, CLASSES, (1, 1), 1, distances=DISTANCES)
-    assert (found["dice"], found["dice_anterior_part"], found["dice_posterior"]) == (0.5, 1.0, 0.0)
+    assert (found["dice"], found["dice_anterior_part"]) == (0.5, 1.0)
+    assert all(math.isnan(found[f"{kind}_posterior"]) for kind in ("dice", *DISTANCES))
     assert found["hd95"] == pytest.approx((0 + math.hypot(3, 3)) / 2)
     assert found["surface_dice"] == 0.5
 
@@ -140,9 +151,10 @@ def test_channels_that_exclude_each_other_are_classes() -> None:
     prediction, reference = blobs((20, 22), 0), blobs((20, 22), 1)
     pair = [torch.stack([mask == index for index in range(3)]).to(torch.uint8) for mask in (prediction, reference)]
     expected = scores(prediction, reference, CLASSES, (1, 2), 1, distances=DISTANCES)
-    found = channel_scores(*pair, (1, 2), 1, distances=DISTANCES)
-    assert found == pytest.approx({name: expected[name] for name in found})
-    one = scores((prediction == 1).byte(), (reference == 1).byte(), ("", ""), (1, 2), 1, distances=DISTANCES)
+    found = channel_scores(*pair, (1, 2), 1, distances=DISTANCES, names=CLASSES)
+    assert found == pytest.approx(expected)
+    assert [*found] == [*expected]
+    one = scores((prediction == 1).byte(), (reference == 1).byte(), ("", "class 1"), (1, 2), 1, distances=DISTANCES)
     assert channel_scores(pair[0][1:2], pair[1][1:2], (1, 2), 1, distances=DISTANCES) == one
     whole = [torch.stack([mask > 0, mask == 2]).to(torch.uint8) for mask in (prediction, reference)]
     parts = [
@@ -159,6 +171,38 @@ def test_names_of_classes_in_names_of_metrics() -> None:
         "csf_ventricles",
         "grey_matter",
     ]
+
+
+def test_names_that_cannot_be_told_apart_are_numbers() -> None:
+    assert foreground(("background", "liver", "tumour"), 2) == foreground(("liver", "tumour"), 2) == ["liver", "tumour"]
+    assert foreground((), 2) == foreground(("liver",), 2) == foreground(("a b", "a-b"), 2) == ["class 1", "class 2"]
+
+
+def test_each_structure_has_the_mean_of_the_cases_that_have_it() -> None:
+    """Liver in all three cases, tumour in the second (half found) and third (missed), cyst in none.
+
+    The tumour has 2 pixels, of which 1 is found and nothing besides: Dice 2 * 1 / (2 + 1) = 2/3, in the third 0: mean
+    1/3 of two cases. Each pixel is within 1 of the found one: surface Dice 1 and 0, mean 1/2.
+    """
+    names = ("background", "liver", "tumour", "cyst")
+    empty = torch.zeros(6, 6, dtype=torch.uint8)
+    empty[0, 0] = 1
+    whole, half = empty.clone(), empty.clone()
+    whole[3, 3] = whole[3, 4] = half[3, 3] = 2
+    pairs = [(whole, empty), (half, whole), (empty, whole)]  # in the first case a tumour is found that is not there
+    rows = [scores(*pair, names, (1, 1), 1, distances=DISTANCES) for pair in pairs]
+    values = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]}
+    summary = summarise(Cases(("a", "b", "c"), values))
+    found = by_structure(summary, values, names, 3)
+    assert found["liver"] == {"dice": 1, "hd95": 0, "surface_dice": 1, "cases": 3}
+    expected = {"dice": 1 / 3, "hd95": (0.95 + math.hypot(5, 5)) / 2, "surface_dice": 0.5, "cases": 2}
+    assert found["tumour"] == pytest.approx(expected)  # the 95th percentile of 0 and 1 is 0.95
+    assert found["cyst"] == {"dice": None, "hd95": None, "surface_dice": None, "cases": 0}
+    quick = [scores(*pair, names, (1, 1), 1, distances=()) for pair in pairs]
+    values = {name: torch.tensor([row[name] for row in quick], dtype=torch.float64) for name in quick[0]}
+    found = by_structure(summarise(Cases(("a", "b", "c"), values)), values, names, 3)
+    assert found["tumour"] == pytest.approx({"dice": 1 / 3, "cases": 2})
+    assert found["cyst"] == {"dice": None, "cases": 0}
 
 
 # Surfaces, against MONAI's own of each class's mask alone

@@ -326,7 +326,8 @@ def test_table_lists_the_worst_sites_where_lower_is_better(make: Make) -> None:
         ("rounds.jsonl", ("seconds_eval",), None), ("rounds.jsonl", ("seconds",), float("nan")),
         ("rounds.jsonl", ("sites", "site-1"), {"received": 0.5}), ("rounds.jsonl", ("sites", "site-1"), 3),
         ("summary.json", ("sites",), 3), ("summary.json", ("sites",), {"mean": "0.5"}),
-        ("summary.json", ("units",), {"hd95": 1}),
+        ("summary.json", ("units",), {"hd95": 1}), ("summary.json", ("last", "classes"), {"liver": 0.5}),
+        ("summary.json", ("global", "best", "classes"), {"liver": {"dice": "0.5"}}),
         ("rounds.jsonl", ("val_global",), [1]), ("rounds.jsonl", ("cohort",), 3), ("rounds.jsonl", ("round",), "1"),
     ],
 )  # fmt: skip

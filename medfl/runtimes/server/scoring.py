@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from medfl.core.message import Weights
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State, file_sha256, weights_sha256
 from medfl.evaluation.evaluators import Masks
+from medfl.evaluation.mask_metrics import by_structure, slug
 from medfl.evaluation.metrics import Cases, higher_is_better, spread, summarise
 from medfl.evaluation.slices import unit
 from medfl.runtimes import tasks
@@ -144,16 +146,19 @@ class Scoring:
         last, judged = self.run.rounds, self.method.judged
         whole = self._global(last, "test", server)
         own = {name: cases["test"] for name, cases in self._final_personal(last, server).items()}
-        received = self._per_site(whole, "test")
+        cut = self._cut(whole, "test")
+        received = {name: summarise(cases) for name, cases in cut.items()}
         mine = {name: summarise(cases) for name, cases in own.items()}
-        last_global = {"round": last, **summarise(whole)} if whole is not None else None
-        last_personal = {"round": last, **summarise(Cases.concat(list(own.values())))} if own else None
+        everybody = Cases.concat(list(own.values())) if own else None
+        last_global = self._scored(last, whole) if whole is not None else None
+        last_personal = self._scored(last, everybody) if everybody is not None else None
         weights = self._judged_weights(last, server)
         self.folder.write_weights("weights", weights)
         best_global = self._best_global(whole)
-        best_personal = (
-            {"round": self.record["best"]["round"], **self.record["best_test"]} if self.record["best_test"] else None
-        )
+        best_personal = None
+        if self.record["best_test"] and everybody is not None:
+            classes = self._classes(self.record["best_test"], everybody)
+            best_personal = {"round": self.record["best"]["round"], **self.record["best_test"], **classes}
         by_site = {n: scores.get(self.key) for n, scores in (received if judged == "global" else mine).items()}
         summary = {
             "judged": judged,
@@ -167,8 +172,25 @@ class Scoring:
             "weights_sha256": weights_sha256(weights),
             **({"best_sha256": file_sha256(self.folder.path / "best.safetensors")} if self.record["best"] else {}),
         }
-        self._write_tables(received, mine, whole if judged == "global" else None, own)
-        return Final(summary, self._cut(whole, "test") if judged == "global" else own)
+        columns = {
+            name: _columns("received", received.get(name), self._classes(received.get(name), cut.get(name)))
+            | _columns("personal", mine.get(name), self._classes(mine.get(name), own.get(name)))
+            for name in self.federation.names
+        }
+        self._write_tables(columns, whole if judged == "global" else None, everybody)
+        return Final(summary, cut if judged == "global" else own)
+
+    def _scored(self, round_: int, cases: Cases) -> dict[str, Any]:
+        """Return a round with the metrics of these cases, of a segmentation each structure's among them."""
+        found = summarise(cases)
+        return {"round": round_, **found, **self._classes(found, cases)}
+
+    def _classes(self, scores: Metrics | None, cases: Cases | None) -> dict[str, Any]:
+        """Return `classes`, {} where the task has no structures; `scores` are of as many cases as these."""
+        if scores is None or cases is None:
+            return {}
+        found = by_structure(scores, cases.values, self.federation.bundle.structures, len(cases))
+        return {"classes": found} if found else {}
 
     def _units(self, scored: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
         """Return what a report cannot know without the images: the unit of distances on the test items."""
@@ -247,14 +269,10 @@ class Scoring:
             return None
         last = best["round"] == self.run.rounds
         tested = whole if last else self._global(best["round"], "test", self.folder.best_state())
-        return {"round": best["round"], **summarise(tested)} if tested is not None else None
+        return self._scored(best["round"], tested) if tested is not None else None
 
     def _write_tables(
-        self,
-        received: Mapping[str, Metrics],
-        personal: Mapping[str, Metrics],
-        whole: Cases | None,
-        own: Mapping[str, Cases],
+        self, columns: Mapping[str, Mapping[str, Any]], whole: Cases | None, everybody: Cases | None
     ) -> None:
         federation, classes = self.federation, self.federation.bundle.classes
         rows = []
@@ -265,12 +283,10 @@ class Scoring:
             }
             labels = federation.shard(name, "train").labels
             row |= {f"train_{title}": labels.count(index) for index, title in enumerate(classes)} if labels else {}
-            row |= {f"received_{metric}": value for metric, value in received.get(name, {}).items()}
-            row |= {f"personal_{metric}": value for metric, value in personal.get(name, {}).items()}
-            rows.append(row)
+            rows.append(row | columns[name])
         self.folder.write_table("sites.csv", rows)
         owner = {ident: name for name in federation.names for ident in federation.shard(name, "test").ids}
-        cases = whole if whole is not None else (Cases.concat(list(own.values())) if own else None)
+        cases = whole if whole is not None else everybody
         if cases is not None:
             self.folder.write_table("predictions.csv", [*_predictions(cases, classes, owner)])
 
@@ -279,6 +295,14 @@ def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> dict[
     """Return the answers in the order of the sites, which is that of every sum over them."""
     by_site = dict(answers)
     return {name: by_site[name] for name in names if name in by_site}
+
+
+def _columns(where: str, scores: Metrics | None, classes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a site's cells of sites.csv: of each structure also how many of its test items have it."""
+    structures = classes.get("classes", {}).items()
+    counted = {f"dice_{slug(name)}_cases" for name, _ in structures}
+    row = {f"{where}_{metric}": value for metric, value in (scores or {}).items() if metric not in counted}
+    return row | {f"{where}_cases_{slug(name)}": found["cases"] for name, found in structures}
 
 
 def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -292,6 +316,7 @@ def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str
             # nine digits tell float32 numbers apart: a rank metric can be made again from the file
             row |= {f"p_{title}": f"{p:.9g}" for title, p in zip(titles, probabilities, strict=True)}
         else:
-            row |= {m: float(values[index]) for m, values in cases.values.items() if not values.isnan().all()}
+            known = {m: float(values[index]) for m, values in cases.values.items() if not values.isnan().all()}
+            row |= {m: "" if math.isnan(value) else value for m, value in known.items()}
         rows.append(row)
     return rows
