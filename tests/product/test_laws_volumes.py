@@ -74,7 +74,9 @@ def test_what_is_scored_by_changes_no_weight(phantom: Path, reference: dict[str,
     assert few["weights_sha256"] == reference["weights_sha256"]
     header, *rows = (tmp_path / "few" / "predictions.csv").read_text().splitlines()
     whole = (Path(str(reference["folder"])) / "predictions.csv").read_text().splitlines()[0]
-    assert set(whole.split(",")) - set(header.split(",")) == {"hd95", "surface_dice"}
+    assert set(whole.split(",")) - set(header.split(",")) == {
+        "hd95", "surface_dice", "hd95_posterior", "surface_dice_anterior", "surface_dice_posterior"
+    }  # fmt: skip
     assert all(float(dict(zip(header.split(","), row.split(","), strict=True))["hd95_anterior"]) >= 0 for row in rows)
     assert set(few["units"]) == {"hd95_anterior"}
     with pytest.raises(InputError, match="metrics"):
