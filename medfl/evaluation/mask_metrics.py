@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,19 +142,6 @@ def channel_scores(
     return result
 
 
-class Structure(TypedDict, total=False):
-    """The metrics of one structure over the cases whose reference has it, None where there is none.
-
-    Attributes:
-        cases: how many these are.
-    """
-
-    dice: float | None
-    hd95: float | None
-    surface_dice: float | None
-    cases: int
-
-
 def foreground(names: Sequence[str], count: int) -> list[str]:
     """Return names for this many structures: these, without the background's, or class 1, class 2, ...
 
@@ -167,8 +154,8 @@ def foreground(names: Sequence[str], count: int) -> list[str]:
 
 def by_structure(
     summary: Mapping[str, float], measured: Collection[str], names: Sequence[str], cases: int
-) -> dict[str, Structure]:
-    """Return name -> metrics of each structure, as a `Structure`.
+) -> dict[str, dict[str, float | None]]:
+    """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number.
 
     Args:
         summary: what `metrics.summarise` makes of the cases.
@@ -176,17 +163,15 @@ def by_structure(
         names: of the structures, those of a bundle.
         cases: how many there are.
     """
-    numbered = (f"class {index}" for index in range(1, len(measured)))
-    named = [name for name in names if f"dice_{slug(name)}" in measured] or [
-        name for name in numbered if f"dice_{slug(name)}" in measured
-    ]
-    return {name: _structure(summary, measured, slug(name), cases) for name in named}
-
-
-def _structure(summary: Mapping[str, float], measured: Collection[str], own: str, cases: int) -> Structure:
-    values: dict[str, Any] = {kind: summary.get(f"{kind}_{own}") for kind in KINDS if f"{kind}_{own}" in measured}
-    known = int(summary.get(f"dice_{own}_cases", cases)) if values["dice"] is not None else 0
-    return Structure(**values, cases=known)
+    numbered = [f"class {index}" for index in range(1, len(measured))]
+    named, others = ([name for name in some if f"dice_{slug(name)}" in measured] for some in (names, numbered))
+    found: dict[str, dict[str, float | None]] = {}
+    for name in named or others:
+        of = {kind: f"{kind}_{slug(name)}" for kind in KINDS}
+        found[name] = {kind: summary.get(own) for kind, own in of.items() if own in measured}
+        known = summary.get(f"{of['dice']}_cases", cases) if of["dice"] in summary else 0
+        found[name]["cases"] = int(known)
+    return found
 
 
 def slug(name: str) -> str:

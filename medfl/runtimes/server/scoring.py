@@ -272,7 +272,7 @@ class Scoring:
         return self._scored(best["round"], tested) if tested is not None else None
 
     def _write_tables(
-        self, columns: Mapping[str, Mapping[str, Any]], whole: Cases | None, everybody: Cases | None
+        self, columns: Mapping[str, dict[str, Any]], whole: Cases | None, everybody: Cases | None
     ) -> None:
         federation, classes = self.federation, self.federation.bundle.classes
         rows = []
