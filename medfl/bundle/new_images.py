@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,13 +22,11 @@ from medfl.core.errors import InputError
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.source import Source
-from medfl.datasets.readers.tables import IMAGE_SUFFIXES
-from medfl.datasets.readers.volumes import SUFFIXES as VOLUME_SUFFIXES
+from medfl.datasets.readers.unlabelled import named
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator
 from medfl.evaluation.save_masks import to_original
 
 Images = str | Path | Sequence[str | Path | NDArray[Any]]
-_ENDINGS = (*IMAGE_SUFFIXES, *VOLUME_SUFFIXES)
 
 
 def prepared(bundle: Bundle, images: Images) -> Prepared:
@@ -43,10 +40,28 @@ def prepared(bundle: Bundle, images: Images) -> Prepared:
     Raises:
         InputError: no such file, no image in the folder, or one that the transforms refuse; names it.
     """
-    with _as_files(images) as files:
-        items = [{"id": ident} for ident in files]
-        entries = [{"image": str(path)} for path in files.values()]
-        return prepare(items, Source(entries, (*_transforms(bundle), _Unlabelled(bundle.task))), label="reading images")
+    with as_files(images) as files:
+        return of_files(transforms_of(bundle), bundle.task, files)
+
+
+def of_files(
+    transforms: Transform, task: str, files: Mapping[str, str], labels: Mapping[str, int | str] | None = None
+) -> Prepared:
+    """Return images ready to be batched.
+
+    Args:
+        transforms: data list entry -> {"image": (C, H, W[, D]), ...}, as `transforms_of` gives them.
+        task: classification or segmentation.
+        files: id -> URI.
+        labels: id -> class index, or URI of a mask, where it is known; others have zeros.
+
+    Raises:
+        InputError: an image that the transforms refuse, or masks that they do not read.
+    """
+    known = labels or {}
+    entries = [{"image": uri, **({"label": known[i]} if i in known else {})} for i, uri in files.items()]
+    items = [{"id": ident} for ident in files]
+    return prepare(items, Source(entries, (transforms, _Labelled(task))), label="reading images")
 
 
 def masks(bundle: Bundle, network: nn.Module, shard: Shard, device: torch.device) -> list[dict[str, Any]]:
@@ -73,64 +88,60 @@ def masks(bundle: Bundle, network: nn.Module, shard: Shard, device: torch.device
     return predicted
 
 
-class _Unlabelled(Transform):
-    """Give an image an empty label of the task's form, for batches and evaluators that expect one."""
+class _Labelled(Transform):
+    """Give an image without a label an empty one of the task's form, for batches and evaluators that expect one."""
 
     def __init__(self, task: str) -> None:
         self.task = task
 
     def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        image = data["image"]
-        segments = self.task == "segmentation"
-        return {**data, "label": torch.zeros((1, *image.shape[1:]), dtype=torch.uint8) if segments else 0}
+        image, label = data["image"], data.get("label")
+        if isinstance(label, str):
+            raise InputError(
+                f"reference mask {label}",
+                "the bundle's preprocessing reads masks too, under the key 'label'",
+                "predict without --reference, and score what is written",
+            )
+        if label is None:
+            segments = self.task == "segmentation"
+            label = torch.zeros((1, *image.shape[1:]), dtype=torch.uint8) if segments else 0
+        return {**data, "label": label}
 
 
-def _transforms(bundle: Bundle) -> tuple[Any, ...]:
+def transforms_of(bundle: Bundle) -> Transform:
     """Return the bundle's validation transforms; those for a label let an image without one pass."""
     try:
-        chain: tuple[Any, ...] = (bundle.get("validate#preprocessing"),)
+        return without_labels((bundle.get("validate#preprocessing"),))
     except InputError:  # another style of bundle: as its validation data set has them
-        chain = bundle.section("validate").source.transforms
-    transforms = deepcopy(Compose(chain).flatten())  # type: ignore[no-untyped-call]
+        return without_labels(bundle.section("validate").source.transforms)
+
+
+def without_labels(chain: Sequence[Any]) -> Transform:
+    """Return a copy of transforms as one, which lets an entry without a label pass."""
+    transforms: Any = deepcopy(Compose(chain).flatten())  # type: ignore[no-untyped-call]
     for transform in transforms.transforms:
         if isinstance(transform, MapTransform):
             transform.allow_missing_keys = True
-    return (transforms,)
+    return transforms  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _as_files(images: Images) -> Iterator[dict[str, Path]]:
-    """Give id -> file, an id for each that is given; arrays become files of a temporary folder, for bundles read files.
+def as_files(images: Images) -> Iterator[dict[str, str]]:
+    """Give id -> URI, an id for each that is given, as `unlabelled.named` makes them.
 
-    A file below a folder is named by its path there, or by its whole path where several have the same there.
+    Arrays become files of a temporary folder, for bundles read files.
     """
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
-        named: list[tuple[str, Path]] = []
-        for number, given in enumerate(listed):
-            if isinstance(given, str | Path):
-                named += _files_in(Path(given).expanduser())
-            else:
-                name = f"image-{number}"
-                named.append((name, _written(np.asarray(given), Path(folder) / name)))
-        if not named:
+        places = [
+            Path(given)
+            if isinstance(given, str | Path)
+            else _written(np.asarray(given), Path(folder) / f"image-{number}")
+            for number, given in enumerate(listed)
+        ]
+        if not places:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
-        times, files = Counter(name for name, _ in named), dict[str, Path]()
-        for name, path in named:
-            ident = name if times[name] == 1 else str(path)
-            files[f"{ident}#{len(files)}" if ident in files else ident] = path  # as `preparing.records` tells them
-        yield files
-
-
-def _files_in(path: Path) -> list[tuple[str, Path]]:
-    if path.is_file() or (path.is_dir() and any(path.glob("*.dcm"))):
-        return [(str(path), path)]
-    if not path.is_dir():
-        raise InputError(f"{path} is no file and no folder", "images that are there", "check the path")
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(_ENDINGS))
-    if not files:
-        raise InputError(f"folder {path} holds no image", f"files that end in {', '.join(_ENDINGS)}", "check the path")
-    return [(file.relative_to(path).as_posix(), file) for file in files]
+        yield named(places)
 
 
 def _written(pixels: NDArray[Any], path: Path) -> Path:

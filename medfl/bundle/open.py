@@ -111,7 +111,7 @@ def with_data(
     """
     if name not in shipped():
         return _foreign(bundle or Bundle(name, config, device, policy), data, config)
-    folder = _folder(name, data, say)
+    folder = _folder(name, data, say).absolute()  # a bundle looks below folders that are named in full
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
     bundle = bundle or Bundle(name, config, device, policy)
     bundle.override({"dataset_dir": str(folder), "split": split})

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from typing import Any
 
-from medfl.cli import catalogue, compare, concepts, data, export, flare, new, report, run, site, subgroups
+from medfl.cli import catalogue, compare, concepts, data, export, flare, new, predict, report, run, site, subgroups
 from medfl.cli.parser import Parser, warn
 from medfl.core.errors import MedflError
 
@@ -33,6 +33,7 @@ VERBS = (
     data,  # make, fetch or check the images of a bundle
     concepts,  # the text embeddings of a bundle's classes
     new,  # a bundle for images of one's own
+    predict,  # what a trained network says of new images
     report,  # report.html of run folders
     subgroups,  # test metrics by centre, age, sex or localisation
     export,  # a run as a MONAI bundle

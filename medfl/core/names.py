@@ -1,11 +1,12 @@
 """Names that come from outside, as a job, a policy, a startup kit: they become parts of paths, logs and reports.
 
 Names of one's own machine may be any text, as centres are called in a table: `run_folder.safe_file_name` makes files'
-names of them.
+names of them, and `readable_file_name` those of files that people look for.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import printable
 
+_UNFIT = re.compile(r'[%/\\:*?"<>|\x00-\x1f\x7f]|^\.|[. ]$')
+"""What cannot stand in a file name on some system, a name's first or last dot, and what marks that it was replaced."""
+_LONGEST = 180  # bytes of a file name, endings not counted
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 
 
@@ -35,6 +39,19 @@ def check_name(text: Any, what: str) -> str:
         allowed = "letters, digits, '_', '-' and '.' after a letter or digit, at most 64, without '..'"
         raise InputError(f"{what} {printable(text, 60)!r}", allowed, "give it such a name")
     return str(text)
+
+
+def readable_file_name(name: str) -> str:
+    """Return a file name for a case or a site; different names stay different, blanks and umlauts as they are.
+
+    What cannot stand in a file name is replaced by its percent code, and the end of a very long name by a hash.
+    """
+    plain = _UNFIT.sub(lambda found: f"%{ord(found[0]):02X}", name) or "%"
+    kept = plain.encode(errors="surrogateescape")
+    if len(kept) <= _LONGEST:
+        return plain
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:12]
+    return f"{kept[: _LONGEST - 13].decode(errors='ignore')}%{digest}"
 
 
 def method_names() -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from medfl.core.errors import InputError
 from medfl.core.names import check_name
 
 PRIVATE = "MEDFL_PRIVATE_CACHE"
@@ -21,3 +22,20 @@ def cache_folder(kind: str) -> Path:
 def default_run_folder(bundle: str, method: str, seed: int) -> Path:
     """Return the run folder where --out names none; InputError if the bundle's folder has no name for one."""
     return Path("runs") / f"{check_name(bundle, 'bundle')}-{method.rpartition('.')[2]}-{seed}"
+
+
+def is_run(folder: Path) -> bool:
+    """Tell whether a model's folder is a run's; else it is a bundle's.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if (folder / "run.json").is_file():
+        return True
+    if (folder / "configs").is_dir():
+        return False
+    raise InputError(
+        f"{folder} is neither a run (no run.json) nor a bundle (no configs/)",
+        "a folder that medfl run or medfl export wrote, or any MONAI bundle with weights in models/",
+        "name one, as runs/NAME",
+    )

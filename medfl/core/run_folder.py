@@ -24,6 +24,7 @@ import torch
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
+from medfl.core.names import readable_file_name
 from medfl.core.run import Run
 from medfl.core.run_documents import MANIFEST, read_manifest, read_round, read_run, round_lines
 from medfl.core.storage import (
@@ -296,7 +297,7 @@ class RunFolder:
 
     def predictions_folder(self, site: str) -> Path:
         """Return the folder of a site's predicted masks, making it."""
-        return self._subfolder("predictions", safe_file_name(site))
+        return self._subfolder("predictions", readable_file_name(site))
 
     def _subfolder(self, *names: str) -> Path:
         path = self.path.joinpath(*names)

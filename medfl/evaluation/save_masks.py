@@ -46,9 +46,6 @@ def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
 def save(labels: Tensor, classes: int, geometry: Geometry, path: Path) -> Path:
     """Write a mask on the grid of its image's file, in one step, and return the path.
 
-    A volume becomes `<path>.nii.gz` with the shape and affine of its image's file; a picture `<path>.png`, 0 and 255
-    for two classes, else class indices.
-
     Args:
         labels: (H, W[, D]) class indices.
         classes: number of classes, the background among them.
@@ -58,19 +55,34 @@ def save(labels: Tensor, classes: int, geometry: Geometry, path: Path) -> Path:
     Raises:
         RunError: the disk is full or the folder cannot be written.
     """
-    mask, file = to_original(labels, geometry), io.BytesIO()
+    return write(to_original(labels, geometry), classes, geometry, path)
+
+
+def write(mask: NDArray[np.uint8], classes: int, geometry: Geometry, path: Path) -> Path:
+    """Write a mask that is on the grid of its image's file, as `to_original` brings it there, and return the path.
+
+    A volume becomes `<path>.nii.gz` with the shape and affine of its image's file; a picture `<path>.png`, 0 and 255
+    for two classes, else class indices.
+
+    Raises:
+        RunError: the disk is full or the folder cannot be written.
+    """
+    path, file = path.with_name(f"{path.name}{ending(geometry)}"), io.BytesIO()
     if is_picture(geometry):
         Image.fromarray(mask * 255 if classes == 2 else mask).save(file, format="PNG")
-        path = path.with_name(f"{path.name}.png")
     else:
         volume: Any = nib.Nifti1Image(mask, geometry.original_affine)  # type: ignore[no-untyped-call]
         volume.header.set_xyzt_units("mm")
         volume.set_qform(geometry.original_affine, _SCANNER)
         volume.set_sform(geometry.original_affine, _SCANNER)
         file.write(gzip.compress(volume.to_bytes(), mtime=0))
-        path = path.with_name(f"{path.name}.nii.gz")
     write_atomic(path, file.getvalue())
     return path
+
+
+def ending(geometry: Geometry) -> str:
+    """Return how the name of an image's mask ends."""
+    return ".png" if is_picture(geometry) else ".nii.gz"
 
 
 def is_picture(geometry: Geometry) -> bool:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from medfl import methods
 from medfl.bundle.files import shipped_folders
@@ -47,7 +44,7 @@ from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
-from medfl.training.accelerate.precision import tf32
+from medfl.training.accelerate.precision import tf32, threads
 
 if TYPE_CHECKING:
     from medfl.runtimes.monai_fl.client import MedflClientAlgo
@@ -166,7 +163,7 @@ def federate(
     say(_division(plan))
     say(steps(run))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
-    with _threads(run.threads), tf32(run.tf32):
+    with threads(run.threads), tf32(run.tf32):
         with tf32(False):
             public = plan.public.prepare(jobs=workers, progress=progress, say=say) if plan.public else None
         prepared = shared.sections(plan) if shared is not None else None
@@ -354,16 +351,6 @@ def _execute(
     """Run a federation in its folder, or continue the run that is there."""
     with discarding(folder, resume):  # the server's half may refuse the sites' introductions
         return runtime.execute(registry.Execution(federation, folder, resume, **settings))
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _add_local(path: Path) -> dict[str, Any]:

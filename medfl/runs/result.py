@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,14 +27,15 @@ from medfl.report import RunFiles, activation_maps, write_report
 from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import Plan, repeat
+from medfl.runs.predict import predict
+from medfl.runs.records import Record, even, typed
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
     from medfl.report.activation_maps import ActivationMap
     from medfl.runs.subgroups import Subgroups
 
-Record = dict[str, Any]
-Images = str | Path | Sequence[str | Path | NDArray[Any]]
+Images = new_images.Images
 
 
 class Result:
@@ -112,7 +112,7 @@ class Result:
             }
             for entry in self._files.rounds
         ]
-        return _even(rows)
+        return even(rows)
 
     @cached_property
     def site_rounds(self) -> list[Record]:
@@ -124,12 +124,12 @@ class Result:
                 for kind, value in told.items():
                     row |= {f"{kind}_{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {kind: value}
                 rows.append(row)
-        return _even(rows)
+        return even(rows)
 
     @cached_property
     def sites(self) -> list[Record]:
         """One record a site: its numbers of items, class counts and test metrics, as in sites.csv."""
-        return _even([_typed(row) for row in self._files.sites])
+        return even([typed(row) for row in self._files.sites])
 
     @cached_property
     def predictions(self) -> list[Record]:
@@ -143,7 +143,7 @@ class Result:
         """
         path = self.path / "predictions.csv"
         rows = read_rows(path, ("id", "site")) if path.is_file() else None
-        return [_typed(row) for _, row in self._needed(rows, "predictions.csv")]
+        return [typed(row) for _, row in self._needed(rows, "predictions.csv")]
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -212,7 +212,14 @@ class Result:
         return self._networks(which, site)[site or ""]
 
     def predict(
-        self, images: Images | None = None, *, section: str = "test", which: str = "last", site: str | None = None
+        self,
+        images: Images | None = None,
+        *,
+        section: str = "test",
+        which: str = "last",
+        site: str | None = None,
+        out: str | Path | None = None,
+        reference: str | Path | None = None,
     ) -> list[Record]:
         """Return what a trained network says of new images, or of the run's own items.
 
@@ -226,10 +233,15 @@ class Result:
             section: which of the run's items: train, validate or test.
             which: weights of the "last" or the "best" round.
             site: whose model, and of the run's items that site's; None: the one model, or each site's on its own items.
+            out: new folder for what is said of new images; the rows of its predictions.csv are returned instead.
+            reference: what these are scored by, in `out`; both as of `medfl.runs.predict.predict`.
 
         Raises:
             InputError: no such image, section or site; an image that the bundle's transforms refuse.
         """
+        if images is not None and out is not None:
+            given = {"which": which, "site": site, "device": str(self.device), "reference": reference}
+            return list(predict(self.path, images, out, **given)["predictions"])
         if images is not None:
             return self._predict_new(images, which, site)
         if section not in SECTIONS:
@@ -374,24 +386,3 @@ def load_run(folder: str | Path, device: str = "cpu") -> Result:
 def _shard(prepared: Prepared, ids: Sequence[str]) -> Shard:
     position = {ident: index for index, ident in enumerate(prepared.ids(range(len(prepared))))}
     return Shard.of(prepared, [position[ident] for ident in ids])
-
-
-def _even(rows: list[Record]) -> list[Record]:
-    """Give all records the same keys, None where one has no value."""
-    names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
-    return [{name: row.get(name) for name in names} for row in rows] if rows else []
-
-
-def _typed(row: Mapping[str, str]) -> Record:
-    """Return a line of a table with its numbers as such; names stay text, be they of digits ("007")."""
-    return {name: cell if name in ("id", "site") else _value(cell) for name, cell in row.items()}
-
-
-def _value(cell: str) -> Any:
-    """Return a cell as a number where it is one, None where it is blank."""
-    if cell == "":
-        return None
-    for number in (int, float):
-        with suppress(ValueError):
-            return number(cell)
-    return cell

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
-from medfl.core.run_folder import safe_file_name
+from medfl.core.names import readable_file_name
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.data.prepared import Shard
@@ -225,7 +225,9 @@ def segment(
         if masks is None:
             continue
         if folder is not None:
-            save(masks.prediction, masks.classes, part.prepared.geometry[index], Path(folder) / safe_file_name(ident))
+            save(
+                masks.prediction, masks.classes, part.prepared.geometry[index], Path(folder) / readable_file_name(ident)
+            )
         if ident in wanted:
             shown[ident] = masks
     return shown

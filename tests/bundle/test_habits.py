@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from medfl import datasets
 from medfl.bundle import habits, older
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import with_data
@@ -315,3 +316,11 @@ def test_arrays_beside_tensors_are_read_and_code_is_not(tmp_path: Path) -> None:
     assert Bundle(path, policy=TRUSTED).get("width") == 2
     with pytest.raises(InputError, match="Weights only load failed"):
         Bundle(path, {"file": str(tmp_path / "object.pt")}, policy=TRUSTED).get("width")
+
+
+def test_images_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets.write_phantom("mednist", tmp_path / "images", per_class=10, size=16)
+    monkeypatch.chdir(tmp_path)
+    found = with_data("mednist", "images", {}, "cpu")
+    assert len(found.bundle.items("test")) > 0
+    assert found.folder == str(tmp_path / "images")

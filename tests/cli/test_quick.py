@@ -11,6 +11,7 @@ QUICK = (
     (["methods", "fedporx"], 2), (["bundles", "mednits"], 2), (["run", "mednits"], 2),
     (["run", "mednist", "--rounds", "0"], 2), (["run", "mednist", "--method", "fedporx"], 2),
     (["run", "mednist", "--sites", "0"], 2), (["run", "mednist", "--lr", "nan"], 2), (["rnu"], 2),
+    (["predict", "no", "image.png", "--out", "x"], 2),
 )  # fmt: skip
 PROGRAM = """
 import sys

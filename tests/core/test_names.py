@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.core.names import check_name, is_name
+from medfl.core.names import check_name, is_name, readable_file_name
 from medfl.core.places import default_run_folder
 from medfl.runs import launch
 
@@ -40,3 +42,25 @@ def test_a_bundles_folder_gives_a_run_folder_its_name_only_if_it_is_one() -> Non
 def test_a_site_for_a_host_has_a_name(name: str) -> None:
     with pytest.raises(InputError, match="^site '.*'; letters, digits"):
         launch.site_algo("mednist", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("Köln Süd", "Köln Süd"), ("scan 1.5T.nii", "scan 1.5T.nii"), ("病例 7", "病例 7"), ("a/b", "a%2Fb"),
+        ("a%2Fb", "a%252Fb"), ("..", "%2E%2E"), (".hidden", "%2Ehidden"), ("end. ", "end.%20"),
+        ("C:\\x*?", "C%3A%5Cx%2A%3F"),
+        ("tab\t", "tab%09"), ("", "%"),
+    ],
+)  # fmt: skip
+def test_a_file_name_keeps_all_that_can_stand_in_one(name: str, file: str, tmp_path: Path) -> None:
+    assert readable_file_name(name) == file
+    (tmp_path / file).write_text("")
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+
+
+def test_long_names_become_files_and_stay_apart(tmp_path: Path) -> None:
+    names = [f"{letter * 300}{end}" for letter in "aö" for end in "12"]
+    for name in names:
+        (tmp_path / f"{readable_file_name(name)}.nii.gz").write_text(name)
+    assert len(list(tmp_path.iterdir())) == len(names)

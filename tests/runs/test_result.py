@@ -154,6 +154,21 @@ def test_new_images_are_read_as_the_run_s_own(run: Result, tmp_path: Path) -> No
         assert "label" not in answer
 
 
+def test_a_site_s_own_model_writes_its_predictions(personal: Result, tmp_path: Path) -> None:
+    entry = personal.plan.bundle.data("test")[0]
+    answers = {}
+    for site in ("site-1", "site-2"):
+        (answers[site],) = personal.predict(entry["image"], site=site, out=tmp_path / site)
+        (spoken,) = personal.predict(entry["image"], site=site)
+        assert [answers[site][name] for name in personal.classes] == pytest.approx(
+            [spoken[f"p_{name}"] for name in personal.classes], abs=1e-6
+        )
+        assert (tmp_path / site / "predictions.csv").is_file()
+    assert answers["site-1"] != answers["site-2"]
+    with pytest.raises(InputError, match="a model for each site and none for all"):
+        personal.predict(entry["image"], out=tmp_path / "none")
+
+
 def test_images_of_the_same_name_are_all_answered(run: Result, tmp_path: Path) -> None:
     for folder, names in {"a": ("1.png", "2.png"), "b": ("1.png",)}.items():
         (tmp_path / folder).mkdir()
@@ -161,7 +176,7 @@ def test_images_of_the_same_name_are_all_answered(run: Result, tmp_path: Path) -
             Image.new("RGB", (24, 24), (60 if folder == "a" else 200,) * 3).save(tmp_path / folder / name)
     both = tmp_path / "a", tmp_path / "b"
     answers = {row["id"]: row["p_nv"] for row in run.predict(both)}
-    assert list(answers) == [str(both[0] / "1.png"), "2.png", str(both[1] / "1.png")]
+    assert list(answers) == ["a/1.png", "2.png", "b/1.png"]
     one, _, other = answers.values()
     assert one != other
     again = both[1] / "1.png"

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.configuration import Configuration, own_modules
-from medfl.bundle.files import config_file, read
+from medfl.bundle.configuration import own_modules
+from medfl.bundle.inference import open_inference
 from medfl.bundle.open import bundle_of
 from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import unlike
@@ -36,7 +36,6 @@ from medfl.data.samples import Samples
 from medfl.data.source import Source
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods.base import Method
-from medfl.policy import admission
 from medfl.policy.policy import Policy
 from medfl.runs import text_record
 from medfl.runs.teachers.questions import Questions, public_classes
@@ -254,72 +253,19 @@ def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> 
     Raises:
         InputError: no such bundle or no weights in it, or one of other classes.
     """
-    root = Path(where).expanduser().resolve()
-    file = config_file(root, "inference")
-    weights = next((root / "models" / f"model.{kind}" for kind in ("pt", "ts") if _has(root, kind)), None)
-    if file is None or weights is None:
-        missing = "configs/inference.json or .yaml" if file is None else "models/model.pt or models/model.ts"
-        raise InputError(
-            f"bundle {root} has no {missing}",
-            "a teacher has an inference configuration and weights",
-            "add it, or name the folder of a complete bundle",
-        )
-    admission.admit(root, bundle.policy)
-    if weights.suffix == ".ts" and not (bundle.policy.trusted or "pickle" in bundle.policy.allow):
-        given = f"teacher {name!r} with TorchScript, which can write files"
-        raise InputError(given, "weights are models/model.pt", "if its author may run code here, give --trust")
-    information = root / "configs" / "metadata.json"
-    described = read(information) if information.is_file() else {}
-    task, classes = _outputs(described, bundle)
-    _refuse_others(name, task, classes, bundle)
-    config = Configuration(root, [file], {}, described, device, bundle.policy)
-    network = _network(config, weights, device)
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (weights, file)]
+    opened = open_inference(where, bundle.policy, device, ("pt", "ts"), f"teacher {name!r}")
+    classes = opened.classes or public_classes(bundle)
+    _refuse_others(name, opened.task if opened.classes else bundle.task, classes, bundle)
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (opened.weights, opened.file)]
     facts = {
-        "kind": "bundle", "bundle": root.name, "version": str(described.get("version", "")),
-        "configuration_sha256": digests[1], "weights": weights.name, "classes": list(classes),
+        "kind": "bundle", "bundle": opened.root.name, "version": str(opened.described.get("version", "")),
+        "configuration_sha256": digests[1], "weights": opened.weights.name, "classes": list(classes),
         "preprocessing": "its inference configuration's", "versions": _versions(),
     }  # fmt: skip
-    modules = sorted(own_modules(root))
+    modules = sorted(own_modules(opened.root))
     remarks = (f"teacher {name}: its own Python ({', '.join(modules)}) runs with your rights",) if modules else ()
-    inferer = config.content("inferer") if "inferer" in config else SimpleInferer()
-    preprocessing = config.content("preprocessing")
-    return Trained(name, digests[0], facts, network, device, preprocessing, inferer, remarks=remarks)
-
-
-def _has(root: Path, kind: str) -> bool:
-    return (root / "models" / f"model.{kind}").is_file()
-
-
-def _outputs(described: Mapping[str, Any], bundle: Bundle) -> tuple[str, tuple[str, ...]]:
-    """Return task and class names as metadata.json has them; those of the public data where it is silent."""
-    output = described.get("network_data_format", {}).get("outputs", {}).get("pred", {})
-    channels = output.get("channel_def", {})
-    named = tuple(str(channels[key]) for key in sorted(channels, key=lambda k: int(k) if str(k).isdecimal() else -1))
-    if not named:
-        return bundle.task, public_classes(bundle)
-    segments = output.get("format") == "segmentation" or bool(output.get("spatial_shape"))
-    return ("segmentation" if segments else "classification"), (("background", *named) if len(named) == 1 else named)
-
-
-def _network(config: Configuration, weights: Path, device: torch.device) -> nn.Module:
-    try:
-        if weights.suffix == ".ts":
-            scripted: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
-            return scripted.eval()
-        network = config.content("network_def")
-        state = torch.load(weights, map_location="cpu", weights_only=True)
-        network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
-        placed: nn.Module = network.to(device).eval()
-        return placed
-    except InputError:
-        raise
-    except Exception as error:  # torch raises several types for damaged files and for other networks
-        raise InputError(
-            f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})",
-            "weights of network_def, or TorchScript",
-            "restore the file",
-        ) from error
+    preprocessing = opened.config.content("preprocessing")
+    return Trained(name, digests[0], facts, opened.network, device, preprocessing, opened.inferer, remarks=remarks)
 
 
 # Both

@@ -69,6 +69,17 @@ def backward(
 
 
 @contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute with so many threads inside the block; sums of several may differ in the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
     """Allow or forbid TF32 on CUDA devices inside a block, in convolutions and in matrix products alike.
 

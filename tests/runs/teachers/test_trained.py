@@ -288,7 +288,7 @@ def test_bundles_that_do_not_fit_are_told(foreign: Path, images: Bundle, masks: 
     assert "\n" not in str(told.value)
     (foreign / "models" / "model.pt").unlink()
     with pytest.raises(
-        InputError, match="has no models/model.pt or models/model.ts; a teacher has an inference config"
+        InputError, match="has no models/model.pt or models/model.ts; a bundle that predicts has an inference config"
     ):
         open_teacher(f"bundle:{foreign}", images, CPU)
     (foreign / "configs" / "inference.yaml").unlink()

@@ -1,0 +1,118 @@
+"""A MONAI bundle with weights, as its inference configuration has it: network, pre-processing, inferer, classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.inferers import SimpleInferer
+from torch import nn
+
+from medfl.bundle.configuration import Configuration
+from medfl.bundle.files import channel_names, config_file, read
+from medfl.core.errors import InputError
+from medfl.core.storage import load_weights
+from medfl.policy import admission
+from medfl.policy.policy import Policy
+
+
+@dataclass(frozen=True, eq=False)
+class Inference:
+    """A MONAI bundle with weights, as its inference configuration has it.
+
+    Attributes:
+        file: that configuration, and config what it says.
+        described: the content of metadata.json, {} where there is none.
+        weights: the file that was read.
+        network: on its device, in evaluation mode.
+    """
+
+    root: Path
+    file: Path
+    config: Configuration
+    described: Mapping[str, Any]
+    weights: Path
+    network: nn.Module
+
+    @property
+    def inferer(self) -> Callable[..., Any]:
+        """What takes inputs and a network to outputs of whole images."""
+        inferer: Callable[..., Any] = self.config.content("inferer") if "inferer" in self.config else SimpleInferer()
+        return inferer
+
+    @property
+    def task(self) -> str:
+        """Classification or segmentation, as metadata.json describes the output."""
+        output = self.described.get("network_data_format", {}).get("outputs", {}).get("pred", {})
+        segments = output.get("format") == "segmentation" or bool(output.get("spatial_shape"))
+        return "segmentation" if segments else "classification"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the output's classes, the background's first; () where metadata.json has none."""
+        named = channel_names(self.described)
+        return ("background", *named) if len(named) == 1 else named
+
+
+def open_inference(
+    where: str | Path, policy: Policy, device: torch.device, kinds: Sequence[str], name: str
+) -> Inference:
+    """Open a MONAI bundle with weights: models/model.<kind> of the first kind that is there.
+
+    They are those of its `network_def`, or TorchScript (kind "ts").
+
+    Args:
+        where: its folder.
+        policy: what it may do.
+        device: of the network.
+        kinds: of "safetensors", "pt" and "ts".
+        name: what the bundle is for the user, as "teacher 'x'".
+
+    Raises:
+        InputError: no such bundle or no weights in it, or something in it is refused.
+    """
+    root = Path(where).expanduser().resolve()
+    file = config_file(root, "inference")
+    weights = next((path for kind in kinds if (path := root / "models" / f"model.{kind}").is_file()), None)
+    if file is None or weights is None:
+        files = " or ".join(f"models/model.{kind}" for kind in kinds)
+        missing = "configs/inference.json or .yaml" if file is None else files
+        raise InputError(
+            f"bundle {root} has no {missing}",
+            "a bundle that predicts has an inference configuration and weights",
+            "add it, or name the folder of a complete bundle",
+        )
+    admission.admit(root, policy)
+    if weights.suffix == ".ts" and not (policy.trusted or "pickle" in policy.allow):
+        given = f"{name} with TorchScript, which can write files"
+        raise InputError(given, "weights are models/model.pt", "if its author may run code here, give --trust")
+    information = root / "configs" / "metadata.json"
+    described = read(information) if information.is_file() else {}
+    config = Configuration(root, [file], {}, described, device, policy)
+    return Inference(root, file, config, described, weights, _network(config, weights, device))
+
+
+def _network(config: Configuration, weights: Path, device: torch.device) -> nn.Module:
+    try:
+        if weights.suffix == ".ts":
+            scripted: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
+            return scripted.eval()
+        network = config.content("network_def")
+        if weights.suffix == ".safetensors":
+            state: Any = load_weights(weights)
+        else:
+            state = torch.load(weights, map_location="cpu", weights_only=True)
+        network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
+        placed: nn.Module = network.to(device).eval()
+        return placed
+    except InputError:
+        raise
+    except Exception as error:  # torch raises several types for damaged files and for other networks
+        raise InputError(
+            f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})",
+            "weights of network_def, or TorchScript",
+            "restore the file",
+        ) from error

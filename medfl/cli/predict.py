@@ -1,0 +1,98 @@
+"""The verb `medfl predict`: what a trained network says of new images."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medfl.cli import arguments
+from medfl.cli.parser import add_verb, log, show, warn
+from medfl.core import terminal
+from medfl.core.errors import RunError
+from medfl.core.places import is_run
+
+_EXAMPLES = """\
+examples
+  medfl predict runs/first new_images --out predictions
+      every image below the folder: predictions.csv with id, prediction and the probability of each class
+  medfl predict lung_bundle xray.png scans/ --out masks --reference masks_by_hand
+      masks on the grid of each image's file, and their scores by the masks of the same names
+  medfl predict runs/personal new_images --site north --out predictions
+      with the model of one site, of a method that makes one for each"""
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    text = "what a trained network says of new images: classes or masks, and their scores"
+    predict = add_verb(verbs, "predict", text, _predict, _EXAMPLES)
+    text = "a folder that medfl run wrote, or a MONAI bundle with weights in models/, as medfl export writes it"
+    predict.add_argument("model", type=Path, metavar="RUN|BUNDLE", help=text)
+    text = (
+        "images: files and folders of PNG, JPEG, BMP, TIFF or NIfTI files, DICOM files and folders of a series each, "
+        ".zip and .npz archives; all below a folder"
+    )
+    predict.add_argument("images", type=Path, nargs="+", metavar="PATH", help=text)
+    predict.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty folder")
+    text = "score them: masks of the images' names, a folder of images for each class, or a CSV with id and label"
+    predict.add_argument("--reference", type=Path, metavar="DIR|CSV", help=text)
+    text = "of a run: the last round's model, or the best by validation; default last"
+    predict.add_argument("--which", default="last", metavar="last|best", help=text)
+    predict.add_argument("--site", metavar="NAME", help="a site's own model, of a method that makes one for each")
+    arguments.add(predict, "device")
+    arguments.number(predict, "--threads", "T", "threads that compute; default: the run's, of a bundle PyTorch's own")
+    arguments.trust(predict)
+
+
+def _predict(options: Any) -> int:
+    arguments.requested(options)
+    is_run(options.model.expanduser())  # refuses another folder before PyTorch is imported
+    from medfl.runs.predict import predict
+
+    document = predict(
+        options.model, options.images, options.out,
+        reference=options.reference, which=options.which, site=options.site, device=options.device or "cpu",
+        thread_count=options.threads, progress=sys.stderr.isatty(), say=log,
+    )  # fmt: skip
+    for one in document["failed"]:
+        warn(f"error: {one['id']}: {one['problem']}")
+    show(options, document, lambda: "\n".join(_lines(document, terminal.width())))
+    if failed := len(document["failed"]):
+        raise RunError(
+            f"{failed} of {document['images']} images failed, as told above; the others are in {options.out}"
+        )
+    return 0
+
+
+def _lines(document: Mapping[str, Any], width: int) -> list[str]:
+    lines = [f"{len(document['predictions'])} of {document['images']} images predicted by {document['model']}"]
+    if document["task"] == "classification":
+        counts = Counter(row["prediction"] for row in document["predictions"])
+        lines += terminal.table(["prediction", "images"], [[name, str(count)] for name, count in counts.items()], width)
+    else:
+        lines += _structures(document["predictions"], width)
+    if (scores := document["scores"]) is not None:
+        from medfl.evaluation.metrics import title
+
+        lines += ["", f"scores by the references of {document['scored']} images"]
+        rows = [[title(name), f"{value:.3f}"] for name, value in scores.items()]
+        lines += terminal.table(["metric", "value"], rows, width)
+    lines += ["", *document["files"].values()]
+    if document["data_source"] == "phantom":
+        lines.append("this model learned from PHANTOM data, images drawn by a program: it says nothing about patients")
+    return [*lines, "for research: not a medical device"]
+
+
+def _structures(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """Return how much of each structure the images show in the mean, in millilitres or as a share of the pixels."""
+    lines = []
+    for name in dict.fromkeys(key for row in rows for key in row if key not in ("id", "mask")):
+        values = [row[name] for row in rows if name in row]
+        structure, _, unit = name.rpartition("_")
+        shown = (
+            f"{sum(values) / len(values):.1f} ml" if unit == "ml" else f"{sum(values) / len(values):.1%} of the pixels"
+        )
+        lines.append([structure, shown, str(len(values))])
+    return terminal.table(["structure", "mean", "images"], lines, width)

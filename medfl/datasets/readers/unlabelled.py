@@ -1,0 +1,133 @@
+"""Images without labels, as somebody gives them for a prediction: files, folders, archives, DICOM series."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from medfl.core.errors import InputError
+from medfl.datasets.readers import dicom
+from medfl.datasets.readers.reading import archive, array_shape
+from medfl.datasets.readers.tables import IMAGE_SUFFIXES
+from medfl.datasets.readers.volumes import SUFFIXES
+
+ENDINGS = (*IMAGE_SUFFIXES, *SUFFIXES)
+_ARCHIVES = (".zip", ".npz")
+_READ = f"files that end in {', '.join(ENDINGS)}, DICOM series, .zip archives of these, .npz arrays of images"
+
+
+def unlabelled(folder: str | Path) -> list[dict[str, str]]:
+    """Return {id, image} of every image below a folder, the id its path there: a data list of unlabelled images.
+
+    Raises:
+        InputError: there is no such folder, or no image in it.
+    """
+    return [{"id": ident, "image": uri} for ident, uri in named([folder]).items()]
+
+
+def named(places: Iterable[str | Path]) -> dict[str, str]:
+    """Return id -> URI of all images at files, folders and archives.
+
+    An image is named by its path below the folder or in the archive that was given, a file by its name. Where several
+    have one name, each has the folder's that it was given with before it, or else its whole path.
+
+    Raises:
+        InputError: a place that is not there, or holds no image.
+    """
+    forms: list[tuple[str, str, str]] = []
+    series = set[str]()
+    for place in (Path(place).expanduser() for place in places):
+        above = place if place.is_dir() else place.absolute().parent
+        for name, uri in images_at(place):
+            if uri not in series:  # of several files of one the first stands for it
+                forms.append((name, f"{above.absolute().name}/{name}", uri))
+            series |= {uri} if os.path.isdir(uri) else set()
+    times = [Counter(form[level] for form in forms) for level in range(3)]
+    names: dict[str, str] = {}
+    for form in forms:
+        ident = next((text for level, text in enumerate(form) if times[level][text] == 1), form[2])
+        names[f"{ident}#{len(names)}" if ident in names else ident] = form[2]
+    return names
+
+
+def images_at(place: Path) -> list[tuple[str, str]]:
+    """Return (name, URI) of the images at one place, sorted; a file of another kind is for its reader to refuse.
+
+    A folder with DICOM files is one series, and a DICOM file stands for that of its folder.
+
+    Raises:
+        InputError: it is not there, or holds no image.
+    """
+    if place.is_dir():
+        found = _below(place)
+    elif not place.is_file():
+        raise InputError(f"{place} is no file and no folder", "images that are there", "check the path")
+    elif place.suffix in _ARCHIVES:
+        found = _inside(place)
+    elif _is_dicom(place):
+        found = [(place.absolute().parent.name, str(place.parent))]
+    else:
+        found = [(place.name, str(place))]
+    if not found:
+        raise InputError(f"{place} holds no image", _READ, "check the path")
+    return found
+
+
+def without_ending(name: str) -> str:
+    """Return an image's name without the ending of its file."""
+    ending = next((end for end in sorted(ENDINGS, key=len, reverse=True) if name.lower().endswith(end)), "")
+    return name[: len(name) - len(ending)]
+
+
+def _below(root: Path) -> list[tuple[str, str]]:
+    found = []
+    for base, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not _hidden(name))
+        place, shown = Path(base), sorted(name for name in files if not _hidden(name))
+        if any(_is_dicom(place / name) for name in shown if not name.lower().endswith((*ENDINGS, *_ARCHIVES))):
+            found.append((place.relative_to(root).as_posix() if place != root else root.absolute().name, str(place)))
+        below = [((place / name).relative_to(root).as_posix(), place / name) for name in shown]
+        found += [(name, str(path)) for name, path in below if _is_image(name)]
+        found += [each for name, path in below if path.suffix in _ARCHIVES for each in _packed(name, path)]
+    return sorted(found)
+
+
+def _packed(name: str, file: Path) -> list[tuple[str, str]]:
+    """Return the images in an archive of a folder; itself where it cannot be opened, for its reader to refuse."""
+    try:
+        return [(f"{name}/{member}", uri) for member, uri in _inside(file)]
+    except InputError:
+        return [(name, str(file))]
+
+
+def _inside(file: Path) -> list[tuple[str, str]]:
+    if file.suffix == ".npz":
+        return _rows(file)
+    members = sorted(archive(file).namelist())
+    return [(name, f"{file}!{name}") for name in members if not _hidden(name) and _is_image(name)]
+
+
+def _rows(file: Path) -> list[tuple[str, str]]:
+    """Return the rows (H, W) or (H, W, C) of the stacked images in an .npz file; labels have fewer axes."""
+    arrays = [name.removesuffix(".npy") for name in sorted(archive(file).namelist())]
+    shapes = {name: array_shape(file, name) for name in arrays}
+    return [
+        (f"{name}_{row:06d}", f"{file}!{name}#{row}")
+        for name, shape in shapes.items()
+        if len(shape) in (3, 4)
+        for row in range(shape[0])
+    ]
+
+
+def _is_dicom(path: Path) -> bool:
+    return path.suffix.lower() == ".dcm" or dicom.is_dicom(str(path))
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(ENDINGS)
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))

@@ -1,0 +1,305 @@
+"""`medfl predict`: what a trained network says of new images, as files: class probabilities, or masks; and scores."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from medfl.bundle import new_images
+from medfl.bundle.new_images import Images
+from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.names import readable_file_name
+from medfl.core.run_folder import RunFolder
+from medfl.core.terminal import Print
+from medfl.data.prepared import Geometry, Prepared, Shard
+from medfl.datasets.readers.unlabelled import without_ending
+from medfl.datasets.readers.volumes import SUFFIXES
+from medfl.evaluation import save_masks
+from medfl.evaluation.evaluators import ClassEvaluator, Masks
+from medfl.evaluation.metrics import Cases, summarise
+from medfl.runs import references
+from medfl.runs.predictor import Predictor, open_predictor
+from medfl.training.accelerate.precision import tf32, threads
+
+PREDICTIONS, SCORES, BY_CASE = "predictions.csv", "scores.csv", "scores_by_case.csv"
+_PICTURES = 32  # read at once for masks, and of volumes one; of images to be classified at least so many
+_CUBIC_MM = 1000.0  # in a millilitre
+
+
+@dataclass
+class Predictions:
+    """What was predicted.
+
+    Attributes:
+        rows: of predictions.csv, by id.
+        cases: outcomes of the images with a reference.
+        failed: id -> what is wrong with an image, or with its reference.
+    """
+
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cases: list[Cases] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def predict(
+    model: str | Path,
+    images: Images,
+    out: str | Path,
+    *,
+    reference: str | Path | None = None,
+    which: str = "last",
+    site: str | None = None,
+    device: str = "cpu",
+    thread_count: int | None = None,
+    progress: bool = False,
+    say: Print = str,
+) -> dict[str, Any]:
+    """Write what a trained network says of images into a new folder.
+
+    Classification: predictions.csv with id, prediction and the probability of each class. Segmentation: a mask for each
+    image on the grid of its file, NIfTI of volumes and DICOM series, PNG of pictures, and predictions.csv with id, mask
+    and each structure's millilitres, or share of a picture. With a reference: scores.csv and scores_by_case.csv, by the
+    evaluators of a run. predictions.csv is written last: a folder without it was not finished.
+
+    Args:
+        model: folder of a run, or of a MONAI bundle with weights.
+        images: a folder, a file, or a list of these; `Result.predict` says which.
+        out: new or empty folder.
+        reference: folder of masks or of class folders, or table of classes; `medfl.runs.references` finds them.
+        which: of a run, the weights of the "last" or of the "best" round.
+        site: of a run whose method has a model for each site, whose.
+        device: auto, cpu or cuda[:i].
+        thread_count: None takes the run's, of a bundle as many as PyTorch takes.
+        progress: show a bar.
+        say: where lines for the user go.
+
+    Returns:
+        Everything that was written and what failed, for JSON.
+
+    Raises:
+        InputError: no model, no image, none that can be predicted, or `out` is in use; nothing is written.
+        RunError: the disk is full.
+    """
+    folder = Path(out).expanduser()
+    RunFolder.require_unused(folder)
+    with new_images.as_files(images) as files:
+        predictor = open_predictor(model, which, site, device, say)
+        known = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
+        with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
+            found = _Writer(predictor, files, known, folder).write(progress)
+    if not found.rows:
+        what = "the one image cannot" if len(files) == 1 else f"none of the {len(files)} images can"
+        raise InputError(
+            f"{what} be predicted: {next(iter(found.failed.values()))}",
+            "images like those that the network was trained on",
+            "give such images",
+        )
+    return _document(predictor, files, found, folder, known)
+
+
+def _references(place: Path, predictor: Predictor, files: Mapping[str, str]) -> Mapping[str, int | str]:
+    if predictor.task == "segmentation":
+        return references.masks_of(place, files)
+    return references.labels_of(place, files, predictor.classes)
+
+
+_Outcome = tuple[Prepared, list[Masks | None] | Cases]
+
+
+class _Writer:
+    """Predicts image after image, and writes masks as they come."""
+
+    def __init__(
+        self, predictor: Predictor, files: Mapping[str, str], known: Mapping[str, int | str], folder: Path
+    ) -> None:
+        self.predictor, self.files, self.known, self.folder = predictor, files, known, folder
+        self.places, self.found = _places(files), Predictions()
+
+    def write(self, progress: bool) -> Predictions:
+        """Predict everything; what fails is told in what is returned."""
+        with tqdm(total=len(self.files), desc="predicting", unit="image", disable=not progress, leave=False) as bar:
+            for idents in self._groups():
+                for prepared, outcome in self._outcomes({ident: self.files[ident] for ident in idents}, self.known):
+                    self._take(prepared, outcome)
+                bar.update(len(idents))
+        rows = {ident: self.found.rows[ident] for ident in self.files if ident in self.found.rows}
+        self.found.rows = rows
+        return self.found
+
+    def _groups(self) -> Iterator[Sequence[str]]:
+        """Give the ids that are read at once: as many as memory holds of any size."""
+        evaluator = self.predictor.evaluator
+        if isinstance(evaluator, ClassEvaluator):  # whole batches, so that all but the last are those of a run
+            yield from _batched([*self.files], evaluator.batch_size * math.ceil(_PICTURES / evaluator.batch_size))
+            return
+        volumes = {i: uri for i, uri in self.files.items() if Path(uri).is_dir() or uri.endswith(SUFFIXES)}
+        yield from _batched([*volumes], 1)
+        yield from _batched([ident for ident in self.files if ident not in volumes], _PICTURES)
+
+    def _outcomes(self, files: Mapping[str, str], known: Mapping[str, int | str]) -> Iterator[_Outcome]:
+        """Yield the outcomes of images; of one that fails with its reference, without it."""
+        labels = {ident: known[ident] for ident in files if ident in known}
+        try:
+            outcome = self._judged(files, labels)
+        except Exception as error:  # a bundle's own transforms, inferer and network raise anything
+            yield from self._apart(files, labels, error)
+            return
+        yield outcome
+
+    def _apart(self, files: Mapping[str, str], labels: Mapping[str, int | str], error: Exception) -> Iterator[_Outcome]:
+        """Yield the outcomes of images that fail together: of those that can be read, and of each of the others."""
+        if len(files) > 1:
+            sound = {ident: uri for ident, uri in files.items() if self._is_read(ident, uri, labels)}
+            parts = [{ident: uri} for ident, uri in files.items() if ident not in sound or len(sound) == len(files)]
+            for part in [*([sound] if 0 < len(sound) < len(files) else []), *parts]:
+                yield from self._outcomes(part, labels)
+            return
+        (ident,) = files
+        self.found.failed[ident] = _told(error)
+        if labels:
+            yield from self._outcomes(files, {})
+
+    def _is_read(self, ident: str, uri: str, labels: Mapping[str, int | str]) -> bool:
+        try:
+            new_images.of_files(self.predictor.transforms, self.predictor.task, {ident: uri}, labels)
+        except Exception:  # told when it is predicted alone
+            return False
+        return True
+
+    def _judged(self, files: Mapping[str, str], labels: Mapping[str, int | str]) -> _Outcome:
+        predictor = self.predictor
+        prepared = new_images.of_files(predictor.transforms, predictor.task, files, labels)
+        shard, evaluator = Shard.of(prepared, range(len(prepared))), predictor.evaluator
+        labelled = [index for index, ident in enumerate(files) if ident in labels]
+        if isinstance(evaluator, ClassEvaluator):
+            cases = evaluator(predictor.network, shard, predictor.device)
+            self.found.cases += [cases.select(labelled)] if labelled else []
+            return prepared, cases
+        masks = [*evaluator.masks(predictor.network, shard, predictor.device)]
+        for ident, mask in zip(files, masks, strict=True):
+            if mask is None:
+                raise InputError(
+                    f"the structures of {ident} overlap", "a mask has one value a pixel", "run it by MONAI"
+                )
+        if len(prepared.geometry) != len(prepared):
+            raise InputError(
+                "the bundle's transforms do not say where an image's pixels lie in its file",
+                "they keep the image's metadata (original_affine, spatial_shape) and draw nothing",
+                "let them read images with LoadImaged and keep track_meta",
+            )
+        if labelled:
+            part = Shard.of(prepared, labelled)
+            cases = evaluator(predictor.network, part, predictor.device, distances=predictor.distances)
+            kept = {name: values for name, values in cases.values.items() if name != "loss"}
+            self.found.cases.append(Cases(cases.ids, kept))
+        return prepared, masks
+
+    def _take(self, prepared: Prepared, outcome: list[Masks | None] | Cases) -> None:
+        idents = prepared.ids(range(len(prepared)))
+        if isinstance(outcome, Cases):
+            probabilities = outcome.values["probabilities"].tolist()
+            self.found.rows |= {
+                i: _class_row(i, p, self.predictor.classes) for i, p in zip(idents, probabilities, strict=True)
+            }
+            return
+        for index, (ident, masks) in enumerate(zip(idents, outcome, strict=True)):
+            assert masks is not None
+            geometry = prepared.geometry[index]
+            mask, path = save_masks.to_original(masks.prediction, geometry), self.folder / self.places[ident]
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunError(f"cannot make {path.parent}: {error.strerror}") from error
+            written = save_masks.write(mask, masks.classes, geometry, path).relative_to(self.folder)
+            amounts = _amounts(mask, masks.classes, geometry, self.predictor.classes)
+            self.found.rows[ident] = {"id": ident, "mask": written.as_posix(), **amounts}
+
+
+def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    return (idents[start : start + size] for start in range(0, len(idents), size))
+
+
+def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...]) -> dict[str, Any]:
+    names = classes if len(classes) == len(probabilities) else [f"class {i}" for i in range(len(probabilities))]
+    return {
+        "id": ident,
+        "prediction": names[probabilities.index(max(probabilities))],
+        **{name: float(f"{p:.9g}") for name, p in zip(names, probabilities, strict=True)},
+    }
+
+
+def _amounts(mask: NDArray[np.uint8], count: int, geometry: Geometry, classes: tuple[str, ...]) -> dict[str, float]:
+    """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
+    names = classes if len(classes) == count else [f"class {index}" for index in range(count)]
+    pixels = np.bincount(mask.ravel(), minlength=count)[1:].tolist()
+    if mask.ndim == 3:
+        voxel = abs(float(np.linalg.det(geometry.original_affine[:3, :3]))) / _CUBIC_MM
+        return {f"{name}_ml": float(f"{n * voxel:.6g}") for name, n in zip(names[1:], pixels, strict=True)}
+    return {f"{name}_share": float(f"{n / mask.size:.6g}") for name, n in zip(names[1:], pixels, strict=True)}
+
+
+def _places(files: Mapping[str, str]) -> dict[str, Path]:
+    """Return id -> path of its mask below the folder, without the ending: readable, and no two the same."""
+    times = Counter(without_ending(ident).casefold() for ident in files)
+    taken, places = set[str](), dict[str, Path]()
+    for ident in files:
+        bare = without_ending(ident)
+        parts = PurePosixPath(bare if times[bare.casefold()] == 1 else ident).parts
+        path = Path(*(readable_file_name(part) for part in parts if part != "/"))
+        number, place = 1, path
+        while place.as_posix().casefold() in taken:
+            number += 1
+            place = path.with_name(f"{path.name}-{number}")
+        taken.add(place.as_posix().casefold())
+        places[ident] = place
+    return places
+
+
+def _told(error: Exception) -> str:
+    """Return in one line what is wrong."""
+    return (
+        str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    )
+
+
+def _document(
+    predictor: Predictor, files: Mapping[str, str], found: Predictions, folder: Path, known: Mapping[str, int | str]
+) -> dict[str, Any]:
+    """Write the tables, the predictions last, and return everything for JSON."""
+    table, written = RunFolder(folder), {"predictions": str(folder / PREDICTIONS)}
+    folder.mkdir(parents=True, exist_ok=True)
+    cases = Cases.concat(found.cases) if found.cases else None
+    scores = summarise(cases) if cases is not None else None
+    if cases is not None and scores is not None:
+        table.write_table(SCORES, [{"metric": name, "value": value} for name, value in scores.items()])
+        table.write_table(BY_CASE, _by_case(cases, found, predictor.classes))
+        written |= {"scores": str(folder / SCORES), "scores_by_case": str(folder / BY_CASE)}
+    table.write_table(PREDICTIONS, [*found.rows.values()])
+    return {
+        "model": predictor.title, "task": predictor.task, "classes": [*predictor.classes],
+        "data_source": predictor.data_source, "out": str(folder), "images": len(files), "files": written,
+        "predictions": [*found.rows.values()],
+        "failed": [{"id": i, "file": files[i], "problem": text} for i, text in found.failed.items()],
+        "scores": scores, "scored": 0 if cases is None else len(cases), "with_reference": len(known),
+    }  # fmt: skip
+
+
+def _by_case(cases: Cases, found: Predictions, classes: tuple[str, ...]) -> list[dict[str, Any]]:
+    rows = []
+    for index, ident in enumerate(cases.ids):
+        if cases.is_classification:
+            label = int(cases.values["label"][index])
+            rows.append({"id": ident, "label": classes[label], "prediction": found.rows[ident]["prediction"]})
+        else:
+            values = {name: float(numbers[index]) for name, numbers in cases.values.items()}
+            rows.append({"id": ident, **{name: value for name, value in values.items() if not math.isnan(value)}})
+    return rows

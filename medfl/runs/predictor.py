@@ -1,0 +1,157 @@
+"""A trained network that predicts new images: that of a run's folder, or of a MONAI bundle with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.transforms import Transform
+from torch import Tensor, nn
+
+from medfl.bundle import new_images
+from medfl.bundle.files import config_file, read
+from medfl.bundle.inference import Inference, open_inference
+from medfl.core.errors import InputError
+from medfl.core.places import is_run
+from medfl.core.terminal import Print
+from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
+from medfl.evaluation.mask_metrics import DISTANCES, asked
+from medfl.policy import admission
+from medfl.runs.networks_of_run import WHICH, RunNetworks
+from medfl.runs.plan import device_named
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A network, and how its images are read and its outputs judged.
+
+    Attributes:
+        title: what it is, for the user.
+        task: classification or segmentation.
+        classes: names in label order; in segmentation of a mask's values or channels.
+        network: on its device, in evaluation mode.
+        transforms: data list entry -> {"image": (C, H, W[, D]), ...}; entries may lack a label.
+        evaluator: what scored the run, of masks without the loss.
+        data_source: of its training images: real, phantom, or "" where it is not known.
+        distances: the metrics of surfaces that masks are scored by.
+        threads: that it computes with, None for as many as PyTorch takes.
+        tf32: as the run had it.
+    """
+
+    title: str
+    task: str
+    classes: tuple[str, ...]
+    network: nn.Module
+    transforms: Transform
+    evaluator: ClassEvaluator | MaskEvaluator | CaseEvaluator
+    device: torch.device
+    data_source: str
+    distances: tuple[str, ...] = DISTANCES
+    threads: int | None = None
+    tf32: bool = False
+
+
+def open_predictor(where: str | Path, which: str, site: str | None, device: str, say: Print) -> Predictor:
+    """Open a run's folder, or that of a MONAI bundle with weights.
+
+    Args:
+        where: the folder.
+        which: of a run, the weights of the "last" or of the "best" round.
+        site: of a run whose method has a model for each site, whose.
+        device: auto, cpu or cuda[:i].
+        say: where lines for the user go.
+
+    Raises:
+        InputError: it is neither, has no weights yet, no such model, or a bundle that inspection refuses.
+    """
+    path, placed = Path(where).expanduser(), torch.device(device_named(device))
+    if which not in WHICH:
+        raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
+    if is_run(path):
+        return _of_run(path, which, site, placed, say)
+    if site is not None or which != "last":
+        raise InputError(f"--site or --which with the bundle {path}", "a bundle has one model", "leave it out")
+    return _of_bundle(path, placed)
+
+
+def _of_run(path: Path, which: str, site: str | None, device: torch.device, say: Print) -> Predictor:
+    found = RunNetworks(path, which)
+    run, bundle, task = found.run, found.bundle, found.task
+    if site == "all" and site not in found.sites:
+        raise InputError("--site all", "the model of one site predicts", f"name one of {', '.join(found.sites)}")
+    _check_task(task.kind, str(path))
+    (model,) = found.models(site, None, say)
+    if not found.finished:
+        say(f"note: the run in {path} was interrupted: this is round {found.round} of {run.rounds}")
+    evaluator = bundle.evaluator
+    assert isinstance(evaluator, ClassEvaluator | MaskEvaluator | CaseEvaluator)
+    if isinstance(evaluator, MaskEvaluator):
+        evaluator = replace(evaluator, loss=_no_loss)
+    structures = bundle.structures if task.kind == "segmentation" else None
+    whose = f"the model of site {site}" if site else "the global model"
+    return Predictor(
+        f"{whose} of {path} ({run.method} on {run.bundle}, round {model.round})",
+        task.kind,
+        task.classes if structures is None else structures,
+        model.network.to(device).eval(),
+        new_images.transforms_of(bundle),
+        evaluator,
+        device,
+        run.data.source,
+        asked(run.metrics, structures),
+        run.threads,
+        run.tf32,
+    )
+
+
+def _of_bundle(path: Path, device: torch.device) -> Predictor:
+    opened = open_inference(path, admission.in_force(), device, ("safetensors", "pt", "ts"), f"bundle {path.name!r}")
+    meta, classes = opened.described, opened.classes
+    if not classes:
+        raise InputError(
+            f"configs/metadata.json of bundle {path} names no classes",
+            "network_data_format#outputs#pred#channel_def says what the network's outputs are",
+            "add it",
+        )
+    _refuse_overlaps(opened, path)
+    evaluator: ClassEvaluator | MaskEvaluator = ClassEvaluator()
+    if opened.task == "segmentation":
+        evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
+    told = meta.get("medfl")
+    source = str(told.get("data_source", "")) if isinstance(told, Mapping) else ""
+    chain = new_images.without_labels((opened.config.content("preprocessing"),))
+    title = f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
+    return Predictor(title, opened.task, classes, opened.network, chain, evaluator, device, source)
+
+
+def _check_task(kind: str, where: str) -> None:
+    if kind not in ("classification", "segmentation"):
+        raise InputError(
+            f"the model of {where}, a {kind} task", "classes or masks are predicted", "run its own inference by MONAI"
+        )
+
+
+def _refuse_overlaps(opened: Inference, path: Path) -> None:
+    """Raise an InputError if the bundle reads its outputs as several findings at once, not as one class of all."""
+    for key, node in [*opened.config.nodes("Activationsd"), *opened.config.nodes("Activations")]:
+        if node.get("sigmoid") and len(opened.classes) > 2:
+            raise InputError(
+                f"bundle {path}: {key or 'its postprocessing'} takes the sigmoid of {len(opened.classes)} outputs",
+                "classes that exclude each other, by softmax",
+                "run it by MONAI: python -m monai.bundle run --config_file configs/inference.json",
+            )
+
+
+def _tolerance(path: Path) -> float:
+    """Return the tolerance of the surface Dice that the bundle is scored with, 1 where it says none."""
+    train = config_file(path, "train")
+    given = read(train).get("surface_tolerance", 1.0) if train else 1.0
+    return float(given) if isinstance(given, int | float) else 1.0
+
+
+def _no_loss(prediction: Any, target: Any) -> Tensor:
+    """Score no loss: new images are judged by what is seen of them."""
+    return torch.zeros(())

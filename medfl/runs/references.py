@@ -1,0 +1,104 @@
+"""The references that predictions of new images are scored by: masks, or classes, found by the images' names."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from medfl.core.errors import InputError
+from medfl.datasets import own
+from medfl.datasets.readers import matching, pairs, tables
+from medfl.datasets.readers.unlabelled import without_ending
+from medfl.datasets.readers.volumes import volume_paths
+
+
+def masks_of(place: Path, files: Mapping[str, str]) -> dict[str, str]:
+    """Return id -> URI of its reference mask, of the images that have one.
+
+    Args:
+        place: a folder of masks, named as data sets of one's own name them (`medfl.datasets.own.paired`).
+        files: id -> URI of the images.
+
+    Raises:
+        InputError: it is no folder, no mask in it is of an image, or one fits several.
+    """
+    if not place.is_dir():
+        raise InputError(f"--reference {place} is no folder", "a folder of masks", "check the path")
+    masks = [*pairs.picture_paths(place), *volume_paths(place)]
+    names, matched = matching.match([(without_ending(ident), uri) for ident, uri in files.items()], masks)
+    of_uri = {uri: matched[name] for name, uri in names.items() if name in matched}
+    found = {ident: of_uri[uri] for ident, uri in files.items() if uri in of_uri}
+    if not found:
+        raise _none(place, f"{len(masks)} masks", "the name of its image, with or without _mask, _seg or _label")
+    return found
+
+
+def labels_of(place: Path, files: Mapping[str, str], classes: Sequence[str]) -> dict[str, int]:
+    """Return id -> index of its reference class, of the images that have one.
+
+    Args:
+        place: a folder with one of images for each class, or a table with the columns id and label, where a label is
+            the name or the index of a class. An image has its path there, or its file's name where only one has it,
+            with or without the ending.
+        files: id -> URI of the images.
+        classes: names in label order.
+
+    Raises:
+        InputError: it is neither, names another class, gives an image two, or has none of the images.
+    """
+    told = _in_folders(place, classes) if place.is_dir() else _in_table(place, classes)
+    known = defaultdict[str, set[int]](set)
+    for name, label in told:
+        for form in _forms(name):
+            known[form].add(label)
+    found, bare = {}, Counter(_forms(ident)[-1] for ident in files)
+    for ident in files:
+        forms = _forms(ident)
+        forms = forms if bare[forms[-1]] == 1 else forms[:2]
+        labels = set(next((known[form] for form in forms if form in known), ()))
+        if len(labels) > 1:
+            named = ", ".join(sorted(classes[label] for label in labels))
+            raise InputError(f"--reference {place} has image {ident} as {named}", "one class an image", "give its path")
+        if labels:
+            found[ident] = labels.pop()
+    if not found:
+        raise _none(place, "labels", "the path or the name of its image")
+    return found
+
+
+def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
+    named = own.class_folders(root)
+    if unknown := [name for name in named if name not in classes] or ([] if named else ["none"]):
+        raise InputError(
+            f"--reference {root} has the folders {tables.several(unknown, 'folders')}",
+            f"a folder of images for each class: {', '.join(classes)}",
+            "give such a folder, or a table with the columns id and label",
+        )
+    below = [(name, path) for name in named for path, _ in tables.image_files(root / name)]
+    return [(form, classes.index(name)) for name, path in below for form in (f"{name}/{path}", path)]
+
+
+def _in_table(file: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
+    if not file.is_file():
+        raise InputError(f"--reference {file} is not there", "a folder of classes or a table", "check the path")
+    labels = {str(index): index for index in range(len(classes))} | {name: at for at, name in enumerate(classes)}
+    rows = tables.read_csv(file, ("id", "label"))
+    for row in rows:
+        if row["label"] not in labels:
+            raise InputError(
+                f"{file}: label {row['label']!r} of {row['id']}",
+                f"one of {', '.join(classes)}, or their index from 0",
+                "correct it, or remove the row",
+            )
+    return [(row["id"], labels[row["label"]]) for row in rows]
+
+
+def _forms(name: str) -> tuple[str, ...]:
+    """Return what an image may be called, the most exact first."""
+    bare = name.rpartition("/")[2]
+    return name, without_ending(name), bare, without_ending(bare)
+
+
+def _none(place: Path, what: str, allowed: str) -> InputError:
+    return InputError(f"--reference {place} has {what}, but for none of the images", allowed, "check the names")

@@ -1,0 +1,71 @@
+"""Images without labels: what is found at files, folders, archives and DICOM series, and how each is called."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medfl.core.errors import InputError
+from medfl.datasets import read_pixels
+from medfl.datasets.readers.unlabelled import named, unlabelled, without_ending
+from tests.datasets.test_volumes import IMAGE, save, save_dicom
+
+
+def draw(*files: Path) -> None:
+    for number, file in enumerate(files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4), number).save(file)
+
+
+def test_a_folder_gives_all_below_it_by_their_paths(tmp_path: Path) -> None:
+    draw(*(tmp_path / name for name in ("b.png", "ä b/a.JPG", ".hidden.png", ".trash/c.png", "__MACOSX/d.png")))
+    (tmp_path / "notes.txt").write_text("no image")
+    save(tmp_path / "v.nii.gz", IMAGE)
+    assert list(named([tmp_path])) == ["b.png", "v.nii.gz", "ä b/a.JPG"]
+    assert unlabelled(tmp_path)[0] == {"id": "b.png", "image": str(tmp_path / "b.png")}
+
+
+def test_series_are_found_with_and_without_endings(tmp_path: Path) -> None:
+    for name in ("one/t1", "two"):
+        (tmp_path / name).mkdir(parents=True)
+        save_dicom(tmp_path / name, IMAGE)
+    for file in (tmp_path / "two").iterdir():
+        file.rename(file.with_suffix(""))
+    assert named([tmp_path]) == {"one/t1": str(tmp_path / "one/t1"), "two": str(tmp_path / "two")}
+    assert named([tmp_path / "two"]) == {"two": str(tmp_path / "two")}
+    slices = sorted((tmp_path / "one/t1").iterdir())
+    assert named(slices) == {"t1": str(tmp_path / "one/t1")}, "files of one series stand for it, once"
+
+
+def test_archives_give_what_is_in_them(tmp_path: Path) -> None:
+    draw(tmp_path / "a.png", tmp_path / "b.png")
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        for member in ("in/a.png", "b.png"):
+            archive.write(tmp_path / Path(member).name, member)
+        archive.writestr("notes.txt", "no image")
+    np.savez(tmp_path / "s.npz", test_images=np.arange(2 * 9, dtype=np.uint8).reshape(2, 3, 3), test_labels=[[0], [1]])
+    found = named([tmp_path / "z.zip", tmp_path / "s.npz"])
+    assert list(found) == ["b.png", "in/a.png", "test_images_000000", "test_images_000001"]
+    assert read_pixels(found["b.png"])[0, 0, 0] == 1
+    assert read_pixels(found["test_images_000001"])[0, 0, 0] == 9
+
+
+def test_images_of_one_name_stay_apart(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("x/a/1.png", "y/a/1.png", "x/b/1.png", "x/b/2.png")]
+    draw(*files)
+    assert list(named([file.parent for file in files[1:3]])) == ["a/1.png", "b/1.png", "2.png"]
+    assert list(named([files[0].parent, files[1].parent])) == [str(files[0]), str(files[1])]
+    assert list(named([files[3], files[3]])) == [str(files[3]), f"{files[3]}#1"]
+    assert [without_ending(name) for name in ("a.b.nii.gz", "c.PNG", "d")] == ["a.b", "c", "d"]
+
+
+def test_places_without_images_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty holds no image; files that end in .*DICOM"):
+        named([tmp_path / "empty"])
+    with pytest.raises(InputError, match="nowhere is no file and no folder"):
+        named([tmp_path / "nowhere"])

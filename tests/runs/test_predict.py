@@ -1,0 +1,350 @@
+"""What a trained network says of new images, as files: equal to what the run recorded, and on each file's own grid."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import SimpleITK as sitk
+import torch
+import yaml
+from PIL import Image
+
+import medfl
+from medfl import datasets, networks
+from medfl.cli.verbs import main
+from medfl.core.errors import InputError
+from medfl.core.seeding import stream
+from medfl.core.storage import save_weights
+from medfl.policy import admission
+from medfl.runs.launch import federate
+from medfl.runs.predict import predict
+from tests.datasets.test_volumes import AFFINE, IMAGE, save, save_dicom
+
+BUNDLES = Path(__file__).parents[2] / "bundles"
+SMALL = {"mednist": ("small_cnn", 2, 1, 6), "lung_cxr": ("unet8", 2, 1, 2), "hippocampus": ("unet8", 3, 1, 3)}
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def trained(folder: Path, name: str, data: Path, **settings: Any) -> Path:
+    requested = {"data": str(data), "method": "fedavg", "sites": 2, "rounds": 1, "partition": "iid", **settings}
+    federate(
+        name, config={"network": SMALL[name][0], "image_size": 24}, requested=requested, out=folder, jobs=1,
+        save_predictions=datasets.get(name).task == "segmentation",
+    )  # fmt: skip
+    return folder
+
+
+def with_weights(name: str, root: Path) -> Path:
+    """Return a shipped bundle's folder with weights that were drawn, as somebody hands one on."""
+    folder = Path(shutil.copytree(BUNDLES / name, root / f"{name} drawn"))
+    network, dimensions, channels, classes = SMALL[name]
+    for file in (folder / "configs").glob("*.yaml"):
+        text = file.read_text()
+        content = yaml.safe_load(text)
+        if "network_name" in content:
+            file.write_text(text.replace(f"network_name: {content['network_name']}", f"network_name: {network}"))
+    with stream(3, "weights"):
+        made = networks.build(network, channels, classes, spatial_dims=dimensions)
+    (folder / "models").mkdir()
+    save_weights(folder / "models" / "model.safetensors", made.state_dict())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("hands") / "data", per_class=10, size=24)
+
+
+@pytest.fixture(scope="module")
+def lungs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return datasets.write_phantom("lung_cxr", tmp_path_factory.mktemp("lungs") / "data", per_class=10, size=32)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory, hands: Path) -> Path:
+    return trained(tmp_path_factory.mktemp("runs") / "classifier", "mednist", hands)
+
+
+@pytest.fixture(scope="module")
+def segmenter(tmp_path_factory: pytest.TempPathFactory, lungs: Path) -> Path:
+    return trained(
+        tmp_path_factory.mktemp("runs") / "segmenter", "lung_cxr", lungs, local_epochs=6, batch_size=2, lr=0.01
+    )
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root, made = tmp_path_factory.mktemp("bundles"), dict[str, Path]()
+    return lambda name: made.setdefault(name, None) or made.update({name: with_weights(name, root)}) or made[name]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, hands: Path) -> Path:
+    """Some of the phantom's test images, as files of a flat folder."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    with np.load(hands / "mednist_24.npz") as file:
+        for index, pixels in enumerate(file["test_images"][:5]):
+            Image.fromarray(pixels).save(folder / f"Bild {index} ü.png")
+    return folder
+
+
+# As the run said
+
+
+def test_a_run_s_own_test_images_get_the_digits_of_its_predictions(
+    classifier: Path, hands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    with np.load(hands / "mednist_24.npz") as file:
+        for index, pixels in enumerate(file["test_images"]):
+            Image.fromarray(pixels).save(tmp_path / "in" / f"test_{index:06d}.png")
+    given = [str(classifier), str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+    assert main(["predict", *given, "--json"]) == 0
+    told, recorded = json.loads(capsys.readouterr().out), rows(classifier / "predictions.csv")
+    classes, made = told["classes"], rows(tmp_path / "out" / "predictions.csv")
+    assert list(made[0]) == ["id", "prediction", *classes]
+    assert [{k: str(v) for k, v in row.items()} for row in told["predictions"]] == made
+    assert told["data_source"] == "phantom"
+    assert [row["id"] for row in made] == [f"{row['id']}.png" for row in recorded]
+    for mine, row in zip(made, recorded, strict=True):
+        assert mine["prediction"] == classes[int(row["predicted"])]
+        assert [float(mine[name]) for name in classes] == [float(row[f"p_{name}"]) for name in classes]
+
+
+def test_masks_and_scores_are_those_of_the_run(segmenter: Path, lungs: Path, tmp_path: Path) -> None:
+    answer = medfl.load_run(segmenter).predict(lungs / "images", out=tmp_path / "out", reference=lungs / "masks")
+    assert len(answer) == len(list((lungs / "images").iterdir()))
+    recorded = {row["id"]: row for row in rows(segmenter / "predictions.csv")}
+    scored = {Path(row["id"]).stem: row for row in rows(tmp_path / "out" / "scores_by_case.csv")}
+    for name, row in recorded.items():
+        (own,) = segmenter.glob(f"predictions/*/{name}.png")
+        assert own.read_bytes() == (tmp_path / "out" / f"{name}.png").read_bytes()
+        assert {k: v for k, v in row.items() if k not in ("id", "site", "loss")} == {
+            k: v for k, v in scored[name].items() if k != "id"
+        }
+    shares = {row["id"]: row["lung_share"] for row in answer}
+    assert len(set(shares.values())) > 1
+    for row in answer:
+        mask = np.asarray(Image.open(tmp_path / "out" / row["mask"]))
+        assert row["lung_share"] == pytest.approx(np.mean(mask == 255), rel=1e-5)
+
+
+# Volumes, on the grid of each
+
+
+def test_volumes_and_series_get_masks_on_their_own_grids(
+    bundles: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    voxels = np.random.default_rng(1).integers(0, 500, (26, 42, 25)).astype(np.int16)
+    (tmp_path / "in" / "Größe 1").mkdir(parents=True)
+    save(tmp_path / "in" / "Größe 1" / "kopf.nii.gz", voxels)
+    save_dicom(tmp_path / "in" / "series", voxels)
+    assert main(["predict", str(bundles("hippocampus")), str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
+    assert "ml" in capsys.readouterr().out
+    table = {row["id"]: row for row in rows(tmp_path / "out" / "predictions.csv")}
+    assert {ident: row["mask"] for ident, row in table.items()} == {
+        "Größe 1/kopf.nii.gz": "Größe 1/kopf.nii.gz", "series": "series.nii.gz",
+    }  # fmt: skip
+    written = [nib.load(tmp_path / "out" / row["mask"]) for row in table.values()]
+    masks = [np.asarray(each.dataobj) for each in written]
+    assert all(each.shape == voxels.shape and np.allclose(each.affine, AFFINE, atol=1e-4) for each in written)
+    assert np.array_equal(*masks)
+    voxel = abs(np.linalg.det(AFFINE[:3, :3])) / 1000
+    for row, mask in zip(table.values(), masks, strict=True):
+        told = [float(row["anterior_ml"]), float(row["posterior_ml"])]
+        assert told == pytest.approx([(mask == value).sum() * voxel for value in (1, 2)], rel=1e-4)
+    reader = sitk.ImageSeriesReader()
+    reader.SetFileNames(reader.GetGDCMSeriesFileNames(str(tmp_path / "in" / "series")))
+    source, mask = reader.Execute(), sitk.ReadImage(str(tmp_path / "out" / "series.nii.gz"))
+    assert source.GetSize() == mask.GetSize()
+    for part in ("GetSpacing", "GetOrigin", "GetDirection"):
+        assert getattr(mask, part)() == pytest.approx(getattr(source, part)(), abs=1e-4)
+
+
+def test_volumes_for_pictures_and_pictures_for_volumes_are_refused_in_one_line(
+    bundles: Callable[[str], Path], pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "v.nii.gz", IMAGE)
+    for bundle, image in (("mednist", tmp_path / "v.nii.gz"), ("hippocampus", next(pictures.iterdir()))):
+        assert main(["predict", str(bundles(bundle)), str(image), "--out", str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert str(image) in said
+    assert not (tmp_path / "out").exists()
+
+
+# What goes wrong with one image
+
+
+def test_bad_images_among_good_are_named_and_the_others_go_on(
+    classifier: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = predict(classifier, pictures, tmp_path / "good")["predictions"]
+    (pictures / "torn.png").write_bytes(b"\x89PNG no")
+    Image.new("RGB", (24, 24), (9, 90, 9)).save(pictures / "colour.png")
+    assert main(["predict", str(classifier), str(pictures), "--out", str(tmp_path / "out"), "--json"]) == 1
+    caught = capsys.readouterr()
+    told = json.loads(caught.out)
+    assert told["predictions"] == good
+    assert [one["id"] for one in told["failed"]] == ["colour.png", "torn.png"]
+    assert "colour.png has 3 channels" in told["failed"][0]["problem"]
+    lines = caught.err.splitlines()
+    assert lines[0].startswith("error: colour.png: image ")
+    assert lines[-1].startswith("error: 2 of 7 images failed")
+
+
+def test_where_nothing_can_be_read_nothing_is_written(classifier: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "torn.png").write_bytes(b"no")
+    with pytest.raises(InputError, match="the one image cannot be predicted: image .*torn.png"):
+        predict(classifier, tmp_path / "in", tmp_path / "out")
+    (tmp_path / "in" / "torn.png").rename(tmp_path / "in" / "torn.txt")
+    with pytest.raises(InputError, match="in holds no image"):
+        predict(classifier, tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_inputs_of_one_name_overwrite_nothing(segmenter: Path, lungs: Path, tmp_path: Path) -> None:
+    files = sorted((lungs / "images").iterdir())[:4]
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    picture = Image.open(files[1])
+    shutil.copy(files[0], folder / "a.png")
+    picture.save(folder / "a.bmp")
+    shutil.copy(files[2], folder / "sub" / "a.png")
+    shutil.copy(files[3], folder / "a.bmp.png")
+    told = predict(segmenter, folder, tmp_path / "out")
+    masks = [row["mask"] for row in told["predictions"]]
+    assert [row["id"] for row in told["predictions"]] == ["a.bmp", "a.bmp.png", "a.png", "sub/a.png"]
+    assert len(set(masks)) == 4
+    alone = predict(segmenter, files, tmp_path / "alone")["predictions"]
+    by_file = [alone[index]["mask"] for index in (1, 3, 0, 2)]
+    for mask, own in zip(masks, by_file, strict=True):
+        assert (tmp_path / "out" / mask).read_bytes() == (tmp_path / "alone" / own).read_bytes()
+
+
+# References
+
+
+def test_classes_are_scored_by_folders_and_by_tables(classifier: Path, pictures: Path, tmp_path: Path) -> None:
+    names = sorted(path.name for path in pictures.iterdir())
+    labels = ["Hand", "CXR", "Hand", "HeadCT"]
+    for name, label in zip(names, labels, strict=False):
+        (tmp_path / "classes" / label).mkdir(parents=True, exist_ok=True)
+        shutil.copy(pictures / name, tmp_path / "classes" / label)
+    table = tmp_path / "labels.csv"
+    numbers = {"Hand": "4", "CXR": "CXR", "HeadCT": "HeadCT"}
+    lines = [f"{name.removesuffix('.png')},{numbers[label]}" for name, label in zip(names, labels, strict=False)]
+    table.write_text("\n".join(["id,label", *lines]))
+    told = [
+        predict(classifier, images, tmp_path / f"out{number}", reference=reference)
+        for number, (images, reference) in enumerate(
+            [(pictures, tmp_path / "classes"), (pictures, table), (tmp_path / "classes", tmp_path / "classes")]
+        )
+    ]
+    predicted = [row["prediction"] for row in told[0]["predictions"]]
+    right = [one == label for one, label in zip(predicted, labels, strict=False)]
+    for each in told:
+        assert each["scored"] == 4
+        assert each["scores"]["accuracy"] == sum(right) / 4
+    assert told[0]["scores"] == told[1]["scores"]
+    by_case = rows(tmp_path / "out0" / "scores_by_case.csv")
+    assert [(row["label"], row["prediction"]) for row in by_case] == list(zip(labels, predicted, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("id,label\nBild 0 ü,Foot", "label 'Foot' of Bild 0 ü; one of AbdomenCT"),
+        ("id,label\nnobody,Hand", "has labels, but for none of the images"),
+        ("id,label\nBild 0 ü,Hand\nBild 0 ü,CXR", "has image Bild 0 ü.png as CXR, Hand"),
+        ("file,label\na,Hand", "has no column 'id'"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(
+    text: str, said: str, classifier: Path, pictures: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "labels.csv").write_text(text)
+    with pytest.raises(InputError, match=said):
+        predict(classifier, pictures, tmp_path / "out", reference=tmp_path / "labels.csv")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_reference_costs_a_score_and_no_prediction(segmenter: Path, lungs: Path, tmp_path: Path) -> None:
+    masks = Path(shutil.copytree(lungs / "masks", tmp_path / "masks"))
+    first, second, third, *_ = sorted(masks.iterdir())
+    first.write_bytes(b"no")
+    second.unlink()
+    images = [lungs / "images" / one.name for one in (first, second, third)]
+    told = predict(segmenter, images, tmp_path / "out", reference=masks)
+    assert (len(told["predictions"]), told["scored"], told["with_reference"]) == (3, 1, 2)
+    assert [one["id"] for one in told["failed"]] == [first.name]
+    with pytest.raises(InputError, match="has 0 masks, but for none of the images"):
+        predict(segmenter, images, tmp_path / "more", reference=pictures_alone(tmp_path))
+
+
+def pictures_alone(folder: Path) -> Path:
+    (folder / "nothing").mkdir()
+    return folder / "nothing"
+
+
+# Bundles and runs that do not predict
+
+
+def test_a_bundle_predicts_as_its_network_does(bundles: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
+    told = predict(bundles("mednist"), pictures, tmp_path / "out")
+    assert told["model"].startswith("bundle ")
+    row = told["predictions"][0]
+    assert sum(row[name] for name in told["classes"]) == pytest.approx(1, abs=1e-6)
+    assert row["prediction"] == max(told["classes"], key=lambda name: row[name])
+
+
+def test_what_a_bundle_would_run_is_refused_without_trust(
+    bundles: Callable[[str], Path], pictures: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(bundles("mednist"), tmp_path / "copy"))
+    file = copy / "configs" / "inference.yaml"
+    marked = tmp_path / "ran"
+    file.write_text(f"{file.read_text()}\nharm: \"$__import__('pathlib').Path('{marked}').touch()\"\n")
+    with pytest.raises(InputError, match="inference.yaml"):
+        predict(copy, pictures, tmp_path / "out")
+    with admission.trusting(True):
+        assert predict(copy, pictures, tmp_path / "out")["predictions"]
+
+
+def test_what_is_no_model_is_refused_before_anything_is_written(
+    classifier: Path, pictures: Path, tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copyfile(classifier / "run.json", begun / "run.json")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "kept.txt").write_text("kept")
+    plain = Path(shutil.copytree(BUNDLES / "mednist", tmp_path / "plain"))
+    for model, settings, said in (
+        (pictures, {}, "neither a run .* nor a bundle"),
+        (begun, {}, "has no weights yet; .*; let it train: medfl run --resume"),
+        (plain, {}, "has no models/model.safetensors or models/model.pt"),
+        (classifier, {"site": "site-1"}, "it has one model, the same for all"),
+        (classifier, {"site": "all"}, "the model of one site predicts"),
+        (classifier, {"which": "first"}, "--which first; last or best"),
+        (classifier, {"reference": tmp_path / "nowhere"}, "--reference .*nowhere is not there"),
+        (classifier, {"out": tmp_path / "full"}, "full exists and is not empty"),
+    ):
+        with pytest.raises(InputError, match=said):
+            predict(model, pictures, **{"out": tmp_path / "out", **settings})
+    assert not (tmp_path / "out").exists()
+    assert torch.get_num_threads() == 1
