@@ -240,8 +240,10 @@ class Result:
             InputError: no such image, section or site; an image that the bundle's transforms refuse.
         """
         if images is not None and out is not None:
-            given = {"which": which, "site": site, "device": str(self.device), "reference": reference}
-            return list(predict(self.path, images, out, **given)["predictions"])
+            document = predict(
+                self.path, images, out, reference=reference, which=which, site=site, device=str(self.device)
+            )
+            return list(document["predictions"])
         if images is not None:
             return self._predict_new(images, which, site)
         if section not in SECTIONS:
