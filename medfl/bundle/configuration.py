@@ -12,7 +12,7 @@ import io
 import re
 import sys
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from monai.bundle import ConfigParser, ReferenceResolver
 from monai.bundle.utils import merge_kv
 
-from medfl.bundle import habits, older
+from medfl.bundle import habits, monai_networks, older
 from medfl.bundle.failures import explained, told
 from medfl.bundle.files import read
 from medfl.bundle.guarded import guarded_parser
@@ -85,7 +85,7 @@ class Configuration:
             InputError: there is no such id.
         """
         ids = list(self._merged.get())
-        for key, value in meant(values, ids).items():
+        for key, value in meant(values, self._merged.get()).items():
             if key not in self._merged:
                 raise InputError(
                     f"configuration id {key!r} of bundle {self.root.name!r}",
@@ -229,9 +229,13 @@ class Configuration:
                         del resolved[name]
 
 
-def meant(values: Mapping[str, Any], ids: Container[str]) -> dict[str, Any]:
-    """Return overrides by the ids that they are of: `network=NAME` of `network_name`, in a bundle that has this id."""
-    by_name = "network_name" in ids and isinstance(name := values.get("network"), str) and name[:1] not in "$@%"
+def meant(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return overrides by the ids that they are of: `network=NAME` of `network_name`, in a bundle that has this id.
+
+    A network of MONAI is the component of its class (`medfl.bundle.monai_networks`).
+    """
+    values = monai_networks.replaced(values, content)
+    by_name = "network_name" in content and isinstance(name := values.get("network"), str) and name[:1] not in "$@%"
     return {"network_name" if by_name and key == "network" else key: value for key, value in values.items()}
 
 

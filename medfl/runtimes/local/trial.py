@@ -27,7 +27,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
         overrides: ids of the bundle's configuration that the user overrides, to name in an error.
 
     Raises:
-        InputError: network, loss and images do not go together, or the network has more outputs than there are classes.
+        InputError: network, loss and images do not go together, or the network has other outputs than there are classes.
     """
     bundle, run = federation.bundle, federation.run
     name = next(name for name in federation.participants if len(federation.work(name, "train")))
@@ -50,10 +50,12 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
             "network, loss and images of the bundle go together",
             "change these values, or leave them out",
         ) from error
-    if bundle.task == "classification" and bundle.classes and max(outputs, default=0) > len(bundle.classes):
+    known = bundle.classes if bundle.task == "classification" else bundle.structures
+    wrong = [count for count in outputs if count != len(known) and not (count == 1 and len(known) == 2)]
+    if known and wrong:
         raise InputError(
-            f"--config {values}: the network has {max(outputs)} outputs",
-            f"bundle {bundle.name!r} has {len(bundle.classes)} classes: {', '.join(bundle.classes)}",
+            f"--config {values}: the network has {wrong[0]} outputs",
+            f"bundle {bundle.name!r} has {len(known)} classes: {', '.join(known)}",
             "leave the number of classes as it is",
         )
 

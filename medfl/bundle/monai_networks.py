@@ -1,0 +1,131 @@
+"""A network of MONAI in the place of a bundle's own: `--config network=monai:DenseNet121`, `network_args={...}`.
+
+The bundle's `network_def` becomes a component of this class. How many channels go in and come out, and the number of
+spatial dimensions, stay those of the network that it had. What may be made, and with which arguments, says the
+inspection of bundles (`medfl.policy.components`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import monai.networks.nets
+from torch import nn
+
+from medfl.core.errors import InputError, did_you_mean
+from medfl.core.untrusted import Refused
+from medfl.policy.components import check_arguments, component
+
+PREFIX = "monai:"
+ARGUMENTS = "network_args"
+_PLACES = ("network_def", "network")
+"""Ids under which bundles define their network."""
+_SAME = (("in_channels", "n_input_channels"), ("num_classes", "out_channels"), ("spatial_dims",))
+"""Names of one argument in different classes."""
+_ADAPTERS = ("NetAdapter", "TorchVisionFCModel")
+"""What puts a head on another network: their `in_channels` are those of the head."""
+
+
+def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return overrides in which a network of MONAI is a component: ids that exist -> value.
+
+    Args:
+        values: the overrides.
+        content: the configuration, or any mapping with its ids.
+
+    Raises:
+        InputError: there is no such network, it may not be made, or lacks arguments.
+    """
+    asked = values.get("network", values.get("network_name"))
+    if not (isinstance(asked, str) and asked.startswith(PREFIX)):
+        if ARGUMENTS in values and ARGUMENTS not in content:
+            given = f"--config {ARGUMENTS}={values[ARGUMENTS]}"
+            raise InputError(given, "arguments of a network of MONAI", f"add --config network={PREFIX}NAME")
+        return dict(values)
+    rest = {key: value for key, value in values.items() if key not in ("network", "network_name", ARGUMENTS)}
+    place = next((key for key in _PLACES if isinstance(content.get(key), Mapping) and "_target_" in content[key]), None)
+    if place is None:
+        return {**rest, _PLACES[0]: asked}  # no such id: told as of any other
+    name = {"network_name": asked} if "network_name" in content else {}
+    return {**rest, **name, place: _node(asked, values.get(ARGUMENTS) or {}, content[place])}
+
+
+def names() -> tuple[str, ...]:
+    """Return the networks of MONAI that may be named, without MONAI's other spellings of the same."""
+    found = ((name, _found(name)) for name in sorted(vars(monai.networks.nets)))
+    return tuple(name for name, made in found if made is not None and made.__name__ == name)
+
+
+def _found(name: str) -> Callable[..., Any] | None:
+    """Return what MONAI calls so if it makes a network and inspection lists it."""
+    try:
+        found = component(f"monai.networks.nets.{name}")
+    except Refused:
+        return None
+    is_network = inspect.isclass(found) and issubclass(found, nn.Module)
+    return found if (is_network or name.startswith("resnet")) and name not in _ADAPTERS else None
+
+
+def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    name = asked.removeprefix(PREFIX)
+    found = _found(name)
+    if found is None:
+        known = names()
+        raise InputError(
+            f"--config network={asked}",
+            f"the networks of MONAI are {', '.join(known)}",
+            did_you_mean(name, known, "choose one of these"),
+        )
+    if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
+        raise InputError(f"--config {ARGUMENTS}={arguments}", "arguments by name", f"give {ARGUMENTS}={{name: value}}")
+    parameters = _parameters(found)
+    if odd := [key for key in arguments if key not in parameters]:
+        advice = did_you_mean(odd[0], parameters, "leave it out")
+        raise InputError(f"{odd[0]!r} in {ARGUMENTS}", f"{name} takes {', '.join(parameters)}", advice)
+    given = {**_carried_over(own, parameters), **arguments}
+    if "pretrained" in parameters:
+        given.setdefault("pretrained", False)
+    own_parameters = inspect.signature(found).parameters.values()
+    missing = [one.name for one in own_parameters if one.name in parameters and one.default is one.empty]
+    missing = [key for key in missing if key not in given]
+    if missing:
+        raise InputError(
+            f"--config network={asked} without {', '.join(missing)}",
+            f"{name} needs them",
+            f"add --config {ARGUMENTS}={{{', '.join(f'{key}: ...' for key in missing)}}}",
+        )
+    try:
+        check_arguments(found, (), {key: ... if _is_reference(value) else value for key, value in given.items()})
+    except Refused as refused:
+        raise InputError(f"--config network={asked}: {refused}", "what inspection lists", "leave it out") from refused
+    return {"_target_": f"monai.networks.nets.{name}", **given}
+
+
+def _carried_over(own: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the channels and dimensions of the network that was there, under the names of the new one."""
+    two = {"spatial_dims": 2} if str(own["_target_"]).startswith("medfl.") else {}
+    held, carried = {**two, **own}, dict[str, Any]()
+    for same in _SAME:
+        value = next((held[key] for key in same if key in held), None)
+        key = next((key for key in same if key in parameters), None)
+        if value is not None and key is not None:
+            carried[key] = value
+    return carried
+
+
+def _parameters(found: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return what a network takes, also where it hands arguments on to the class that it is made of."""
+    makers = inspect.getmro(found) if inspect.isclass(found) else (found, monai.networks.nets.ResNet)
+    known: dict[str, inspect.Parameter] = {}
+    for maker in makers:
+        own = inspect.signature(maker).parameters
+        known = {**own, **known}
+        if not any(one.kind is one.VAR_KEYWORD for one in own.values()):
+            break
+    return {key: one for key, one in known.items() if one.kind is one.POSITIONAL_OR_KEYWORD}
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, str) and value[:1] in "$@%" and value != ""
