@@ -27,7 +27,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
         overrides: ids of the bundle's configuration that the user overrides, to name in an error.
 
     Raises:
-        InputError: network, loss and images do not go together, or the network has other outputs than there are classes.
+        InputError: network, loss and images do not go together, or the network has not an output for each class.
     """
     bundle, run = federation.bundle, federation.run
     name = next(name for name in federation.participants if len(federation.work(name, "train")))
@@ -50,7 +50,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
             "network, loss and images of the bundle go together",
             "change these values, or leave them out",
         ) from error
-    known = bundle.classes if bundle.task == "classification" else bundle.structures
+    known = bundle.structures if bundle.is_shipped and bundle.task == "segmentation" else bundle.classes
     wrong = [count for count in outputs if count != len(known) and not (count == 1 and len(known) == 2)]
     if known and wrong:
         raise InputError(
