@@ -53,7 +53,7 @@ ROUND: Mapping[str, Any] = {
     "observed": _METRICS, "left_out": dict[str, str] | None,
 }  # fmt: skip
 SUMMARY: Mapping[str, Any] = {
-    "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float,
+    "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": str | None,
     "peak_device_bytes": Count | None, "judged": str | None,
     "last": _METRICS, "best": _METRICS, "global": _BY_ROUND, "personal": _BY_ROUND, "site_models": _BY_ROUND,
     "sites": {"metric": str | None, "mean": float | None, "sd": float | None, "worst": float | None},

@@ -4,7 +4,8 @@ Percentile intervals as in B. Efron, R. Tibshirani: An Introduction to the Boots
 number of times that it takes each case, so that every metric is computed from counts, for all draws at once. In
 stratified draws each stratum keeps its number of cases, so that no class can be missing.
 
-Cases count as independent: where one patient has several images, the true intervals are wider.
+Cases count as independent: where one patient has several images, the true intervals are wider. Fewer than
+ten cases give no interval: their draws have too few different values to say anything about other cases.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.evaluation.metrics import from_confusion
-
 DRAWS, LEVEL = 1000, 0.95
+LEAST = 10
+"""Cases; from fewer no interval is made."""
 _DRAWN_AT_ONCE = 1 << 22  # numbers
 _BLOCK = 64  # draws whose areas are computed at once: they fit in a cache
 
@@ -67,8 +68,9 @@ def classification(
     The metrics are those of `medfl.evaluation.metrics`. AUROC has an interval where every draw has all classes of the
     data, as draws stratified by `label` have.
     """
-    rows = [from_confusion(counts) for counts in _confusions(label, predicted, classes, times)]
-    values = {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+    if len(label) < LEAST:
+        return {}
+    values = classified(label, predicted, classes, times)
     if probabilities is not None:
         by_class = areas(label, probabilities, times)
         usable = by_class[:, ~np.isnan(by_class).all(0)]
@@ -78,17 +80,39 @@ def classification(
     return {name: ends for name, ends in intervals.items() if ends is not None}
 
 
+def classified(label: Integers, predicted: Integers, classes: int, times: Times) -> dict[str, Floats]:
+    """Return accuracy, balanced accuracy and macro F1 (draws,) in each draw, as `medfl.evaluation.metrics` has them."""
+    counts = _confusions(label, predicted, classes, times)
+    hits, reference, found = np.diagonal(counts, 0, 1, 2), counts.sum(2), counts.sum(1)
+    return {
+        "accuracy": hits.sum(1) / reference.sum(1),
+        "balanced_accuracy": _mean_share(hits, reference),
+        "f1_macro": _mean_share(2 * hits, reference + found),
+    }
+
+
+def _mean_share(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
+    """Return the mean of part / whole (draws, K) over the classes where the whole is not 0."""
+    shares: Floats = (part / np.maximum(whole, 1)).sum(1) / (whole > 0).sum(1)
+    return shares
+
+
 def means(values: Mapping[str, Floats], times: Times) -> dict[str, Interval]:
-    """Return the interval of each metric's mean over the cases whose value (N,) is not NaN."""
+    """Return the interval of each metric's mean over the cases whose value (N,) is not NaN, if these are enough."""
     intervals: dict[str, Interval] = {}
     for name, column in values.items():
-        known = ~np.isnan(column)
-        taken = times[:, known].sum(1)
-        with np.errstate(invalid="ignore"):
-            ends = interval(times[:, known] @ column[known] / taken)
+        ends = interval(mean(column, times)) if np.count_nonzero(~np.isnan(column)) >= LEAST else None
         if ends is not None:
             intervals[name] = ends
     return intervals
+
+
+def mean(values: Floats, times: Times) -> Floats:
+    """Return the mean (draws,) of the values (N,) that are not NaN in each draw, NaN where it takes none of them."""
+    known = ~np.isnan(values)
+    with np.errstate(invalid="ignore"):
+        found: Floats = times[:, known] @ values[known] / times[:, known].sum(1)
+    return found
 
 
 def areas(label: Integers, probabilities: Floats, times: Times) -> Floats:

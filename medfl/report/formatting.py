@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -23,6 +23,11 @@ def interval(ends: tuple[float, float] | None) -> str:
     if ends is None:
         return ""
     return "–" if math.isclose(*ends, rel_tol=1e-9) else f"{number(ends[0])} to {number(ends[1])}"
+
+
+def each(values: Sequence[float]) -> str:
+    """Return a few values in place of an interval."""
+    return "each: " + " · ".join(map(number, values))
 
 
 def sd(spread: Mapping[str, Any]) -> str:

@@ -16,9 +16,10 @@ from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.mask_metrics import slug
 from medfl.report import formatting, round_charts, saved_pictures
+from medfl.report.differences import Differences
 from medfl.report.formatting import setting
 from medfl.report.picture import Picture
-from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
+from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import KINDS, POOLED, RunFiles
 
 
@@ -47,7 +48,7 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    same_name = {name: getattr(formatting, name) for name in ("number", "count", "interval", "sd", "signed")}
+    same_name = {name: getattr(formatting, name) for name in ("number", "count", "each", "interval", "sd", "signed")}
     templates.filters.update(same_name, bytes=formatting.size, seconds=formatting.duration, title=metrics.title)
     return templates
 
@@ -64,8 +65,8 @@ def context(run: RunFiles) -> dict[str, Any]:
     kinds = [entry for entry in kinds if entry[2]]
     values = {kind: by_site for kind, _, by_site in kinds}
     both = [site for site in values.get(judged, {}) if site in values.get("local", {})]
-    sign = 1 if higher else -1
     gains = {site: values[judged][site] - values["local"][site] for site in both} if judged != "local" else {}
+    differences = Differences(run)
     pooled = run.pooled()
     picture = run.path / "partition.png"
     return {
@@ -74,6 +75,7 @@ def context(run: RunFiles) -> dict[str, Any]:
         "titles": {name: run.title(name) for name in (run.key, *run.metric_names())},
         "higher": higher,
         "judged": judged,
+        "personal_model": run.personal_model,
         "phantom": run.phantom,
         "public": run.public,
         "finished": run.finished,
@@ -91,7 +93,13 @@ def context(run: RunFiles) -> dict[str, Any]:
         "spreads": [(kind, title, metrics.spread(by_site, higher)) for kind, title, by_site in kinds],
         "scale": max([1.0, *(value for _, _, by_site in kinds for value in by_site.values())]),
         "gains": gains,
-        "against_local": (sum(sign * gain > 0 for gain in gains.values()), len(gains)),
+        "against_local": differences.sentence(),
+        "differences": [
+            (site, differences.against_local.get(site), differences.against_others.get(site))
+            for site in run.site_names
+            if site in differences.against_local or site in differences.against_others
+        ],
+        "pooled_difference": differences.pooled,
         "learning": round_charts.learning_curves(run),
         "costs": round_charts.costs(run),
         "traffic": _traffic(run),
@@ -117,7 +125,7 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
     return {
         "classified": not segmentation,
         "predictions": analysis is not None,
-        **_structures(run, analysis),
+        **_structures(run),
         "intervals": analysis.intervals if analysis else {},
         "intervals_method": analysis.describe_intervals() if analysis and analysis.intervals else "",
         "level": f"{100 * bootstrap.LEVEL:g} %",
@@ -126,13 +134,15 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
         "roc": analysis.roc() if analysis else None,
         "calibration": analysis.calibration() if analysis else None,
         "worst": analysis.worst() if analysis else [],
+        "each": analysis.each if analysis else {},
+        "few_cases": analysis.cases() if analysis else None,
+        "least": bootstrap.LEAST,
         "exact": [when for kind, when, values in run.pooled() if kind == run.judged and values.get("round") == last],
     }
 
 
-def _structures(run: RunFiles, analysis: PredictionAnalysis | None) -> dict[str, Any]:
+def _structures(run: RunFiles) -> dict[str, Any]:
     """Return what the page shows of single structures: on all test cases, and their Dice at each site."""
-    ends = analysis.intervals if analysis else {}
     kinds = run.structure_metrics
     columns = [
         [run.site_values(run.judged, f"{kind}_{slug(name)}") for kind in ("dice", "cases")] for name in run.structures
@@ -140,7 +150,7 @@ def _structures(run: RunFiles, analysis: PredictionAnalysis | None) -> dict[str,
     return {
         "structure_titles": [run.title(kind) for kind in kinds],
         "structures": [
-            (name, found.get("cases"), [(found.get(kind), ends.get(f"{kind}_{slug(name)}")) for kind in kinds])
+            (name, found.get("cases"), [(found.get(kind), f"{kind}_{slug(name)}") for kind in kinds])
             for name, found in run.structures.items()
         ],
         "structure_sites": [

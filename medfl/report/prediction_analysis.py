@@ -16,7 +16,6 @@ from medfl.report.run_files import RunFiles
 from medfl.report.saved_pictures import WORST
 
 _MAX_SITES, _MAX_CLASSES = 12, 12  # of the single sites' confusion matrices: more cannot be read
-_FEW = 5  # cases of a class: with fewer its share of an interval means nothing
 
 
 class PredictionAnalysis:
@@ -52,8 +51,36 @@ class PredictionAnalysis:
         ends = bootstrap.classification(cases.label, cases.predicted, None, len(self.classes), self._times)
         if cases.probabilities is not None:
             area = bootstrap.interval(_mean(self._areas))
-            ends |= {"auroc": area} if area else {}
+            ends |= {"auroc": area} if area and self._enough else {}
         return ends
+
+    @property
+    def _enough(self) -> bool:
+        return len(self.predictions.ids) >= bootstrap.LEAST
+
+    @cached_property
+    def each(self) -> dict[str, list[float]]:
+        """Metric -> its values in rising order, of a metric that too few cases have for an interval."""
+        known = {name: values[~np.isnan(values)] for name, values in self.predictions.scores.items()}
+        return {name: sorted(values.tolist()) for name, values in known.items() if 0 < len(values) < bootstrap.LEAST}
+
+    def cases(self) -> dict[str, Any] | None:
+        """Return a table of the test cases where they are too few for an interval, None where they are enough."""
+        found, rows = self.predictions, range(len(self.predictions.ids))
+        if self._enough:
+            return None
+        heads = (
+            ["Reference", "Predicted", "Confidence"] if self.is_classification else [*map(self.run.title, found.scores)]
+        )
+        if not self.is_classification:
+            cells = [[formatting.number(float(values[i])) for values in found.scores.values()] for i in rows]
+        else:
+            pairs = [(self.classes[found.label[i]], self.classes[found.predicted[i]]) for i in rows]
+            sure = (
+                ["–"] * len(rows) if found.probabilities is None else map(formatting.number, found.probabilities.max(1))
+            )
+            cells = [[*pair, one] for pair, one in zip(pairs, sure, strict=True)]
+        return {"heads": heads, "rows": [*zip(found.ids, found.sites, cells, strict=True)]}
 
     def describe_intervals(self) -> str:
         """Return how the intervals are made."""
@@ -63,7 +90,7 @@ class PredictionAnalysis:
         else:
             draws = f"the {cases} drawn again with replacement within each reference class, so that every draw has each"
             sizes = np.bincount(self.predictions.label, minlength=len(self.classes))
-            few = [name for name, n in zip(self.classes, sizes, strict=True) if 0 < n < _FEW]
+            few = [name for name, n in zip(self.classes, sizes, strict=True) if 0 < n < bootstrap.LEAST]
         text = (
             f"Intervals are {100 * bootstrap.LEVEL:g} % percentile bootstrap intervals of the judged model after the "
             f"last round: {bootstrap.DRAWS} draws, {draws}. They say how much hangs on these test cases, not on the "
@@ -71,6 +98,10 @@ class PredictionAnalysis:
         )
         if any(formatting.interval(ends) == "–" for ends in self.intervals.values()):
             text += " A dash: all draws give the same, which is no interval."
+        if self.each:
+            text += (
+                f" Where fewer than {bootstrap.LEAST} cases have a metric, their values stand in place of an interval."
+            )
         return text + (f" Too narrow, for want of cases, as regards {', '.join(few)}." if few else "")
 
     def confusion(self) -> dict[str, Any] | None:
@@ -114,7 +145,7 @@ class PredictionAnalysis:
                 "tone": tone,
                 "name": self.classes[curve.index],
                 "area": curve.area,
-                "ends": bootstrap.interval(self._areas[:, curve.index]),
+                "ends": bootstrap.interval(self._areas[:, curve.index]) if self._has_both(curve) else None,
                 "positives": curve.positives,
             }
             for tone, curve in zip(tones, self.curves, strict=True)
@@ -125,9 +156,13 @@ class PredictionAnalysis:
         if len(self.curves) > 1:
             mean_curve = roc.macro(self.curves)
             area = float(np.mean([curve.area for curve in self.curves]))
-            mean = {"area": area, "ends": bootstrap.interval(_mean(self._areas))}
+            mean = {"area": area, "ends": self.intervals.get("auroc")}
         title = "ROC curves, one class against the others" if mean else f"ROC curve of {rows[0]['name']}"
         return {"title": title, "svg": charts.roc(title, coloured, grey, mean_curve), "rows": rows, "mean": mean}
+
+    def _has_both(self, curve: roc.Curve) -> bool:
+        """Tell whether there are enough cases of a class, and of others, for an interval."""
+        return min(curve.positives, len(self.predictions.ids) - curve.positives) >= bootstrap.LEAST
 
     @cached_property
     def _confidence(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
@@ -143,15 +178,18 @@ class PredictionAnalysis:
         confidence, right = self._confidence
         curve = calibration.reliability(confidence, right)
         eces, accuracy = calibration.redrawn(curve, confidence, right, self._times)
-        pairs = zip(accuracy.T, curve.accuracy, strict=True)
-        ends = [bootstrap.interval(column) or (value, value) for column, value in pairs]
+        found = [
+            bootstrap.interval(column) if n >= bootstrap.LEAST else None
+            for column, n in zip(accuracy.T, curve.count, strict=True)
+        ]
+        ends = [one or (value, value) for one, value in zip(found, curve.accuracy, strict=True)]
         title = "Reliability of the predicted class"
         svg = charts.reliability(title, curve.confidence, curve.accuracy, curve.count.tolist(), np.array(ends).T)
         return {
             "title": title,
             "svg": svg,
             "ece": curve.ece,
-            "ends": bootstrap.interval(eces),
+            "ends": bootstrap.interval(eces) if self._enough else None,
             "bins": curve.bins,
             "filled": len(curve.count),
             "confidence": float(confidence.mean()),

@@ -7,7 +7,7 @@ from typing import Any
 
 from medfl.evaluation import metrics
 from medfl.report import charts
-from medfl.report.run_files import KINDS, POOLED, RunFiles
+from medfl.report.run_files import KINDS, RunFiles
 
 _PARTS = ("received", "personal", "local")  # the page's colours, here for the parts of a cost
 _COSTS = (
@@ -29,22 +29,18 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     rounds, key, judged = run.rounds, run.key, run.judged
     numbers = [entry["round"] for entry in rounds]
     classes = run.record.get("classes") or ()
-    curves = {
-        kind: [_metric(entry, f"val_{POOLED[kind][0]}", key) for entry in rounds] for kind in ("received", "personal")
-    }
-    if all(value is None for line in curves.values() for value in line):
-        curves = {judged: [_metric(entry, "val", key) for entry in rounds]}
+    # that of the tables alone: what sites have before the average is no model of theirs
+    curves = {judged: [_metric(entry, "val", key) for entry in rounds]}
     site_values = [[_metric(site, judged, key) for site in _site_entries(entry)] for entry in rounds]
     chance = 1 / len(classes) if key == "balanced_accuracy" and classes else None
-    shown = [kind for kind, line in curves.items() if any(value is not None for value in line)]
     bounded = key in metrics.METRICS and metrics.higher_is_better(key)
     title = f"{run.title(key)} on the validation set"
     svg = charts.lines(title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance)
     has_band = any(value for values in site_values for value in values)
     band = [("band", f"{dict(KINDS)[judged].lower()}, lowest to highest site")] if has_band else []
-    legend = [*((kind, dict(KINDS)[kind]) for kind in shown), *band]
+    legend = [(judged, dict(KINDS)[judged]), *band]
     dotted = " Dotted: guessing." if chance is not None else ""
-    caption = "Lines: all validation images pooled. Band: each site's own validation images." if band else ""
+    caption = "Line: all validation images pooled. Band: each site's own validation images." if band else ""
     entries = [(title, legend, svg, caption + dotted)]
     losses = [[site.get("train_loss") for site in _site_entries(entry)] for entry in rounds]
     curve = {judged: [entry.get("train_loss") for entry in rounds]}

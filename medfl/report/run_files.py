@@ -135,6 +135,12 @@ class RunFiles:
         source = self.summary or (self.rounds[-1] if self.rounds else {})
         return "personal" if source.get("judged") == "personal" else "received"
 
+    @property
+    def personal_model(self) -> str:
+        """What a personal model of this run is, in words; "" where it has none, or an older run does not say."""
+        some = any(name.startswith("personal_") for row in self.sites for name in row)
+        return str((self.summary or {}).get("personal_model") or "") if some else ""
+
     @cached_property
     def site_names(self) -> tuple[str, ...]:
         """The sites in the order of `sites.csv`, or of the partition before that file exists."""

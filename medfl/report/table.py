@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medfl.core import terminal
 from medfl.evaluation import metrics
 from medfl.report import formatting
+from medfl.report.differences import Differences
 from medfl.report.run_files import KINDS, POOLED, RunFiles
 
 _TABLE_SITES = 24
@@ -30,6 +32,9 @@ def result_table(run_folder: Path) -> str:
     if 45 + 9 * len(columns) > terminal.width():  # a narrow terminal: the key metric alone
         columns = [column for column in columns if column[0] == run.key]
     lines = [*_site_lines(run, columns), *_pooled_lines(run), *_structure_lines(run)]
+    told = {"personal": run.personal_model, "against Local": Differences(run).sentence()}
+    for name, text in told.items():
+        lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""] if text else []
     summary = run.summary or {}
     if not run.finished:
         lines.append(f"unfinished: {len(run.rounds)} of {run.record['rounds']} rounds")

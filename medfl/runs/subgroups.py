@@ -191,7 +191,7 @@ def _classified(
 
 def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int, draws: int) -> Subgroup:
     """Return the means of all numbers of the rows."""
-    names = [key for key, value in rows[0].items() if isinstance(value, float) and key not in _NO_METRICS]
+    names = [key for key in rows[0] if key not in _NO_METRICS and any(isinstance(row[key], float) for row in rows)]
     values = {
         key: np.array([np.nan if row[key] is None else float(row[key]) for row in rows], dtype=np.float64)
         for key in names

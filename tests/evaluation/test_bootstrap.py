@@ -91,6 +91,25 @@ def test_a_class_without_cases_has_no_area() -> None:
 
 
 def test_cases_without_a_metric_do_not_enter_its_mean() -> None:
-    values = {"hd95": np.array([1.0, np.nan, 3.0]), "surface_dice": np.full(3, np.nan)}
-    found = intervals.means(values, intervals.draw(np.zeros(3, int), 0))
-    assert found == {"hd95": (1.0, 3.0)}
+    some = np.tile([1.0, np.nan, 3.0], 8)
+    values = {"hd95": some, "surface_dice": np.full(24, np.nan)}
+    times = intervals.draw(np.zeros(24, int), 0)
+    found = intervals.means(values, times)
+    assert set(found) == {"hd95"}
+    known = np.flatnonzero(~np.isnan(some))
+    expected = [np.repeat(some[known], row[known]).mean() for row in times]
+    assert found["hd95"] == pytest.approx(tuple(np.percentile(expected, [2.5, 97.5])))
+
+
+@pytest.mark.parametrize("count", [9, 10])
+def test_nine_cases_have_no_interval_and_ten_have_one(count: int) -> None:
+    """Of ten values 0 and 1 by turns; the tenth decides, also where others have no value."""
+    values = np.arange(count) % 2.0
+    padded = np.concatenate([values, np.full(5, np.nan)])
+    label, predicted = np.arange(count) % 2, np.zeros(count, int)
+    probabilities = np.random.default_rng(0).dirichlet([1, 1], count)
+    found = intervals.means({"dice": padded}, intervals.draw(np.zeros(len(padded), int), 0))
+    times = intervals.draw(label, 0)
+    classified = intervals.classification(label, predicted, probabilities, 2, times)
+    assert set(found) == ({"dice"} if count == 10 else set())
+    assert set(classified) == ({"accuracy", "balanced_accuracy", "f1_macro", "auroc"} if count == 10 else set())

@@ -149,7 +149,7 @@ def test_missing_predictions_are_said(make: Make, left: str | None) -> None:
 def test_an_interval_without_width_is_a_dash(make: Make) -> None:
     """A model that is always right: every draw says so."""
     folder = make(rounds=1)
-    lines = [f"x{i},site-1,{i % 3},{i % 3},{int(i % 3 == 0)},{int(i % 3 == 1)},{int(i % 3 == 2)}" for i in range(9)]
+    lines = [f"x{i},site-1,{i % 3},{i % 3},{int(i % 3 == 0)},{int(i % 3 == 1)},{int(i % 3 == 2)}" for i in range(12)]
     (folder / "predictions.csv").write_text("\n".join(["id,site,label,predicted,p_a,p_b,p_c", *lines]) + "\n")
     assert found(folder).intervals["accuracy"] == (1.0, 1.0)
     _, page = render(folder)
@@ -160,7 +160,8 @@ def test_an_interval_without_width_is_a_dash(make: Make) -> None:
 
 def test_predictions_without_probabilities_have_a_matrix_alone(make: Make) -> None:
     folder = make(rounds=1)
-    (folder / "predictions.csv").write_text("id,site,label,predicted\nx,site-1,0,0\ny,site-1,1,0\n")
+    lines = [f"x{i},site-1,{int(i < 3)},0" for i in range(12)]
+    (folder / "predictions.csv").write_text("\n".join(["id,site,label,predicted", *lines]) + "\n")
     _, page = render(folder)
     assert "Confusion matrix" in page.text
     assert "No probabilities" in page.text
@@ -192,10 +193,16 @@ def test_segmentation_has_intervals_over_its_cases(make: Make) -> None:
         (folder / name).write_text(text.replace("balanced_accuracy", "dice").replace("auroc", "hd95"))
     with (folder / "predictions.csv").open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerows([["id", "site", "dice", "hd95"], ["a", "site-1", 0.5, 2], ["b", "site-1", 0.9, ""]])
-    assert found(folder).intervals == {"dice": (0.5, 0.9), "hd95": (2.0, 2.0)}
+        rows = [[f"c{i}", "site-1", 0.5 + 0.4 * (i % 2), 2 if i % 2 else ""] for i in range(10)]
+        table.writerows([["id", "site", "dice", "hd95"], *rows])
+    analysis = found(folder)
+    assert analysis.intervals["dice"] == pytest.approx((0.58, 0.82))  # 2 to 8 of ten, as a binomial has it
+    assert set(analysis.intervals) == {"dice"}, "five cases have an HD95"
+    assert analysis.each == {"hd95": [2.0] * 5}
     _, page = render(folder)
-    assert "the 2 test cases drawn again with replacement." in words(page)
+    assert "the 10 test cases drawn again with replacement." in words(page)
+    assert "each: 2.000 · 2.000 · 2.000 · 2.000 · 2.000" in words(page)
+    assert "Each test case" not in page.text
     assert "ROC curves" not in page.text
     assert "Confusion" not in page.text
 

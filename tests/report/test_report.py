@@ -72,8 +72,8 @@ def test_site_figures_are_those_of_sites_csv(make: Make) -> None:
     words = " ".join(page.text.split())
     assert f"{np.mean(received):.3f} ± {np.std(received):.3f}" in words
     assert f"{np.mean(local):.3f} ± {np.std(local):.3f}" in words
-    better = sum(a > b for a, b in zip(received, local, strict=True))
-    assert f"is better at {better} of 2 sites" in words
+    assert all(a > b for a, b in zip(received, local, strict=True))
+    assert "better at" not in words, "no predictions of the Local models are there, so nothing is clear"
 
 
 def test_confusion_matrix_by_hand(make: Make) -> None:

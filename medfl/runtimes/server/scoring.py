@@ -27,6 +27,9 @@ from medfl.runtimes.step import StepResult
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16
 _ABROAD = 100  # sites whose own models are scored on everybody's test items: of more, this many at equal distances
 
+_OWN = "the site's own model, as the method leaves it"
+_TRAINED_ONCE_MORE = "the final global model after one more local training at the site, of which nothing is sent"
+
 Metrics = dict[str, float]
 Judged = dict[str, dict[str, Cases]]
 """site -> section -> outcomes"""
@@ -166,6 +169,7 @@ class Scoring:
             "best": best_global if judged == "global" else best_personal,
             "global": {"last": last_global, "best": best_global} if last_global else None,
             "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
+            "personal_model": _OWN if methods.has_site_models(self.method) else _TRAINED_ONCE_MORE,
             "site_models": self._site_models(last, server) if judged == "personal" and whole is None else None,
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
             **self._units([scores for scores in (last_global, last_personal) if scores]),

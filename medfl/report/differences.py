@@ -1,0 +1,190 @@
+"""Differences between models and between sites, with intervals: better or worse is said only where zero is outside.
+
+Of two models the same test cases are drawn again for both, a thousand times (`medfl.evaluation.bootstrap`); of a site
+and the others the cases of each apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medfl.core.seeding import derive
+from medfl.evaluation import bootstrap, metrics
+from medfl.evaluation.bootstrap import LEAST, Floats, Interval, Times
+from medfl.report.run_files import Predictions, RunFiles
+
+BETTER, WORSE, UNCLEAR = "better", "worse", "no clear difference"
+FEW = f"fewer than {LEAST} cases"
+_ROUNDING = 1e-9  # below it an end is zero
+_SITES = 100
+"""Of more, no site's differences are computed."""
+Rows = NDArray[np.int64]
+
+
+def word(ends: Interval | None, higher_is_better: bool) -> str:
+    """Return better or worse where an interval of a difference excludes zero, else that it is not clear."""
+    if ends is None or ends[0] <= _ROUNDING and ends[1] >= -_ROUNDING:
+        return UNCLEAR
+    return BETTER if (ends[0] > 0) == higher_is_better else WORSE
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much higher a metric is for one than for another.
+
+    Attributes:
+        value: the difference on the cases as they are.
+        ends: its interval; None from too few cases.
+        cases: the smaller number of cases that it rests on.
+        word: what may be said of it.
+    """
+
+    value: float
+    ends: Interval | None
+    cases: int
+    word: str
+
+    @classmethod
+    def of(cls, ours: Floats, theirs: Floats, cases: int, higher_is_better: bool) -> Difference | None:
+        """Return the difference of two metrics, each (1 + draws,) with the cases as they are first."""
+        value, drawn = float(ours[0] - theirs[0]), ours[1:] - theirs[1:]
+        if np.isnan(value):
+            return None
+        ends = bootstrap.interval(drawn) if cases >= LEAST else None
+        return cls(value, ends, cases, word(ends, higher_is_better) if cases >= LEAST else FEW)
+
+
+def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) -> Difference | None:
+    """Return how much higher the key metric of one run's judged models is than that of another's.
+
+    Args:
+        ours: the run.
+        theirs: another one, with the same test cases or some of them.
+        site: whose test cases count; None: all.
+
+    Returns:
+        None where they have no predictions of the same cases, or none from which the metric can be made.
+    """
+    if ours.predictions is None or theirs.predictions is None:
+        return None
+    pairs = _pairs(ours.predictions, theirs.predictions, site)
+    known = np.ones(len(pairs[0]), bool)
+    for predictions, rows in zip((ours.predictions, theirs.predictions), pairs, strict=True):
+        if ours.key in predictions.scores:
+            known &= ~np.isnan(predictions.scores[ours.key][rows])
+    both = [(ours.predictions, pairs[0][known]), (theirs.predictions, pairs[1][known])]
+    labels = [predictions.label[rows] if len(predictions.label) else rows[:0] for predictions, rows in both]
+    if not known.any() or not np.array_equal(*labels):
+        return None
+    times = _times(ours, *both[0], "models")
+    found = [_key_metric(ours, predictions, rows, times) for predictions, rows in both]
+    if found[0] is None or found[1] is None:
+        return None
+    return Difference.of(found[0], found[1], int(known.sum()), metrics.higher_is_better(ours.key))
+
+
+def from_other_sites(run: RunFiles, site: str) -> Difference | None:
+    """Return how much higher the key metric is on a site's test cases than on those of all other sites."""
+    predictions = run.predictions
+    if predictions is None:
+        return None
+    own = np.array(predictions.sites) == site
+    found, cases = list[Floats](), list[int]()
+    for name, members in (("site", own), ("others", ~own)):
+        rows = np.flatnonzero(members)
+        if run.key in predictions.scores:
+            rows = rows[~np.isnan(predictions.scores[run.key][rows])]
+        values = _key_metric(run, predictions, rows, _times(run, predictions, rows, name)) if len(rows) else None
+        if values is None:
+            return None
+        found.append(values)
+        cases.append(len(rows))
+    return Difference.of(found[0], found[1], min(cases), metrics.higher_is_better(run.key))
+
+
+class Differences:
+    """What may be said of a finished run's judged model against the models that sites train alone, and of its sites."""
+
+    def __init__(self, run: RunFiles) -> None:
+        """Take a run."""
+        self.run = run
+        self._sites = run.site_names if run.finished and len(run.site_names) <= _SITES else ()
+
+    @cached_property
+    def local(self) -> RunFiles | None:
+        """The run of the sites alone, None where there was none."""
+        folder = self.run.path / "local"
+        return RunFiles.read(folder) if self.run.finished and (folder / "run.json").is_file() else None
+
+    @cached_property
+    def against_local(self) -> dict[str, Difference]:
+        """Site -> how much higher the key metric is than that of its own Local model."""
+        found = {site: between_models(self.run, self.local, site) for site in self._sites if self.local}
+        return {site: one for site, one in found.items() if one is not None}
+
+    @cached_property
+    def pooled(self) -> Difference | None:
+        """The same on the test cases of all sites together, each by its own site's Local model."""
+        return between_models(self.run, self.local) if self.local else None
+
+    @cached_property
+    def against_others(self) -> dict[str, Difference]:
+        """Site -> how much higher the key metric is there than at the other sites together."""
+        sites = self._sites if len(self._sites) > 1 else ()
+        found = {site: from_other_sites(self.run, site) for site in sites}
+        return {site: one for site, one in found.items() if one is not None}
+
+    def sentence(self) -> str:
+        """Return in how many sites the model is better than Local, "" where this is not known."""
+        if not self.against_local:
+            return ""
+        pooled = self.pooled
+        together = "" if pooled is None else f"; on all {pooled.cases} test cases together: {pooled.word}"
+        return f"{counted([one.word for one in self.against_local.values()], 'site')}{together}"
+
+
+def counted(words: Sequence[str], of: str) -> str:
+    """Return how often each word is said, as "better at 1 of 4 sites, no clear difference at 3"."""
+    total = f" of {len(words)} {of}{'s' if len(words) != 1 else ''}"
+    parts = [(one, words.count(one)) for one in (BETTER, WORSE, UNCLEAR, FEW)]
+    told = [f"{one} at {count}" for one, count in parts if count or one == BETTER]
+    return ", ".join([told[0] + total, *told[1:]])
+
+
+def _pairs(ours: Predictions, theirs: Predictions, site: str | None) -> tuple[Rows, Rows]:
+    """Return the rows of the cases that both have, in the same order."""
+    places = {ident: row for row, ident in enumerate(theirs.ids)}
+    wanted = [
+        (row, places[ident])
+        for row, (ident, of) in enumerate(zip(ours.ids, ours.sites, strict=True))
+        if ident in places and site in (None, of)
+    ]
+    first, second = (np.array([pair[i] for pair in wanted], np.int64) for i in range(2))
+    return first, second
+
+
+def _times(run: RunFiles, predictions: Predictions, rows: Rows, name: str) -> Times:
+    """Return how often each draw takes each of these cases; first all of them once."""
+    strata = predictions.label[rows] if len(predictions.label) else np.zeros(len(rows), np.int64)
+    drawn = bootstrap.draw(strata, derive(int(run.record.get("seed") or 0), "report", "differences", name))
+    return np.concatenate([np.ones((1, len(rows)), np.int32), drawn])
+
+
+def _key_metric(run: RunFiles, predictions: Predictions, rows: Rows, times: Times) -> Floats | None:
+    """Return the key metric (draws,) of some cases, None where the predictions do not give it."""
+    if run.key in predictions.scores:
+        return bootstrap.mean(predictions.scores[run.key][rows], times)
+    if not len(predictions.label):
+        return None
+    label, classes = predictions.label[rows], len(run.record.get("classes") or ())
+    if run.key == "auroc" and predictions.probabilities is not None:
+        areas: NDArray[Any] = bootstrap.areas(label, predictions.probabilities[rows], times)
+        usable = areas[:, ~np.isnan(areas).all(0)]
+        return usable.mean(1) if usable.size else None
+    return bootstrap.classified(label, predictions.predicted[rows], classes, times).get(run.key)

@@ -1,0 +1,154 @@
+"""Differences with their intervals, by hand: what may be called better, and what is said where nothing may be."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medfl.report import RunFiles, result_table
+from medfl.report.differences import BETTER, FEW, UNCLEAR, WORSE, Differences, between_models, counted, from_other_sites
+from medfl.report.run_files import Predictions
+from tests.support.run_folders import Make, build, render
+
+NONE = np.zeros(0, np.int64)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return partial(build, tmp_path)
+
+
+def scored(values: Sequence[float], key: str = "dice", sites: Sequence[str] | None = None) -> RunFiles:
+    """A run whose test cases have these values."""
+    ids = [f"case {i}" for i in range(len(values))]
+    found = Predictions(ids, sites or ["a"] * len(ids), NONE, NONE, None, {key: np.array(values, float)})
+    return RunFiles(Path(), {"key_metric": key, "seed": 0, "classes": []}, (), (), None, found)
+
+
+def classified(label: Sequence[int], predicted: Sequence[int], key: str = "accuracy") -> RunFiles:
+    found = Predictions(
+        [f"{i}" for i in range(len(label))], ["a"] * len(label), np.array(label), np.array(predicted), None, {}
+    )
+    return RunFiles(Path(), {"key_metric": key, "seed": 0, "classes": ["x", "y"]}, (), (), None, found)
+
+
+def by_quarters(ahead: int, of: int) -> list[float]:
+    """Values of which some are a quarter above a half, the others a quarter below it."""
+    return [0.75] * ahead + [0.25] * (of - ahead)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "of", "said"), [(9, 10, BETTER), (8, 10, UNCLEAR), (3, 10, UNCLEAR), (1, 10, WORSE), (9, 9, FEW)]
+)
+def test_a_paired_difference_by_hand(ahead: int, of: int, said: str) -> None:
+    """Of ten cases k are 1/4 ahead: a draw's mean is (2B - 10) / 40 with B of the binomial distribution (10, k/10).
+
+    Its 2.5 % quantile is 7 for k = 9 (P(B <= 6) = 1.3 %, P(B <= 7) = 7.0 %), so the interval begins at 0.1; for k = 8
+    it is 5 (0.6 %, 3.3 %), so it begins at 0, which is included. Nine cases have none, though all of them are ahead.
+    """
+    found = between_models(scored(by_quarters(ahead, of)), scored([0.5] * of))
+    assert found is not None
+    assert (found.word, found.cases) == (said, of)
+    assert found.value == pytest.approx((2 * ahead - of) / (4 * of))
+    if (ahead, of) == (9, 10):
+        assert found.ends == pytest.approx((0.1, 0.25))
+    if (ahead, of) == (8, 10):
+        assert found.ends == pytest.approx((0.0, 0.25), abs=1e-12)
+    if of == 9:
+        assert found.ends is None
+
+
+def test_less_is_better_for_a_distance() -> None:
+    found = between_models(scored([3.0] * 12, "hd95"), scored([2.0] * 12, "hd95"))
+    assert found is not None
+    assert (found.value, found.ends, found.word) == (1.0, (1.0, 1.0), WORSE)
+
+
+def test_only_common_cases_with_both_values_are_paired() -> None:
+    ours, theirs = scored([0.9] * 12), scored([0.5] * 11 + [float("nan")])
+    found = between_models(ours, theirs)
+    assert found is not None
+    assert found.cases == 11
+    assert between_models(ours, scored([])) is None
+    assert between_models(ours, RunFiles(Path(), ours.record, (), (), None, None)) is None
+    few = between_models(scored([1.0] * 20, sites=["a"] * 9 + ["b"] * 11), scored([0.5] * 20), "a")
+    assert few is not None
+    assert (few.cases, few.word) == (9, FEW)
+
+
+def test_classes_are_compared_on_the_same_cases() -> None:
+    label = [0, 1] * 20
+    right, wrong = classified(label, label), classified(label, [0] * 40)
+    for key, expected in (("accuracy", 0.5), ("balanced_accuracy", 0.5)):
+        found = between_models(classified(label, label, key), wrong)
+        assert found is not None
+        assert (found.value, found.word) == (pytest.approx(expected), BETTER)
+    assert between_models(right, classified([1, 0] * 20, label)) is None, "other labels: other cases"
+    assert between_models(classified(label, label, "loss"), wrong) is None, "no file has each case's loss"
+
+
+def test_a_site_against_the_others() -> None:
+    """Site a has 10 cases of 0.5 to 0.6, site b 10 cases of 0.8 to 0.9: their intervals cannot meet."""
+    sites = ["a"] * 10 + ["b"] * 10 + ["c"] * 9
+    values = [0.5 + 0.01 * i for i in range(10)] + [0.8 + 0.01 * i for i in range(10)] + [0.7] * 9
+    run = scored(values, sites=sites)
+    words = {site: found.word for site in "abc" if (found := from_other_sites(run, site))}
+    assert words == {"a": WORSE, "b": BETTER, "c": FEW}
+
+
+def test_how_often_is_counted() -> None:
+    assert counted([BETTER, UNCLEAR, UNCLEAR, WORSE], "site") == (
+        "better at 1 of 4 sites, worse at 1, no clear difference at 2"
+    )
+    assert counted([FEW], "site") == "better at 0 of 1 site, fewer than 10 cases at 1"
+
+
+def segmented(make: Make) -> Path:
+    """Site a is ahead of its Local model in 12 of 12 cases, b in 6 of 12, c has 9 cases, all of them ahead."""
+    sizes = {"a": 12, "b": 12, "c": 9}
+    folder = make(rounds=1, sites=[*sizes], task="segmentation", key_metric="dice")
+    for name in ("summary.json", "rounds.jsonl", "sites.csv"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("balanced_accuracy", "dice").replace("auroc", "hd95"))
+    document = json.loads((folder / "run.json").read_text()) | {"classes": [], "site_class_counts": {}}
+    (folder / "run.json").write_text(json.dumps(document))
+    shutil.copytree(folder, folder / "local")
+    for place, ahead in ((folder, 0.25), (folder / "local", 0.0)):
+        rows = [
+            [f"{site}{i}", site, 0.5 + (ahead if site != "b" or i % 2 else -ahead)]
+            for site, count in sizes.items()
+            for i in range(count)
+        ]
+        with (place / "predictions.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([["id", "site", "dice"], *rows])
+    return folder
+
+
+def test_better_is_said_only_where_it_is_clear(make: Make) -> None:
+    folder = segmented(make)
+    sentence = "better at 1 of 3 sites, no clear difference at 1, fewer than 10 cases at 1"
+    assert Differences(RunFiles.read(folder)).sentence() == f"{sentence}; on all 33 test cases together: better"
+    _, page = render(folder)
+    words = " ".join(page.text.split())
+    assert f"the global model is {sentence}; on all 33 test cases together: better" in words
+    assert "a12 test cases+0.250+0.250 to +0.250better" in words
+    assert "c9 test cases+0.250fewer than 10 cases" in words
+    assert sentence in " ".join(result_table(folder).split())
+
+
+def test_few_cases_are_listed_in_place_of_an_interval(make: Make) -> None:
+    folder = segmented(make)
+    lines = (folder / "predictions.csv").read_text().splitlines()
+    for count, listed in ((10, False), (9, True)):
+        (folder / "predictions.csv").write_text("\n".join(lines[: count + 1]) + "\n")
+        _, page = render(folder)
+        assert ("Each test case" in page.text) == listed
+        assert ("95 % interval 0." in page.text) != listed
+        assert ("each: 0.750 · 0.750" in page.text) == listed
