@@ -150,5 +150,5 @@ def test_few_cases_are_listed_in_place_of_an_interval(make: Make) -> None:
         (folder / "predictions.csv").write_text("\n".join(lines[: count + 1]) + "\n")
         _, page = render(folder)
         assert ("Each test case" in page.text) == listed
-        assert ("95 % interval 0." in page.text) != listed
+        assert ("95 % interval –" in page.text) != listed
         assert ("each: 0.750 · 0.750" in page.text) == listed
