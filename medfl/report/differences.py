@@ -79,8 +79,8 @@ def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) ->
         if ours.key in predictions.scores:
             known &= ~np.isnan(predictions.scores[ours.key][rows])
     both = [(ours.predictions, pairs[0][known]), (theirs.predictions, pairs[1][known])]
-    labels = [predictions.label[rows] if len(predictions.label) else rows[:0] for predictions, rows in both]
-    if not known.any() or not np.array_equal(*labels):
+    first, second = (p.label[rows] if len(p.label) else rows[:0] for p, rows in both)
+    if not known.any() or not np.array_equal(first, second):
         return None
     times = _times(ours, *both[0], "models")
     found = [_key_metric(ours, predictions, rows, times) for predictions, rows in both]

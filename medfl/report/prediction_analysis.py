@@ -145,7 +145,9 @@ class PredictionAnalysis:
                 "tone": tone,
                 "name": self.classes[curve.index],
                 "area": curve.area,
-                "ends": bootstrap.interval(self._areas[:, curve.index]) if self._has_both(curve) else None,
+                "ends": bootstrap.interval(self._areas[:, curve.index])
+                if _has_both(curve.positives, len(self.predictions.ids))
+                else None,
                 "positives": curve.positives,
             }
             for tone, curve in zip(tones, self.curves, strict=True)
@@ -159,10 +161,6 @@ class PredictionAnalysis:
             mean = {"area": area, "ends": self.intervals.get("auroc")}
         title = "ROC curves, one class against the others" if mean else f"ROC curve of {rows[0]['name']}"
         return {"title": title, "svg": charts.roc(title, coloured, grey, mean_curve), "rows": rows, "mean": mean}
-
-    def _has_both(self, curve: roc.Curve) -> bool:
-        """Tell whether there are enough cases of a class, and of others, for an interval."""
-        return min(curve.positives, len(self.predictions.ids) - curve.positives) >= bootstrap.LEAST
 
     @cached_property
     def _confidence(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
@@ -220,6 +218,11 @@ class PredictionAnalysis:
 def analyse_predictions(run: RunFiles) -> PredictionAnalysis | None:
     """Return the analysis of a run's predictions, None where it left none."""
     return PredictionAnalysis(run) if run.predictions is not None and len(run.predictions.ids) else None
+
+
+def _has_both(positives: int, cases: int) -> bool:
+    """Tell whether there are enough cases of a class, and of others, for an interval."""
+    return bootstrap.LEAST <= positives <= cases - bootstrap.LEAST
 
 
 def _mean(areas: NDArray[np.float64]) -> NDArray[np.float64]:
