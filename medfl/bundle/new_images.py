@@ -134,7 +134,7 @@ def as_files(images: Images) -> Iterator[dict[str, str]]:
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
         places = [
-            Path(given)
+            Path(given).expanduser()
             if isinstance(given, str | Path)
             else _written(np.asarray(given), Path(folder) / f"image-{number}")
             for number, given in enumerate(listed)

@@ -26,9 +26,17 @@ from medfl.datasets.phantoms.phantom import write_phantom
 from medfl.datasets.readers.checking import CheckReport, check
 from medfl.datasets.readers.pairs import read_pair
 from medfl.datasets.readers.reading import read_pixels
+from medfl.datasets.readers.unlabelled import unlabelled
 
 if TYPE_CHECKING:
-    from medfl.datasets.readers.transforms import CheckPatchd, ReadPaird, ReadPixelsd, ReadVolumed, WriteMaskd
+    from medfl.datasets.readers.transforms import (
+        CheckPatchd,
+        ReadPaird,
+        ReadPixelsd,
+        ReadVolumed,
+        WriteClassesd,
+        WriteMaskd,
+    )
 
 __all__ = [
     "CheckPatchd",
@@ -39,6 +47,7 @@ __all__ = [
     "ReadPaird",
     "ReadPixelsd",
     "ReadVolumed",
+    "WriteClassesd",
     "WriteMaskd",
     "check",
     "checksum",
@@ -53,11 +62,12 @@ __all__ = [
     "sections",
     "splits",
     "trial",
+    "unlabelled",
     "write_phantom",
 ]
 
 
-_TRANSFORMS = ("CheckPatchd", "ReadPaird", "ReadPixelsd", "ReadVolumed", "WriteMaskd")
+_TRANSFORMS = ("CheckPatchd", "ReadPaird", "ReadPixelsd", "ReadVolumed", "WriteClassesd", "WriteMaskd")
 
 
 def __getattr__(name: str) -> Any:

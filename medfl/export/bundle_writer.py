@@ -30,7 +30,13 @@ from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.export import network as exported
 from medfl.export.checks import LARGE, problems
-from medfl.export.configs import EditedConfig, network_of_method, network_with_weights, network_without_weights
+from medfl.export.configs import (
+    EditedConfig,
+    network_of_method,
+    network_with_weights,
+    network_without_weights,
+    predict_any_folder,
+)
 from medfl.export.descriptions import (
     all_options,
     as_json,
@@ -153,6 +159,7 @@ class _BundleWriter:
         has_folder = train is not None and "dataset_dir" in read(train)
         self.data_folder = str(self.bundle.get("dataset_dir")) if has_folder else None
         self.notes: list[str] = []
+        self.any_folder = False  # whether MONAI's run of the bundle predicts any folder of images
 
     def write(self) -> dict[str, Any]:
         """Write everything and check it."""
@@ -289,6 +296,8 @@ class _BundleWriter:
                 if isinstance(folder, str) and folder[:1] in "/~" and not folder.startswith("/workspace/"):  # local
                     file.set("dataset_dir", "$@bundle_root + '/data'" if "bundle_root" in file else "data")
                 self._network_def(file, stem, definition, sha256)
+            if stem == "inference":
+                self.any_folder = predict_any_folder(file, self.task.classes)
             self._write(f"configs/{source.name}", file.text())
         if config_file(self.root, "inference") is None:
             self.notes.append("The source bundle has no inference configuration, so this one has none either.")
@@ -334,7 +343,8 @@ class _BundleWriter:
     def _describe(self, meta: Mapping[str, Any]) -> None:
         file = config_file(self.folder, "inference")
         name, content = (file.name, read(file)) if file else ("", {})
-        self._write("docs/README.md", readme(meta, self.result, self.model, name, content, self.notes))
+        text = readme(meta, self.result, self.model, name, content, self.notes, self.any_folder)
+        self._write("docs/README.md", text)
         self._write("docs/medfl.json", as_json(run_record(self.result)))
         if text := large_files(self.folder, LARGE):
             self._write("large_files.yml", text)

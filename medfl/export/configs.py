@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class EditedConfig:
 
     def __init__(self, path: Path) -> None:
         """Read it."""
-        self.path = path
+        self.path, self.comment = path, ""
         self.content = read(path)
         self._text = path.read_text(encoding="utf-8")
         self._before = deepcopy(self.content)
@@ -39,6 +40,10 @@ class EditedConfig:
     def __contains__(self, key: str) -> bool:
         """Tell whether the file has an id."""
         return self._place(key) is not None
+
+    def head(self, text: str) -> None:
+        """Give a YAML file another comment above its first id."""
+        self.comment = "".join(f"# {line}\n" for line in textwrap.wrap(text, 110))
 
     def get(self, key: str) -> Any:
         """Return the value of a top-level id, None if there is none."""
@@ -85,7 +90,7 @@ class EditedConfig:
         starts = [(match.start(), match[1]) for match in _TOP_LEVEL_ID.finditer(self._text)]
         ends = [*[start for start, _ in starts], len(self._text)][1:]
         blocks = {name: self._text[start:end] for (start, name), end in zip(starts, ends, strict=True)}
-        text = self._text[: starts[0][0]] if starts else ""
+        text = self.comment or (self._text[: starts[0][0]] if starts else "")
         for name, value in self.content.items():
             old = blocks.get(name)
             if old is not None and self._before.get(name, ...) == value:
@@ -131,6 +136,45 @@ def _child(node: Any, part: str) -> Any:
         return node.get(part)
     inside = isinstance(node, list) and part.isdecimal() and int(part) < len(node)
     return node[int(part)] if inside else None
+
+
+# The images of an export
+
+
+def predict_any_folder(file: EditedConfig, classes: Sequence[str]) -> bool:
+    """Let an inference configuration predict every image below `dataset_dir`, whatever it is called, and say so.
+
+    Args:
+        file: the configuration.
+        classes: names in label order, () in segmentation.
+
+    Returns:
+        Whether it did: it lists images by medfl; another bundle's own list stays as it is.
+    """
+    dataset = file.get("dataset")
+    if not isinstance(dataset, Mapping) or not str(dataset.get("data")).startswith("$medfl.datasets."):
+        return False
+    file.set("dataset#data", "$medfl.datasets.unlabelled(@dataset_dir)")
+    steps: Any = file.get("postprocessing")
+    steps = steps.get("transforms", [steps])
+    if classes:
+        writer = {"keys": "pred", "output_dir": "@output_dir", "classes": [*classes]}
+        steps = [*steps, {"_target_": "medfl.datasets.WriteClassesd", **writer}]
+        kept = [one for one in file.get("handlers") or [] if one.get("_target_") != "ClassificationSaver"]
+        file.set("handlers", kept)
+        what = (
+            "What models/model.pt says of every image below dataset_dir: output/predictions.csv has id, prediction and"
+        )
+        file.head(f"{what} the probability of each class.")
+    else:
+        steps = [{**step, **_ROOTS.get(step["_target_"], {})} for step in steps]
+        file.head("Masks by models/model.pt of every image below dataset_dir, on the grid of its file, in output/.")
+    file.set("postprocessing", {"_target_": "Compose", "transforms": steps})
+    return True
+
+
+_ROOTS = {"medfl.datasets.WriteMaskd": {"root": "@dataset_dir"}, "SaveImaged": {"data_root_dir": "@dataset_dir"}}
+"""What has predictions keep the paths that their images have below the folder."""
 
 
 # The network of an export

@@ -250,10 +250,12 @@ def readme(
     file: str,
     content: Mapping[str, Any],
     notes: Sequence[str],
+    any_folder: bool,
 ) -> str:
     """Return docs/README.md by the model zoo's template.
 
-    `file` is the name of the inference configuration, "" if there is none, and `content` what it says.
+    `file` is the name of the inference configuration, "" if there is none, `content` what it says, and `any_folder`
+    whether it predicts any folder of images.
     """
     run, own = result.run, structures(result, model)
     single = {f"{kind}_{slug(name)}{end}" for name in own for kind in (*KINDS, "cases") for end in ("", "_cases")}
@@ -284,6 +286,8 @@ def readme(
         tags=tags(meta, run),
         notes=notes,
         inference=file,
+        any_folder=any_folder,
+        segments=result.task.kind == "segmentation",
         data_notes=_without_paths(run.data.notes),
         channels=list(meta["network_data_format"]["outputs"]["pred"]["channel_def"].values()),
     )

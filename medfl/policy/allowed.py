@@ -124,7 +124,7 @@ _COMPONENTS = {
     "ignite.handlers": """
         CosineAnnealingScheduler EarlyStopping LinearCyclicalScheduler PiecewiseLinear TerminateOnNan
         """,
-    "medfl.datasets": "CheckPatchd ReadPaird ReadPixelsd ReadVolumed WriteMaskd",
+    "medfl.datasets": "CheckPatchd ReadPaird ReadPixelsd ReadVolumed WriteClassesd WriteMaskd",
     "medfl.networks": "build",
     "medfl.exported": "network",
     "medfl.medsam": "BoxOfMaskd load",
@@ -136,7 +136,7 @@ WRITERS = _names(
     """
     CacheNTransDataset CheckpointSaver ClassificationSaver GDSDataset LMDBDataset LogfileHandler MetricsSaver
     PersistentDataset ProbMapProducer SaveClassification SaveImage TensorBoardImageHandler TensorBoardStatsHandler
-    WriteFileMapping WriteMask
+    WriteClasses WriteFileMapping WriteMask
     """
 )
 """Components that write files; medfl never makes them for a bundle (the ending of those for dictionaries left out)."""
@@ -303,7 +303,7 @@ _MEMBERS = {
     "monai.networks.utils": "copy_model_state",
     "monai.utils": "ensure_tuple ensure_tuple_rep first set_determinism",
     "monai.utils.CommonKeys": "IMAGE LABEL LOSS METADATA PRED",
-    "medfl.datasets": "datalist locate",
+    "medfl.datasets": "datalist locate unlabelled",
     "medfl.datasets.own": "above labelled paired",
 }
 MEMBERS = frozenset(f"{module}.{name}" for module, names in _MEMBERS.items() for name in names.split()) | {

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from medfl.core.errors import InputError
-from medfl.datasets import read_pixels
+from medfl.datasets import WriteClassesd, read_pixels
 from medfl.datasets.readers.unlabelled import named, unlabelled, without_ending
 from tests.datasets.test_volumes import IMAGE, save, save_dicom
 
@@ -61,6 +63,26 @@ def test_images_of_one_name_stay_apart(tmp_path: Path) -> None:
     assert list(named([files[0].parent, files[1].parent])) == [str(files[0]), str(files[1])]
     assert list(named([files[3], files[3]])) == [str(files[3]), f"{files[3]}#1"]
     assert [without_ending(name) for name in ("a.b.nii.gz", "c.PNG", "d")] == ["a.b", "c", "d"]
+
+
+def test_a_folder_means_what_its_checks_took_it_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle's place is checked as it is written: a tilde is a name, not the user's folder."""
+    draw(tmp_path / "a.png")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(InputError, match="~ is no file and no folder"):
+        unlabelled("~")
+
+
+def test_probabilities_become_a_table(tmp_path: Path) -> None:
+    write = WriteClassesd("pred", output_dir=tmp_path / "out", classes=["ill, or not", "well"])
+    for ident, numbers in (("ä.png", [0.75, 0.25]), ("b,c.png", [0.1, 0.9])):
+        assert write({"id": ident, "pred": torch.tensor(numbers)})["id"] == ident
+    with (tmp_path / "out" / "predictions.csv").open(newline="") as file:
+        header, *cases = csv.reader(file)
+    assert header == ["id", "prediction", "ill, or not", "well"]
+    assert [case[:3] for case in cases] == [["ä.png", "ill, or not", "0.75"], ["b,c.png", "well", "0.100000001"]]
+    with pytest.raises(InputError, match="3 probabilities of image c; the classes are ill, or not, well"):
+        write({"id": "c", "pred": torch.ones(3)})
 
 
 def test_places_without_images_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from medfl.policy.imports import DEFAULT_NAMES
 from medfl.policy.policy import Policy
 
 NAMES = {**DEFAULT_NAMES, "os": "os", "glob": "glob", "json": "json", "pathlib": "pathlib", "Path": "pathlib.Path"}
-NAMES |= {"partial": "functools.partial", "math": "math"}
+NAMES |= {"partial": "functools.partial", "math": "math", "medfl": "medfl"}
 
 
 @pytest.fixture
@@ -29,6 +29,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
     for folder in (inside, outside):
         folder.mkdir()
         (folder / "note.txt").write_text(folder.name)
+        (folder / "a.png").touch()
     return {"inside": inside, "outside": outside}
 
 
@@ -102,6 +103,7 @@ LOOKS = (
     "json.load(open(@text + '/note.txt'))", "monai.data.load_decathlon_datalist(@text + '/note.txt')",
     "Path(@text, 'note.txt').read_text()", "list(map(os.listdir, [@text]))", "[f(@text) for f in [os.listdir]]",
     "list(map(glob.glob, [@text]))", "partial(os.listdir)(@text)", "list(@inside.glob('*' + @up + '/outside/*'))",
+    "medfl.datasets.unlabelled(@text)",
 )  # fmt: skip
 
 
@@ -226,7 +228,7 @@ def test_the_data_folder_may_be_looked_into_wherever_it_lies(places: dict[str, P
     with pytest.raises(InputError, match="neither below the bundle nor"):
         config.content("x")
     config.override({"dataset_dir": str(places["outside"])})
-    assert config.content("x") == ["note.txt"]
+    assert sorted(config.content("x")) == ["a.png", "note.txt"]
 
 
 @pytest.mark.parametrize("folder", ["/", "/usr", "outside"])

@@ -5,6 +5,7 @@ They lie apart so that what only looks at folders and tables needs neither PyTor
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,52 @@ class WriteMaskd(MapTransform):
             )
         place.parent.mkdir(parents=True, exist_ok=True)
         return place
+
+
+class WriteClassesd(MapTransform):
+    """Write class probabilities into `<output_dir>/predictions.csv`: id, prediction, and a column for each class.
+
+    The table is begun anew by the first image that an object sees.
+
+    Args:
+        keys: predictions: probabilities (K,).
+        output_dir: is made if missing.
+        classes: K names.
+
+    Raises:
+        InputError: there are not as many numbers as classes.
+    """
+
+    def __init__(
+        self, keys: KeysCollection = "pred", output_dir: str | Path = "output", *, classes: Sequence[str]
+    ) -> None:
+        super().__init__(keys)
+        self.file, self.classes, self._begun = (
+            Path(output_dir) / "predictions.csv",
+            [str(one) for one in classes],
+            False,
+        )
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """Write the row of one image; the data stay as they are."""
+        for key in self.key_iterator(data):
+            numbers = torch.as_tensor(data[key]).flatten().tolist()
+            if len(numbers) != len(self.classes):
+                raise InputError(
+                    f"{len(numbers)} probabilities of image {data.get('id', '?')}",
+                    f"the classes are {', '.join(self.classes)}",
+                    "give as many names as the network has outputs",
+                )
+            best = self.classes[numbers.index(max(numbers))]
+            self._write([str(data.get("id", "")), best, *(f"{number:.9g}" for number in numbers)])
+        return dict(data)
+
+    def _write(self, row: list[str]) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a" if self._begun else "w", newline="", encoding="utf-8") as file:
+            rows = [row] if self._begun else [["id", "prediction", *self.classes], row]
+            csv.writer(file, lineterminator="\n").writerows(rows)
+        self._begun = True
 
 
 class ReadVolumed(MapTransform):

@@ -38,7 +38,7 @@ def named(places: Iterable[str | Path]) -> dict[str, str]:
     """
     forms: list[tuple[str, str, str]] = []
     series = set[str]()
-    for place in (Path(place).expanduser() for place in places):
+    for place in map(Path, places):
         above = place if place.is_dir() else place.absolute().parent
         for name, uri in images_at(place):
             if uri not in series:  # of several files of one the first stands for it
