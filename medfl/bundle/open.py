@@ -20,6 +20,7 @@ from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
 from medfl.datasets import own
+from medfl.datasets.readers.reading import JOINED
 from medfl.policy.policy import Policy
 
 PHANTOM = "phantom"
@@ -180,4 +181,4 @@ def _paths(entry: object) -> Iterator[Path]:
     for value in entry.values() if isinstance(entry, Mapping) else ():
         for part in value if isinstance(value, list | tuple) else (value,):
             if isinstance(part, str | os.PathLike):
-                yield Path(part)
+                yield from map(Path, str(part).split(JOINED))

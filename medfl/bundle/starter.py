@@ -10,25 +10,28 @@ import json
 import math
 import re
 import shutil
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import numpy as np
 from tqdm import tqdm
 
 from medfl import networks
+from medfl.bundle import own_layouts
+from medfl.bundle.new_metadata import metadata_of
+from medfl.bundle.own_layouts import Layout
+from medfl.bundle.picture_facts import Picture, depths, mixed, pixels, sides
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 from medfl.core.storage import write_atomic
 from medfl.datasets import own
-from medfl.datasets.readers import own_folder, pairs, tables, volumes
-from medfl.datasets.readers.reading import Pixels, read_pixels
+from medfl.datasets.readers import conventions, grouping, own_folder, pairs, tables, volumes
+from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
 from medfl.evaluation.mask_metrics import check_structures
 
@@ -57,6 +60,11 @@ class Survey:
         phantom: the phantom cohort that some of them are of, "" where all may be real.
         notes: what the user should know, as of files that are left out.
         own_depth: pictures of 8 and of 16 bits stand beside each other; each is read by its own depth.
+        labels: table of the classes in `folder`, "" where it has a folder for each.
+        group_by: expression that says the patients in file names, None where it was not asked for.
+        patients: how many, 0 where nothing says.
+        offer: an expression that file names suggest where patients are not known, and how many it makes.
+        said: in which layout they are and what of a table was taken.
     """
 
     kind: str
@@ -72,17 +80,38 @@ class Survey:
     phantom: str = ""
     notes: tuple[str, ...] = ()
     own_depth: bool = False
+    labels: str = ""
+    group_by: str | None = None
+    patients: int = 0
+    offer: tuple[str, int] | None = None
+    said: tuple[str, ...] = ()
+
+    @property
+    def items(self) -> str:
+        """The call of `medfl.datasets.own` that lists the items, up to the section."""
+        if self.kind != "labelled":
+            return "paired(@dataset_dir, @images, @masks"
+        return "listed(@dataset_dir, @images, @labels, @classes" if self.labels else "labelled(@dataset_dir, @classes"
 
 
 def survey(
-    images: str | Path, masks: str | Path | None = None, *, names: Sequence[str] = (), progress: bool = False
+    images: str | Path,
+    masks: str | Path | None = None,
+    *,
+    names: Sequence[str] = (),
+    labels: str | Path | None = None,
+    group_by: str | None = None,
+    progress: bool = False,
 ) -> Survey:
     """Read every image, and its mask, once.
 
     Args:
-        images: a folder with a folder of pictures for each class; with `masks` a folder of pictures or NIfTI volumes.
-        masks: folder of the masks, of the same names as their images, beside the folder of the images.
+        images: a folder with a folder of pictures for each class; with `masks` a folder of pictures or NIfTI volumes;
+            or of both, as `medfl.bundle.own_layouts.find` knows it.
+        masks: folder of the masks, of the same names as their images, beside the folder of the images or in it.
         names: of the masks' structures, for the values 1, 2, ...; default: structure_1, structure_2, ...
+        labels: table of the pictures' classes, likewise.
+        group_by: expression whose group in a file's name is the patient.
         progress: show a bar on stderr.
 
     Raises:
@@ -90,17 +119,12 @@ def survey(
             Or names that are no names of structures, or fewer than the masks have.
     """
     check_structures(names)
-    if names and masks is None:
-        raise InputError("--classes without --masks", "folders of pictures name their classes", "rename the folders")
-    place = Path(images).expanduser().resolve()
-    if not place.is_dir():
-        raise InputError(f"--images {images} is no folder", "a folder of images", "check the path")
-    if masks is None:
-        return _labelled(place, progress)
-    other = Path(masks).expanduser().resolve()
-    if other.parent != place.parent or other == place:
-        raise InputError(f"--images {images} and --masks {masks}", "two folders beside each other", "put both into one")
-    return _segmented(place, other, names, progress)
+    layout = own_layouts.find(images, masks, labels)
+    if names and not layout.masks:
+        raise InputError(
+            "--classes without --masks", "folders of pictures, or their table, name their classes", "rename these"
+        )
+    return _segmented(layout, names, group_by, progress) if layout.masks else _labelled(layout, group_by, progress)
 
 
 def write(target: str | Path, seen: Survey, *, network: str | None = None, size: int | None = None) -> Path:
@@ -127,7 +151,14 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
         raise InputError(f"--size {side}", "a whole number of at least 16 pixels", "give 16 or more")
     if seen.kind == "volumes" and size is not None:
         raise InputError(f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out")
-    words = {**asdict(seen), "name": root.name, "network": chosen, "size": side, "kind_text": _KINDS[seen.kind]}
+    words = {
+        **asdict(seen),
+        "items": seen.items,
+        "name": root.name,
+        "network": chosen,
+        "size": side,
+        "kind_text": _KINDS[seen.kind],
+    }
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.bundle"),
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -136,7 +167,7 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
     environment.filters["yaml"] = json.dumps  # a JSON value is a YAML value, whatever a class is called
     files = {f"configs/{name}": environment.get_template(f"new_{name}.j2").render(words) for name in _FILES}
     files["docs/README.md"] = environment.get_template("new_readme.md.j2").render(words)
-    files["configs/metadata.json"] = json.dumps(_metadata(root.name, seen, side), indent=2) + "\n"
+    files["configs/metadata.json"] = json.dumps(metadata_of(root.name, seen, side, _KINDS[seen.kind]), indent=2) + "\n"
     try:
         for name, text in files.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +185,39 @@ def check_target(root: Path) -> None:
     check_name(root.name, "bundle name")
 
 
-def _labelled(place: Path, progress: bool) -> Survey:
+def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:
+    place = layout.folder
+    found = own.in_table(place, layout.images, layout.labels) if layout.labels else _class_folders(place)
+    if len(found.classes) < _LEAST:
+        told = f"{place / layout.labels} names {len(found.classes)} classes: {', '.join(found.classes)}"
+        raise InputError(told, f"at least {_LEAST}", "check which column has the classes")
+    reserved = next((name for name in found.classes if re.search(r"[#@$%]|::", name)), None)
+    if reserved is not None:
+        raise InputError(
+            f"class {'' if layout.labels else 'folder '}{reserved!r}",
+            "a name without # @ $ % and ::, which mean something in a bundle",
+            "rename it",
+        )
+    seen = _each(found.records, lambda record: Picture.of(read_pixels(record.image)), progress)
+    counts = tuple(sum(record.label == label for record in found.records) for label in range(len(found.classes)))
+    divided = own.sections_of(place, found, group_by)
+    tested = {record.label for record, section in divided if section == "test"}
+    untested = [f"{name} ({counts[k]})" for k, name in enumerate(found.classes) if k not in tested]
+    notes = [*found.notes, *depths(seen)]
+    if not layout.labels:
+        files = (record.image for record in found.records)
+        empty = [repr(name) for name in own.empty_folders(place)]
+        notes[:0] = [f"no class, as there is no picture in it: folder {', '.join(empty)}"] if empty else []
+        notes[:0] = own_folder.left_out(place, files, tables.IMAGE_SUFFIXES, "in no class folder")
+    notes += [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
+    return Survey(
+        "labelled", str(place), found.classes, counts, *pixels(seen), images=layout.images, labels=layout.labels,
+        phantom=str(own.cohort_of(record.image for record in found.records) or ""), notes=tuple(notes),
+        own_depth=mixed(seen), said=(found.columns,) if found.columns else (), **_patients(found, divided, group_by),
+    )  # fmt: skip
+
+
+def _class_folders(place: Path) -> own.Found:
     classes = own.class_folders(place)
     if classes:
         own_folder.refuse_other_folders(place, classes)
@@ -162,102 +225,78 @@ def _labelled(place: Path, progress: bool) -> Survey:
         raise InputError(
             f"{place} has {len(classes)} folders with pictures",
             f"a folder for each class, at least {_LEAST}, with pictures ({', '.join(tables.IMAGE_SUFFIXES)})",
-            "sort the pictures into folders; with masks instead of classes add --masks DIR",
-        )
-    reserved = next((name for name in classes if re.search(r"[#@$%]|::", name)), None)
-    if reserved is not None:
-        raise InputError(
-            f"class folder {reserved!r}", "a name without # @ $ % and ::, which mean something in a bundle", "rename it"
+            "sort the pictures into folders, or name their classes in a table with --labels FILE; with masks add "
+            "--masks DIR",
         )
     own_folder.refuse_masks_among(place, classes)
-    files = [(name, uri) for name in classes for _, uri in tables.image_files(place / name)]
-    seen = _each(files, lambda file: _Picture.of(read_pixels(file[1])), progress)
-    counts = tuple(sum(name == other for other, _ in files) for name in classes)
-    for section in ("train", "validate", "test"):
-        own.labelled(place, classes, section)
-    drawn = str(own.cohort_of(uri for _, uri in files) or "")
-    left = own_folder.left_out(place, (uri for _, uri in files), tables.IMAGE_SUFFIXES, "in no class folder")
-    notes = (*left, *_depths(seen))
-    return Survey(
-        "labelled",
-        str(place),
-        tuple(classes),
-        counts,
-        *_pixels(seen),
-        phantom=drawn,
-        notes=notes,
-        own_depth=_mixed(seen),
-    )
+    return own.in_folders(place, classes)
 
 
-def _segmented(place: Path, other: Path, named: Sequence[str], progress: bool) -> Survey:
-    records, solid = own.pairs_of(place, other), own.is_volumes(place)
+def _patients(found: own.Found, divided: Sequence[tuple[Record, str]], group_by: str | None) -> dict[str, Any]:
+    """Return what a survey says of patients."""
+    if any(record.group != record.id for record, _ in divided):
+        return {"group_by": group_by, "patients": len({record.group for record, _ in divided})}
+    names = defaultdict[str, list[str]](list)
+    for (record, _), name in zip(divided, found.names, strict=True):
+        names[str(record.label)].append(name)
+    return {"group_by": group_by, "offer": grouping.offered(names)}
+
+
+def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progress: bool) -> Survey:
+    place, other = (own.below(layout.folder, name) for name in (layout.images, layout.masks))
+    check_structures(named := named or layout.classes[1:])
+    found = own.with_masks(layout.folder, layout.images, layout.masks)
+    records, solid = found.records, own.is_volumes(place)
     try:
         seen = _each(records, _volume if solid else partial(_picture, several=len(named) > 1), progress)
         present = [values for values, _ in seen]
-        found = set[int]().union(*present)
-        _check_values(other, found)
+        values = set[int]().union(*present)
+        _check_values(other, values)
     except InputError as error:
-        if _swapped(records[0], solid):
+        if place != other and _swapped(records[0], solid):
             raise InputError(
                 f"the files in {place} look like masks, those in {other} like their images",
                 "--images is the folder of the images, --masks that of the masks",
                 "swap the two",
             ) from error
         raise
-    for section in ("train", "validate", "test"):
-        own.paired(place.parent, place.name, other.name, section)
-    if named and max(found) > len(named):
-        raise InputError(
-            f"--classes {','.join(named)}, and masks with values up to {max(found)}",
-            "a name for each value of the masks but 0, in their order",
-            f"give {max(found)} names",
-        )
-    classes = 1 + (len(named) or max(found))
-    names = (
-        "background",
-        *(named or (["structure"] if classes == 2 else [f"structure_{k}" for k in range(1, classes)])),
-    )
-    counts = tuple(sum(k in values for values in present) for k in range(classes))
+    divided = own.sections_of(layout.folder, found, group_by)
+    names = _structures(layout, named, max(values))
+    counts = tuple(sum(k in one for one in present) for k in range(len(names)))
     absent = [str(k) for k, count in enumerate(counts) if k and not count]
     endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
-    notes = (
-        *own_folder.left_out(place, (record.image for record in records), endings, "without a mask"),
-        *own_folder.left_out(other, (record.mask for record in records), endings, "of no image"),
-        *([f"no mask has the values {', '.join(absent)}"] if absent else []),
-    )
-    drawn = str(own.cohort_of(path for record in records for path in (record.image, record.mask)) or "")
-    where, shown = str(place.parent), [one for _, one in seen]
+    notes = own_folder.of_pairs(place, other, records, endings)
+    notes += (f"no mask has the values {', '.join(absent)}",) if absent else ()
+    shown = [one for _, one in seen]
+    about: dict[str, Any] = {
+        "images": layout.images, "masks": layout.masks, "said": (layout.said,) if layout.said else (),
+        "phantom": str(own.cohort_of(path for record in records for path in (record.image, record.mask)) or ""),
+        **_patients(found, divided, group_by),
+    }  # fmt: skip
+    where = str(layout.folder)
     if solid:
-        shapes = [one.shape for one in shown]
-        about = (1, 0, _sides(shapes), _patch(shapes), place.name, other.name, drawn, notes)
-        return Survey("volumes", where, names, counts, *about)
-    notes += _depths(shown)
-    mixed = _mixed(shown)
-    return Survey(
-        "pictures", where, names, counts, *_pixels(shown),
-        images=place.name, masks=other.name, phantom=drawn, notes=notes, own_depth=mixed,
-    )  # fmt: skip
+        shapes, channels = [one.shape[1:] for one in shown], {one.shape[0] for one in shown}
+        if len(channels) > 1:
+            told = f"images of {' and '.join(map(str, sorted(channels)))} channels in {place}"
+            raise InputError(told, "as many of each image", "move the others away")
+        about |= {"patch": _patch(shapes), "notes": notes}
+        return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **about)
+    notes += depths(shown)
+    return Survey("pictures", where, names, counts, *pixels(shown), notes=notes, own_depth=mixed(shown), **about)
 
 
-class _Picture(NamedTuple):
-    """Of a picture or volume: its shape, type and largest value."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    largest: float
-
-    @classmethod
-    def of(cls, pixels: Pixels) -> _Picture:
-        return cls(pixels.shape, pixels.dtype, float(pixels.max()))
-
-    @property
-    def brightest(self) -> int:
-        """Largest value that pictures like it can have; floats in 0 to 1 have 1."""
-        if self.dtype in (np.uint8, np.uint16):
-            return int(np.iinfo(self.dtype).max)
-        usual = (1, 255, 65535) if self.dtype.kind == "f" else (255, 65535)
-        return next((value for value in usual if self.largest <= value), math.ceil(self.largest))
+def _structures(layout: Layout, named: Sequence[str], most: int) -> tuple[str, ...]:
+    """Return the names of the values of masks, of which one is the largest."""
+    background = layout.classes[0] if layout.classes else "background"
+    if named and most > len(named):
+        raise InputError(
+            f"{conventions.NNUNET if layout.classes else '--classes'} names {', '.join(named)}, and masks have values "
+            f"up to {most}",
+            "a name for each value of the masks but 0, in their order",
+            f"give {most} names",
+        )
+    unnamed = ["structure"] if most == 1 else [f"structure_{k}" for k in range(1, most + 1)]
+    return (background, *(named or unnamed))
 
 
 def _each(entries: Sequence[Any], read: Callable[[Any], Any], progress: bool) -> list[Any]:
@@ -304,95 +343,20 @@ def _swapped(record: Record, solid: bool) -> bool:
         return False
 
 
-def _picture(record: Record, several: bool) -> tuple[set[int], _Picture]:
+def _picture(record: Record, several: bool) -> tuple[set[int], Picture]:
     """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1, unless it has several."""
     values = {int(value) for value in np.unique(read_pixels(record.mask))}
     values = {min(value, 1) for value in values} if values <= {0, 255} and not several else values
     pixels, _, _ = pairs.read_pair(record.image, record.mask, classes=max(2, max(values) + 1))
-    return values, _Picture.of(pixels)
+    return values, Picture.of(pixels)
 
 
-def _volume(record: Record) -> tuple[set[int], _Picture]:
+def _volume(record: Record) -> tuple[set[int], Picture]:
     image, mask = volumes.read_pair(record.image, record.mask, 256)
-    return {int(value) for value in np.unique(mask.numpy())}, _Picture.of(image[0].numpy())
-
-
-def _pixels(seen: Sequence[_Picture]) -> tuple[int, int, tuple[int, int]]:
-    """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
-    channels = 3 if any(one.shape[-1] > 1 for one in seen) else 1
-    brightest = 1 if _mixed(seen) else max(one.brightest for one in seen)
-    return channels, brightest, _sides([one.shape[:2] for one in seen])
-
-
-def _mixed(seen: Sequence[_Picture]) -> bool:
-    """Tell whether pictures have different depths.
-
-    Raises:
-        InputError: some have neither 8 nor 16 bits.
-    """
-    found = Counter(one.brightest for one in seen)
-    if len(found) > 1 and {one.dtype.name for one in seen} - {"uint8", "uint16"}:
-        told = ", ".join(f"{count} of at most {value}" for value, count in sorted(found.items()))
-        raise InputError(
-            f"pictures of several depths: {told}",
-            "one depth, or 8 and 16 bits beside each other",
-            "save them as pictures of 8 or 16 bits",
-        )
-    return len(found) > 1
-
-
-def _depths(seen: Sequence[_Picture]) -> tuple[str, ...]:
-    found = Counter(one.brightest for one in seen)
-    told = ", ".join(f"{count} of at most {value}" for value, count in sorted(found.items()))
-    return (f"pictures of several depths, each divided by its own: {told}",) if len(found) > 1 else ()
-
-
-def _sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
-    sides = [side for shape in shapes for side in shape]
-    return min(sides), max(sides)
+    return {int(value) for value in np.unique(mask.numpy())}, Picture.of(image.numpy())
 
 
 def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     """Return a patch that most volumes hold: the median along each axis, a multiple of 8, 16 to 64."""
     median = np.median(np.array(shapes), axis=0)
     return tuple(int(min(_PATCH, max(16, math.floor(side / _STEP) * _STEP))) for side in median)
-
-
-def _metadata(name: str, seen: Survey, side: int) -> Mapping[str, Any]:
-    segments = seen.kind != "labelled"
-    shape = list(seen.patch) if seen.kind == "volumes" else [side, side]
-    colours = ["red", "green", "blue"] if seen.channels == 3 else ["grey value"]
-    numbered = {str(index): text for index, text in enumerate(colours)}
-    image = {
-        "type": "image", "format": "magnitude", "modality": "n/a", "num_channels": seen.channels,
-        "spatial_shape": shape, "dtype": "float32", "value_range": [-10, 10], "is_patch_data": seen.kind == "volumes",
-        "channel_def": numbered,
-    }  # fmt: skip
-    pred = {
-        "type": "image" if segments else "probabilities", "format": "segmentation" if segments else "classes",
-        "modality": "n/a", "num_channels": len(seen.classes), "spatial_shape": shape if segments else [],
-        "dtype": "float32", "value_range": [0, 1], "is_patch_data": seen.kind == "volumes",
-        "channel_def": {str(index): text for index, text in enumerate(seen.classes)},
-    }  # fmt: skip
-    known = {package: metadata.version(package) for package in ("medfl", "monai", "torch", "numpy")}
-    return {
-        "schema": "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/"
-        "meta_schema_20240725.json",
-        "version": "0.1.0",
-        "changelog": {"0.1.0": "written by medfl new"},
-        "monai_version": known["monai"],
-        "pytorch_version": known["torch"].partition("+")[0],
-        "numpy_version": known["numpy"],
-        "required_packages_version": {"medfl": known["medfl"]},
-        "supported_apps": {},
-        "name": name,
-        "task": f"{'Segmentation' if segments else 'Classification'}: {', '.join(seen.classes)}",
-        "description": f"{_KINDS[seen.kind].capitalize()} of one's own, at each site a folder of the same form.",
-        "authors": "to be filled in",
-        "copyright": "to be filled in",
-        "data_source": "to be filled in",
-        "data_type": "NIfTI" if seen.kind == "volumes" else "pictures",
-        "intended_use": "Research only: not for diagnosis or any other clinical use.",
-        "references": [],
-        "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": pred}},
-    }

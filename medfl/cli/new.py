@@ -18,7 +18,11 @@ examples
   medfl new bundles/lesions --images path/to/pictures
       a folder of pictures for each class: path/to/pictures/<class>/<picture>
   medfl new bundles/lungs --images path/to/images --masks path/to/masks --classes left,right
-      pictures or NIfTI volumes, and masks of the same names"""
+      pictures or NIfTI volumes, and masks of the same names
+  medfl new bundles/brains --images Dataset001_Brains
+      a folder in the layout of nnU-Net or BIDS, or of images and masks x_mask.png beside each other
+  medfl new bundles/moles --images pictures --labels moles.csv --group-by '^([^_]+)_'
+      a table of the classes; the patient of p01_3.png is p01"""
 
 
 def add(verbs: Any) -> None:
@@ -27,8 +31,16 @@ def add(verbs: Any) -> None:
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
     new.add_argument("bundle", type=Path, metavar="BUNDLE_DIR", help="new folder; its name becomes the bundle's")
     new.add_argument("--images", type=Path, required=True, metavar="DIR", help="folder of the images")
-    new.add_argument("--masks", type=Path, metavar="DIR", help="folder of the masks, beside it")
+    new.add_argument("--masks", type=Path, metavar="DIR", help="folder of the masks, beside it or in it")
     new.add_argument("--classes", default="", metavar="A,B,...", help="names of the masks' values 1, 2, ...")
+    new.add_argument(
+        "--labels", type=Path, metavar="CSV",
+        help="table of the pictures' classes, beside the folder or in it: a column of files and one called label, "
+        "class or diagnosis, or a column of 0 and 1 for each class",
+    )  # fmt: skip
+    new.add_argument(
+        "--group-by", metavar="REGEX", help="the patient is this expression's group in a file's name; else cases.csv"
+    )
     new.add_argument("--network", metavar="NAME", help="default: a small one; a run can take another")
     arguments.number(new, "--size", "PIXELS", "side to which pictures are resized; default 64, with masks 128")
 
@@ -37,25 +49,43 @@ def _new(options: Any) -> int:
     from medfl.bundle import starter
 
     starter.check_target(options.bundle.expanduser())  # before every image is read
-    named = arguments.names(options.classes)
-    seen = starter.survey(options.images, options.masks, names=named, progress=sys.stderr.isatty())
+    seen = starter.survey(
+        options.images, options.masks, names=arguments.names(options.classes), labels=options.labels,
+        group_by=options.group_by, progress=sys.stderr.isatty(),
+    )  # fmt: skip
     folder = starter.write(options.bundle, seen, network=options.network, size=options.size)
     command = shlex.join(["medfl", "run", str(folder), "--data", seen.folder, "--out", f"runs/{folder.name}"])
     document = {
         "bundle": str(folder), "kind": seen.kind, "data": seen.folder,
         "classes": dict(zip(seen.classes, seen.counts, strict=True)), "channels": seen.channels,
         "sides": list(seen.sides), "data_source": "phantom" if seen.phantom else "real", "notes": list(seen.notes),
-        "next": command,
+        "patients": seen.patients or None, "group_by": seen.group_by, "offered_group_by": seen.offer and seen.offer[0],
+        "said": list(seen.said), "next": command,
     }  # fmt: skip
-    return show(options, document, lambda: _text(folder, seen, command))
+    return show(options, document, lambda: _text(folder, seen, command, _offer(options, seen)))
 
 
-def _text(folder: Path, seen: Survey, command: str) -> str:
+def _offer(options: Any, seen: Survey) -> str:
+    """Return what to say of patients that are not known, with the command that file names suggest."""
+    said = (
+        "patients are not known: images of one may be in training and in test data, and the scores then too high; "
+        "name them in column 'patient' of cases.csv"
+    )
+    if seen.offer is None:
+        return said
+    again = [f"{word}-by-patient" if word == str(options.bundle) else word for word in options.given]
+    command = shlex.join(["medfl", *again, "--group-by", seen.offer[0]])
+    return f"{said}, or, if the names of the files begin with them ({seen.offer[1]} patients then): {command}"
+
+
+def _text(folder: Path, seen: Survey, command: str, unknown: str) -> str:
     counts = ", ".join(f"{name} {count}" for name, count in zip(seen.classes, seen.counts, strict=True))
     colour = {1: "grey", 3: "colour"}.get(seen.channels, f"{seen.channels} channels")
     unit = "voxels" if seen.kind == "volumes" else "pixels"
     lines = [
         f"{counts}; {colour}, sides of {seen.sides[0]} to {seen.sides[1]} {unit}; each of these was read",
+        *seen.said,
+        f"{seen.patients} patients, each in one section" if seen.patients else f"note: {unknown}",
         *(f"note: {note}" for note in seen.notes),
         *([f"PHANTOM: {seen.phantom} holds drawn images, not real ones; runs on them say so"] if seen.phantom else []),
         f"bundle: {folder}",

@@ -1,38 +1,116 @@
-"""A folder of one's own: labelled pictures, a folder a class, or images with masks of the same names.
+"""A folder of one's own: labelled pictures, a folder a class or with a table of their classes, or images with masks.
 
 An optional table `cases.csv` at its top says more of the images: a column `file` (path in the folder, or file name
 where one image has it, with or without its ending), and any of `patient` (whose images stay in one section), `centre`
-(where it was taken) and `section` (train, validate, test). Without sections 70, 10 and 20 % of the images of each class
-are train, validation and test images, drawn by a hash of the patient or file name, so always the same at a site.
+(where it was taken) and `section` (train, validate, test). Patients may also be a part of the files' names, which an
+expression `group_by` says. Without sections 70, 10 and 20 % of the images of each class are train, validation and test
+images, drawn by a hash of the patient or file name, so always the same at a site; each section gets one at least. With
+`split="fold:2/5"` they are those of the second of five folds of a cross-validation.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.datasets.base import MARKER, Item, item_of
-from medfl.datasets.readers import matching, pairs, tables
-from medfl.datasets.readers.reading import split_uri
-from medfl.datasets.readers.splitting import SECTIONS, Record, by_group, published
-from medfl.datasets.readers.volumes import SUFFIXES, volume_paths
+from medfl.datasets.readers import cases, conventions, grouping, label_table, matching, pairs, tables
+from medfl.datasets.readers.reading import JOINED, split_uri
+from medfl.datasets.readers.splitting import SECTIONS, Record, Rule, by_group, filled, fold, published
+from medfl.datasets.readers.volumes import SUFFIXES, volume_files, volume_paths
 
-TABLE = "cases.csv"
 _SHARES = (0.7, 0.1, 0.2)
-_SPLIT = "table"
 
 
-def labelled(folder: str | Path, classes: Sequence[str], section: str) -> list[Item]:
+@dataclass(frozen=True)
+class Found:
+    """The images of a folder.
+
+    Attributes:
+        records: of the images.
+        names: of each the path that says its patient, below the folder of all images.
+        rows: what a table says of them: id -> patient, centre, section.
+        notes: one line each: what is left out.
+        columns: which columns of a table were taken, in words.
+        classes: of labelled images, in label order.
+    """
+
+    records: list[Record]
+    names: list[str]
+    rows: cases.Rows
+    notes: tuple[str, ...] = ()
+    columns: str = ""
+    classes: tuple[str, ...] = ()
+
+
+def labelled(
+    folder: str | Path, classes: Sequence[str], section: str, group_by: str | None = None, split: str | None = None
+) -> list[Item]:
     """Return the items of a section of `<folder>/<class>/<image>`; a class may be missing, no other may be there.
 
+    Args:
+        folder: of the folders of classes.
+        classes: names in label order.
+        section: train, validate or test.
+        group_by: expression whose group in a file's name is the patient (`medfl.datasets.readers.grouping`).
+        split: None, or `fold:NUMBER/COUNT` of a cross-validation.
+
     Raises:
-        InputError: no images, a folder that is no class, or a wrong table.
+        InputError: no images, a folder that is no class, a wrong table or expression.
     """
     root = _root(folder)
+    return _items(root, in_folders(root, classes), section, group_by, split)
+
+
+def listed(
+    folder: str | Path,
+    images: str,
+    labels: str,
+    classes: Sequence[str],
+    section: str,
+    group_by: str | None = None,
+    split: str | None = None,
+) -> list[Item]:
+    """Return the items of a section of the pictures below `<folder>/<images>` with a class in `<folder>/<labels>`.
+
+    The table is read as `medfl.datasets.readers.label_table.read` does; the other arguments are those of `labelled`.
+
+    Raises:
+        InputError: no images, a class that is none, a wrong table or expression.
+    """
+    root = _root(folder)
+    return _items(root, in_table(root, images, labels, classes), section, group_by, split)
+
+
+def paired(
+    folder: str | Path,
+    images: str,
+    masks: str,
+    section: str,
+    group_by: str | None = None,
+    split: str | None = None,
+) -> list[Item]:
+    """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
+
+    They are pictures or NIfTI volumes, also in subfolders; a mask's name may end in _mask, _segmentation, _seg or
+    _label, and where both are in one folder it does. `medfl.datasets.readers.matching.match` finds the image of a mask,
+    by the names of nnU-Net and BIDS too; the channels of nnU-Net are one image, and BIDS's subjects patients.
+
+    Raises:
+        InputError: a folder is missing, there are no pairs, a mask is not that of one image, or a wrong table or
+            expression.
+    """
+    root = _root(folder)
+    return _items(root, with_masks(root, images, masks), section, group_by, split)
+
+
+def in_folders(root: Path, classes: Sequence[str]) -> Found:
+    """Return the images of the folders of classes."""
     folders = class_folders(root)
     unknown = [name for name in folders if name not in classes]
     if unknown or not folders:
@@ -41,48 +119,99 @@ def labelled(folder: str | Path, classes: Sequence[str], section: str) -> list[I
         any_known = any(name in classes for name in folders)
         advice = "rename it, or move it away" if any_known else "give the folder that holds these folders with --data"
         raise InputError(problem, f"a folder for each class: {', '.join(classes)}", advice)
-    records = [
-        Record(uri, classes.index(name), f"{name}/{path}", "unknown", f"{name}/{path}")
-        for name in folders
-        for path, uri in tables.image_files(root / name)
-    ]
-    return [item_of(record) for record in _divided(root, records, section)]
+    entries = [(name, path, uri) for name in folders for path, uri in tables.image_files(root / name)]
+    records = [_record(uri, classes.index(name), f"{name}/{path}") for name, path, uri in entries]
+    empty = [name for name in classes if name not in folders]
+    notes = (f"no image of class {', '.join(map(repr, empty))}",) if empty else ()
+    return Found(records, [path for _, path, _ in entries], cases.read(root, records), notes, classes=tuple(classes))
 
 
-def paired(folder: str | Path, images: str, masks: str, section: str) -> list[Item]:
-    """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
-
-    They are pictures or NIfTI volumes, also in subfolders; a mask's name may end in _mask, _segmentation, _seg or
-    _label. `medfl.datasets.readers.matching.match` finds the image of a mask.
+def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None = None) -> Found:
+    """Return the images of a folder that a table names, their labels those of the classes; None: of the classes sorted.
 
     Raises:
-        InputError: a folder is missing, there are no pairs, a mask is not that of one image, or a wrong table.
+        InputError: the table has other classes, or as `medfl.datasets.readers.label_table.read`.
     """
-    root = _root(folder)
-    return [item_of(record) for record in _divided(root, pairs_of(root / images, root / masks), section)]
+    table, files = below(root, labels), tables.image_files(below(root, images))
+    found = label_table.read(table, [path for path, _ in files])
+    names = sorted(set(found.classes.values())) if classes is None else classes
+    if other := sorted(set(found.classes.values()) - set(names)):
+        told = f"{table} has the class {tables.several([repr(name) for name in other], 'classes')}"
+        raise InputError(told, f"the classes {', '.join(names)}", "change these rows")
+    used = [(path, uri) for path, uri in files if path in found.classes]
+    records = [_record(uri, names.index(found.classes[path]), path) for path, uri in used]
+    rows = cases.read(root, records) or {path: row for path, row in found.rows.items() if row}
+    return Found(records, [path for path, _ in used], rows, found.notes, found.columns, tuple(names))
 
 
-def notes(folder: str | Path, images: str, masks: str, items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return notes on a folder whose pairs are the items of all sections: how many images have no mask.
+def with_masks(root: Path, images: str, masks: str) -> Found:
+    """Return the images of a folder that have masks in another, or in the same."""
+    place, other = below(root, images), below(root, masks)
+    table = _table(place, other)
+    names = [os.path.relpath(record.image.split(JOINED)[0], place).replace(os.sep, "/") for record in table.records]
+    if (place / conventions.BIDS).is_file():
+        table.records = [replace(record, group=conventions.subject(record.image)) for record in table.records]
+    return Found(table.records, names, cases.read(root, table.records), tuple(table.notes))
 
-    Items that are no such pairs, those of another kind of data list, have no notes.
+
+def _record(uri: str, label: int, ident: str) -> Record:
+    return Record(uri, label, ident, "unknown", ident)
+
+
+def notes(folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return notes on a folder that the items of all sections are of: what is left out, whether patients are unknown.
+
+    Items of another kind of data list have no notes.
+
+    Args:
+        folder: of the images.
+        items: of all sections.
+        ids: `images`, `masks`, `labels` and `classes` of the bundle, those that it has.
     """
     root, used = Path(folder), {str(item.get("image")) for item in items}
     try:
-        table = _table(root / images, root / masks)
+        found = found_by(root, ids)
     except InputError:
         return ()
-    return tuple(table.notes) if used == {record.image for record in table.records} else ()
+    if used != {record.image for record in found.records}:
+        return ()
+    unknown = grouping.are_unknown(items)
+    return (*found.notes, *((UNKNOWN_PATIENTS,) if unknown else ()))
+
+
+UNKNOWN_PATIENTS = (
+    "patients are not known: images of one may be in training and in test data, and the scores then too high; name "
+    "them in column 'patient' of cases.csv, or as a part of the file names with --config group_by=EXPRESSION"
+)
+
+
+def found_by(root: Path, ids: Mapping[str, Any]) -> Found:
+    """Return the images of a folder as a bundle of `medfl new` with these ids takes them."""
+    if ids.get("masks"):
+        return with_masks(root, str(ids["images"]), str(ids["masks"]))
+    if ids.get("labels"):
+        return in_table(root, str(ids["images"]), str(ids["labels"]), ids["classes"])
+    return in_folders(root, ids["classes"])
 
 
 def above(items: Iterable[Mapping[str, Any]]) -> str:
     """Return the deepest folder above the images of a data list: predictions keep the paths that they have below it."""
-    return os.path.commonpath([os.path.dirname(os.path.abspath(split_uri(str(item["image"]))[0])) for item in items])
+    files = (split_uri(str(item["image"]).split(JOINED)[0])[0] for item in items)
+    return os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])
 
 
 def class_folders(root: Path) -> list[str]:
     """Return the names of the folders that hold images, sorted."""
-    return [p.name for p in sorted(root.iterdir()) if p.is_dir() and p.name[0] not in "._" and tables.image_files(p)]
+    return [name for name in _folders(root) if tables.image_files(root / name)]
+
+
+def empty_folders(root: Path) -> list[str]:
+    """Return the names of the folders that hold no images, sorted."""
+    return [name for name in _folders(root) if not tables.image_files(root / name)]
+
+
+def _folders(root: Path) -> list[str]:
+    return [path.name for path in sorted(root.iterdir()) if path.is_dir() and path.name[0] not in "._"]
 
 
 def cohort_of(places: Iterable[str | Path]) -> Path | None:
@@ -90,7 +219,7 @@ def cohort_of(places: Iterable[str | Path]) -> Path | None:
 
     What is not there is passed over; a link counts for what it leads to.
     """
-    files = {Path(split_uri(str(place))[0]) for place in places}
+    files = {Path(split_uri(part)[0]) for place in places for part in str(place).split(JOINED)}
     existing = {whole for path in files if os.path.exists(path) for whole in (path.absolute(), path.resolve())}
     folders = {folder for path in existing for folder in (path, *path.parents)}
     return next((folder for folder in sorted(folders) if (folder / MARKER).is_file()), None)
@@ -112,8 +241,7 @@ def _table(images: Path, masks: Path) -> tables.Table:
             raise InputError(
                 f"{place} is no folder", "a folder of images and one of their masks", "give the paths of both folders"
             )
-    index = volume_paths if is_volumes(images) else pairs.picture_paths
-    image_paths, mask_paths = index(images), index(masks)
+    image_paths, mask_paths = _paths(images, masks)
     table = pairs.paired(*matching.match(image_paths, mask_paths))
     if table.problems or not table.records:
         problem = tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
@@ -123,6 +251,23 @@ def _table(images: Path, masks: Path) -> tables.Table:
             advice = f"the masks seem to be in {images}: swap the two folders"
         raise InputError(problem, "an image and its mask have the same name", advice)
     return table
+
+
+def _paths(images: Path, masks: Path) -> tuple[matching.Named, matching.Named]:
+    """Return the images and the masks of two folders, or of one, by paths that agree."""
+    if (images / conventions.BIDS).is_file():
+        raw = [(name, uri) for name, uri in volume_files(images) if name.partition("/")[0] not in conventions.DERIVED]
+        return conventions.bids(*([(_bare(name), uri) for name, uri in found] for found in (raw, volume_files(masks))))
+    index = volume_paths if is_volumes(images) else pairs.picture_paths
+    if images == masks:
+        return conventions.apart(index(images))
+    mask_paths = index(masks)
+    image_paths = [(name, uri) for name, uri in index(images) if not PurePath(uri).is_relative_to(masks)]
+    return conventions.channels(image_paths, mask_paths), mask_paths
+
+
+def _bare(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".nii")
 
 
 def is_volumes(images: Path) -> bool:
@@ -143,76 +288,64 @@ def _root(folder: str | Path) -> Path:
     return root
 
 
-def _divided(root: Path, records: Sequence[Record], section: str) -> list[Record]:
-    described, rows = _described(root, records)
-    if any("section" in row for row in rows.values()):
-        rule = published(_SPLIT)
-    else:
-        rule = by_group(_SHARES, "own", at_centres=False)
-    chosen = [record for record, own in zip(described, rule(described), strict=True) if own == section]
-    if not chosen:
+def below(root: Path, name: str) -> Path:
+    """Return a place that a bundle names in the data folder.
+
+    Raises:
+        InputError: it is elsewhere.
+    """
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        raise InputError(f"the bundle looks for images in {name!r}", f"a place below {root}", "change the bundle's ids")
+    return root if name in ("", ".") else root / name
+
+
+def _items(root: Path, found: Found, section: str, group_by: str | None, split: str | None) -> list[Item]:
+    chosen = [record for record, own in sections_of(root, found, group_by, split) if own == section]
+    return [item_of(record) for record in sorted(chosen, key=lambda record: record.id)]
+
+
+def sections_of(
+    root: Path, found: Found, group_by: str | None = None, split: str | None = None
+) -> list[tuple[Record, str]]:
+    """Return each image with its section; its group is its patient, or itself where that is not known.
+
+    Raises:
+        InputError: a wrong table, expression or split, or a section without images.
+    """
+    records = found.records
+    if group_by:
+        patients = grouping.by_names(group_by, found.names)
+        records = [replace(r, group=patient or r.group) for r, patient in zip(records, patients, strict=True)]
+    records = cases.described(root, records, found.rows)
+    named = any("section" in row for row in found.rows.values())
+    rule = _fold(split, named) if split else published(cases.SPLIT) if named else filled(_BY_GROUP)
+    sections = rule(records)
+    if empty := next((section for section in SECTIONS if section not in sections), None):
+        of = (
+            ""
+            if grouping.are_unknown(item_of(r) for r in records)
+            else f" of {len({r.group for r in records})} patients"
+        )
         raise InputError(
-            f"{len(described)} images in {root}, none of them in section {section!r}",
-            f"sections are {', '.join(SECTIONS)}: about 10 images of a class, or column 'section' of {TABLE}",
-            "add images, or name their sections in that table",
+            f"{len(records)} images{of} in {root}, none of them in section {empty!r}",
+            f"sections are {', '.join(SECTIONS)}: at least 3 images of one class, of as many patients",
+            f"add images, or name their sections in column 'section' of {cases.TABLE}",
         )
-    return sorted(chosen, key=lambda record: record.id)
+    return list(zip(records, sections, strict=True))
 
 
-def _described(root: Path, records: Sequence[Record]) -> tuple[list[Record], Mapping[str, Mapping[str, str]]]:
-    """Return the records with what the table says of them, and the rows by id."""
-    path = root / TABLE
-    if not path.is_file():
-        return list(records), {}
-    rows = dict[str, dict[str, str]]()
-    for row in tables.read_csv(path, ("file",)):
-        if rows.setdefault(_key(row["file"]), row) != row:
-            raise InputError(
-                f"{path} has two rows for {row['file']}", "a row for each image", "give paths, or remove one row"
-            )
-    row_of, used, missing = {}, dict[str, str](), []
-    for record in records:
-        name = next((name for name in _names(root, record) if name in rows), None)
-        if name is None:
-            missing.append(record.id)
-            continue
-        if name in used:
-            raise InputError(
-                f"{path}: row {name} fits the images {used[name]} and {record.id}",
-                "a row for each image",
-                "give their paths in the column 'file'",
-            )
-        used[name], row = record.id, rows[name]
-        section = row.get("section") or "" if "section" in row else None
-        if section is not None and section not in SECTIONS:
-            raise InputError(
-                f"{path}: section {section!r} of {record.id}", f"one of {', '.join(SECTIONS)}", "write one of these"
-            )
-        row_of[record.id] = row
-    if missing:
+_BY_GROUP = by_group(_SHARES, "own", at_centres=False)
+
+
+def _fold(split: str, named: bool) -> Rule:
+    """Return the rule of a fold, as `fold:2/5`."""
+    match = re.fullmatch(r"fold:([1-9]\d{0,3})/([1-9]\d{0,3})", split)
+    if match is None or int(match[1]) > int(match[2]) or int(match[2]) < 2:
+        raise InputError(f"split {split!r}", "fold:NUMBER/COUNT, as fold:2/5", "write it so, or leave it out")
+    if named:
         raise InputError(
-            f"{path} has no row for image {tables.several(missing, 'images')}", "a row for each image", "add one for it"
+            f"split {split!r} of images whose table names their sections",
+            "folds have sections of their own",
+            "take the column 'section' out of the table, or leave --folds out",
         )
-    described = [
-        replace(
-            record,
-            centre=row_of[record.id].get("centre") or record.centre,
-            group=row_of[record.id].get("patient") or record.group,
-            sections={_SPLIT: row_of[record.id]["section"]} if "section" in row_of[record.id] else {},
-        )
-        for record in records
-    ]
-    return described, row_of
-
-
-def _names(root: Path, record: Record) -> list[str]:
-    """Return what a row may call an image, the most exact first."""
-    path = PurePosixPath(os.path.relpath(record.image, root).replace(os.sep, "/"))
-    below = PurePosixPath(*path.parts[1:])  # below the folder of all images
-    names = [record.id, str(path), str(path.with_suffix("")), str(below), str(below.with_suffix(""))]
-    bare = PurePosixPath(record.id)
-    return [*map(_key, names), bare.name, bare.stem, path.name]
-
-
-def _key(text: str) -> str:
-    return text.strip().replace("\\", "/").removeprefix("./").removesuffix(".gz").removesuffix(".nii")
+    return fold(int(match[1]), int(match[2]), "own-fold")

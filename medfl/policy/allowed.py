@@ -304,7 +304,7 @@ _MEMBERS = {
     "monai.utils": "ensure_tuple ensure_tuple_rep first set_determinism",
     "monai.utils.CommonKeys": "IMAGE LABEL LOSS METADATA PRED",
     "medfl.datasets": "datalist locate unlabelled",
-    "medfl.datasets.own": "above labelled paired",
+    "medfl.datasets.own": "above labelled listed paired",
 }
 MEMBERS = frozenset(f"{module}.{name}" for module, names in _MEMBERS.items() for name in names.split()) | {
     "datetime.datetime"

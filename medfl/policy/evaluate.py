@@ -58,8 +58,10 @@ _PATH_FUNCTIONS = {
     "os.path.isfile": (), "monai.data.load_decathlon_datalist": ("is_segmentation", "data_list_key", "base_dir"),
     "monai.auto3dseg.utils.datafold_read": ("basedir", "fold", "key"),
     "pandas.read_csv": TABLE_ARGUMENTS, "medfl.datasets.datalist": ("name", "section", "split"),
-    "medfl.datasets.locate": ("name",), "medfl.datasets.own.labelled": ("classes", "section"),
-    "medfl.datasets.own.paired": ("images", "masks", "section"), "medfl.datasets.unlabelled": (),
+    "medfl.datasets.locate": ("name",), "medfl.datasets.own.labelled": ("classes", "section", "group_by", "split"),
+    "medfl.datasets.own.listed": ("images", "labels", "classes", "section", "group_by", "split"),
+    "medfl.datasets.own.paired": ("images", "masks", "section", "group_by", "split"),
+    "medfl.datasets.unlabelled": (),
 }  # fmt: skip
 """Members of which `folder`, or else the first argument, is a place that they look at, and what else may be given."""
 _CHECKED = ("monai.", "medfl.", "torchvision.", "torch.utils.")

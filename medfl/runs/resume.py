@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from medfl.bundle.bundle import Bundle
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
@@ -77,24 +78,29 @@ def resumed_plan(
 
 
 def with_notes(plan: Plan) -> Plan:
-    """Return a plan that says of images and masks of one's own which were left out; shipped data sets say it.
+    """Return a plan that says of one's own images which were left out, and whether patients are unknown.
 
-    It does so where the bundle names its folders as `medfl new` writes it: ids dataset_dir, images and masks.
+    It does so where the bundle names its folders as `medfl new` writes it: dataset_dir, images, masks, labels, classes.
     """
     if plan.bundle.is_shipped:
         return plan
-    try:
-        folder, images, masks = (plan.bundle.get(name) for name in ("dataset_dir", "images", "masks"))
-    except InputError:
-        return plan
+    ids = {name: _id(plan.bundle, name) for name in ("dataset_dir", "images", "masks", "labels", "classes")}
     lists = [plan.bundle.data(section) for section in SECTIONS]
-    named = all(isinstance(name, str) for name in (folder, images, masks))
-    if not (named and all(isinstance(data, list) for data in lists)):
+    known = isinstance(ids["dataset_dir"], str) and isinstance(ids["classes"], list)
+    if not (known and all(isinstance(data, list) for data in lists)):
         return plan
     items = [item for data in lists for item in data if isinstance(item, Mapping)]
-    notes = own.notes(folder, images, masks, items)
+    notes = own.notes(ids["dataset_dir"], items, ids)
     record = replace(plan.run.data, notes=(*plan.run.data.notes, *notes))
     return replace(plan, run=replace(plan.run, data=record), notes=(*plan.notes, *notes))
+
+
+def _id(bundle: Bundle, name: str) -> Any:
+    """Return the value of a bundle's id, None where it has none."""
+    try:
+        return bundle.get(name)
+    except InputError:
+        return None
 
 
 def has_local(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,8 @@ def test_a_run_says_how_many_images_have_no_mask(pairs: Path, tmp_path: Path) ->
         return notes
 
     assert recorded().count(note) == 1
+    assert said.count(f"note: {own.UNKNOWN_PATIENTS}") == 1
+    assert "Patients are not known: images of one" in (tmp_path / "run" / "report.html").read_text()
     said.clear()
     federate(requested={"rounds": 2}, out=tmp_path / "run", resume=True, jobs=1, say=said.append)
     assert said.count(f"note: {note}") == 1
@@ -218,13 +221,16 @@ def test_no_images_are_said_to_lack_masks_where_none_do(pairs: Path) -> None:
     items = [
         item for section in ("train", "validate", "test") for item in own.paired(pairs, "images", "masks", section)
     ]
-    assert own.notes(pairs, "images", "masks", items) == ()
+    named = [{**item, "group": "p1"} for item in items]
+    ids = {"images": "images", "masks": "masks"}
+    assert own.notes(pairs, named, ids) == ()
+    assert own.notes(pairs, items, ids) == (own.UNKNOWN_PATIENTS,)
     (pairs / "masks" / "c00_mask.png").unlink()
-    assert own.notes(pairs, "images", "masks", items) == ()
-    assert own.notes(pairs, "images", "masks", [item for item in items if item["id"] != "c00"]) == (
+    assert own.notes(pairs, items, ids) == ()
+    assert own.notes(pairs, [item for item in named if item["id"] != "c00"], ids) == (
         "1 of 20 images have no mask and are left out, first c00",
     )
-    assert own.notes(pairs, "images", "nowhere", items) == ()
+    assert own.notes(pairs, items, {**ids, "masks": "nowhere"}) == ()
 
 
 def test_volumes_with_masks_become_a_bundle_that_runs(solid: Path, tmp_path: Path) -> None:
@@ -323,6 +329,67 @@ def test_the_verb_says_what_it_saw_and_how_to_go_on(
     shutil.rmtree(tmp_path / "mine")
     assert cli.main(command) == 0
     assert document["next"] in capsys.readouterr().out
+
+
+def own_groups(bundle: Path, data: Path) -> int:
+    opened = medfl.Bundle(str(bundle), {"dataset_dir": str(data)})
+    return len({item["group"] for section in ("train", "validate", "test") for item in opened.items(section)})
+
+
+def test_the_verb_offers_patients_of_file_names_and_takes_none_unasked(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, ending in (("images", ""), ("masks", "_mask")):
+        for number in range(20):
+            path = pairs / folder / f"c{number:02d}{ending}.png"
+            path.rename(path.with_name(f"pat {number // 4}_{number:02d}{ending}.png"))
+    told = ["--images", str(pairs / "images"), "--masks", str(pairs / "masks")]
+    assert cli.main(["new", str(tmp_path / "mine"), *told]) == 0
+    said = capsys.readouterr().out
+    assert "patients are not known" in said
+    line = next(line for line in said.splitlines() if "5 patients then" in line)
+    offered = shlex.split(line.partition("then): medfl ")[2])
+    assert own_groups(tmp_path / "mine", pairs) == 20
+    assert cli.main([*offered, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["patients"], document["group_by"]) == (5, "^([^_/]+)_")
+    assert document["bundle"] == str(tmp_path / "mine-by-patient")
+    assert own_groups(tmp_path / "mine-by-patient", pairs) == 5
+
+
+def test_the_verb_names_empty_class_folders_and_classes_that_are_not_tested(
+    labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (labelled / "none yet").mkdir()
+    save(disc(32, 4, np.random.default_rng(0))[0], labelled / "rare" / "1.png")
+    assert cli.main(["new", str(tmp_path / "mine"), "--images", str(labelled)]) == 0
+    said = capsys.readouterr().out
+    assert "note: no class, as there is no picture in it: folder 'none yet'" in said
+    assert "note: no test image of rare (1): too few images or patients" in said
+
+
+def test_pictures_with_a_table_of_labels_become_a_bundle_that_runs(pairs: Path, tmp_path: Path) -> None:
+    rows = [f"c{number:02d},{number % 2},{1 - number % 2},p{number // 2}" for number in range(20)]
+    (pairs / "truth.csv").write_text("\n".join(["image,EVEN,ODD,patient", *rows]) + "\n")
+    seen = starter.survey(pairs / "images", labels=pairs / "truth.csv")
+    assert (seen.classes, seen.patients) == (("EVEN", "ODD"), 10)
+    bundle = starter.write(tmp_path / "mine", seen, size=16)
+    checked(bundle)
+    assert not inspect(bundle).refusals
+    said = list[str]()
+    run = train(bundle, pairs, tmp_path / "run", say=said.append)
+    assert not any("patients are not known" in line for line in said)
+    held = [set(ids["test"]) for ids in run.run.partition.sites.values()]
+    assert all({f"c{int(i[1:3]) ^ 1:02d}.png" for i in ids} == ids for ids in held)  # both images of a patient
+
+
+def test_eight_pairs_are_enough(pairs: Path, tmp_path: Path) -> None:
+    for number in range(8, 20):
+        (pairs / "images" / f"c{number:02d}.png").unlink()
+        (pairs / "masks" / f"c{number:02d}_mask.png").unlink()
+    bundle = starter.write(tmp_path / "mine", starter.survey(pairs / "images", pairs / "masks"), size=32)
+    opened = medfl.Bundle(str(bundle), {"dataset_dir": str(pairs)})
+    assert [len(opened.items(section)) for section in ("train", "validate", "test")] == [5, 1, 2]
 
 
 def test_a_bundle_beside_the_shipped_ones_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,17 @@ from collections import Counter
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.datasets.readers.splitting import LEFT_OUT, Record, WholeCentres, by_group, published, validation_from_train
+from medfl.datasets.readers.splitting import (
+    LEFT_OUT,
+    SECTIONS,
+    Record,
+    WholeCentres,
+    by_group,
+    filled,
+    fold,
+    published,
+    validation_from_train,
+)
 
 
 def _records(n: int = 1000) -> list[Record]:
@@ -75,3 +85,55 @@ def test_a_class_can_be_cut_as_a_whole() -> None:
     records = [Record("", 0, f"i{i}", f"c{i}", f"i{i}") for i in range(10)]
     assert set(by_group((0.7, 0.1, 0.2), "x")(records)) == {"train"}
     assert Counter(by_group((0.7, 0.1, 0.2), "x", at_centres=False)(records)) == {"train": 7, "validate": 1, "test": 2}
+
+
+def _few(groups: int, images: int = 2, labels: int = 1) -> list[Record]:
+    return [
+        Record(f"{g}-{i}.png", g % labels, f"{g}-{i}", "unknown", f"g{g}") for g in range(groups) for i in range(images)
+    ]
+
+
+@pytest.mark.parametrize("groups", range(3, 25))
+def test_three_patients_are_enough_for_three_sections(groups: int) -> None:
+    records = _few(groups)
+    before = by_group((0.7, 0.1, 0.2), "own", at_centres=False)(records)
+    after = filled(by_group((0.7, 0.1, 0.2), "own", at_centres=False))(records)
+    assert set(after) == set(SECTIONS)
+    assert len(set(zip((r.group for r in records), after, strict=True))) == groups
+    moved = {r.group for r, was, now in zip(records, before, after, strict=True) if was != now}
+    assert len(moved) == len(set(SECTIONS) - set(before))  # where no section is empty, nothing moves
+
+
+def test_a_class_keeps_its_last_patient_for_training() -> None:
+    rule = filled(by_group((0.7, 0.1, 0.2), "own", at_centres=False))
+    assert set(rule(_few(1))) == {"train"}
+    sections = rule(_few(4, 1, labels=2))
+    assert {record.label for record, own in zip(_few(4, 1, labels=2), sections, strict=True) if own == "train"} == {
+        0,
+        1,
+    }
+
+
+@pytest.mark.parametrize(("groups", "count"), [(8, 4), (12, 5), (5, 5), (23, 10)])
+def test_each_patient_is_tested_in_one_fold(groups: int, count: int) -> None:
+    records = _few(groups, labels=2)
+    found = [fold(number, count, "x")(records) for number in range(1, count + 1)]
+    for own in found:
+        assert set(own) == set(SECTIONS)
+        assert len(set(zip((r.group for r in records), own, strict=True))) == groups
+        assert {r.label for r, section in zip(records, own, strict=True) if section == "train"} == {0, 1}
+    tested = [sum(own[index] == "test" for own in found) for index in range(len(records))]
+    assert tested == [1] * len(records)
+    sizes = [own.count("test") for own in found]
+    assert max(sizes) - min(sizes) <= 2  # a patient of two images
+    shuffled = list(reversed(records))
+    assert list(reversed(fold(2, count, "x")(shuffled))) == found[1]
+
+
+@pytest.mark.parametrize(
+    ("records", "told"),
+    [(_few(4), "5 folds of 4 patients"), (_few(9, labels=2)[:-2] + _few(40, labels=40)[-1:], "one class has 1")],
+)
+def test_folds_that_cannot_be_are_refused(records: list[Record], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        fold(1, 5, "x")(records)

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import matching, tables
+from medfl.datasets.readers.reading import JOINED
+from medfl.datasets.readers.splitting import Record
 
+_KNOWN = ("cases.csv", "dataset.json", "dataset_description.json")
 _SECTIONS = {"train", "training", "val", "valid", "validate", "validation", "test", "testing"}
 _IMAGES = {"image", "images", "img", "imgs"}
 _MASKS = {
@@ -53,7 +56,7 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
     """Return a line about images of a folder that are not used, and one about its other files, where it has any.
 
     Args:
-        place: the folder; its hidden files and its cases.csv do not count.
+        place: the folder; its hidden files, its cases.csv and the files of nnU-Net and BIDS do not count.
         used: files, and folders of a DICOM series.
         endings: of images, in lower case.
         what: describes images that are not used, as in "3 images {what}: left out".
@@ -63,7 +66,7 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
         folders[:] = sorted(n for n in folders if not _hidden(n) and os.path.join(base, n) not in known)
         for name in sorted(n for n in files if not _hidden(n)):
             path = Path(base, name)
-            if str(path) not in known and path != place / "cases.csv":
+            if str(path) not in known and (path.parent != place or name not in _KNOWN):
                 image = name.lower().endswith(tuple(endings))
                 (images if image else others).append(path.relative_to(place).as_posix())
     lines = [
@@ -72,6 +75,17 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
         if files
     ]
     return tuple(lines)
+
+
+def of_pairs(images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]) -> tuple[str, ...]:
+    """Return lines about files of two folders, or of one, that are no pair."""
+    shown = [uri for record in records for uri in record.image.split(JOINED)]
+    if images == masks or masks.is_relative_to(images):
+        return left_out(images, [*shown, *(record.mask for record in records)], endings, "without a mask")
+    return (
+        *left_out(images, shown, endings, "without a mask"),
+        *left_out(masks, (record.mask for record in records), endings, "of no image"),
+    )
 
 
 def _hidden(name: str) -> bool:

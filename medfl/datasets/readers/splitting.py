@@ -52,11 +52,76 @@ def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> 
         section: dict[str, str] = {}
         for groups in strata.values():
             total, done = sum(sizes[group] for group in groups), 0
-            for group in sorted(groups, key=lambda group: hashlib.sha256(f"{salt}/{group}".encode()).digest()):
+            for group in sorted(groups, key=lambda group: _order(salt, group)):
                 middle = (done + sizes[group] / 2) / total
                 section[group] = SECTIONS[sum(middle >= sum(shares[:last]) for last in range(1, len(shares)))]
                 done += sizes[group]
         return [section[record.group] for record in records]
+
+    return rule
+
+
+def _order(salt: str, group: str) -> bytes:
+    return hashlib.sha256(f"{salt}/{group}".encode()).digest()
+
+
+def filled(rule: Rule, needed: Sequence[str] = ("test", "validate")) -> Rule:
+    """Return a rule that gives sections that would be empty a group of the training data each.
+
+    It is one of the class that has most groups there, the first of these with the fewest images; one stays.
+    """
+
+    def with_each(records: Sequence[Record]) -> list[str]:
+        sections = rule(records)
+        for empty in needed:
+            group = None if empty in sections else _spare(records, sections)
+            if group is not None:
+                sections = [
+                    empty if record.group == group else own for record, own in zip(records, sections, strict=True)
+                ]
+        return sections
+
+    return with_each
+
+
+def _spare(records: Sequence[Record], sections: Sequence[str]) -> str | None:
+    sizes = Counter(record.group for record in records)
+    groups: dict[int, set[str]] = defaultdict(set)
+    for record, section in zip(records, sections, strict=True):
+        if section == "train":
+            groups[record.label].add(record.group)
+    most = max(sorted(groups), key=lambda label: len(groups[label]), default=None)
+    if most is None or len(groups[most]) < 2:
+        return None
+    return min(groups[most], key=lambda group: (sizes[group], _order("own", group)))
+
+
+def fold(number: int, count: int, salt: str) -> Rule:
+    """Return the rule of one fold of a cross-validation: each group is tested in one of `count` folds.
+
+    Groups are dealt out to the folds in turn, class by class and centre by centre, in the order of a hash; of what a
+    fold does not test, an eighth validates.
+
+    Raises:
+        InputError: fewer groups than folds, or a class with one.
+    """
+
+    def rule(records: Sequence[Record]) -> list[str]:
+        first = {record.group: record for record in reversed(records)}
+        order = sorted(first, key=lambda group: (first[group].label, first[group].centre, _order(salt, group)))
+        per_class = Counter(label for _, label in {(record.group, record.label) for record in records})
+        if len(order) < count or min(per_class.values(), default=0) < 2:
+            few = f", one class has {min(per_class.values())}" if per_class and len(order) >= count else ""
+            raise InputError(
+                f"{count} folds of {len(order)} patients or images of unknown ones{few}",
+                "as many of them as folds, and at least two of each class",
+                "lower --folds, or add images",
+            )
+        tested = set(order[number - 1 :: count])
+        others = [record for record in records if record.group not in tested]
+        divided = filled(by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",))(others)
+        section = {record.group: own for record, own in zip(others, divided, strict=True)}
+        return [section.get(record.group, "test") for record in records]
 
     return rule
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import UNREADABLE, archive, split_uri
+from medfl.datasets.readers.reading import JOINED, UNREADABLE, archive, split_uri
 
 Array = NDArray[Any]
 SUFFIXES = (".nii", ".nii.gz")
@@ -37,35 +37,49 @@ def _nifti_errors() -> tuple[type[BaseException], ...]:
 
 
 def read_volume(uri: str) -> MetaTensor:
-    """Read an image: (1, D1, D2, D3) float32, its affine from index to mm, RAS, as MONAI's LoadImage gives it.
+    """Read an image: (C, D1, D2, D3) float32, its affine from index to mm, RAS, as MONAI's LoadImage gives it.
+
+    Its channels are files of one shape and affine, their URIs joined by ` | `.
 
     Raises:
         InputError: unreadable or truncated; not three axes (trailing axes of length 1 are dropped); NaN or infinite
-            values; one value everywhere; an affine that cannot be inverted; a folder with no or several DICOM series.
+            values; one value everywhere; an affine that cannot be inverted; a folder with no or several DICOM series;
+            channels that differ in shape or affine.
     """
-    return _image(uri, _read(uri))
+    first, *others = uri.split(JOINED)
+    return _with_channels(_read(first), first, others)
+
+
+def _with_channels(raw: _Raw, uri: str, others: Sequence[str]) -> MetaTensor:
+    channels = [_values(uri, raw)]
+    for other in others:
+        more = _read(other)
+        _require_one_place(f"channel {uri}", raw, f"channel {other}", more)
+        channels.append(_values(other, more))
+    return _tensor(uri, np.stack(channels), raw.affine)
 
 
 def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTensor]:
-    """Read an image and its mask: (1, D1, D2, D3) float32, and uint8 with values 0..classes-1; both have one affine.
+    """Read an image, (C, D1, D2, D3) float32, and its mask, (1, D1, D2, D3) uint8 with values 0..classes-1.
 
     Raises:
         InputError: as `read_volume`, or the two differ in shape or affine, or the mask has other values.
     """
-    raw, labels = _read(image), _read(mask)
-    if raw.voxels.shape != labels.voxels.shape:
-        raise InputError(
-            f"image {image} is {times(raw.voxels.shape)} voxels, its mask {mask} {times(labels.voxels.shape)}",
-            "an image and its mask have one shape",
-            "resample the mask to the image, or remove the case",
-        )
-    if not np.allclose(raw.affine, labels.affine, rtol=0, atol=TOLERANCE):
-        raise InputError(
-            f"image {image} has the affine {_rows(raw.affine)}, its mask {mask} {_rows(labels.affine)}",
-            f"an image and its mask lie in one place, to {TOLERANCE} mm",
-            "resample the mask to the image, or remove the case",
-        )
-    return _image(image, raw), _tensor(mask, _classes(mask, labels.voxels, classes), raw.affine)
+    first, *others = image.split(JOINED)
+    raw, labels = _read(first), _read(mask)
+    _require_one_place(f"image {first}", raw, f"its mask {mask}", labels)
+    return _with_channels(raw, first, others), _tensor(mask, _classes(mask, labels.voxels, classes)[None], raw.affine)
+
+
+def _require_one_place(first: str, one: _Raw, second: str, other: _Raw) -> None:
+    allowed = "an image, its channels and its mask have one shape"
+    advice = "resample the mask to the image, or remove the case"
+    if one.voxels.shape != other.voxels.shape:
+        told = f"{first} is {times(one.voxels.shape)} voxels, {second} {times(other.voxels.shape)}"
+        raise InputError(told, allowed, advice)
+    if not np.allclose(one.affine, other.affine, rtol=0, atol=TOLERANCE):
+        told = f"{first} has the affine {_rows(one.affine)}, {second} {_rows(other.affine)}"
+        raise InputError(told, f"they lie in one place, to {TOLERANCE} mm", advice)
 
 
 def count_voxels(uri: str) -> int | None:
@@ -208,9 +222,9 @@ def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
 # Values
 
 
-def _image(uri: str, raw: _Raw) -> MetaTensor:
+def _values(uri: str, raw: _Raw) -> Array:
     with np.errstate(over="ignore"):
-        voxels = raw.voxels.astype(np.float32)
+        voxels: Array = raw.voxels.astype(np.float32)
     wrong = voxels.size - int(np.isfinite(voxels).sum())
     if wrong:
         raise InputError(
@@ -224,7 +238,7 @@ def _image(uri: str, raw: _Raw) -> MetaTensor:
             "an image shows something",
             "remove the case from the data",
         )
-    return _tensor(uri, voxels, raw.affine)
+    return voxels
 
 
 def _classes(mask: str, values: Array, classes: int) -> Array:
@@ -250,11 +264,11 @@ def _tensor(uri: str, voxels: Array, affine: NDArray[np.float64]) -> MetaTensor:
 
     meta = {
         MetaKeys.ORIGINAL_AFFINE: affine.copy(),
-        MetaKeys.SPATIAL_SHAPE: np.asarray(voxels.shape),
+        MetaKeys.SPATIAL_SHAPE: np.asarray(voxels.shape[1:]),
         MetaKeys.SPACE: SpaceKeys.RAS,
         "filename_or_obj": uri,
     }
-    data = torch.from_numpy(np.ascontiguousarray(voxels))[None]
+    data = torch.from_numpy(np.ascontiguousarray(voxels))
     return MetaTensor(data, affine=torch.as_tensor(affine), meta=meta)
 
 

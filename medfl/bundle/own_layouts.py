@@ -1,0 +1,99 @@
+"""In which layout a user's folders are: what `medfl new` is given, as one folder and places in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from medfl.core.errors import InputError
+from medfl.datasets import own
+from medfl.datasets.readers import conventions, matching, pairs, volumes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where images, and masks or a table of labels, lie.
+
+    Attributes:
+        folder: what is given with --data.
+        images, masks, labels: places in it, "." for the folder itself and "" where there is none.
+        classes: names of the masks' values, where a file says them.
+        said: in which layout they are, where it is more than folders of their own.
+    """
+
+    folder: Path
+    images: str = ""
+    masks: str = ""
+    labels: str = ""
+    classes: tuple[str, ...] = ()
+    said: str = ""
+
+
+def find(images: str | Path, masks: str | Path | None = None, labels: str | Path | None = None) -> Layout:
+    """Return the layout of folders.
+
+    Args:
+        images: of the images; without the others a folder of classes, of images and masks, of nnU-Net or of BIDS.
+        masks: of the masks, beside it or in it.
+        labels: table of the classes, beside the folder or in it.
+
+    Raises:
+        InputError: no such folder, or one that is elsewhere.
+    """
+    place = Path(images).expanduser().resolve()
+    if not place.is_dir():
+        raise InputError(f"--images {images} is no folder", "a folder of images", "check the path")
+    if labels is not None:
+        if masks is not None:
+            raise InputError("--labels with --masks", "labelled pictures, or images with masks", "leave one out")
+        return _beside(place, Path(labels), "--labels", "table of the classes")
+    if masks is not None:
+        return _with_names(_beside(place, Path(masks), "--masks", "folder of the masks"))
+    names = conventions.NNUNET_FOLDERS
+    if all((place / name).is_dir() for name in names):
+        rest = "; imagesTs is left out" * (place / "imagesTs").is_dir()
+        return _with_names(Layout(place, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{rest}"))
+    if (place / conventions.BIDS).is_file():
+        where = conventions.bids_masks(place)
+        return Layout(place, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects")
+    if said := _together(place):
+        return Layout(place, ".", ".", said=said)
+    return Layout(place)
+
+
+def _beside(place: Path, other: Path, flag: str, what: str) -> Layout:
+    """Return the layout of images and a folder or table in the same folder, or in that of the images."""
+    path = other.expanduser().resolve()
+    if not (path.is_file() if flag == "--labels" else path.is_dir()):
+        raise InputError(f"{flag} {other} is not there", f"the {what}", "check the path")
+    if path != place and path.is_relative_to(place):
+        folder, images = place, "."
+    elif path.parent == place.parent and path != place:
+        folder, images = place.parent, place.name
+    else:
+        told = f"--images {place} and {flag} {other}"
+        raise InputError(
+            told, f"the {what} and the images beside each other, or it among them", "put both into one folder"
+        )
+    where = path.relative_to(folder).as_posix()
+    return Layout(folder, images, labels=where) if flag == "--labels" else Layout(folder, images, where)
+
+
+def _with_names(layout: Layout) -> Layout:
+    """Return a layout with the names that nnU-Net's dataset.json has, if it is one of nnU-Net."""
+    path = layout.folder / conventions.NNUNET
+    if layout.masks != conventions.NNUNET_FOLDERS[1] or not path.is_file():
+        return layout
+    names = conventions.class_names(path)
+    said = layout.said + f"; names of the structures by {conventions.NNUNET}" * bool(layout.said and names)
+    return Layout(layout.folder, layout.images, layout.masks, classes=names, said=said)
+
+
+def _together(place: Path) -> str:
+    """Tell whether a folder has images and their masks beside each other: most images have one; "" where not."""
+    index = volumes.volume_paths if own.is_volumes(place) else pairs.picture_paths
+    images, masks = conventions.apart(index(place))
+    if not masks or 2 * len(masks) < len(images):
+        return ""
+    endings = sorted({match[0] for path, _ in masks if (match := matching.ENDING.search(path))})
+    return f"images and masks in one folder: files that end in {', '.join(endings)} are masks"

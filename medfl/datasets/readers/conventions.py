@@ -1,0 +1,150 @@
+"""Names by which others tell images, masks and classes apart: one folder of both, nnU-Net, BIDS.
+
+Each function brings masks to the paths of their images, which `medfl.datasets.readers.matching` then compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from medfl.core.errors import InputError
+from medfl.core.untrusted import printable, read_json
+from medfl.datasets.readers import matching, volumes
+from medfl.datasets.readers.matching import Named
+from medfl.datasets.readers.reading import JOINED
+
+NNUNET, BIDS = "dataset.json", "dataset_description.json"
+NNUNET_FOLDERS = ("imagesTr", "labelsTr")
+DERIVED = ("derivatives", "sourcedata", "code")
+_CHANNEL = re.compile(r"(.+)_(\d{4})")
+_BIDS = re.compile(r"(sub-[A-Za-z0-9]+)((?:_[a-z]+-[A-Za-z0-9+]+)*)_([A-Za-z0-9]+)")
+_MASKS = ("dseg", "mask")
+_OF_MASKS = ("label", "desc", "res", "den")
+"""Entities that a mask has beside those of its image."""
+_LONGEST = 60
+
+
+def apart(files: Named) -> tuple[Named, Named]:
+    """Return the images and the masks of one folder: a mask's name is that of an image and `_mask`, `_seg` or so."""
+    paths = {path for path, _ in files}
+    masks = [(path, uri) for path, uri in files if matching.ENDING.sub("", path) in paths - {path}]
+    taken = {path for path, _ in masks}
+    return [(path, uri) for path, uri in files if path not in taken], masks
+
+
+def channels(images: Named, masks: Named) -> Named:
+    """Return images with the channels of each together where they are named `<mask>_0000`, `<mask>_0001`, ...
+
+    Raises:
+        InputError: an image lacks a channel that others have; names both.
+    """
+    of_mask = {path for path, _ in masks} - {path for path, _ in images}
+    matches = [(_CHANNEL.fullmatch(path), uri) for path, uri in images]
+    parts: dict[str, dict[str, str]] = defaultdict(dict)
+    for match, uri in matches:
+        if match and match[1] in of_mask:
+            parts[match[1]][match[2]] = uri
+    if not parts:
+        return images
+    every = sorted({number for numbers in parts.values() for number in numbers})
+    for path, numbers in parts.items():
+        if missing := [number for number in every if number not in numbers]:
+            raise InputError(
+                f"image {path} has no channel {missing[0]}, which others have",
+                f"of each image the channels {', '.join(every)}, as files {path}_{every[0]} ...",
+                "add the file, or remove the case",
+            )
+    single = [
+        (path, uri)
+        for (match, uri), (path, _) in zip(matches, images, strict=True)
+        if not (match and match[1] in parts)
+    ]
+    return sorted([*single, *((path, JOINED.join(numbers[n] for n in every)) for path, numbers in parts.items())])
+
+
+def bids(images: Named, masks: Named) -> tuple[Named, Named]:
+    """Return the images and masks of a BIDS data set; a mask has the path of the image with the same entities.
+
+    An image has these entities, a mask besides `label`, `desc`, `res` or `den`, and the suffix `dseg` or `mask`.
+
+    Raises:
+        InputError: several images have the entities of a mask; names them.
+    """
+    images_of = defaultdict[str, list[str]](list)
+    for path, _ in images:
+        match = _BIDS.fullmatch(path.rpartition("/")[2])
+        if match and match[3] not in _MASKS:
+            images_of[match[1] + match[2]].append(path)
+    renamed = []
+    for path, uri in masks:
+        match = _BIDS.fullmatch(path.rpartition("/")[2])
+        if not match or match[3] not in _MASKS:
+            continue
+        entities = [part for part in match[2].split("_") if part.partition("-")[0] not in _OF_MASKS]
+        fits = images_of.get("_".join([match[1], *filter(None, entities)]), [])
+        if len(fits) > 1:
+            raise InputError(
+                f"mask {uri} fits the images {' and '.join(fits)}",
+                "one image with the entities (sub, ses, run, ...) of a mask",
+                "move the images of other kinds into another folder",
+            )
+        renamed.append((fits[0] if fits else path, uri))
+    used = {path for path, _ in renamed}
+    return [(path, uri) for path, uri in images if path in used or _BIDS.fullmatch(path.rpartition("/")[2])], renamed
+
+
+def subject(path: str) -> str:
+    """Return the subject of a file of a BIDS data set, as `sub-01`."""
+    return path.rpartition("/")[2].partition("_")[0]
+
+
+def bids_masks(root: Path) -> str:
+    """Return the one folder of a BIDS data set's derivatives that has masks, as a path in it.
+
+    Raises:
+        InputError: none has, or several.
+    """
+    folders = sorted(path for path in (root / "derivatives").glob("*") if path.is_dir())
+    having = [folder for folder in folders if any(_is_mask(name) for name, _ in volumes.volume_files(folder))]
+    if len(having) == 1:
+        return f"derivatives/{having[0].name}"
+    told = f"the derivatives {', '.join(folder.name for folder in having)} of {root} all have masks"
+    raise InputError(
+        told if having else f"no folder in {root / 'derivatives'} has files ..._dseg.nii.gz or ..._mask.nii.gz",
+        "a BIDS data set with the masks of one pipeline in derivatives/<pipeline>/",
+        f"name it: --masks {having[0] if having else root / 'derivatives' / 'NAME'}",
+    )
+
+
+def _is_mask(name: str) -> bool:
+    match = _BIDS.fullmatch(name.rpartition("/")[2].removesuffix(".gz").removesuffix(".nii"))
+    return bool(match and match[3] in _MASKS)
+
+
+def class_names(path: Path) -> tuple[str, ...]:
+    """Return the names of the masks' values that an nnU-Net `dataset.json` has under `labels`; () where it has none.
+
+    Raises:
+        InputError: they are not one name for each of 0, 1, 2, ...
+    """
+    allowed, advice = 'labels as {"background": 0, "tumour": 1}', "change its labels, or move the file away"
+    document = read_json(path, allowed, advice, 2**20)
+    labels = document.get("labels") if isinstance(document, dict) else None
+    if labels is None:
+        return ()
+    pairs = list(labels.items()) if isinstance(labels, dict) else []
+    swapped = [(number, name) if _index(name) is None else (name, number) for number, name in pairs]
+    names = {_index(number): name for number, name in swapped}
+    texts = [str(names.get(index, "")) for index in range(len(pairs))]
+    plain = all(isinstance(names.get(k), str) and t.isprintable() and len(t) <= _LONGEST for k, t in enumerate(texts))
+    if not pairs or not plain or len(set(texts) - {""}) != len(pairs):
+        raise InputError(f"{path}: labels {printable(labels, 120)}", allowed, advice)
+    return tuple(texts)
+
+
+def _index(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 5 else None

@@ -1,0 +1,91 @@
+"""Patients by the names of files: an expression says which part of a name they are, or one that would fit is offered.
+
+The expression may come with somebody else's bundle, so it may only do what takes little time on any name: no repeated
+groups, no references back, no looking ahead or behind, and at most three repeats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from medfl.core.errors import InputError
+
+_LONGEST, _REPEATS = 255, 3  # characters: a file's name has no more; with three repeats a search takes 2 s at most
+_ATOMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_OFFERED = (r"^([^/]+)/", r"^([^_/]+)_", r"^([^-/]+)-", r"^([^_/]+_[^_/]+)_", r"^([^-/]+-[^-/]+)-")
+_EXAMPLE = r"an expression with the patient in parentheses, as '^([^_]+)_' for p01_3.png"
+
+
+def by_names(pattern: str, names: Sequence[str]) -> list[str | None]:
+    """Return the patient of each image: the first group of an expression, None where it does not match.
+
+    Args:
+        pattern: searched in the file's name, or in its whole path where the expression has a slash.
+        names: paths of the images below the folder of all images.
+
+    Raises:
+        InputError: no expression, one that may take long, has no group, matches none of several images, or puts all
+            into one patient.
+    """
+    expression = _compiled(pattern)
+    seen = [name if "/" in pattern else name.rpartition("/")[2] for name in names]
+    if long := next((name for name in seen if len(name) > _LONGEST), None):
+        raise InputError(f"path {long}", f"at most {_LONGEST} characters for group-by", "shorten its folders' names")
+    matches = [expression.search(name) for name in seen]
+    patients = [match[1] or None if match else None for match in matches]
+    if not any(patients):
+        given = f"{pattern!r} matches none of {len(names)} names, as {names[0]}"
+    elif len(names) > 1 and set(patients) == {patients[0]}:
+        given = f"{pattern!r} makes one patient, {patients[0]}, of all {len(names)} images"
+    else:
+        return patients
+    raise InputError(f"group-by {given}", _EXAMPLE, "write another, or name patients in cases.csv")
+
+
+def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
+    """Return an expression that makes patients of names which share prefixes, and how many; None where none does.
+
+    Each fits every name, and makes at least three patients, two of each class that has two images, fewer than images.
+
+    Args:
+        names_of: class -> paths of its images, as of `by_names`.
+    """
+    count = sum(map(len, names_of.values()))
+    for pattern in _OFFERED:
+        try:
+            found = {label: by_names(pattern, names) for label, names in names_of.items() if len(names) > 1}
+        except InputError:
+            continue
+        patients = {patient for of_class in found.values() for patient in of_class}
+        if None not in patients and 3 <= len(patients) <= 0.8 * count:
+            return pattern, len(patients)
+    return None
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        expression = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise InputError(
+            f"group-by {pattern!r} is no regular expression ({error})", _EXAMPLE, "write another"
+        ) from None
+    if not expression.groups:
+        raise InputError(
+            f"group-by {pattern!r} has no group in parentheses", _EXAMPLE, "put the patient in parentheses"
+        )
+    plain = _ATOMS.sub("x", pattern)
+    special = re.search(r"\(\?(?!:|P<)", plain) or re.search(r"\\[1-9]|\(\?P=", pattern)
+    repeats = re.findall(r"(?:[*+]|(?<!\()\?|\{[^}]*\})\??", plain)
+    if len(pattern) > _LONGEST or special or re.search(r"\)[*+?{]", plain) or len(repeats) > _REPEATS:
+        raise InputError(
+            f"group-by {pattern[:_LONGEST]!r} may take long, or does more than it needs",
+            f"at most {_REPEATS} of * + ? {{n}}, none after a parenthesis, no references and no (?=...)",
+            "write a simpler one",
+        )
+    return expression
+
+
+def are_unknown(items: Iterable[Mapping[str, object]]) -> bool:
+    """Tell whether each item of a data list is its own group: nothing is known of patients."""
+    return all(item.get("group") == item["id"] for item in items)

@@ -1,0 +1,140 @@
+"""A table that names the class of each image: which columns say what, and which row is of which image."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from medfl.core.errors import InputError
+from medfl.datasets.readers import cases, tables
+
+FILES = ("file", "filename", "file_name", "image", "image_id", "image_name", "isic_id", "img", "path", "id", "name")
+LABELS = ("diagnosis", "dx", "class", "class_name", "label_name", "label", "category", "target", "finding")
+_CASES = {"patient": ("patient", "patient_id", "subject", "subject_id"), "centre": ("centre", "center", "site"),
+          "section": ("section",)}  # fmt: skip
+_NOTHING = {"", "nan", "none", "na", "n/a", "null"}
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a table says of the images of a folder.
+
+    Attributes:
+        classes: path of an image -> its class.
+        rows: path of an image -> its patient, centre and section, of those that the table has.
+        columns: in words, which columns were taken.
+        notes: images and rows without the other, or without a class.
+    """
+
+    classes: Mapping[str, str]
+    rows: Mapping[str, Mapping[str, str]]
+    columns: str
+    notes: tuple[str, ...] = field(default=())
+
+
+def read(path: Path, images: Sequence[str]) -> Labels:
+    """Read a table of the classes of images.
+
+    The column of the images is the first of `FILES` that names some, that of the classes the first of `LABELS`; without
+    one, columns of zeros and ones count as one class each, as in the tables of ISIC.
+
+    Args:
+        path: comma- or tab-separated, with a header line.
+        images: paths below the folder of all images.
+
+    Raises:
+        InputError: no such columns, no image in the table, or an image of two classes.
+    """
+    rows = tables.read_csv(path, ())
+    heads = {str(name).strip().lower(): name for row in rows[:1] for name in row if name}
+    named = {column: _matched(path, rows, heads[column], images) for column in FILES if column in heads}
+    column = next((column for column, found in named.items() if found), None)
+    if column is None:
+        raise InputError(
+            f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, named)) or 'of files'}",
+            f"a column {', '.join(FILES)} of file names, with or without their endings",
+            "name the column so, or check the folder",
+        )
+    found = named[column]
+    label, class_of = _classes(path, rows, heads, heads[column])
+    given = {image: class_of[number] for image, number in found.items()}
+    known = {name: next((heads[other] for other in others if other in heads), None) for name, others in _CASES.items()}
+    taken = {name: head for name, head in known.items() if head is not None}
+    parts = [
+        f"images by column {heads[column]!r}",
+        f"classes by {label}",
+        *(f"{n}s by {h!r}" for n, h in taken.items()),
+    ]
+    matched = set(found.values())
+    groups = (
+        ("images of the folder are not in the table", [image for image in images if image not in found]),
+        ("images have no class in the table", [image for image, name in given.items() if not name]),
+        (
+            "rows of the table have no image",
+            [str(row[heads[column]]) for n, row in enumerate(rows) if n not in matched],
+        ),
+    )
+    return Labels(
+        {image: name for image, name in given.items() if name},
+        {image: {name: str(rows[n][head] or "").strip() for name, head in taken.items()} for image, n in found.items()},
+        ", ".join(parts),
+        tuple(f"{len(names)} {what}: left out, {tables.several(names, 'such')}" for what, names in groups if names),
+    )
+
+
+def _matched(path: Path, rows: Sequence[Mapping[str, str]], column: str, images: Sequence[str]) -> dict[str, int]:
+    """Return image -> number of its row, the first of equal ones."""
+    forms = [(_forms(image), image) for image in images]
+    times = Counter(form for own, _ in forms for form in own)
+    image_of = {form: image for own, image in forms for form in own if times[form] == 1}
+    found: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        image = next((image_of[form] for form in _forms(str(row[column] or "")) if form in image_of), None)
+        if image is not None and found.setdefault(image, number) != number and rows[found[image]] != row:
+            raise InputError(f"{path} has two rows for {image}", "a row for each image", "remove one of them")
+    return found
+
+
+def _forms(name: str) -> list[str]:
+    """Return what an image may be called, the most exact first: its path or name, with its ending or without."""
+    path = cases.key(name)
+    bare = path.rpartition("/")[2]
+    ending = next((end for end in tables.IMAGE_SUFFIXES if path.lower().endswith(end)), "")
+    return list(dict.fromkeys([path, path[: len(path) - len(ending)], bare, bare[: len(bare) - len(ending)]]))
+
+
+def _classes(
+    path: Path, rows: Sequence[Mapping[str, str]], heads: Mapping[str, str], column: str
+) -> tuple[str, list[str]]:
+    """Return which columns name the classes, in words, and the class of each row, "" where it has none."""
+    label = next((heads[name] for name in LABELS if name in heads and heads[name] != column), None)
+    if label is not None:
+        return f"column {label!r}", [_plain(row[label]) for row in rows]
+    others = {*FILES, *(head for names in _CASES.values() for head in names)}
+    marks = [name for head, name in heads.items() if name != column and head not in others and _is_mark(rows, name)]
+    if len(marks) < 2:
+        raise InputError(
+            f"{path} has no column of classes; it has {', '.join(heads.values())}",
+            f"one called {', '.join(LABELS)}, or one for each class with 0 and 1",
+            "name the column so",
+        )
+    class_of = [[name for name in marks if float(row[name])] for row in rows]
+    double = next((number for number, names in enumerate(class_of) if len(names) > 1), None)
+    if double is not None:
+        raise InputError(
+            f"{path}: {rows[double][column]} is of the classes {', '.join(class_of[double])}",
+            "one class an image",
+            "keep one of them, or name the classes in a column 'label'",
+        )
+    return f"the columns {', '.join(marks)}", [names[0] if names else "" for names in class_of]
+
+
+def _plain(value: str | None) -> str:
+    text = " ".join((value or "").split())
+    return "" if text.lower() in _NOTHING else text
+
+
+def _is_mark(rows: Sequence[Mapping[str, str]], name: str) -> bool:
+    return all((row[name] or "").strip() in ("0", "1", "0.0", "1.0") for row in rows)

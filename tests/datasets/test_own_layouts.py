@@ -1,0 +1,271 @@
+"""Folders as others leave them: tables of labels, masks beside images, nnU-Net's names and BIDS."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+from PIL import Image
+
+from medfl.bundle import own_layouts, starter
+from medfl.core.errors import InputError
+from medfl.datasets.own import listed, paired
+from medfl.datasets.readers import conventions, label_table
+from medfl.datasets.readers.volumes import read_pair, read_volume
+
+SECTIONS = ("train", "validate", "test")
+DRAWS = np.random.default_rng(0)
+
+
+def picture(path: Path, pixels: np.ndarray | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shown = DRAWS.integers(0, 255, (8, 8)).astype(np.uint8) if pixels is None else pixels
+    Image.fromarray(shown).save(path, format="PNG")
+    return path
+
+
+def mask(path: Path) -> Path:
+    return picture(path, np.eye(8, dtype=np.uint8))
+
+
+def volume(path: Path, values: int = 0, affine: float = 1) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    voxels = DRAWS.normal(0, 1, (16, 16, 16)).astype(np.float32)
+    if values:
+        voxels = (np.arange(16**3).reshape(16, 16, 16) % values).astype(np.uint8)
+    nib.save(nib.Nifti1Image(voxels, np.diag([affine, 1, 1, 1])), path)
+    return path
+
+
+# Tables of labels
+
+TABLES = {
+    "label": ("image,label", "{stem},{name}", "'image'.*'label'"),
+    "diagnosis before label": ("isic_id,label,dx", "{file},7,{name}", "'isic_id'.*'dx'"),
+    "tabs and capitals": ("ID\tClass", "{stem}\t{name}", "'ID'.*'Class'"),
+    "one-hot": ("image,A,B b", "{stem},{a:.1f},{b:.1f}", "'image'.*columns A, B b"),
+    "a column of files that names none": ("file,image_id,label", "elsewhere,{stem},{name}", "'image_id'"),
+}
+
+
+@pytest.mark.parametrize("form", TABLES)
+def test_a_table_names_the_classes(form: str, tmp_path: Path) -> None:
+    head, row, told = TABLES[form]
+    for number in range(20):
+        picture(tmp_path / "images" / f"Bild {number:02d} ü.PNG")
+    rows = [
+        row.format(stem=f"Bild {n:02d} ü", file=f"Bild {n:02d} ü.png", name=("A", "B b")[n % 2], a=1 - n % 2, b=n % 2)
+        for n in range(20)
+    ]
+    (tmp_path / "t.csv").write_text("\n".join([head, *rows]) + "\n")
+    if form == "diagnosis before label":  # .png of the table is .PNG of the file
+        assert label_table.read(tmp_path / "t.csv", ["Bild 00 ü.PNG"]).classes == {"Bild 00 ü.PNG": "A"}
+    seen = starter.survey(tmp_path / "images", labels=tmp_path / "t.csv")
+    assert (seen.classes, seen.counts, seen.images, seen.labels) == (("A", "B b"), (10, 10), "images", "t.csv")
+    found = label_table.read(tmp_path / "t.csv", [f"Bild {n:02d} ü.PNG" for n in range(20)])
+    assert re.search(told, found.columns)
+    items = [item for section in SECTIONS for item in listed(tmp_path, "images", "t.csv", seen.classes, section)]
+    assert {item["id"]: item["label"] for item in items} == {f"Bild {n:02d} ü.PNG": n % 2 for n in range(20)}
+
+
+def test_what_lacks_an_image_or_a_class_is_listed(tmp_path: Path) -> None:
+    for number in range(12):
+        picture(tmp_path / f"{number}.png")
+    rows = [f"{n},{'ab'[n % 2]},p{n // 2}" for n in range(9)]
+    (tmp_path / "t.csv").write_text("\n".join(["image,label,patient", *rows, "9,", "99,a,p9"]) + "\n")
+    seen = starter.survey(tmp_path, labels=tmp_path / "t.csv")
+    assert seen.images == "."
+    assert seen.patients == 5
+    assert [note for note in seen.notes if "left out" in note] == [
+        "2 images of the folder are not in the table: left out, 10.png | 11.png",
+        "1 images have no class in the table: left out, 9.png",
+        "1 rows of the table have no image: left out, 99",
+    ]
+    patients = [{i["group"] for i in listed(tmp_path, ".", "t.csv", "ab", section)} for section in SECTIONS]
+    assert sum(map(len, patients)) == len(set.union(*patients)) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("image,age\n1,3\n", "has no column of classes; .* image, age|it has image, age"),
+        ("image,A,B\n1,1,1\n2,0,1\n", "1 is of the classes A, B"),
+        ("image,label\nx,a\n", "names none of the 4 images in a column 'image'"),
+        ("what,label\n1,a\n", "names none of the 4 images in a column of files"),
+        ("image,label\n1,a\n1,b\n", "has two rows for 1.png"),
+        ("image,label\n1,a\n2,a\n", "names 1 classes: a; at least 2"),
+        ("image,label\n1,a\n2,b#\n", "class 'b#'"),
+        ("", "names none of the 4 images"),
+    ],
+)
+def test_a_wrong_table_of_labels_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    for number in range(4):
+        picture(tmp_path / "images" / f"{number}.png")
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(InputError, match=told):
+        starter.survey(tmp_path / "images", labels=tmp_path / "t.csv")
+
+
+def test_another_site_has_no_other_classes(tmp_path: Path) -> None:
+    for number in range(4):
+        picture(tmp_path / f"{number}.png")
+    (tmp_path / "t.csv").write_text("image,label\n0,a\n1,b\n2,c\n3,a\n")
+    with pytest.raises(InputError, match=r"has the class 'c'; the classes a, b"):
+        listed(tmp_path, ".", "t.csv", ("a", "b"), "train")
+
+
+# Masks beside images
+
+
+@pytest.mark.parametrize("ending", ["_mask", "_seg", "_LABEL", "_segmentation"])
+@pytest.mark.parametrize("patients", [False, True])
+def test_masks_beside_images_are_told_by_their_endings(ending: str, patients: bool, tmp_path: Path) -> None:
+    for number in range(10):
+        place = tmp_path / f"p{number}" if patients else tmp_path
+        picture(place / f"x{number}.png")
+        mask(place / f"x{number}{ending}.png")
+    seen = starter.survey(tmp_path)
+    assert (seen.kind, seen.images, seen.masks, seen.counts) == ("pictures", ".", ".", (10, 10))
+    assert f"end in {ending} are masks" in seen.said[0]
+    items = [item for section in SECTIONS for item in paired(tmp_path, ".", ".", section)]
+    assert all(str(item["label"]) == str(item["image"]).replace(".png", f"{ending}.png") for item in items)
+    assert len(items) == 10
+
+
+def test_volumes_and_masks_in_one_folder(tmp_path: Path) -> None:
+    for number in range(4):
+        volume(tmp_path / f"c{number}.nii.gz")
+        volume(tmp_path / f"c{number}_seg.nii.gz", 3)
+    volume(tmp_path / "lone.nii.gz")
+    seen = starter.survey(tmp_path)
+    assert (seen.kind, seen.counts) == ("volumes", (4, 4, 4))
+    assert seen.notes == ("1 images without a mask: left out, first lone.nii.gz",)
+
+
+# nnU-Net
+
+
+def nnunet(root: Path, channels: int = 1, **document: Any) -> Path:
+    for number in range(4):
+        for channel in range(channels):
+            volume(root / "imagesTr" / f"c_{number:03d}_{channel:04d}.nii.gz")
+        volume(root / "labelsTr" / f"c_{number:03d}.nii.gz", 3)
+    if document:
+        (root / "dataset.json").write_text(json.dumps(document))
+    return root
+
+
+@pytest.mark.parametrize(
+    "labels", [{"background": 0, "organ": 1, "tumour": 2}, {"0": "background", "1": "organ", "2": "tumour"}]
+)
+def test_the_layout_of_nnunet_is_read_with_its_names(labels: dict, tmp_path: Path) -> None:
+    nnunet(tmp_path, labels=labels, file_ending=".nii.gz")
+    (tmp_path / "imagesTs").mkdir()
+    for seen in (starter.survey(tmp_path), starter.survey(tmp_path / "imagesTr", tmp_path / "labelsTr")):
+        assert (seen.images, seen.masks, seen.classes) == ("imagesTr", "labelsTr", ("background", "organ", "tumour"))
+    assert "imagesTs is left out" in starter.survey(tmp_path).said[0]
+    assert [item["id"] for section in SECTIONS for item in paired(tmp_path, "imagesTr", "labelsTr", section)]
+
+
+def test_channels_of_nnunet_are_one_image(tmp_path: Path) -> None:
+    seen = starter.survey(nnunet(tmp_path, 2))
+    assert (seen.channels, seen.counts) == (2, (4, 4, 4))
+    items = [item for section in SECTIONS for item in paired(tmp_path, "imagesTr", "labelsTr", section)]
+    assert len(items) == 4
+    files = items[0]["image"].split(" | ")
+    image, labels = read_pair(items[0]["image"], str(items[0]["label"]), 3)
+    assert image.shape == (2, 16, 16, 16)
+    assert labels.shape == (1, 16, 16, 16)
+    assert all((image[k] == read_volume(file)[0]).all() for k, file in enumerate(files))
+    assert tuple(image.meta["spatial_shape"]) == (16, 16, 16)
+    volume(Path(files[1]), affine=2)
+    with pytest.raises(InputError, match=r"channel \S+0000\.nii\.gz has the affine .*, channel \S+0001\.nii\.gz"):
+        read_volume(items[0]["image"])
+    Path(files[1]).unlink()
+    with pytest.raises(InputError, match="has no channel 0001, which others have"):
+        paired(tmp_path, "imagesTr", "labelsTr", "train")
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [{"background": 0, "whole": [1, 2]}, {"a": 1, "b": 2}, {}, [], {"0": "a", "1": "a"}, {"a": 0, "b\u0007": 1}, 5],
+)
+def test_names_that_are_none_are_refused(labels: Any, tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": labels}))
+    with pytest.raises(InputError, match=r"dataset\.json"):
+        conventions.class_names(tmp_path / "dataset.json")
+
+
+def test_values_without_a_name_are_refused(tmp_path: Path) -> None:
+    nnunet(tmp_path, labels={"background": 0, "organ": 1})
+    with pytest.raises(InputError, match="masks have the value 2, which .* does not name"):
+        starter.survey(tmp_path)
+
+
+# BIDS
+
+
+def bids(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "dataset_description.json").write_text("{}")
+    for subject in range(1, 5):
+        for session in (1, 2):
+            name = f"sub-{subject:02d}_ses-{session}"
+            place = f"sub-{subject:02d}/ses-{session}/anat"
+            volume(root / place / f"{name}_T1w.nii.gz")
+            volume(root / "derivatives" / "manual" / place / f"{name}_label-lesion_desc-expert_dseg.nii.gz", 2)
+        (root / f"sub-{subject:02d}" / f"sub-{subject:02d}_sessions.tsv").write_text("session_id\n")
+    return root
+
+
+def test_a_bids_data_set_keeps_its_subjects_together(tmp_path: Path) -> None:
+    seen = starter.survey(bids(tmp_path))
+    assert (seen.kind, seen.images, seen.masks) == ("volumes", ".", "derivatives/manual")
+    assert (seen.counts, seen.patients) == ((8, 8), 4)
+    found = [paired(tmp_path, ".", "derivatives/manual", section) for section in SECTIONS]
+    assert sum(map(len, found)) == 8
+    assert [len({item["group"] for item in items}) for items in found] == [2, 1, 1]
+    for item in (item for items in found for item in items):
+        assert Path(item["image"]).name.partition("_T1w")[0] in str(item["label"])
+
+
+def test_bids_masks_that_are_not_plain_are_refused(tmp_path: Path) -> None:
+    bids(tmp_path)
+    volume(tmp_path / "sub-01" / "ses-1" / "anat" / "sub-01_ses-1_T2w.nii.gz")
+    with pytest.raises(InputError, match=r"fits the images sub-01/\S+T1w and sub-01/\S+T2w"):
+        starter.survey(tmp_path)
+    (tmp_path / "sub-01" / "ses-1" / "anat" / "sub-01_ses-1_T2w.nii.gz").unlink()
+    other = tmp_path / "derivatives" / "auto" / "sub-01" / "sub-01_ses-1_desc-brain_mask.nii.gz"
+    volume(other, 2)
+    with pytest.raises(InputError, match=r"derivatives auto, manual of .* all have masks; .*; name it: --masks"):
+        starter.survey(tmp_path)
+    assert starter.survey(tmp_path, tmp_path / "derivatives" / "manual").masks == "derivatives/manual"
+    volume(tmp_path / "derivatives" / "manual" / "sub-01" / "sub-01_ses-1_mask.nii.gz", 2)
+    with pytest.raises(InputError, match="are both the mask of image"):
+        starter.survey(tmp_path, tmp_path / "derivatives" / "manual")
+    with pytest.raises(InputError, match="no folder in .*derivatives has files"):
+        conventions.bids_masks(tmp_path / "sub-01")
+
+
+# Where they lie
+
+
+def test_masks_and_tables_lie_beside_the_images_or_among_them(tmp_path: Path) -> None:
+    picture(tmp_path / "a" / "b" / "x.png")
+    (tmp_path / "t.csv").write_text("image,label\n")
+    (tmp_path / "a" / "t.csv").write_text("image,label\n")
+    beside = own_layouts.find(tmp_path / "a" / "b", labels=tmp_path / "a" / "t.csv")
+    assert (beside.folder, beside.images, beside.labels) == (tmp_path / "a", "b", "t.csv")
+    within = own_layouts.find(tmp_path / "a", labels=tmp_path / "a" / "t.csv")
+    assert (within.folder, within.images, within.labels) == (tmp_path / "a", ".", "t.csv")
+    with pytest.raises(InputError, match="beside each other, or it among them"):
+        own_layouts.find(tmp_path / "a" / "b", labels=tmp_path / "t.csv")
+    with pytest.raises(InputError, match="is not there"):
+        own_layouts.find(tmp_path / "a", labels=tmp_path / "none.csv")
+    with pytest.raises(InputError, match="--labels with --masks"):
+        own_layouts.find(tmp_path / "a", tmp_path / "a", tmp_path / "t.csv")
