@@ -12,6 +12,7 @@ from typing import Any
 
 import nibabel as nib
 import numpy as np
+from monai.transforms import Compose, NormalizeIntensityd, ScaleIntensityRanged
 from numpy.typing import NDArray
 
 from medfl.data.prepared import Geometry
@@ -19,6 +20,7 @@ from medfl.evaluation.save_masks import is_picture
 
 Array = NDArray[Any]
 _WINDOW = 0.5, 99.5  # percentiles of an image that become black and white
+_ROUNDING = 1e-3
 _CUTS = (("axial", 2, "R"), ("coronal", 1, "R"), ("sagittal", 0, "A"))
 """Name, axis of the cut (of R, A, S), and the side on the left."""
 
@@ -50,14 +52,16 @@ def planes(image: Array, reference: Array, prediction: Array, geometry: Geometry
     empty, and in the middle where both are.
 
     Args:
-        image: (C, H, W[, D]); three channels of a picture are colours, else the first is shown.
+        image: (C, H, W[, D]); three channels of a picture are colours, else the first is shown. Colours in 0 to 1 are
+            shown as they are, other values windowed, all channels alike.
         reference: (H, W[, D]) class indices.
         prediction: (H, W[, D]) class indices.
         geometry: None where unknown; a picture is then taken as (W, H), as MONAI reads it.
     """
     spacing = geometry.spacing if geometry else (1.0,) * reference.ndim
     if reference.ndim == 2:
-        grey = _windowed(image if len(image) == 3 else image[:1])
+        as_they_are = len(image) == 3 and image.min() >= -_ROUNDING and image.max() <= 1 + _ROUNDING
+        grey = image.clip(0, 1) if as_they_are else _windowed(image if len(image) == 3 else image[:1])
         rows_first = geometry is not None and is_picture(geometry)
         arrays = [np.moveaxis(grey, 0, 2), reference, prediction]
         picture, reference, prediction = arrays if rows_first else [array.swapaxes(0, 1) for array in arrays]
@@ -74,6 +78,30 @@ def planes(image: Array, reference: Array, prediction: Array, geometry: Geometry
         spacing = tuple(spacing[list(order[:, 0]).index(axis)] for axis in range(3))
     at = _middle(*volumes[1:])
     return [_cut(volumes, axis, at, spacing, name, left if oriented else "") for name, axis, left in _CUTS]
+
+
+def true_colours(image: Array, steps: Sequence[Any]) -> Array:
+    """Return a colour picture (3, H, W) in 0 to 1, from what transforms that shift and scale channels made of it.
+
+    Other images, and pictures whose channels were each scaled by their own range, come back as they are.
+
+    Args:
+        image: as the network is given it.
+        steps: the transforms that made it.
+    """
+    if image.ndim != 3 or len(image) != 3:
+        return image
+    undone, each = image, Compose([*steps]).flatten().transforms
+    for step in reversed([one for one in each if "image" in getattr(one, "keys", ())]):
+        if isinstance(step, NormalizeIntensityd):
+            by = step.normalizer
+            if by.subtrahend is None or by.divisor is None:
+                return image
+            divisor, subtrahend = (np.asarray(value, float).reshape(-1, 1, 1) for value in (by.divisor, by.subtrahend))
+            undone = undone * divisor + subtrahend
+        elif isinstance(step, ScaleIntensityRanged) and None not in (step.scaler.b_min, step.scaler.b_max):
+            return (undone - step.scaler.b_min) / (step.scaler.b_max - step.scaler.b_min)
+    return undone
 
 
 def unit(geometry: Geometry | None) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
 from medfl.evaluation.slices import Array, Plane, planes, unit
+from medfl.report.formatting import number
 from medfl.report.picture import Picture, colours, render
 from medfl.report.style import INK, SOFT
 
@@ -159,9 +160,9 @@ def _case(
 def _score_line(example: Example, structures: Sequence[str]) -> str:
     parts = [shorten(example.ident, 36), f"Dice {example.scores['dice']:.3f}"]
     each = [value for name, value in example.scores.items() if name.startswith("dice_")]
-    if len(each) == len(structures) <= 3:
-        named = zip(structures, each, strict=True)
-        parts[-1] += f" ({', '.join(f'{shorten(name, 14)} {value:.3f}' for name, value in named)})"
+    if 1 < len(each) == len(structures) <= 3:
+        named = zip(structures, map(number, each), strict=True)
+        parts[-1] += f" ({', '.join(f'{shorten(name, 14)} {value}' for name, value in named)})"
     if "hd95" in example.scores:
         parts.append(f"HD95 {example.scores['hd95']:.3g} {unit(example.geometry)}")
     return "   ".join(parts)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from monai.inferers import SimpleInferer
 from monai.losses import DiceCELoss
+from monai.transforms import Compose, NormalizeIntensityd, ScaleIntensityRanged
 from torch import nn
 
 from medfl.cli import main
@@ -21,7 +22,7 @@ from medfl.core.errors import InputError
 from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Geometry, Stacked
 from medfl.evaluation.evaluators import MaskEvaluator
-from medfl.evaluation.slices import Plane, planes, unit
+from medfl.evaluation.slices import Plane, planes, true_colours, unit
 from medfl.methods import load
 from medfl.report import dice_strip, overlays, write_report
 from medfl.report.dice_strip import dice_strips
@@ -134,6 +135,23 @@ def test_each_plane_shows_some_of_the_reference() -> None:
     sagittal = planes(image[None], empty, empty, None)[2]
     assert sagittal.image == pytest.approx(np.full((9, 9), 0.5))
     assert sagittal.left == ""
+
+
+def test_pictures_have_the_colours_of_their_file() -> None:
+    """Pale skin and a violet cell, by the transforms of the shipped bundles and back, to the step of a byte."""
+    file = np.array([[[224, 172, 150], [112, 60, 160]], [[0, 0, 0], [255, 255, 255]]], np.uint8).transpose(2, 0, 1)
+    scale = ScaleIntensityRanged("image", 0, 255, 0, 1)
+    mean, sd = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    normalise = NormalizeIntensityd("image", subtrahend=mean, divisor=sd, channel_wise=True)
+    mask = np.zeros((2, 2), np.uint8)
+    for steps in ([scale, normalise], [Compose([scale]), normalise], [scale]):
+        given = Compose(steps)({"image": torch.from_numpy(file).float()})["image"].numpy()
+        (plane,) = planes(true_colours(given, steps), mask, mask, picture_geometry(2, 2))
+        assert (np.rint(255 * plane.image) == file.transpose(1, 2, 0)).all()
+    own = [scale, NormalizeIntensityd("image", channel_wise=True)]
+    given = Compose(own)({"image": torch.from_numpy(file).float()})["image"].numpy()
+    assert true_colours(given, own) is given, "each channel by its own mean: what was lost is not invented"
+    assert true_colours(given[:1], [scale, normalise]).shape == (1, 2, 2)
 
 
 def test_pictures_are_shown_upright() -> None:
@@ -282,8 +300,12 @@ def test_a_run_leaves_pictures_masks_and_cases(method: str, tmp_path: Path) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     summary = simulate(tmp_path / "out", method)
-    assert {"dice", "hd95", "surface_dice", "pixel_accuracy", "loss", "round"} == set(summary["last"])
-    assert summary["units"] == {"hd95": "pixels"}
+    own = {f"{kind}_core" for kind in ("dice", "hd95", "surface_dice")}
+    expected = {"dice", "hd95", "surface_dice", "pixel_accuracy", "loss", "round", "classes", *own}
+    assert set(summary["last"]) == expected
+    found = {kind: summary["last"][kind] for kind in ("dice", "hd95", "surface_dice")}
+    assert summary["last"]["classes"]["core"] == found | {"cases": 12}
+    assert summary["units"] == {"hd95": "pixels", "hd95_core": "pixels"}
     names = ["dice", "masks-x", "masks-y", "masks-z"]
     assert sorted(path.stem for path in (tmp_path / "out" / "pictures").iterdir()) == names
     with (tmp_path / "out" / "predictions.csv").open() as file:
@@ -319,7 +341,7 @@ def test_workers_and_masks_change_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "one" / "predictions.csv").read_text() == (tmp_path / "two" / "predictions.csv").read_text()
     assert not (tmp_path / "two" / "predictions").exists()
     rounds = [json.loads(line) for line in (tmp_path / "one" / "rounds.jsonl").read_text().splitlines()]
-    assert [set(entry["val"]) for entry in rounds] == [{"dice", "pixel_accuracy", "loss"}] * 2
+    assert [set(entry["val"]) for entry in rounds] == [{"dice", "dice_core", "pixel_accuracy", "loss"}] * 2
 
 
 def test_masks_of_a_foreign_bundle_lie_in_their_files_grid(tmp_path: Path) -> None:
@@ -335,7 +357,7 @@ def test_masks_of_a_foreign_bundle_lie_in_their_files_grid(tmp_path: Path) -> No
         save_predictions=True,
     )
     assert {"dice", "hd95", "surface_dice", "pixel_accuracy"} <= set(summary["last"])
-    assert summary["units"] == {"hd95": "mm"}
+    assert summary["units"] == {"hd95": "mm", "hd95_ball": "mm"}
     written = sorted((tmp_path / "out" / "predictions").rglob("*.nii.gz"))
     assert len(written) == 2
     originals = {path.name: nib.load(path) for path in (bundle.path / "data").rglob("imagesTr/*.nii.gz")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.data.prepared import Augmented, Shard, Stacked
 from medfl.data.public import Public
+from medfl.data.source import Source
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods import Method
 from medfl.training.network_pool import Networks
@@ -306,7 +308,7 @@ class ToyBundle:
     name, task, classes, key_metric, has_test = "toy", "classification", ("p", "q", "r"), "balanced_accuracy", True
     evaluator = ClassEvaluator()
     loss = staticmethod(cross_entropy)
-    policy, is_scheduled = None, False
+    policy, is_scheduled, structures = None, False, ()
     embeddings = staticmethod(prompts)
 
     def __init__(self, norm: bool = True) -> None:
@@ -314,6 +316,9 @@ class ToyBundle:
 
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         return sgd(0.05 if lr is None else lr, momentum=0.9)(network)
+
+    def section(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(source=Source([]))
 
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Stacked:
         x, y = blobs({section: 12}, seed=SECTIONS.index(section))[section]

@@ -10,6 +10,7 @@ from medfl.core.run_folder import safe_file_name
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
+from medfl.evaluation.slices import true_colours
 from medfl.report import overlays
 from medfl.report.dice_strip import dice_strips
 from medfl.report.overlays import Example
@@ -82,7 +83,7 @@ def _example(federation: Federation, site: str, ident: str, rank: str, cases: Ca
         rank,
         ident,
         {name: float(value) for name, value in row.items()},
-        image[0].float().numpy(force=True),
+        true_colours(image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms),
         masks.reference.numpy(),
         masks.prediction.numpy(),
         shard.prepared.geometry[index] if shard.prepared.geometry else None,

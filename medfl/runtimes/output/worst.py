@@ -9,7 +9,7 @@ from torch import Tensor
 
 from medfl.data.prepared import Geometry, Shard
 from medfl.evaluation.metrics import Cases
-from medfl.evaluation.slices import planes
+from medfl.evaluation.slices import planes, true_colours
 from medfl.report.picture import Picture, image_picture
 from medfl.report.saved_pictures import WORST
 from medfl.runtimes.federation import Federation
@@ -42,7 +42,8 @@ def drawn(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Pictur
         known = shard.prepared.geometry
         geometry = known[index] if known else _upright(tuple(image.shape[2:])) if rows_first else None
         nothing = np.zeros(image.shape[2:], np.int64)
-        plane = planes(image[0].float().numpy(force=True), nothing, nothing, geometry)[0]
+        pixels = true_colours(image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms)
+        plane = planes(pixels, nothing, nothing, geometry)[0]
         label, chances = int(cases[site].values["label"][row]), cases[site].values["probabilities"][row]
         predicted = int(chances.argmax())
         wrong = label != predicted

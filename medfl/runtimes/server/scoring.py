@@ -191,7 +191,7 @@ class Scoring:
 
     def _classes(self, scores: Metrics | None, cases: Cases | None) -> dict[str, Any]:
         """Return `classes`, {} where the task has no structures; `scores` are of as many cases as these."""
-        if scores is None or cases is None:
+        if scores is None or cases is None or self.federation.task.kind != "segmentation":
             return {}
         found = by_structure(scores, cases.values, self.federation.bundle.structures, len(cases))
         return {"classes": found} if found else {}
