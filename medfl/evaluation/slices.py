@@ -91,7 +91,7 @@ def true_colours(image: Array, steps: Sequence[Any]) -> Array:
     """
     if image.ndim != 3 or len(image) != 3:
         return image
-    undone, each = image, Compose([*steps]).flatten().transforms
+    undone, each = image, Compose([*steps]).flatten().transforms  # type: ignore[no-untyped-call]
     for step in reversed([one for one in each if "image" in getattr(one, "keys", ())]):
         if isinstance(step, NormalizeIntensityd):
             by = step.normalizer
@@ -99,8 +99,9 @@ def true_colours(image: Array, steps: Sequence[Any]) -> Array:
                 return image
             divisor, subtrahend = (np.asarray(value, float).reshape(-1, 1, 1) for value in (by.divisor, by.subtrahend))
             undone = undone * divisor + subtrahend
-        elif isinstance(step, ScaleIntensityRanged) and None not in (step.scaler.b_min, step.scaler.b_max):
-            return (undone - step.scaler.b_min) / (step.scaler.b_max - step.scaler.b_min)
+        elif isinstance(step, ScaleIntensityRanged):
+            low, high = step.scaler.b_min, step.scaler.b_max
+            return undone if low is None or high is None else (undone - low) / (high - low)
     return undone
 
 
