@@ -89,7 +89,8 @@ def _kind(option: Mapping[str, Any]) -> str:
     if option["choices"]:
         return ", ".join(f"`{_plain(choice)}`" if choice != "" else "nothing" for choice in option["choices"])
     least = f" ≥ {option['minimum']:g}" if option["minimum"] is not None else ""
-    return str(option["type"]).replace("|", "or") + least
+    most = f" and ≤ {option['maximum']:g}" if option["maximum"] is not None else ""
+    return str(option["type"]).replace("|", "or") + least + most
 
 
 def _as_built(name: str) -> str:

@@ -12,7 +12,8 @@ import numpy as np
 
 from medfl.bundle.files import shipped
 from medfl.compare.comparison import Comparison
-from medfl.compare.grid import Entry, Grid
+from medfl.compare.entry import Entry
+from medfl.compare.grid import Grid
 from medfl.compare.grid import compare as run_grid
 from medfl.compare.tables import write_tables
 from medfl.core.errors import InputError, RunError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
@@ -74,7 +75,7 @@ def sites(parser: Any) -> Any:
 def partition(group: Any, action: str = "store") -> None:
     """Add the flag for a partition, or for several."""
     group.add_argument(
-        "--partition", action=action, metavar="SPEC",
+        "--partition", action=action, type=_partition, metavar="SPEC",
         help="which site holds which image: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (where it was "
         "taken; centre:NAME=TRAIN/TEST,... keeps only so many images of a centre), counts:TRAIN/TEST,... (a site each; "
         "TRAIN includes validation), size (quantiles of the image size) or file:PATH.csv"
@@ -121,6 +122,52 @@ def jobs(group: Any, text: str) -> None:
 def quiet(group: Any) -> None:
     """Add the flag that silences what is told while running."""
     group.add_argument("--quiet", action="store_true", help="say nothing but errors while running")
+
+
+def add_bundle(parser: Any, **more: Any) -> None:
+    """Add the argument that names a bundle."""
+    text = "name of a shipped bundle, or the folder of any"
+    parser.add_argument("bundle", **{"type": bundle, **more}, metavar="BUNDLE", help=text)
+
+
+def bundle(text: str) -> str:
+    """Return a bundle's name or folder as it was given; an InputError where there is no such bundle."""
+    from medfl.bundle.files import find
+
+    find(text)
+    return text
+
+
+def bundle_folder(text: str) -> Path:
+    """Return a bundle's folder, which need not say how to train; an InputError where there is none."""
+    from medfl.bundle.files import shipped_folders
+
+    found = shipped_folders().get(text) or Path(text)
+    if not found.expanduser().is_dir():
+        raise InputError(f"bundle {text}", "the folder of a MONAI bundle, or a shipped bundle's name", "check the path")
+    return found
+
+
+def existing(text: str) -> Path:
+    """Return the path of a file or folder; an InputError where there is none."""
+    path = Path(text)
+    if not path.expanduser().exists():
+        raise InputError(f"{text} is not there", "a file or folder", "check the path")
+    return path
+
+
+def run_folder(text: str) -> Path:
+    """Return the folder of a run; an InputError where it holds none."""
+    if not (Path(text) / "run.json").is_file():
+        raise InputError(f"{text} holds no run (no run.json)", "a folder that medfl run wrote", "as runs/NAME")
+    return Path(text)
+
+
+def _partition(text: str) -> str:
+    from medfl.data.partition.rules import parse
+
+    parse(text)
+    return text
 
 
 def _jobs(text: str) -> int | None:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
+from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
+from medfl.compare import papers
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
 
@@ -24,7 +26,7 @@ def add(verbs: Any) -> None:
     text = "run a grid of methods, partitions and seeds, and compare them"
     compare = add_verb(verbs, "compare", text, _compare, _EXAMPLES)
     text = "name of a shipped bundle, or the folder of any; of --paper, all its own"
-    compare.add_argument("bundle", nargs="?", metavar="BUNDLE", help=text)
+    compare.add_argument("bundle", nargs="?", type=arguments.bundle, metavar="BUNDLE", help=text)
     what = compare.add_argument_group("what")
     what.add_argument("--methods", default="", metavar="A,B,...", help="methods with their defaults")
     what.add_argument(
@@ -68,19 +70,19 @@ def _compare(options: Any) -> int:
     if options.bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
     shared, seeds = _shared(options), _seeds(options.seeds or "0,1,2")
+    from medfl.compare.entry import Entry
+
+    entries = [Entry.read(text) for text in dict.fromkeys(arguments.names(options.methods) + options.entries)]
+    if not entries:
+        raise InputError("no methods", "--methods A,B,... or --method 'NAME OPTION=VALUE ...'", "add one of these")
+    for entry in entries:
+        check_options(entry.method, entry.options)
     with without_gc():
-        from medfl.compare.grid import Entry, Grid, compare
+        from medfl.compare.grid import Grid, compare
         from medfl.compare.tables import write_tables
 
-    methods = arguments.names(options.methods) + options.entries
-    if not methods:
-        raise InputError("no methods", "--methods A,B,... or --method 'NAME OPTION=VALUE ...'", "add one of these")
     grid = Grid(
-        options.bundle,
-        tuple(Entry.read(method) for method in dict.fromkeys(methods)),
-        tuple(options.partition or (None,)),
-        tuple(dict.fromkeys(seeds)),
-        **shared,
+        options.bundle, tuple(entries), tuple(options.partition or (None,)), tuple(dict.fromkeys(seeds)), **shared
     )
     tests = {"against": options.against, "target": options.target}
     comparison, failed = compare(grid, options.out, at_once=options.jobs, **telling(options), **tests)
@@ -102,13 +104,13 @@ def _compare(options: Any) -> int:
 
 
 def _paper(options: Any) -> int:
-    with without_gc():
-        from medfl.compare.papers import runs as paper_runs
-        from medfl.compare.papers import tables as paper_tables
-
+    papers.check_name(options.paper)
     for flag, value in (("--against", options.against), ("--target", options.target), ("--method", options.entries)):
         if value:
             raise InputError(f"{flag} with --paper", "a published table has its own rows and tests", "leave it out")
+    with without_gc():
+        from medfl.compare.papers import runs as paper_runs
+        from medfl.compare.papers import tables as paper_tables
     lines, code, document = paper_runs.run(
         paper_tables.load(options.paper),
         options.out,

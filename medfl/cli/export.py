@@ -25,7 +25,7 @@ In the bundle's folder MONAI reads it back:
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     export = add_verb(verbs, "export", "write the result of a run as a MONAI bundle", _export, _EXAMPLES)
-    export.add_argument("run", type=Path, metavar="RUN", help="a folder that medfl run wrote")
+    export.add_argument("run", type=arguments.run_folder, metavar="RUN", help="a folder that medfl run wrote")
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder of the bundle")
     text = "the last round's model, or the best by validation; default last"
     export.add_argument("--which", default="last", metavar="last|best", help=text)

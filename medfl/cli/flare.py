@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments, run
+from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core.errors import InputError
+from medfl.core.places import require_unused
 from medfl.core.settings import COMPUTING, SITES
 
 _SIMULATE = """\
@@ -51,7 +53,9 @@ def add(verbs: Any) -> None:
         action.set_defaults(runtime=runtime)
     text = "write the job of a run over sites with images of their own"
     export = add_verb(actions, "export", text, _export, _EXPORT)
-    export.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
+    export.add_argument(
+        "bundle", type=arguments.bundle, metavar="BUNDLE", help="name of a shipped bundle, or the folder of any"
+    )
     what = export.add_argument_group("what", "each site permits which ids --config may set")
     what.add_argument("--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg")
     arguments.what(what, "option of the method (medfl methods NAME); may be repeated", data=False)
@@ -74,6 +78,8 @@ def _export(options: Any) -> int:
     sites = arguments.names(options.sites)
     if len(set(sites)) != len(sites) or not sites:
         raise InputError(f"--sites {options.sites}", "different names, as north,south", "name each site once")
+    check_options(options.method or "fedavg", values)
+    require_unused(options.out)
     from medfl.flare.offer import export
 
     document = export(

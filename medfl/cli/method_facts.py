@@ -5,7 +5,6 @@ Finding it out needs PyTorch and seconds, so `docs/site/generate.py` keeps it fo
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from collections.abc import Mapping
@@ -37,7 +36,6 @@ def method(name: str) -> Document:
         InputError: unknown method.
     """
     cls = registry.method_class(name)
-    limits = {field.name: field.metadata.get("minimum") for field in dataclasses.fields(cls)}
     return {
         "name": name,
         "summary": (cls.__doc__ or "").partition("\n")[0],
@@ -46,7 +44,7 @@ def method(name: str) -> Document:
         "judged": cls.judged,
         "travels": travels(cls),
         "plain_host": registry.has_fedavg_server(cls),
-        "options": [{**option, "minimum": limits[option["name"]]} for option in registry.options_of(cls)],
+        "options": registry.options_of(cls),
         "prototype_options": registry.prototype_options(cls),
         "docs": sys.modules[cls.__module__].__doc__ or "",
     }

@@ -12,6 +12,7 @@ from typing import Any
 from medfl.cli.arguments import typed
 from medfl.core import terminal
 from medfl.core.names import check_method_name, method_names
+from medfl.core.option_values import OptionForm, read_options
 from medfl.core.task import TASKS
 
 CATALOGUE = Path(__file__).with_name("methods.json")
@@ -28,11 +29,30 @@ def methods(name: str | None = None) -> Document:
     Raises:
         InputError: unknown method.
     """
-    known = {entry["name"]: entry for entry in json.loads(CATALOGUE.read_text("utf-8"))}
+    known = _catalogue()
     if name is None:
         return {"methods": [{k: v for k, v in _entry(known, one).items() if k != "docs"} for one in method_names()]}
     check_method_name(name)
     return _entry(known, name)
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise an InputError if a shipped method has not one of these options, or not with this value.
+
+    What an option's limits do not say, as two options that exclude each other, the method's class checks later.
+    """
+    check_method_name(name)
+    if options and name in method_names():
+        entry = _entry(_catalogue(), name)
+        forms = [
+            OptionForm(**{key: one[key] for key in ("name", "type", "choices", "minimum", "maximum")})
+            for one in [*entry["options"], *entry["prototype_options"]]
+        ]
+        read_options(name, {form.name: form for form in forms}, options)
+
+
+def _catalogue() -> dict[str, Document]:
+    return {entry["name"]: entry for entry in json.loads(CATALOGUE.read_text("utf-8"))}
 
 
 def _entry(known: Mapping[str, Document], name: str) -> Document:
@@ -122,7 +142,8 @@ def _options(title: str, options: list[Document], width: int) -> list[str]:
 def _type(option: Document) -> str:
     if option["choices"]:
         return " | ".join(typed(choice) for choice in option["choices"])
-    return str(option["type"]) + (f" >= {option['minimum']:g}" if option["minimum"] is not None else "")
+    least = f" >= {option['minimum']:g}" if option["minimum"] is not None else ""
+    return str(option["type"]) + least + (f" and <= {option['maximum']:g}" if option["maximum"] is not None else "")
 
 
 def methods_markdown() -> str:

@@ -30,11 +30,11 @@ def add(verbs: Any) -> None:
     text = "write a bundle for images of your own: labelled pictures, or images with masks"
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
     new.add_argument("bundle", type=Path, metavar="BUNDLE_DIR", help="new folder; its name becomes the bundle's")
-    new.add_argument("--images", type=Path, required=True, metavar="DIR", help="folder of the images")
-    new.add_argument("--masks", type=Path, metavar="DIR", help="folder of the masks, beside it or in it")
+    new.add_argument("--images", type=arguments.existing, required=True, metavar="DIR", help="folder of the images")
+    new.add_argument("--masks", type=arguments.existing, metavar="DIR", help="folder of the masks, beside it or in it")
     new.add_argument("--classes", default="", metavar="A,B,...", help="names of the masks' values 1, 2, ...")
     new.add_argument(
-        "--labels", type=Path, metavar="CSV",
+        "--labels", type=arguments.existing, metavar="CSV",
         help="table of the pictures' classes, beside the folder or in it: a column of files and one called label, "
         "class or diagnosis, or a column of 0 and 1 for each class",
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 
 _EXAMPLES = """\
@@ -19,7 +20,9 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "write report.html of one or several run folders"
     report = add_verb(verbs, "report", text, _report, _EXAMPLES)
-    report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that medfl run wrote")
+    report.add_argument(
+        "folders", nargs="+", type=arguments.existing, metavar="DIR", help="a folder that medfl run wrote"
+    )
     report.add_argument(
         "--out", type=Path, metavar="FILE.html",
         help="one page of all of them side by side, and nothing in their folders; of runs of one bundle",

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
+from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.sandbox import enter_sandbox
 from medfl.core.importing import without_gc
-from medfl.core.names import check_method_name
 
 EXAMPLES = """\
 What is not given comes from the bundle's configs/federated.yaml: the protocol
@@ -79,11 +79,15 @@ def run(options: Any) -> int:
     """Execute `medfl run`."""
     values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)
     requested = arguments.requested(options, "method", "partition", "presets", "data", "sites")
-    if options.method is not None:
-        check_method_name(options.method)
-    if options.bundle is not None and not options.resume:
-        from medfl.bundle.files import find
+    from medfl.bundle.files import find
+    from medfl.runs import early
 
+    early.refuse(
+        options.bundle, requested, given=bool(values or config), out=options.out, resume=options.resume,
+        source=options.source, runtime=options.runtime,
+    )  # fmt: skip
+    if options.bundle is not None and not options.resume:
+        check_options(options.method or "fedavg", values)
         find(options.bundle)
     if options.sandbox:
         enter_sandbox(options)

@@ -11,7 +11,7 @@ from typing import Any
 
 from medfl.cli.parser import telling
 from medfl.core.errors import InputError
-from medfl.core.places import cache_folder, default_run_folder
+from medfl.core.places import cache_folder, default_run_folder, record_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_run
 from medfl.core.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
@@ -58,7 +58,7 @@ def _record(options: Any) -> Run | None:
     """Return the run to be resumed or repeated; None for a new one, and for one that cannot be read: told later."""
     place = options.source or (options.out if options.resume else None)
     try:
-        return read_run(place / "run.json" if place.is_dir() else place)[0] if place else None
+        return read_run(record_of(place))[0] if place else None
     except InputError:
         return None
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medfl.cli.arguments import number, pairs
+from medfl.cli import arguments
+from medfl.cli.arguments import add_bundle, number, pairs
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core import terminal
 from medfl.core.errors import InputError
@@ -53,24 +54,31 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     actions = add_actions(verbs, "site", "for a clinical partner: what would run here, and what would leave")
     inspect = add_verb(actions, "inspect", "read a bundle without running anything of it", _inspect, _EXAMPLES)
-    inspect.add_argument("bundle", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
-    inspect.add_argument("--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra")
+    add_bundle(inspect, type=arguments.bundle_folder)
     inspect.add_argument(
-        "--against", type=Path, metavar="DIR", help="the version accepted before: show what differs, line by line"
+        "--policy", type=arguments.existing, metavar="FILE", help="the site's policy; default: nothing extra"
+    )
+    inspect.add_argument(
+        "--against",
+        type=arguments.existing,
+        metavar="DIR",
+        help="the version accepted before: show what differs",
     )
     inspect.add_argument(
         "--write-policy", type=Path, metavar="FILE",
         help="if accepted, write a policy that pins every file, with what --policy says beside",
     )  # fmt: skip
     inspect.add_argument(
-        "--job", type=Path, metavar="DIR|run.json",
+        "--job", type=arguments.existing, metavar="DIR|run.json",
         help="with --write-policy: the policy agrees to this job's method, rounds, batch size and local epochs",
     )  # fmt: skip
     text = "preflight: would a bundle run here, on these images?"
     check = add_verb(actions, "check", text, _check, _CHECK_EXAMPLES)
     _add_data(check)
     check.add_argument("--server", metavar="HOST:PORT", help="the federation's server: can it be reached?")
-    check.add_argument("--kit", type=Path, metavar="DIR", help="startup kit: do server and site trust each other?")
+    check.add_argument(
+        "--kit", type=arguments.existing, metavar="DIR", help="startup kit: do server and site trust it?"
+    )
     check.add_argument("--device", default="cpu", metavar="auto|cpu|cuda[:i]", help="to train on; default cpu")
     number(check, "--batch-size", "B", "images a step; default: the bundle's")
     check.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="where the State will be")
@@ -82,18 +90,22 @@ def add(verbs: Any) -> None:
     number(stats, "--min-count", "K", "counts below it are not told; default 10, and at least the policy's")
     number(stats, "--noise", "EPSILON", "add noise to each count and histogram; smaller is noisier", float)
     stats.add_argument("--out", type=Path, metavar="FILE", help="write what is shown; with --collect: the picture")
-    stats.add_argument("--collect", nargs="+", type=Path, metavar="FILE", help="draw what several sites have written")
+    stats.add_argument(
+        "--collect", nargs="+", type=arguments.existing, metavar="FILE", help="draw what several sites have written"
+    )
     audit = add_verb(actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES)
-    audit.add_argument("file", type=Path, metavar="FILE", help="the log")
+    audit.add_argument("file", type=arguments.existing, metavar="FILE", help="the log")
     audit.add_argument("--noted", metavar="SHA256", help="of a line, noted elsewhere: it must still be there")
     serve.add(actions, add_verb, show)
 
 
 def _add_data(parser: Any, many: str | None = None) -> None:
     """Add what opens a bundle on its data."""
-    parser.add_argument("bundle", nargs=many, metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
+    add_bundle(parser, nargs=many)
     parser.add_argument("--data", metavar="DIR|phantom", help="folder of the images, or drawn ones")
-    parser.add_argument("--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra")
+    parser.add_argument(
+        "--policy", type=arguments.existing, metavar="FILE", help="the site's policy; default: nothing extra"
+    )
     parser.add_argument(
         "--config", action="append", default=[], metavar="ID=VALUE",
         help="id of the bundle's configuration, e.g. image_size=64; may be repeated",
@@ -101,7 +113,6 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 
 
 def _inspect(options: Any) -> int:
-    from medfl.bundle.files import shipped_folders
     from medfl.core.run_documents import read_run
     from medfl.policy.differences import differences
     from medfl.policy.inspection import inspect
@@ -110,7 +121,7 @@ def _inspect(options: Any) -> int:
     policy = Policy.read(options.policy) if options.policy is not None else Policy()
     if options.job is not None:
         policy = policy.agreeing(read_run(_run_file(options.job))[0])
-    folder = shipped_folders().get(options.bundle, Path(options.bundle))
+    folder = options.bundle
     target = options.write_policy
     if target is not None:
         _check_new_file("--write-policy", target)

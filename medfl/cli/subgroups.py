@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
@@ -24,7 +23,9 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "a run's test metrics by centre, site, sex, age or localisation, with intervals"
     subgroups = add_verb(verbs, "subgroups", text, _subgroups, _EXAMPLES)
-    subgroups.add_argument("run", type=Path, metavar="RUN", help="a run folder; its data have to be at hand")
+    subgroups.add_argument(
+        "run", type=arguments.run_folder, metavar="RUN", help="a run folder; its data have to be at hand"
+    )
     arguments.trust(subgroups)
     subgroups.add_argument(
         "--by", default="centre", metavar="COLUMN",

@@ -12,8 +12,8 @@ from typing import Any
 
 from medfl.compare.labels import labels
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.places import require_unused
 from medfl.core.run import Run
-from medfl.core.run_folder import RunFolder
 from medfl.core.untrusted import Refused, json_values
 from medfl.report import RunFiles
 
@@ -50,7 +50,7 @@ def check_folder(settings: Mapping[str, Any], out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file", allowed, advice)
     if not out.exists():
-        RunFolder.require_unused(out)  # refuses a folder that cannot be made
+        require_unused(out)  # refuses a folder that cannot be made
         return
     if not any(out.iterdir()):
         return

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import shlex
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from tqdm import tqdm
 from medfl import methods
 from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
+from medfl.compare.entry import Entry
 from medfl.compare.scheduling import Schedule, Start, kind_title
 from medfl.core import gpu_memory
 from medfl.core.errors import InputError, MedflError
@@ -41,32 +41,6 @@ from medfl.core.terminal import Print
 from medfl.data.on_device import within
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A method of the grid with its options; `label` is what the user typed."""
-
-    label: str
-    method: str
-    options: Mapping[str, str]
-
-    @classmethod
-    def read(cls, text: str) -> Entry:
-        """Read `fedcb classifier=random_frozen`.
-
-        Raises:
-            InputError: no such method, or a word that is no OPTION=VALUE.
-        """
-        try:
-            name, *words = shlex.split(text)
-        except ValueError as error:
-            raise InputError(f"method {text!r} ({error})", "NAME OPTION=VALUE ...", "close the quotes") from error
-        wrong = [word for word in words if "=" not in word]
-        if wrong:
-            raise InputError(f"{wrong[0]!r} in method {text!r}", "NAME OPTION=VALUE ...", f"write {wrong[0]}=VALUE")
-        methods.method_class(name)
-        return cls(" ".join([name, *words]), name, dict(word.split("=", 1) for word in words))
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.core.errors import InputError, RunError
+from medfl.core import forms
+from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights, is_finite
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-KINDS = ("lossless", *_HALVES, "int8", "topk")
 _LEAST = 64  # numbers: an entry of the header of a message takes 60 to 100 bytes
 _LEVELS = 127
 _EXACT = {"float32": torch.float32, "float64": torch.float64}
@@ -43,7 +43,7 @@ class Compression:
     """How messages are compressed and restored, the same at both ends.
 
     Attributes:
-        kind: one of `KINDS`.
+        kind: one of `forms.MESSAGES`.
         fraction: of `topk`, the share of the numbers that leaves.
         exact: tensors of the network that always go as they are.
         groups: groups of messages that are made smaller, as noise of mean 0 in each number does them no harm.
@@ -61,24 +61,7 @@ class Compression:
         Raises:
             InputError: it is something else.
         """
-        kind, colon, share = text.partition(":")
-        if kind not in KINDS or (kind == "topk") != bool(colon):
-            raise InputError(
-                f"--messages {text}", f"{', '.join(KINDS[:-1])} or topk:FRACTION", "choose one, for example int8"
-            )
-        if kind != "topk":
-            return cls(kind)
-        try:
-            fraction = float(share)
-        except ValueError:
-            fraction = math.nan
-        if not 0 < fraction <= 0.5:
-            raise InputError(
-                f"--messages {text}",
-                "a fraction above 0 and at most 0.5, since a number that leaves takes its position along",
-                "for example topk:0.01",
-            )
-        return cls(kind, fraction)
+        return cls(*forms.messages(text))
 
     def __str__(self) -> str:
         """Return what `parse` reads."""

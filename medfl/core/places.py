@@ -1,8 +1,9 @@
-"""Where files lie for which nobody named a place."""
+"""Where files lie for which nobody named a place, and whether a place that was named will do."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from medfl.core.errors import InputError
@@ -10,6 +11,8 @@ from medfl.core.names import check_name
 
 PRIVATE = "MEDFL_PRIVATE_CACHE"
 """Variable of a process in a sandbox: its folder for what is pickled, as other processes would run what it writes."""
+BESIDE = ("local",)
+"""The Local reference may lie in a run folder before the run itself."""
 
 
 def cache_folder(kind: str) -> Path:
@@ -39,3 +42,33 @@ def is_run(folder: Path) -> bool:
         "a folder that medfl run or medfl export wrote, or any MONAI bundle with weights in models/",
         "name one, as runs/NAME",
     )
+
+
+def require_unused(path: Path, beside: Sequence[str] = ()) -> None:
+    """Raise an InputError if a folder cannot be made, or holds anything but what `beside` names."""
+    parent = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
+    if parent != path and not (parent.is_dir() and os.access(parent, os.W_OK)):
+        reason = "may not be written to" if parent.is_dir() else "is not a folder"
+        raise InputError(f"--out {path} cannot be made: {parent} {reason}", "a new folder", "give a writable place")
+    if path.exists() and (not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())):
+        raise InputError(
+            f"--out {path} exists and is not empty", "a new or empty folder", "give a new folder, or add --resume"
+        )
+
+
+def require_run(path: Path) -> None:
+    """Raise an InputError if a folder holds no run."""
+    if not (path / "run.json").is_file():
+        raise InputError(
+            f"--out {path} holds no run (no run.json)", "the folder of an earlier run", "start without --resume"
+        )
+
+
+def record_of(source: Path) -> Path:
+    """Return the run.json that `--from` names, itself or by its folder."""
+    return source / "run.json" if source.is_dir() else source
+
+
+def _leftover(path: Path) -> bool:
+    """Return whether a kill left this before run.json was written; nothing in it is needed."""
+    return path.name == ".run.json.tmp" or (path.name == "state" and path.is_dir() and not any(path.iterdir()))

@@ -25,6 +25,7 @@ import torch
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
 from medfl.core.names import readable_file_name
+from medfl.core.places import require_run, require_unused
 from medfl.core.run import Run
 from medfl.core.run_documents import MANIFEST, read_manifest, read_round, read_run, round_lines
 from medfl.core.storage import (
@@ -69,20 +70,6 @@ class RunFolder:
         self._best: str | None = None  # file of the server's State of the best round
         self._sums: dict[str, str] | None = None  # file -> SHA-256
 
-    @staticmethod
-    def require_unused(path: Path, beside: Sequence[str] = ()) -> None:
-        """Raise an InputError if a folder cannot be made, or holds anything but what `beside` names."""
-        parent = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
-        if parent != path and not (parent.is_dir() and os.access(parent, os.W_OK)):
-            reason = "may not be written to" if parent.is_dir() else "is not a folder"
-            raise InputError(f"--out {path} cannot be made: {parent} {reason}", "a new folder", "give a writable place")
-        if path.exists() and (
-            not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())
-        ):
-            raise InputError(
-                f"--out {path} exists and is not empty", "a new or empty folder", "give a new folder, or add --resume"
-            )
-
     @classmethod
     def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
         """Make a new folder, in which only what `beside` names may exist already.
@@ -90,7 +77,7 @@ class RunFolder:
         Raises:
             InputError: it exists and is not empty, or cannot be made.
         """
-        cls.require_unused(path, beside)
+        require_unused(path, beside)
         folder = cls(path)
         try:
             folder.state.mkdir(parents=True, exist_ok=True)
@@ -107,10 +94,7 @@ class RunFolder:
         Raises:
             InputError: there is no run in it.
         """
-        if not (path / "run.json").is_file():
-            raise InputError(
-                f"--out {path} holds no run (no run.json)", "the folder of an earlier run", "start without --resume"
-            )
+        require_run(path)
         return cls(path)
 
     def remove_unstarted(self, beside: Sequence[str] = ()) -> None:
@@ -334,11 +318,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
     data = safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
     name: str = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[""]["dtype"]
     return name
-
-
-def _leftover(path: Path) -> bool:
-    """Return whether a kill left this before run.json was written; nothing in it is needed."""
-    return path.name == ".run.json.tmp" or (path.name == "state" and path.is_dir() and not any(path.iterdir()))
 
 
 def safe_file_name(name: str) -> str:

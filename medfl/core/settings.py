@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from medfl.core import forms
 from medfl.core.errors import InputError
 
 LOSSLESS, MEAN = "lossless", "mean"
@@ -34,6 +35,7 @@ class Setting:
         later: added after the first release: records leave it out at its default, so that their hashes stay.
         least, above, most: limits of a number; `above` is exclusive.
         optional: whether a run may have None.
+        form: of text: reads it, and raises an InputError where it is none of its form; None: any text.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Setting:
     above: float | None = None
     most: float | None = None
     optional: bool = False
+    form: Callable[[str], object] | None = None
 
     @property
     def flag(self) -> str:
@@ -94,7 +97,10 @@ class GeneralSettings:
     """Settings that have a default."""
 
     seed: int = setting("seed of everything random; default 0", "S", group=TRAINING, default=0, least=0, most=2**63 - 1)
-    device: str = setting("where networks are trained; default cpu", "auto|cpu|cuda[:i]", group=MACHINE, default="cpu")
+    device: str = setting(
+        "where networks are trained; default cpu", "auto|cpu|cuda[:i]",
+        group=MACHINE, default="cpu", form=forms.device,
+    )  # fmt: skip
     amp: bool = setting("automatic mixed precision", group=COMPUTING, default=False)
     tf32: bool = setting("let a GPU round products to TF32", group=COMPUTING, default=False, later=True)
     channels_last: bool = setting("lay images out with channels last", group=COMPUTING, default=False, later=True)
@@ -122,18 +128,18 @@ class GeneralSettings:
     metrics: str = setting(
         "what segmented test items are scored by beside Dice: all (default), or dice (Dice alone), hd95, surface_dice, "
         "either with a structure's name (hd95_liver), joined by commas", "NAMES",
-        group=TRAINING, default="all", later=True,
+        group=TRAINING, default=forms.ALL, later=True, form=forms.metrics,
     )  # fmt: skip
     messages: str = setting(
         "lossless (default), float16, bfloat16, int8, or topk:FRACTION of the changes, the rest sent later", "FORM",
-        group=TRAINING, default=LOSSLESS, later=True,
+        group=TRAINING, default=LOSSLESS, later=True, form=forms.messages,
     )  # fmt: skip
     aggregation: str = setting(
         "mean (default); or for methods that keep FedAvg's server half, counting every site the same: median "
         "(stands fewer than half of n sites bad; time n log n; loses what a minority knows), trimmed:FRACTION (stands "
         "that share; loses less), krum:F (stands F of 2F+3 or more; time n^2; learns from one site a round), "
         "multikrum:F (as krum, from n-F-2 sites)", "RULE",
-        group=ROBUSTNESS, default=MEAN, later=True,
+        group=ROBUSTNESS, default=MEAN, later=True, form=forms.aggregation,
     )  # fmt: skip
     max_share: float | None = setting(
         "most of a round's weight that one of three or more sites may have by its number of images; more ends the run; "
@@ -175,7 +181,7 @@ ADDED_LATER: Mapping[str, Any] = {name: entry.default for name, entry in SETTING
 
 
 def check_limits(values: Mapping[str, Any]) -> None:
-    """Raise an InputError if a setting of a run, or the number of sites, is beyond its limits.
+    """Raise an InputError if a setting of a run, or the number of sites, is beyond its limits or not of its form.
 
     Args:
         values: by name; what is no setting is let pass, as is what is left open (None).
@@ -186,3 +192,5 @@ def check_limits(values: Mapping[str, Any]) -> None:
         value = values.get(one.name)
         if not one.allows(value):
             raise InputError(f"{one.flag} {value:g}", one.allowed, f"change the value of {one.flag}")
+        if one.form is not None and value is not None:
+            one.form(value)

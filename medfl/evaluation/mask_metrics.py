@@ -19,13 +19,10 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.forms import ALL, DISTANCES, metrics
 
-DISTANCES = ("hd95", "surface_dice")
-"""The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
 KINDS = ("dice", *DISTANCES)
 """The metrics that each structure has of its own: `<kind>_<slug of its name>`."""
-ALL = "all"
-"""What `--metrics` takes for every one of them."""
 
 _Surfaces = tuple[float, float]  # HD95 and surface Dice of one class
 
@@ -44,7 +41,7 @@ def asked(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
     named = [slug(name) for name in structures or () if slug(name) != "background"]
     alone = [f"{kind}_{name}" for name in named for kind in DISTANCES]
     allowed = [ALL, *(["dice", *DISTANCES] if structures is not None else []), *alone]
-    names = [name.strip() for name in text.split(",")]
+    names = metrics(text)
     for name in names:
         if name not in allowed:
             raise InputError(

@@ -14,8 +14,8 @@ from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, is_name
+from medfl.core.places import require_unused
 from medfl.core.run import DataRecord, PartitionRecord, Run
-from medfl.core.run_folder import RunFolder
 from medfl.flare.files import OWN_IMAGES, RUN_FILE
 from medfl.flare.job import recipe, require_flare, write_job
 from medfl.flare.site_config import needs_in_one_place
@@ -99,7 +99,7 @@ def export(
     from medfl.flare.parts import RemoteController, RemoteExecutor
 
     tolerance = Tolerance(min_replies, deadline)
-    RunFolder.require_unused(out)
+    require_unused(out)
     run = offer(bundle, sites, **asked)
     least = min_replies or len(sites)
     if least > len(sites):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
-from medfl.core.errors import InputError, did_you_mean
+from medfl.core.errors import InputError
 from medfl.core.names import check_method_name
 from medfl.core.names import method_names as names
-from medfl.core.untrusted import Refused, typed_value
+from medfl.core.option_values import OptionForm, read_options
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.extras import (
     Bodies,
@@ -88,19 +86,10 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     cls = method_class(name)
     own = {field.name: field for field in dataclasses.fields(cls)}
     shared = {field.name: field for field in dataclasses.fields(Sharing)} if cls.takes_prototypes else {}
-    fields = {**shared, **own}
-    values: dict[str, Any] = {}
     if not isinstance(options, Mapping | None):
         raise InputError(f"options {options!r:.60} of method {name!r}", "a dict of its options", "as {'mu': 0.1}")
-    for key, value in {**(options or {}), **more}.items():
-        if key not in fields:
-            valid = ", ".join(sorted(fields)) or "none"
-            raise InputError(
-                f"option {key!r} of method {name!r}",
-                f"its options are: {valid}",
-                did_you_mean(str(key), fields, f"see medfl methods {name}"),
-            )
-        values[key] = _checked(name, fields[key], value)
+    forms = {key: OptionForm.of(field) for key, field in {**shared, **own}.items()}
+    values = read_options(name, forms, {**(options or {}), **more})
     method = cls(**{key: value for key, value in values.items() if key in own})
     sharing = Sharing(**{key: value for key, value in values.items() if key not in own})
     if sharing.prototypes:
@@ -163,7 +152,7 @@ def values_of(method: Method) -> dict[str, Any]:
 
 
 def options_of(cls: type[Method]) -> list[dict[str, Any]]:
-    """Return name, type, default, help and choices of each option of a method."""
+    """Return default and help of each option of a method, and what `OptionForm` knows of it."""
     return _described(cls)
 
 
@@ -173,11 +162,8 @@ def has_option(name: str, option_name: str) -> bool:
 
 
 def prototype_options(cls: type[Method]) -> list[dict[str, Any]]:
-    """Return what `options_of` does, and the minimum, of the options of prototype sharing; [] where it is not taken."""
-    if not cls.takes_prototypes:
-        return []
-    minima = [field.metadata.get("minimum") for field in dataclasses.fields(Sharing)]
-    return [{**entry, "minimum": least} for entry, least in zip(_described(Sharing), minima, strict=True)]
+    """Return what `options_of` does, of the options of prototype sharing; [] where it is not taken."""
+    return _described(Sharing) if cls.takes_prototypes else []
 
 
 def _refuse_old_hooks(name: str, cls: type[Method]) -> None:
@@ -198,52 +184,6 @@ def _described(cls: Any) -> list[dict[str, Any]]:
     """Describe the options: a method's own first, then those that it shares with others."""
     order = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
     return [
-        {"name": f.name, "type": _type_name(f), "default": f.default, "help": f.metadata.get("help", ""),
-         "choices": f.metadata.get("choices")}
+        {**dataclasses.asdict(OptionForm.of(f)), "default": f.default, "help": f.metadata.get("help", "")}
         for f in sorted(dataclasses.fields(cls), key=lambda field: order.index(field.name))
     ]  # fmt: skip
-
-
-def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
-    """Bring one value to its field's type and check it against its limits."""
-    kinds = {"float": float, "int": int, "bool": bool, "str": str}
-    wanted = [part.strip() for part in _type_name(field).split("|")]
-    given = value
-    if isinstance(value, str) and "str" not in wanted:
-        with suppress(Refused):  # not YAML: it stays text, which is refused below
-            value = typed_value(value)
-        if isinstance(value, str) and "float" in wanted:
-            value = _number(value)  # YAML reads 1e-3 as text
-    if "float" in wanted and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    allowed = tuple(kinds[part] for part in wanted if part in kinds) + ((type(None),) if "None" in wanted else ())
-    choices = field.metadata.get("choices")
-    minimum, maximum = (field.metadata.get(limit) for limit in ("minimum", "maximum"))
-    right = isinstance(value, allowed) and not (isinstance(value, bool) and bool not in allowed)
-    if right and choices is not None:
-        right = value in choices
-    if right and minimum is not None and value is not None:
-        right = minimum <= value <= (math.inf if maximum is None else maximum)
-    if right and isinstance(value, float):
-        right = math.isfinite(value)
-    if not right:
-        limits = f"one of {', '.join(map(str, choices))}" if choices else _type_name(field)
-        limits += f" >= {minimum:g}" if minimum is not None else ""
-        limits += f" and <= {maximum:g}" if maximum is not None else ""
-        limits += ", finite" if isinstance(value, float) and not math.isfinite(value) else ""
-        raise InputError(
-            f"{field.name}={given} for method {name!r}", f"{field.name} is {limits}", f"see medfl methods {name}"
-        )
-    return value
-
-
-def _type_name(field: dataclasses.Field[Any]) -> str:
-    """Return an option's type as written; it is text only where annotations are postponed."""
-    return field.type.__name__ if isinstance(field.type, type) else str(field.type)
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text

@@ -14,7 +14,7 @@ from medfl import methods
 from medfl.bundle.files import shipped_folders
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
-from medfl.core.places import default_run_folder
+from medfl.core.places import BESIDE, default_run_folder, require_unused
 from medfl.core.run_documents import read_rows, read_summary
 from medfl.core.run_folder import RunFolder
 from medfl.core.settings import LOSSLESS, MEAN
@@ -25,10 +25,11 @@ from medfl.data.prepared import Prepared
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.report import write_report
+from medfl.runs import early
 from medfl.runs.pace import steps, still_rising
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
+from medfl.runs.resume import LISTED as _LISTED
 from medfl.runs.resume import (
-    BESIDE,
     discarding,
     has_local,
     is_due,
@@ -37,7 +38,6 @@ from medfl.runs.resume import (
     resumed_plan,
     with_notes,
 )
-from medfl.runs.resume import LISTED as _LISTED
 from medfl.runtimes import registry
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation, prepared_sections
@@ -131,13 +131,20 @@ def federate(
     """
     requested = dict(requested or {})
     check_kinds(requested)
+    early.refuse(
+        bundle,
+        requested,
+        given=bool(options or config),
+        out=None if out is None else Path(out),
+        resume=resume,
+        source=None if source is None else Path(source),
+        runtime=runtime,
+    )
     chosen = registry.load(runtime)
     chosen.check(runtime, jobs=jobs, profile=profile, deadline=deadline)
     if track is not None:
         tracking.parse(track)
     tolerance = Tolerance(min_replies, deadline)
-    if out is not None and not resume:
-        RunFolder.require_unused(Path(out), BESIDE)
     with tf32(False):  # what teachers know and answer is kept for other runs too
         plan = with_notes(_plan(bundle, options or {}, config or {}, requested, out, resume, source, say))
     run = plan.run
@@ -149,7 +156,7 @@ def federate(
         _refuse_unsaved(plan)
     path = Path(out) if out else default_run_folder(plan.bundle.name, run.method, run.seed)
     if not resume:
-        RunFolder.require_unused(path, BESIDE)
+        require_unused(path, BESIDE)
     else:
         _refuse_elsewhere(path, runtime)
     for note in plan.notes:
@@ -292,18 +299,10 @@ def _plan(
 ) -> Plan:
     """Make the plan: a new one, a recorded one, or the one in the folder to be resumed."""
     if source is not None:
-        if bundle or options or config or set(requested) - {"data"}:
-            raise InputError(
-                "--from together with other settings", "--from repeats a recorded run as it was", "leave them out"
-            )
         return recorded_plan(Path(source), requested.get("data"), say)
     if resume:
-        if out is None:
-            raise InputError("--resume without --out", "--out names the folder of the run to continue", "add --out DIR")
-        return resumed_plan(Path(out), bundle, options, config, requested, say)
-    if bundle is None:
-        raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
-    return make_plan(Request(bundle, options=options, config=config, **requested), say)
+        return resumed_plan(Path(str(out)), bundle, options, config, requested, say)
+    return make_plan(Request(str(bundle), options=options, config=config, **requested), say)
 
 
 def _same_networks(plan: Plan) -> str:

@@ -22,6 +22,7 @@ from medfl.bundle.protocol import options_for, resolved
 from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.forms import device
 from medfl.core.run import PartitionRecord, Run
 from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits
 from medfl.core.terminal import Print
@@ -302,10 +303,8 @@ def device_named(name: str) -> str:
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, colon, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal())):
-        raise InputError(f"--device {name}", "auto, cpu, cuda or cuda:INDEX", "give one of these")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+    kind, index = device(name)
+    if kind == "cuda" and index >= torch.cuda.device_count():
         raise InputError(
             f"--device {name}", f"this machine has {torch.cuda.device_count()} CUDA devices", "choose cpu or auto"
         )

@@ -11,6 +11,7 @@ from typing import Any
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
+from medfl.core.places import BESIDE, record_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_summary
 from medfl.core.run_folder import RunFolder
@@ -22,8 +23,6 @@ from medfl.runs import text_record
 from medfl.runs.plan import Plan, again, make_plan, repeat, versions
 from medfl.runtimes.federation import Federation
 
-BESIDE = ("local",)
-"""The Local reference may lie in a run folder before the run itself."""
 LISTED = 200
 """Sites that the partition's table lists and its picture shows: a row of each would be no table and no picture."""
 
@@ -39,7 +38,7 @@ def recorded_plan(source: Path, data: str | None, say: Print) -> Plan:
     Raises:
         InputError: the record is damaged, or bundle or data are not the recorded ones.
     """
-    file = source / "run.json" if source.is_dir() else source
+    file = record_of(source)
     run, _ = read_verified_run(file)
     _tell_versions(run, "was recorded", say)
     plan = repeat(run, data, say, file.parent)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
-from medfl.runtimes.attendance import Tolerance
-from medfl.runtimes.federation import Federation
+
+if TYPE_CHECKING:
+    from medfl.core.run_folder import RunFolder
+    from medfl.runtimes.attendance import Tolerance
+    from medfl.runtimes.federation import Federation
 
 SHIPPED = {
     "simulator": "medfl.runtimes.simulator:RUNTIME",
@@ -23,6 +25,7 @@ SHIPPED = {
     "flare": "medfl.flare.job:SIMULATOR",
     "flare-poc": "medfl.flare.job:POC",
 }
+_ATTENDANCE = "medfl.runtimes.attendance"  # imported late: names are checked before PyTorch is imported
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Execution:
     folder: RunFolder
     resume: bool = False
     jobs: int = 1
-    tolerance: Tolerance = Tolerance()  # noqa: RUF009 (frozen)
+    tolerance: Tolerance = field(default_factory=lambda: importlib.import_module(_ATTENDANCE).Tolerance())
     progress: bool = False
     say: Print = str
     save_predictions: bool = False
@@ -86,16 +89,21 @@ class Runtime:
             raise InputError(f"--profile with --runtime {name}", "it times the work of one process", "leave one out")
 
 
+def check_name(name: str) -> None:
+    """Raise an InputError if this is neither a shipped runtime nor a dotted path."""
+    if name not in SHIPPED and "." not in name and ":" not in name:
+        allowed = f"runtimes here are: {', '.join(SHIPPED)}, or a dotted path"
+        raise InputError(f"--runtime {name}", allowed, did_you_mean(name, tuple(SHIPPED), "choose one"))
+
+
 def load(name: str) -> Runtime:
     """Return a runtime by its name or dotted path.
 
     Raises:
         InputError: there is none.
     """
+    check_name(name)
     module, _, attribute = SHIPPED.get(name, name).partition(":")
-    if name not in SHIPPED and "." not in module and not attribute:
-        allowed = f"runtimes here are: {', '.join(SHIPPED)}, or a dotted path"
-        raise InputError(f"--runtime {name}", allowed, did_you_mean(name, tuple(SHIPPED), "choose one"))
     try:
         runtime = getattr(importlib.import_module(module), attribute or "RUNTIME", None)
     except ModuleNotFoundError as error:

@@ -135,10 +135,10 @@ def test_a_hostile_bundle_that_was_let_in_does_no_harm(attack: str, data: Path, 
 @landlock
 def test_a_run_that_is_refused_leaves_an_empty_folder_and_one_line(tmp_path: Path) -> None:
     code, stderr = medfl(
-        tmp_path, "run", "mednist", "--data=phantom", "--sandbox", "--out=a", "--partition=odd", "--quiet"
+        tmp_path, "run", "mednist", "--data=phantom", "--sandbox", "--out=a", "--preset=odd", "--quiet"
     )
     assert code == 2
-    assert stderr.startswith("error: partition 'odd'; ")
+    assert stderr.startswith("error: preset 'odd'")
     assert stderr.count("\n") == 1
     assert list((tmp_path / "a").iterdir()) == []
 
@@ -148,7 +148,9 @@ def test_what_needs_connections_or_names_no_folder_is_refused(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", "mednist", "--sandbox", *flags]) == 2
+    monkeypatch.setattr("medfl.runs.early.read_run", lambda file: None)
+    bundle = [] if "--from=run.json" in flags else ["mednist"]
+    assert cli.main(["run", *bundle, "--sandbox", *flags]) == 2
     assert capsys.readouterr().err.startswith(
         f"error: --sandbox with {flags[0].replace('=', ' ', 1).removesuffix(' run.json')}; "
     )

@@ -15,7 +15,7 @@ import pytest
 import medfl
 from medfl import datasets
 from medfl.cli import verbs as cli
-from medfl.compare.grid import Entry
+from medfl.compare.entry import Entry
 from medfl.core.errors import InputError
 
 SMALL = (

@@ -17,8 +17,10 @@ from medfl import datasets, methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.protocol import options_for, resolved
 from medfl.compare.comparison import Comparison, read
-from medfl.compare.grid import Entry, Grid
-from medfl.compare.papers.tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, names, scaled
+from medfl.compare.entry import Entry
+from medfl.compare.grid import Grid
+from medfl.compare.papers import names
+from medfl.compare.papers.tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, scaled
 from medfl.core.errors import InputError
 from medfl.data.partition.draw import canonical
 from medfl.data.partition.rules import parse

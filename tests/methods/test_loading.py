@@ -89,7 +89,7 @@ def test_a_method_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(method, Method)
     assert method.size == 3
     assert options_of(method_class("ownpkg.good"))[0] == {
-        "name": "size", "type": "int", "default": 2, "help": "a size", "choices": None,
+        "name": "size", "type": "int", "default": 2, "help": "a size", "choices": None, "minimum": 1, "maximum": None,
     }  # fmt: skip
     for given in ("0", 2.5, "x"):
         assert "size is int >= 1" in message(lambda given=given: load("ownpkg.good", size=given))

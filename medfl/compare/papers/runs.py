@@ -9,6 +9,7 @@ from typing import Any
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.protocol import resolved
+from medfl.compare import papers
 from medfl.compare.comparison import Comparison
 from medfl.compare.grid import Grid, compare
 from medfl.compare.papers import tables as paper_tables
@@ -118,7 +119,7 @@ def published(found: Comparison) -> list[str]:
     The runs may have other settings than the papers'; `--paper` runs a table's own protocol.
     """
     bundle, rows, notes = next(iter(found.rows[0].runs.values())).record["bundle"], list[list[str]](), list[str]()
-    for key in paper_tables.names():
+    for key in papers.names():
         table = paper_tables.load(key)
         for grid in (grid for grid in table.grids if grid.bundle == bundle):
             candidates = [[key, *row] for row in paper_tables.beside(table, found, _labels(grid, found))]
@@ -126,7 +127,7 @@ def published(found: Comparison) -> list[str]:
         if any(row[0] == key for row in rows):
             notes += [f"{key}: {table.paper}, {table.title}; its own protocol: medfl compare {bundle} --paper {key}"]
     if not rows:
-        offered = sorted({g.bundle for key in paper_tables.names() for g in paper_tables.load(key).grids})
+        offered = sorted({g.bundle for key in papers.names() for g in paper_tables.load(key).grids})
         return [
             f"no published figures for {bundle} with these methods, partitions and numbers of sites; tables have "
             f"{', '.join(offered)}"

@@ -34,18 +34,18 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from medfl.bundle.protocol import resolved
 from medfl.compare.comparison import Comparison, MeanSd, Row
-from medfl.compare.grid import Entry, Grid
+from medfl.compare.entry import Entry
+from medfl.compare.grid import Grid
+from medfl.compare.papers import ROOT, check_name
 from medfl.core.errors import InputError
 from medfl.report import RunFiles
 
-ROOT = Path(__file__).parent
 AVERAGE = "average"
 """The partition of figures that are means over all partitions."""
 COUNTS = frozenset(
@@ -107,19 +107,13 @@ class PaperTable:
         }
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of the tables."""
-    return tuple(sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.glob("*/*.yaml")))
-
-
 def load(key: str) -> PaperTable:
     """Return a table by its name.
 
     Raises:
         InputError: there is no such table.
     """
-    if key not in names():
-        raise InputError(f"--paper {key}", f"tables are {', '.join(names())}", "choose one of them")
+    check_name(key)
     document = yaml.safe_load((ROOT / f"{key}.yaml").read_text())
     unit = float(document.get("unit", 100))
     names_by_label: dict[str, str] = {}

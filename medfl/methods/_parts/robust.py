@@ -31,12 +31,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.core.errors import InputError, RunError
+from medfl.core import forms
+from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
 from medfl.methods._parts.aggregation import slices, uniform_shares, weighted_mean
 
-KINDS = ("mean", "median", "trimmed", "krum", "multikrum")
-_FORMS = "mean, median, trimmed:FRACTION, krum:F or multikrum:F"
 _BLOCK = 2**22  # numbers of all replies together that are looked at at a time
 
 
@@ -45,7 +44,7 @@ class Aggregation:
     """How the server makes one set of weights of several.
 
     Attributes:
-        kind: one of `KINDS`.
+        kind: one of `forms.AGGREGATIONS`.
         fraction: of `trimmed`, the share of the replies that is dropped at each end.
         bad: of `krum` and `multikrum`, how many bad sites there may be.
     """
@@ -61,24 +60,7 @@ class Aggregation:
         Raises:
             InputError: it is something else.
         """
-        kind, colon, number = text.partition(":")
-        if kind not in KINDS or (kind in ("mean", "median")) == bool(colon):
-            raise InputError(f"--aggregation {text}", _FORMS, "choose one, for example trimmed:0.2 or krum:1")
-        if not colon:
-            return cls(kind)
-        if kind == "trimmed":
-            try:
-                fraction = float(number)
-            except ValueError:
-                fraction = math.nan
-            if not 0 <= fraction < 0.5:
-                raise InputError(
-                    f"--aggregation {text}", "a fraction from 0 and below 0.5 is dropped at each end", "as trimmed:0.2"
-                )
-            return cls(kind, fraction=fraction)
-        if not (number.isascii() and number.isdecimal()):
-            raise InputError(f"--aggregation {text}", "a whole number of bad sites", f"for example {kind}:1")
-        return cls(kind, bad=int(number))
+        return cls(*forms.aggregation(text))
 
     def __str__(self) -> str:
         """Return what `parse` reads."""

@@ -1,0 +1,36 @@
+"""A method of a grid, as it is typed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from medfl.core.errors import InputError
+from medfl.core.names import check_method_name
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method of the grid with its options; `label` is what the user typed."""
+
+    label: str
+    method: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def read(cls, text: str) -> Entry:
+        """Read `fedcb classifier=random_frozen`.
+
+        Raises:
+            InputError: no such method, or a word that is no OPTION=VALUE.
+        """
+        try:
+            name, *words = shlex.split(text)
+        except ValueError as error:
+            raise InputError(f"method {text!r} ({error})", "NAME OPTION=VALUE ...", "close the quotes") from error
+        wrong = [word for word in words if "=" not in word]
+        if wrong:
+            raise InputError(f"{wrong[0]!r} in method {text!r}", "NAME OPTION=VALUE ...", f"write {wrong[0]}=VALUE")
+        check_method_name(name)
+        return cls(" ".join([name, *words]), name, dict(word.split("=", 1) for word in words))

@@ -1,0 +1,93 @@
+"""The forms of settings that are text, as `--messages topk:0.01`: read here, and refused before PyTorch is imported."""
+
+from __future__ import annotations
+
+import math
+
+from medfl.core.errors import InputError, did_you_mean
+
+MESSAGES = ("lossless", "float16", "bfloat16", "int8", "topk")
+AGGREGATIONS = ("mean", "median", "trimmed", "krum", "multikrum")
+DISTANCES = ("hd95", "surface_dice")
+"""The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
+ALL = "all"
+"""What `--metrics` takes for every one of them."""
+
+
+def messages(text: str) -> tuple[str, float]:
+    """Return the kind of `--messages`, and of `topk` its fraction.
+
+    Raises:
+        InputError: it is something else.
+    """
+    kind, colon, share = text.partition(":")
+    if kind not in MESSAGES or (kind == "topk") != bool(colon):
+        allowed = f"{', '.join(MESSAGES[:-1])} or topk:FRACTION"
+        raise InputError(f"--messages {text}", allowed, "choose one, for example int8")
+    if kind != "topk":
+        return kind, 0.0
+    fraction = _number(share)
+    if not 0 < fraction <= 0.5:
+        raise InputError(
+            f"--messages {text}",
+            "a fraction above 0 and at most 0.5, since a number that leaves takes its position along",
+            "for example topk:0.01",
+        )
+    return kind, fraction
+
+
+def aggregation(text: str) -> tuple[str, float, int]:
+    """Return the kind of `--aggregation`, of `trimmed` its fraction, and of Krum how many bad sites there may be.
+
+    Raises:
+        InputError: it is something else.
+    """
+    kind, colon, number = text.partition(":")
+    if kind not in AGGREGATIONS or (kind in ("mean", "median")) == bool(colon):
+        allowed = "mean, median, trimmed:FRACTION, krum:F or multikrum:F"
+        raise InputError(f"--aggregation {text}", allowed, "choose one, for example trimmed:0.2 or krum:1")
+    if not colon:
+        return kind, 0.0, 0
+    if kind == "trimmed":
+        fraction = _number(number)
+        if not 0 <= fraction < 0.5:
+            allowed = "a fraction from 0 and below 0.5 is dropped at each end"
+            raise InputError(f"--aggregation {text}", allowed, "as trimmed:0.2")
+        return kind, fraction, 0
+    if not (number.isascii() and number.isdecimal()):
+        raise InputError(f"--aggregation {text}", "a whole number of bad sites", f"for example {kind}:1")
+    return kind, 0.0, int(number)
+
+
+def device(text: str) -> tuple[str, int]:
+    """Return the kind of device, "auto", "cpu" or "cuda", and its index.
+
+    Raises:
+        InputError: it is something else.
+    """
+    kind, colon, index = text.partition(":")
+    right = text in ("auto", "cpu") or (kind == "cuda" and (not colon or (index.isascii() and index.isdecimal())))
+    if not right:
+        raise InputError(f"--device {text}", "auto, cpu, cuda or cuda:INDEX", "give one of these")
+    return kind, int(index or 0)
+
+
+def metrics(text: str) -> list[str]:
+    """Return the names of `--metrics`; whether the bundle has the structures is not known here.
+
+    Raises:
+        InputError: one is none of these, nor begins as one.
+    """
+    names, kinds = [name.strip() for name in text.split(",")], (ALL, "dice", *DISTANCES)
+    for name in names:
+        if name not in kinds and not name.startswith(tuple(f"{kind}_" for kind in DISTANCES)):
+            allowed = f"{', '.join(kinds)}, or either of the last two with _ and a structure's name"
+            raise InputError(f"--metrics {name}", allowed, did_you_mean(name, kinds, "leave it out"))
+    return names
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

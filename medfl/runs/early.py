@@ -1,0 +1,55 @@
+"""What of a call to run a federation is refused before PyTorch and MONAI are imported, which takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medfl.core.errors import InputError
+from medfl.core.places import BESIDE, record_of, require_run, require_unused
+from medfl.core.run_documents import read_run
+from medfl.core.settings import check_limits
+from medfl.runtimes import registry
+
+
+def refuse(
+    bundle: str | None,
+    requested: Mapping[str, Any],
+    *,
+    given: bool,
+    out: Path | None,
+    resume: bool,
+    source: Path | None,
+    runtime: str,
+) -> None:
+    """Refuse what needs neither data nor a bundle's content to be refused.
+
+    Args:
+        bundle: name or folder.
+        requested: settings by name.
+        given: whether options of the method or ids of the configuration are given.
+        out: run folder.
+        resume: whether the run in it is continued.
+        source: run.json of a run to repeat.
+        runtime: its name or dotted path.
+
+    Raises:
+        InputError: nothing was written.
+    """
+    registry.check_name(runtime)
+    check_limits(requested)
+    if source is not None and (bundle or given or set(requested) - {"data"}):
+        raise InputError(
+            "--from together with other settings", "--from repeats a recorded run as it was", "leave them out"
+        )
+    if resume and source is None:
+        if out is None:
+            raise InputError("--resume without --out", "--out names the folder of the run to continue", "add --out DIR")
+        require_run(out)
+    elif source is not None:
+        read_run(record_of(source))
+    elif bundle is None:
+        raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
+    if out is not None and not resume:
+        require_unused(out, BESIDE)
