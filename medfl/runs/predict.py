@@ -18,6 +18,7 @@ from medfl.bundle import new_images
 from medfl.bundle.new_images import Images
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.names import readable_file_name
+from medfl.core.places import require_unused
 from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
 from medfl.data.prepared import Geometry, Prepared, Shard
@@ -90,7 +91,7 @@ def predict(
         RunError: the disk is full.
     """
     folder = Path(out).expanduser()
-    RunFolder.require_unused(folder)
+    require_unused(folder)
     with new_images.as_files(images) as files:
         predictor = open_predictor(model, which, site, device, say)
         known = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)

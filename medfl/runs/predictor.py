@@ -15,10 +15,11 @@ from medfl.bundle import new_images
 from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
 from medfl.core.errors import InputError
+from medfl.core.forms import DISTANCES
 from medfl.core.places import is_run
 from medfl.core.terminal import Print
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
-from medfl.evaluation.mask_metrics import DISTANCES, asked
+from medfl.evaluation.mask_metrics import asked
 from medfl.policy import admission
 from medfl.runs.networks_of_run import WHICH, RunNetworks
 from medfl.runs.plan import device_named
