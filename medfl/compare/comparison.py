@@ -20,6 +20,7 @@ from medfl.compare.labels import labels
 from medfl.core.errors import InputError
 from medfl.evaluation import metrics
 from medfl.report import RunFiles
+from medfl.report.differences import BETTER, UNCLEAR, Difference, between_models, word
 
 _ROUNDING = 1e-9  # share of the largest value below which differences count as equal
 
@@ -92,6 +93,7 @@ class PairedTest:
         low, high: its 95 % confidence interval by Student's t.
         p: of the two-sided paired t-test.
         effect: Cohen's d_z, the mean difference over its standard deviation (ddof 1).
+        word: better or worse where the interval excludes zero, else that there is no clear difference.
 
     Where all differences are equal, up to rounding, there is no t: these four are NaN, but p is 1 and the effect 0
     where the rows are equal.
@@ -105,6 +107,7 @@ class PairedTest:
     high: float
     p: float
     effect: float
+    word: str
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,27 @@ class Comparison:
                     tests.append(test)
         return tests
 
+    def case_tests(self, against: str) -> list[tuple[Row, Row, Difference]]:
+        """Compare rows with that of the method `against` whose only common seed is one: over its test cases."""
+        found = []
+        for partition in self.partitions:
+            rows = self.on(partition)
+            base = next((row for row in rows if row.method == against), None)
+            for row in rows if base is not None else ():
+                seeds = sorted(row.runs.keys() & base.runs.keys()) if row is not base else []
+                if len(seeds) == 1 and (one := between_models(row.runs[seeds[0]], base.runs[seeds[0]])) is not None:
+                    found.append((row, base, one))
+        return found
+
+    def clearly_best(self, partition: str, column: Column) -> Row | None:
+        """Return the row that is better than every other on a partition by its paired interval, None without one."""
+        rows = self.on(partition)
+        for row in rows:
+            tests = [paired_test(row, other, column) for other in rows if other is not row]
+            if tests and all(test is not None and test.word == BETTER for test in tests):
+                return row
+        return None
+
     def ranks(self, column: Column | None = None) -> dict[str, float]:
         """Return each method's mean rank (1 is best, ties share) over partitions and seeds that all methods have."""
         column = column or self.judged_by
@@ -278,13 +302,24 @@ def paired_test(row: Row, against: Row, column: Column) -> PairedTest | None:
         return None
     differences = [ours[seed] - theirs[seed] for seed in seeds]
     mean, sd = statistics.fmean(differences), statistics.stdev(differences)
-    half = float(stats.t.ppf(0.975, len(seeds) - 1)) * sd / math.sqrt(len(seeds))
     rounding = _ROUNDING * max(abs(values[seed]) for values in (ours, theirs) for seed in seeds)
-    if sd <= rounding:
+    ends = t_interval(differences, rounding)
+    if ends is None:
         p, effect = (1.0, 0.0) if abs(mean) <= rounding else (math.nan, math.nan)
-        return PairedTest(row, against, len(seeds), mean, math.nan, math.nan, p, effect)
+        return PairedTest(row, against, len(seeds), mean, math.nan, math.nan, p, effect, UNCLEAR)
     p = float(stats.ttest_rel([ours[s] for s in seeds], [theirs[s] for s in seeds]).pvalue)
-    return PairedTest(row, against, len(seeds), mean, mean - half, mean + half, p, mean / sd)
+    said = UNCLEAR if column.higher is None else word(ends, column.higher)
+    return PairedTest(row, against, len(seeds), mean, *ends, p, mean / sd, said)
+
+
+def t_interval(differences: Sequence[float], rounding: float = _ROUNDING) -> tuple[float, float] | None:
+    """Return the 95 % interval of a mean difference by Student's t, None of one difference or of equal ones."""
+    count = len(differences)
+    sd = statistics.stdev(differences) if count > 1 else 0.0
+    if sd <= rounding:
+        return None
+    mean, half = statistics.fmean(differences), float(stats.t.ppf(0.975, count - 1)) * sd / math.sqrt(count)
+    return mean - half, mean + half
 
 
 def read(folders: Sequence[Path]) -> Comparison:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SIZE = (9.6, 4.4)
 _ENTRY = 34  # letters of a legend's entry
+_MARKERS = ("o", "^", "s", "D", "v", "P", "X", "<", ">", "*")
+_MOST_MARKS = 12  # on a line
 
 
 def write_cost_curves(folders: Sequence[Path], file: Path) -> Path:
@@ -35,7 +37,7 @@ def write_cost_curves(folders: Sequence[Path], file: Path) -> Path:
 def cost_curves(runs: Sequence[RunFiles]) -> Picture:
     """Draw each run's validation metric over the bytes sent and over the time taken, on logarithmic axes.
 
-    Runs that differ only in their seed have one colour.
+    Runs that differ only in their seed have one colour, and a marker for each seed.
 
     Raises:
         InputError: as `write_cost_curves`.
@@ -44,11 +46,14 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
     key = metrics.title(runs[0].key)
     label_of = labels(runs)
     by_run = list(zip(label_of, (run.progress() for run in runs), strict=True))
-    by_bytes = [(label, [(sent / 1e6, value) for _, sent, _, value in rounds if sent > 0]) for label, rounds in by_run]
-    by_seconds = [(label, [(took, value) for _, _, took, value in rounds if took > 0]) for label, rounds in by_run]
-    without_bytes = sorted({label for label, points in by_bytes if not points})
+    seeds = [str(run.record.get("seed", "–")) for run in runs]
+    names_of_seeds = sorted(set(seeds), key=lambda seed: (len(seed), seed))
+    marker = {seed: _MARKERS[i % len(_MARKERS)] for i, seed in enumerate(names_of_seeds)}
+    by_bytes = [[(sent / 1e6, value) for _, sent, _, value in rounds if sent > 0] for _, rounds in by_run]
+    by_seconds = [[(took, value) for _, _, took, value in rounds if took > 0] for _, rounds in by_run]
+    without_bytes = sorted({label for label, points in zip(label_of, by_bytes, strict=True) if not points})
     dashed = {label for label, run in zip(label_of, runs, strict=True) if run.judged == "personal"}
-    if not any(points for _, points in by_bytes + by_seconds):
+    if not any(by_bytes + by_seconds):
         raise InputError(f"{len(runs)} runs without scored rounds", "curves need some", "give runs with --eval-every 1")
     names = list(dict.fromkeys(label for label, rounds in by_run if rounds))
     colour = dict(zip(names, colours(len(names)), strict=True))
@@ -67,12 +72,12 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
             ("megabytes sent so far, both ways, all sites", "seconds so far"),
             strict=True,
         ):
-            for label, points in curves:
+            for label, seed, points in zip(label_of, seeds, curves, strict=True):
                 if not points:
                     continue
-                dots = "o" if len(points) <= 12 else ""
-                line = {"color": colour[label], "linestyle": "--" if label in dashed else "-", "marker": dots}
-                axes.plot(*zip(*points, strict=True), **line, linewidth=1.5, markersize=4, alpha=0.85)
+                line = {"color": colour[label], "linestyle": "--" if label in dashed else "-", "marker": marker[seed]}
+                every = -(-len(points) // _MOST_MARKS)
+                axes.plot(*zip(*points, strict=True), **line, markevery=every, linewidth=1.5, markersize=4, alpha=0.85)
             axes.set(xscale="log", xlabel=unit)
             axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -84,6 +89,8 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
         for label in names:
             style = "--" if label in dashed else "-"
             panels[0].plot([], [], color=colour[label], linestyle=style, label=shorten(label, _ENTRY))
+        for seed in names_of_seeds if len(names_of_seeds) > 1 else ():
+            panels[0].plot([], [], color=SOFT, linestyle="", marker=marker[seed], markersize=5, label=f"seed {seed}")
         columns = 3 if max(map(len, names)) > 16 else 4
         figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
 
@@ -92,6 +99,8 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
         "messages until then, and over the seconds of the rounds on the machine that ran them; one line a run, one "
         "colour a method. Further left is cheaper."
     )
+    if len(names_of_seeds) > 1:
+        caption += " Markers tell the seeds apart."
     if dashed:
         caption += " Dashed: each site's own model on the site's own images, which is another question."
     if without_bytes:

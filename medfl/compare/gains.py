@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfl.compare.checks import require_same
+from medfl.compare.comparison import t_interval
 from medfl.compare.labels import labels_with_settings, settings
 from medfl.core.errors import InputError
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
 from medfl.report import RunFiles
+from medfl.report.differences import BETTER, UNCLEAR, between_models, counted, word
 from medfl.report.picture import Picture, colours, render, require_png, write_png
 from medfl.report.style import INK, SOFT
 
@@ -38,6 +40,8 @@ class Gains:
         values: method -> site -> the metric of the site's judged model, one for each seed.
         gains: method -> reference -> site -> differences to the reference's runs of the same seeds, positive where
             the method is better.
+        words: method -> reference -> site -> what may be said of the gain: by its interval over the seeds, of one seed
+            over the site's test cases.
         phantom: whether the images were drawn by a program.
         notes: sentences about runs whose reference has other settings.
     """
@@ -48,6 +52,7 @@ class Gains:
     small: frozenset[str]
     values: Mapping[str, Mapping[str, list[float]]]
     gains: Mapping[str, Mapping[str, Mapping[str, list[float]]]]
+    words: Mapping[str, Mapping[str, Mapping[str, str]]]
     phantom: bool = False
     notes: tuple[str, ...] = ()
 
@@ -78,17 +83,14 @@ class Gains:
         """Return sentences on how many sites each method serves better than each reference, and the notes."""
         sentences = []
         for name in self.methods:
-            for reference, gained in self.gains[name].items():
-                if not gained:
+            for reference, words in self.words[name].items():
+                if not words:
                     continue
-                means = {site: statistics.mean(values) for site, values in gained.items() if values}
-                better = [site for site, value in means.items() if value > 0]
-                small = [site for site in better if site in self.small]
-                sentence = f"{name} is above {reference} at {len(better)} of {len(means)} sites"
+                sentence = f"{name} against {reference}: {counted([*words.values()], 'site')}"
                 if self.small:
-                    sentence += f", {len(small)} of the {len(self.small & means.keys())} small ones"
-                worse = [site for site, value in means.items() if value < 0]
-                sentences.append(sentence + (f"; below at {', '.join(worse)}" if worse else ""))
+                    small = [said for site, said in words.items() if site in self.small]
+                    sentence += f"; better at {small.count(BETTER)} of the {len(small)} small ones"
+                sentences.append(sentence)
         return [*sentences, *self.notes]
 
 
@@ -128,10 +130,12 @@ def gains(folders: Sequence[Path]) -> Gains:
     sign = 1 if metrics.higher_is_better(runs[0].key) else -1
     values: dict[str, dict[str, list[float]]] = {}
     gained: dict[str, dict[str, dict[str, list[float]]]] = {}
+    words: dict[str, dict[str, dict[str, str]]] = {}
     notes: dict[str, None] = {}
     for label, seeds in by_label.items():
         method = next(iter(seeds.values())).method
         values[label], gained[label] = {}, {reference: {} for reference in REFERENCES if reference != method}
+        words[label] = {reference: {} for reference in gained[label]}
         for _, run in sorted(seeds.items(), key=lambda entry: str(entry[0])):
             scores = run.site_values(run.judged, run.key)
             for site, value in scores.items():
@@ -143,6 +147,7 @@ def gains(folders: Sequence[Path]) -> Gains:
                 theirs = other.site_values(other.judged, other.key)
                 for site in (name for name in scores if name in theirs):
                     column.setdefault(site, []).append(sign * (scores[site] - theirs[site]))
+                    words[label][reference][site] = _said(column[site], run, other, site)
                 if differing := _differing(run, other):
                     notes[
                         f"{label} and the {reference} that it is measured against differ in {', '.join(differing)}"
@@ -157,7 +162,15 @@ def gains(folders: Sequence[Path]) -> Gains:
     sites = runs[0].site_names
     small = frozenset(site for site in sites if site not in large) if large - {""} else frozenset()
     train = {site: runs[0].size(site, "train") or 0 for site in sites}
-    return Gains(runs[0].key, sites, train, small, values, gained, runs[0].phantom, tuple(notes))
+    return Gains(runs[0].key, sites, train, small, values, gained, words, runs[0].phantom, tuple(notes))
+
+
+def _said(gained: Sequence[float], run: RunFiles, other: RunFiles, site: str) -> str:
+    """Return what may be said of a site's gains, one for each seed, the last of which is that of these runs."""
+    if len(gained) > 1:
+        return word(t_interval(gained), higher_is_better=True)
+    found = between_models(run, other, site)
+    return UNCLEAR if found is None else found.word
 
 
 def _check(runs: Sequence[RunFiles]) -> None:

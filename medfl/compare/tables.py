@@ -12,41 +12,62 @@ from typing import Any
 
 from tabulate import LATEX_ESCAPE_RULES, tabulate
 
-from medfl.compare.comparison import Column, Comparison, MeanSd, PairedTest
+from medfl.compare.comparison import Column, Comparison, MeanSd, PairedTest, Row
 from medfl.compare.cost_curves import cost_curves
 from medfl.core.run_folder import safe_file_name
 from medfl.core.storage import write_atomic
+from medfl.evaluation import metrics
+from medfl.report.differences import Difference
 
 FORMATS = {"md": "github", "tex": "latex_booktabs"}
 _HEADERS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
+_BOLD = {"md": "**", "tex": "\\textbf"}
 _MAX_COLUMNS = 9  # on a page of LaTeX
 _UNITS = {"bytes": (1e6, "MB"), "seconds": (1.0, "s"), "count": (1.0, ""), "metric": (0.01, "%")}
 
 
 def result_table(comparison: Comparison, partition: str, format_: str) -> str:
-    """Return the result table of a partition as "md" or "tex": a row a method, mean ± sd over the seeds."""
+    """Return the result table of a partition as "md" or "tex": a row a method, mean ± sd over the seeds.
+
+    A value is bold where it is better than every other's by the paired interval over the seeds.
+    """
     heads = ["method", "seeds", *(_head(column) for column in comparison.columns)]
-    best = {column.name: _best(comparison, partition, column) for column in comparison.columns}
+    scored = [column for column in comparison.columns if column.scale == "metric"]
+    best = {column.name: comparison.clearly_best(partition, column) for column in scored}
     lines = []
     for row in comparison.on(partition):
         cells = [row.method, str(len(row.runs))]
         for column in comparison.columns:
             spread = MeanSd.of(list(row.values(column).values()))
-            cells.append(_cell(spread, column, marked=spread is not None and spread.mean == best[column.name]))
+            cells.append(_cell(spread, column, marked=best.get(column.name) is row))
         lines.append(cells)
     return rendered(heads, lines, format_)
 
 
 def test_table(tests: Sequence[PairedTest], format_: str) -> str:
     """Return the table of paired tests."""
-    heads = ["method", "against", "partition", "seeds", "difference", "95 % interval", "p (paired t)", "effect d_z"]
+    heads = ["method", "against", "partition", "seeds", "difference", "95 % interval", "p (paired t)", "effect d_z", ""]
     lines = [
         [
             test.row.method, test.against.method, test.row.partition, str(test.count), f"{100 * test.difference:+.1f}",
             "–" if math.isnan(test.low) else f"{100 * test.low:+.1f} to {100 * test.high:+.1f}",
             "–" if math.isnan(test.p) else f"{test.p:.3f}", "–" if math.isnan(test.effect) else f"{test.effect:+.2f}",
+            test.word,
         ]
         for test in tests
+    ]  # fmt: skip
+    return rendered(heads, lines, format_)
+
+
+def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str) -> str:
+    """Return the table of differences over the test cases of one seed."""
+    heads = ["method", "against", "partition", "test cases", "difference", "95 % interval", ""]
+    lines = [
+        [
+            row.method, against.method, row.partition, str(found.cases), f"{100 * found.value:+.1f}",
+            "–" if found.ends is None else f"{100 * found.ends[0]:+.1f} to {100 * found.ends[1]:+.1f}", found.word,
+        ]
+        for row, against, found in tests
     ]  # fmt: skip
     return rendered(heads, lines, format_)
 
@@ -109,12 +130,17 @@ def write_tables(
     for format_ in FORMATS:
         parts: list[tuple[str, str]] = []
         for partition in comparison.partitions:
-            parts += [(f"Partition {partition}", result_table(comparison, partition, format_))]
+            table = result_table(comparison, partition, format_)
+            bold = "; bold: better than all others by the paired 95 % interval" if _BOLD[format_] in table else ""
+            parts += [(f"Partition {partition}{bold}", table)]
             value = comparison.target_value(target or against, partition)
             title = f"To reach {100 * value:.1f} on the validation set ({target or against}), partition {partition}"
             parts += [(title, target_table(comparison, partition, value, format_))]
         if tests := comparison.tests(against):
             parts += [(f"Paired over the seeds: {comparison.judged_by.title}", test_table(tests, format_))]
+        if cases := comparison.case_tests(against):
+            title = f"Paired over the test cases of the judged models, one seed: {metrics.title(comparison.key)}"
+            parts += [(title, case_table(cases, format_))]
         if ranks := comparison.ranks():
             parts += [("Mean ranks over partitions and seeds", rank_table(ranks, format_))]
         written[format_] = out / f"tables.{format_}"
@@ -135,7 +161,7 @@ def titled(title: str, table: str, format_: str) -> str:
 
 
 def _cell(spread: MeanSd | None, column: Column, *, marked: bool = False) -> str:
-    """Return mean ± sd in the column's unit; the best is bold."""
+    """Return mean ± sd in the column's unit."""
     text = _spread(spread, _UNITS[column.scale][0], 1)
     return f"**{text}**" if marked else text
 
@@ -159,10 +185,3 @@ def _spread(spread: MeanSd | None, unit: float, digits: int) -> str:
         return "–"
     mean = f"{spread.mean / unit:.{digits}f}"
     return f"{mean} ± {spread.sd / unit:.{digits}f}" if spread.count > 1 else mean
-
-
-def _best(comparison: Comparison, partition: str, column: Column) -> float | None:
-    if column.higher is None or column.scale != "metric":
-        return None
-    means = [s.mean for row in comparison.on(partition) if (s := MeanSd.of(list(row.values(column).values())))]
-    return (max if column.higher else min)(means) if len(set(means)) > 1 else None

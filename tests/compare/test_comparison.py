@@ -66,7 +66,9 @@ def test_paired_tests_by_hand(tmp_path: Path) -> None:
     assert test.p == pytest.approx(2 * stats.t.sf(5, 2), abs=1e-9)
     half = 4.302652729911275 * sd / math.sqrt(3)  # 97.5 % point of t with 2 degrees of freedom
     assert (test.low, test.high) == (pytest.approx(0.25 / 3 - half), pytest.approx(0.25 / 3 + half))
-    assert {test.row.method for test in found.tests("fedavg")} == {"fedprox", "moon"}
+    assert {test.row.method: test.word for test in found.tests("fedavg")} == {
+        "fedprox": "better", "moon": "no clear difference"
+    }  # fmt: skip
     with pytest.raises(InputError, match="against nobody; methods are fedavg, fedprox, moon"):
         found.tests("nobody")
 
@@ -86,7 +88,7 @@ def test_differences_that_are_equal_up_to_rounding_have_no_test(tmp_path: Path) 
     assert test.difference == pytest.approx(0.1)
     assert all(math.isnan(value) for value in (test.low, test.high, test.p, test.effect))
     cells = [cell.strip() for cell in tables.test_table([test], "md").splitlines()[2].strip("|").split("|")]
-    assert cells[3:] == ["3", "+10.0", "–", "–", "–"]
+    assert cells[3:] == ["3", "+10.0", "–", "–", "–", "no clear difference"]
 
 
 def test_ranks_are_means_over_seeds_with_ties_shared(tmp_path: Path) -> None:
@@ -168,14 +170,15 @@ def test_the_tables(tmp_path: Path) -> None:
     lines = tables.result_table(found, "iid", "md").splitlines()
     assert lines[0].startswith("| method")
     assert "| 60.0 ± 8.2" in lines[2]
-    assert "**68.3 ± 8.5**" in lines[3], "the best is bold"
+    assert "| 68.3 ± 8.5 " in lines[3], "ahead of moon by 0.2, 0.03, 0.2: the interval includes zero"
+    assert "**" not in tables.result_table(found, "iid", "md")
     assert "6.0 ± 0.0" in lines[2]
     assert tables.result_table(found, "dirichlet:0.1", "md").splitlines()[2].startswith("| fedavg   | 1       | 20.0 ")
     latex = tables.result_table(found, "iid", "tex")
     assert "\\toprule" in latex
     assert "\\%" in latex
     assert "fedprox" in latex
-    assert "\\textbf{68.3 $\\pm$ 8.5}" in latex
+    assert "\\textbf" not in latex
     assert latex.isascii()
     assert "+8.3" in tables.test_table(found.tests("fedavg"), "md")
     assert "| fedprox  | 1.00" in tables.rank_table(found.ranks(), "md"), (
@@ -186,6 +189,36 @@ def test_the_tables(tmp_path: Path) -> None:
     assert float(rows[0]["global_last_accuracy"]) == 0.5
     assert {row["data_source"] for row in rows} == {"phantom"}
     assert "3 of 3" in tables.target_table(found, "iid", 0.3, "md")
+
+
+def test_only_what_is_better_than_all_others_is_bold(tmp_path: Path) -> None:
+    """Ahead of FedAvg by 0.1, 0.05, 0.1: 0.012 to 0.155 by Student's t."""
+    runs = [path for path in grid(tmp_path) if not path.name.startswith("moon")]
+    found = read(runs)
+    table = tables.result_table(found, "iid", "md")
+    assert "**68.3 ± 8.5**" in table.splitlines()[3]
+    assert "**60.0" not in table
+    assert "\\textbf{68.3 $\\pm$ 8.5}" in tables.result_table(found, "iid", "tex")
+    text = tables.write_tables(found, tmp_path)["md"].read_text()
+    assert "bold: better than all others by the paired 95 % interval" in text
+    assert "**" not in tables.result_table(read(runs[:1] + runs[3:4]), "iid", "md"), "one seed has no interval"
+
+
+def test_one_seed_is_compared_over_its_test_cases(tmp_path: Path) -> None:
+    """12 cases: fedprox is right in all of them, fedavg in 6, moon in 11, which is no clear difference to fedprox."""
+    runs = [finished(tmp_path, method, 0, 0.5) for method in ("fedprox", "fedavg", "moon")]
+    for path, right in zip(runs, (12, 6, 11), strict=True):
+        rows = [f"c{i},a,{i % 2},{i % 2 if i < right else 1 - i % 2}" for i in range(12)]
+        (path / "predictions.csv").write_text("\n".join(["id,site,label,predicted", *rows]) + "\n")
+        record = json.loads((path / "run.json").read_text()) | {"classes": ["x", "y"]}
+        (path / "run.json").write_text(json.dumps(record))
+    found = read(runs)
+    assert found.tests("fedprox") == []
+    words = {row.method: (one.value, one.cases, one.word) for row, _, one in found.case_tests("fedprox")}
+    assert words == {"fedavg": (-0.5, 12, "worse"), "moon": (pytest.approx(-1 / 12), 12, "no clear difference")}
+    text = tables.write_tables(found, tmp_path)["md"].read_text()
+    assert "Paired over the test cases of the judged models, one seed: Accuracy" in text
+    assert "| -50.0 " in text
 
 
 def test_a_table_in_latex_has_its_title_as_caption() -> None:

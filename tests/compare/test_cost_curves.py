@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from medfl.cli import main
 from medfl.compare.cost_curves import cost_curves
@@ -65,6 +67,31 @@ def test_each_sites_own_models_are_told_from_a_common_one(tmp_path: Path) -> Non
     (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     caption = cost_curves([RunFiles.read(path), RunFiles.read(folder(tmp_path, "b"))]).caption
     assert "Dashed: each site's own model on the site's own images" in caption
+
+
+def test_seeds_of_a_method_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One colour a method and one marker a seed, also on long lines; a single seed needs no legend."""
+    drawn: list[Figure] = []
+
+    def draw(name: str, title: str, caption: str, size: tuple[float, float], fill: Callable[[Figure], None]) -> Picture:
+        drawn.append(Figure(figsize=size))
+        fill(drawn[-1])
+        return Picture(name, b"", title, caption)
+
+    monkeypatch.setattr("medfl.compare.cost_curves.render", draw)
+    runs = [
+        RunFiles.read(folder(tmp_path, f"{method}-{seed}", method, rounds=60, seed=seed))
+        for method in ("fedavg", "moon") for seed in (0, 1)
+    ]  # fmt: skip
+    assert "Markers tell the seeds apart" in cost_curves(runs).caption
+    lines = [line for line in drawn[0].axes[0].get_lines() if len(line.get_xdata())]
+    looks = [(line.get_color(), line.get_marker()) for line in lines]
+    assert len(set(looks)) == 4
+    assert looks[0][0] == looks[1][0] != looks[2][0]
+    assert looks[0][1] == looks[2][1] != looks[1][1]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["fedavg", "moon", "seed 0", "seed 1"]
+    cost_curves(runs[::2])
+    assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["fedavg", "moon"]
 
 
 def test_runs_with_different_metrics_are_not_compared(tmp_path: Path) -> None:

@@ -89,8 +89,19 @@ def test_the_table_and_the_sentences(tmp_path: Path) -> None:
     assert lines[3].startswith(
         "| tiny (small) | 4 | 0.300 ± 0.000 | 0.500 ± 0.000 | +0.200 ± 0.000 | 0.700 ± 0.000 | +0.400"
     )
-    assert "fedhelp is above local at 1 of 2 sites, 1 of the 1 small ones; below at big" in found.summary()
-    assert "fedavg is above local at 1 of 2 sites, 1 of the 1 small ones; below at big" in found.summary()
+    said = "better at 0 of 2 sites, no clear difference at 2; better at 0 of the 1 small ones"
+    assert f"fedhelp against local: {said}" in found.summary(), "equal differences of two seeds are no interval"
+
+
+def test_better_is_said_where_the_interval_over_the_seeds_excludes_zero(tmp_path: Path) -> None:
+    """Gains of 0.1, 0.05, 0.1: mean 0.083 with 0.012 to 0.155 by Student's t; of 0.2, 0.03, 0.2: -0.10 to 0.39."""
+    runs = []
+    for seed, (big, tiny) in enumerate(((0.1, 0.2), (0.05, 0.03), (0.1, 0.2))):
+        runs.append(finished(tmp_path, "local", {"big": 0.6, "tiny": 0.3}, seed))
+        runs.append(finished(tmp_path, "fedavg", {"big": 0.6 + big, "tiny": 0.3 + tiny}, seed, "global"))
+    found = gains(runs)
+    assert found.words["fedavg"]["local"] == {"big": "better", "tiny": "no clear difference"}
+    assert found.summary() == ["fedavg against local: better at 1 of 2 sites, no clear difference at 1"]
 
 
 def test_a_runs_own_local_reference_counts(tmp_path: Path) -> None:
