@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -218,26 +218,24 @@ class Comparison:
         names = {row.method for row in self.rows}
         if against not in names:
             raise InputError(f"against {against}", f"methods are {', '.join(sorted(names))}", "choose one of them")
-        column, tests = column or self.judged_by, list[PairedTest]()
-        for partition in self.partitions:
-            rows = self.on(partition)
-            base = next((row for row in rows if row.method == against), None)
-            for row in rows:
-                if base is not None and row is not base and (test := paired_test(row, base, column)) is not None:
-                    tests.append(test)
-        return tests
+        tests = [paired_test(row, base, column or self.judged_by) for row, base in self._pairs(against)]
+        return [test for test in tests if test is not None]
 
     def case_tests(self, against: str) -> list[tuple[Row, Row, Difference]]:
         """Compare rows with that of the method `against` whose only common seed is one: over its test cases."""
         found = []
-        for partition in self.partitions:
-            rows = self.on(partition)
-            base = next((row for row in rows if row.method == against), None)
-            for row in rows if base is not None else ():
-                seeds = sorted(row.runs.keys() & base.runs.keys()) if row is not base else []
-                if len(seeds) == 1 and (one := between_models(row.runs[seeds[0]], base.runs[seeds[0]])) is not None:
-                    found.append((row, base, one))
+        for row, base in self._pairs(against):
+            seeds = sorted(row.runs.keys() & base.runs.keys())
+            if len(seeds) == 1 and (one := between_models(row.runs[seeds[0]], base.runs[seeds[0]])) is not None:
+                found.append((row, base, one))
         return found
+
+    def _pairs(self, against: str) -> Iterator[tuple[Row, Row]]:
+        """Yield each row with that of the method `against` on the same partition."""
+        for row in self.rows:
+            for base in self.on(row.partition):
+                if base.method == against and base is not row:
+                    yield row, base
 
     def clearly_best(self, partition: str, column: Column) -> Row | None:
         """Return the row that is better than every other on a partition by its paired interval, None without one."""
