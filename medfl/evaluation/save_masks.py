@@ -16,6 +16,8 @@ from torch import Tensor
 
 from medfl.core.storage import write_atomic
 from medfl.data.prepared import Geometry
+from medfl.datasets.readers import dicom
+from medfl.datasets.readers.reading import IMAGE_SUFFIXES
 
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
@@ -61,28 +63,33 @@ def save(labels: Tensor, classes: int, geometry: Geometry, path: Path) -> Path:
 def write(mask: NDArray[np.uint8], classes: int, geometry: Geometry, path: Path) -> Path:
     """Write a mask that is on the grid of its image's file, as `to_original` brings it there, and return the path.
 
-    A volume becomes `<path>.nii.gz` with the shape and affine of its image's file; a picture `<path>.png`, 0 and 255
-    for two classes, else class indices.
+    A volume becomes `<path>.nii.gz` with the shape and affine of its image's file, a picture of a DICOM file a volume
+    of one slice there; other pictures `<path>.png`, 0 and 255 for two classes, else class indices.
 
     Raises:
         RunError: the disk is full or the folder cannot be written.
     """
-    path, file = path.with_name(f"{path.name}{ending(geometry)}"), io.BytesIO()
-    if is_picture(geometry):
+    affine, file = geometry.original_affine, io.BytesIO()
+    if in_dicom := mask.ndim == 2 and _is_dicom(geometry.file):
+        if np.array_equal(affine, np.eye(4)):  # rows come first
+            mask, affine = mask.T, dicom.picture_affine(geometry.file)
+        mask = mask[..., None]
+    if is_picture(geometry) and not in_dicom:
         Image.fromarray(mask * 255 if classes == 2 else mask).save(file, format="PNG")
+        path = path.with_name(f"{path.name}.png")
     else:
-        volume: Any = nib.Nifti1Image(mask, geometry.original_affine)  # type: ignore[no-untyped-call]
+        volume: Any = nib.Nifti1Image(mask, affine)  # type: ignore[no-untyped-call]
         volume.header.set_xyzt_units("mm")
-        volume.set_qform(geometry.original_affine, _SCANNER)
-        volume.set_sform(geometry.original_affine, _SCANNER)
+        volume.set_qform(affine, _SCANNER)
+        volume.set_sform(affine, _SCANNER)
         file.write(gzip.compress(volume.to_bytes(), mtime=0))
+        path = path.with_name(f"{path.name}.nii.gz")
     write_atomic(path, file.getvalue())
     return path
 
 
-def ending(geometry: Geometry) -> str:
-    """Return how the name of an image's mask ends."""
-    return ".png" if is_picture(geometry) else ".nii.gz"
+def _is_dicom(file: str) -> bool:
+    return not file.lower().endswith(IMAGE_SUFFIXES) and dicom.is_named_or_begins_so(file)
 
 
 def is_picture(geometry: Geometry) -> bool:

@@ -141,12 +141,13 @@ def _child(node: Any, part: str) -> Any:
 # The images of an export
 
 
-def predict_any_folder(file: EditedConfig, classes: Sequence[str]) -> bool:
+def predict_any_folder(file: EditedConfig, classes: Sequence[str], volumes: bool) -> bool:
     """Let an inference configuration predict every image below `dataset_dir`, whatever it is called, and say so.
 
     Args:
         file: the configuration.
         classes: names in label order, () in segmentation.
+        volumes: the images are volumes, not pictures.
 
     Returns:
         Whether it did: it lists images by medfl; another bundle's own list stays as it is.
@@ -154,7 +155,7 @@ def predict_any_folder(file: EditedConfig, classes: Sequence[str]) -> bool:
     dataset = file.get("dataset")
     if not isinstance(dataset, Mapping) or not str(dataset.get("data")).startswith("$medfl.datasets."):
         return False
-    file.set("dataset#data", "$medfl.datasets.unlabelled(@dataset_dir)")
+    file.set("dataset#data", f"$medfl.datasets.unlabelled(@dataset_dir, {volumes})")
     steps: Any = file.get("postprocessing")
     steps = steps.get("transforms", [steps])
     if classes:

@@ -43,12 +43,12 @@ class Predictions:
     Attributes:
         rows: of predictions.csv, by id.
         cases: outcomes of the images with a reference.
-        failed: id -> what is wrong with an image, or with its reference.
+        failed: id -> what went wrong with an image, or with its reference.
     """
 
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     cases: list[Cases] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, Exception] = field(default_factory=dict)
 
 
 def predict(
@@ -92,18 +92,13 @@ def predict(
     """
     folder = Path(out).expanduser()
     require_unused(folder)
-    with new_images.as_files(images) as files:
-        predictor = open_predictor(model, which, site, device, say)
+    predictor = open_predictor(model, which, site, device, say)
+    with new_images.as_files(images, predictor.volumes) as files:
         known = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
             found = _Writer(predictor, files, known, folder).write(progress)
     if not found.rows:
-        what = "the one image cannot" if len(files) == 1 else f"none of the {len(files)} images can"
-        raise InputError(
-            f"{what} be predicted: {next(iter(found.failed.values()))}",
-            "images like those that the network was trained on",
-            "give such images",
-        )
+        raise _nothing(len(files), next(iter(found.failed.values())))
     return _document(predictor, files, found, folder, known)
 
 
@@ -165,7 +160,7 @@ class _Writer:
                 yield from self._outcomes(part, labels)
             return
         (ident,) = files
-        self.found.failed[ident] = _told(error)
+        self.found.failed[ident] = error
         if labels:
             yield from self._outcomes(files, {})
 
@@ -265,6 +260,14 @@ def _places(files: Mapping[str, str]) -> dict[str, Path]:
     return places
 
 
+def _nothing(count: int, error: Exception) -> InputError:
+    """Return the error that says why no image could be predicted, by what went wrong with the first."""
+    what = "the one image cannot" if count == 1 else f"none of the {count} images can"
+    given, *others = error._parts if isinstance(error, InputError) else [_told(error)]
+    allowed, advice = others or ("images like those that the network was trained on", "give such images")
+    return InputError(f"{what} be predicted: {given}", allowed, advice)
+
+
 def _told(error: Exception) -> str:
     """Return in one line what is wrong."""
     return (
@@ -289,7 +292,7 @@ def _document(
         "model": predictor.title, "task": predictor.task, "classes": [*predictor.classes],
         "data_source": predictor.data_source, "out": str(folder), "images": len(files), "files": written,
         "predictions": [*found.rows.values()],
-        "failed": [{"id": i, "file": files[i], "problem": text} for i, text in found.failed.items()],
+        "failed": [{"id": i, "file": files[i], "problem": _told(error)} for i, error in found.failed.items()],
         "scores": scores, "scored": 0 if cases is None else len(cases), "with_reference": len(known),
     }  # fmt: skip
 

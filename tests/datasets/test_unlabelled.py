@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import SimpleITK as sitk
 import torch
 from PIL import Image
 
 from medfl.core.errors import InputError
 from medfl.datasets import WriteClassesd, read_pixels
+from medfl.datasets.readers.dicom import own_locale
 from medfl.datasets.readers.unlabelled import named, unlabelled, without_ending
 from tests.datasets.test_volumes import IMAGE, save, save_dicom
 
@@ -41,6 +43,46 @@ def test_series_are_found_with_and_without_endings(tmp_path: Path) -> None:
     assert named([tmp_path / "two"]) == {"two": str(tmp_path / "two")}
     slices = sorted((tmp_path / "one/t1").iterdir())
     assert named(slices) == {"t1": str(tmp_path / "one/t1")}, "files of one series stand for it, once"
+
+
+def test_for_pictures_each_dicom_file_is_one(tmp_path: Path) -> None:
+    save_dicom(tmp_path / "t1", IMAGE)
+    (tmp_path / "DICOMDIR").write_bytes(bytes(128) + b"DICM")
+    names = sorted(f"t1/{path.name}" for path in (tmp_path / "t1").iterdir())
+    assert list(named([tmp_path], series=False)) == names
+    assert list(named([tmp_path])) == ["t1"]
+
+
+@pytest.mark.parametrize("stored", ["int16", "uint16"])
+@pytest.mark.parametrize(
+    ("kind", "window", "wanted"),
+    [
+        ("MONOCHROME2", None, [0, 85, 170, 255]), ("MONOCHROME1", None, [255, 170, 85, 0]),
+        ("MONOCHROME2", ("1501", "1001"), [0, 0, 255, 255]), ("MONOCHROME1", ("501", "1001"), [255, 0, 0, 0]),
+        ("MONOCHROME2", ("1501\\40", "3001\\80"), [0, 85, 170, 255]),
+    ],
+)  # fmt: skip
+def test_a_dicom_picture_is_read_as_a_viewer_shows_it(
+    kind: str, window: tuple[str, str] | None, wanted: list[int], stored: str, tmp_path: Path
+) -> None:
+    picture = sitk.GetImageFromArray(np.array([[0, 1000], [2000, 3000]], dtype=stored))
+    for tag, value in zip(("0028|1050", "0028|1051"), window or (), strict=False):
+        picture.SetMetaData(tag, value)
+    with own_locale():
+        sitk.WriteImage(picture, str(tmp_path / "x.dcm"))
+    content = (tmp_path / "x.dcm").read_bytes()
+    assert content.count(b"MONOCHROME2") == 1
+    (tmp_path / "IM001").write_bytes(content.replace(b"MONOCHROME2", kind.encode()))
+    pixels = read_pixels(str(tmp_path / "IM001"), channels=1)
+    assert (pixels.dtype, pixels.shape) == (np.uint8, (2, 2, 1))
+    assert pixels.ravel().tolist() == wanted
+
+
+def test_damaged_dicom_files_are_refused_by_name(tmp_path: Path) -> None:
+    for content in (bytes(128) + b"DICM", b"", b"text"):
+        (tmp_path / "x.dcm").write_bytes(content)
+        with pytest.raises(InputError, match="DICOM file .*x.dcm cannot be read"):
+            read_pixels(str(tmp_path / "x.dcm"))
 
 
 def test_archives_give_what_is_in_them(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from medfl.cli.verbs import main
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.core.storage import save_weights
+from medfl.datasets.readers.dicom import own_locale
 from medfl.policy import admission
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict
@@ -172,6 +173,29 @@ def test_volumes_and_series_get_masks_on_their_own_grids(
     assert source.GetSize() == mask.GetSize()
     for part in ("GetSpacing", "GetOrigin", "GetDirection"):
         assert getattr(mask, part)() == pytest.approx(getattr(source, part)(), abs=1e-4)
+
+
+def test_dicom_pictures_get_masks_where_they_lie(segmenter: Path, lungs: Path, tmp_path: Path) -> None:
+    """A radiograph as its hospital keeps it has the prediction of its PNG, as a slice in its place."""
+    (tmp_path / "in").mkdir()
+    file = sorted((lungs / "images").iterdir())[0]
+    picture = sitk.ReadImage(str(file), sitk.sitkUInt8)[:, 3:]
+    picture.SetSpacing((0.25, 0.5))
+    with own_locale():
+        sitk.WriteImage(picture, str(tmp_path / "in" / "x.dcm"))
+        sitk.WriteImage(picture, str(tmp_path / "x.png"))
+    (row,) = predict(segmenter, tmp_path / "in", tmp_path / "out")["predictions"]
+    (plain,) = predict(segmenter, tmp_path / "x.png", tmp_path / "plain")["predictions"]
+    assert row == {"id": "x.dcm", "mask": "x.nii.gz", "lung_share": plain["lung_share"]}
+    mask = sitk.ReadImage(str(tmp_path / "out" / "x.nii.gz"))
+    with own_locale():
+        source = sitk.ReadImage(str(tmp_path / "in" / "x.dcm"))
+    assert source.GetSize() == mask.GetSize() == (*picture.GetSize(), 1)
+    for part in ("GetSpacing", "GetOrigin", "GetDirection"):
+        assert getattr(mask, part)() == pytest.approx(getattr(source, part)(), abs=1e-5)
+    shown = np.asarray(Image.open(tmp_path / "plain" / "x.png")) // 255
+    assert np.array_equal(sitk.GetArrayFromImage(mask)[0], shown)
+    assert 0 < shown.mean() < 1
 
 
 def test_volumes_for_pictures_and_pictures_for_volumes_are_refused_in_one_line(

@@ -1,4 +1,4 @@
-"""Folders of one DICOM series, read with SimpleITK."""
+"""Folders of one DICOM series, and DICOM files of one picture, read with SimpleITK."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 
 from medfl.core.errors import InputError
 
+SUFFIX = ".dcm"
 _DESCRIPTION, _POSITION = "0008|103e", "0020|0032"
+_PHOTOMETRIC, _BITS, _SIGNED = "0028|0004", "0028|0101", "0028|0103"
+_CENTRE, _WIDTH, _INTERCEPT, _SLOPE = "0028|1050", "0028|1051", "0028|1052", "0028|1053"
 
 
 @contextmanager
@@ -53,13 +56,8 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
             f"DICOM file {files[0]} has {image.GetSize()[2]} frames", "a file for each slice", "convert it to NIfTI"
         )
     direction, spacing = np.reshape(image.GetDirection(), (3, 3)), image.GetSpacing()
-    from monai.data.utils import orientation_ras_lps
-
     _check_places(folder, reader, len(files), direction[:, 2], min(spacing[:2]))
-    affine = np.eye(4)
-    affine[:3, :3] = direction * spacing
-    affine[:3, 3] = image.GetOrigin()
-    return np.moveaxis(voxels, (0, 2), (2, 0)), np.asarray(orientation_ras_lps(affine), dtype=np.float64)
+    return np.moveaxis(voxels, (0, 2), (2, 0)), _affine(image)
 
 
 def _check_places(folder: str, reader: Any, slices: int, normal: NDArray[Any], pixel: float) -> None:
@@ -89,6 +87,77 @@ def _check_places(folder: str, reader: Any, slices: int, normal: NDArray[Any], p
             "slices lie straight above each other",
             "resample the series upright",
         )
+
+
+@own_locale()
+def read_picture(file: str) -> NDArray[np.uint8]:
+    """Return a picture (H, W) or (H, W, 3) as a viewer shows it.
+
+    It is shown in its first window; without one from its least to its largest value, or as stored in 8 bits.
+
+    Raises:
+        InputError: it cannot be read, or has several frames.
+    """
+    image = _execute(file)
+    pixels: NDArray[Any] = _sitk().GetArrayFromImage(image)[0]
+    if pixels.ndim == 3:
+        return pixels.astype(np.uint8)
+    low, high = float(pixels.min()), float(pixels.max())
+    centre, width = _number(image, _CENTRE), _number(image, _WIDTH)
+    if width > 1:
+        low, high = centre - 0.5 - (width - 1) / 2, centre - 0.5 + (width - 1) / 2
+        if _text(image, _PHOTOMETRIC) == "MONOCHROME1":  # the pixels were turned round, the window not
+            ends = -1 if _number(image, _SIGNED) else 2 ** _number(image, _BITS) - 1  # least and largest value together
+            turned = _number(image, _SLOPE, 1) * ends + 2 * _number(image, _INTERCEPT)
+            low, high = turned - high, turned - low
+    elif pixels.dtype == np.uint8:
+        low, high = 0.0, 255.0
+    shown: NDArray[np.uint8] = np.rint(np.clip((pixels - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
+    return shown
+
+
+def _text(image: Any, tag: str) -> str:
+    return str(image.GetMetaData(tag)).strip() if image.HasMetaDataKey(tag) else ""
+
+
+def _number(image: Any, tag: str, default: float = 0) -> float:
+    """Return the first number of a tag, the default where there is none."""
+    text = _text(image, tag).split("\\")[0]
+    try:
+        return float(text) if text else default
+    except ValueError:
+        return default
+
+
+@own_locale()
+def picture_affine(file: str) -> NDArray[np.float64]:
+    """Return the affine (4, 4) of a picture from (column, row, 0) to mm, RAS."""
+    return _affine(_execute(file))
+
+
+def _execute(file: str) -> Any:
+    reader = _sitk().ImageFileReader()
+    reader.SetFileName(file)
+    try:
+        image = reader.Execute()
+    except RuntimeError as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise InputError(
+            f"DICOM file {file} cannot be read ({reason})", "a complete image", "copy the file again"
+        ) from error
+    if image.GetDimension() != 3 or image.GetSize()[2] != 1:
+        raise InputError(f"DICOM file {file} has several frames", "one picture in a file", "save each as a file")
+    return image
+
+
+def _affine(image: Any) -> NDArray[np.float64]:
+    """Return the affine from index to mm, RAS."""
+    from monai.data.utils import orientation_ras_lps
+
+    affine = np.eye(4)
+    affine[:3, :3] = np.reshape(image.GetDirection(), (3, 3)) * image.GetSpacing()
+    affine[:3, 3] = image.GetOrigin()
+    return np.asarray(orientation_ras_lps(affine), dtype=np.float64)
 
 
 @own_locale()
@@ -131,6 +200,11 @@ def _files(folder: str) -> tuple[str, ...]:
     else:
         problem = f"folder {folder} holds no DICOM series in its {len(os.listdir(folder))} files"
     raise InputError(problem, "a folder holds the files of one series", "keep one series in each folder")
+
+
+def is_named_or_begins_so(file: str) -> bool:
+    """Tell whether a file is to be read as DICOM, by its ending or its first bytes."""
+    return file.lower().endswith(SUFFIX) or is_dicom(file)
 
 
 def is_dicom(file: str) -> bool:

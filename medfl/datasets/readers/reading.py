@@ -25,7 +25,7 @@ from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError
-from medfl.datasets.readers import png16, stacks
+from medfl.datasets.readers import dicom, png16, stacks
 
 Pixels = NDArray[Any]
 
@@ -42,7 +42,10 @@ UNREADABLE = (
     Image.DecompressionBombError,
 )
 JOINED = " | "
-READABLE = "images are JPEG, PNG, BMP or TIFF files, plain or in a zip, rows of an array or lists of a .json file"
+READABLE = (
+    "images are JPEG, PNG, BMP, TIFF or DICOM files, plain or in a zip, rows of an array or lists of a .json file"
+)
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -173,7 +176,7 @@ def read_pixels(
 ) -> Pixels:
     """Read an image as a (H, W, C) array of its own type, resized to `size` (H, W) and checked for `channels`.
 
-    A picture is upright as its EXIF orientation says.
+    A picture is upright as its EXIF orientation says, and a DICOM file as a viewer shows it (`dicom.read_picture`).
 
     Raises:
         InputError: unreadable or truncated image, one of several pages, or another number of channels that is not
@@ -183,6 +186,8 @@ def read_pixels(
         path, part = split_uri(uri)
         if path.endswith(".json"):
             pixels = _square(json.loads(_text(path, part)))
+        elif not part and not path.lower().endswith(IMAGE_SUFFIXES) and dicom.is_named_or_begins_so(path):
+            pixels = dicom.read_picture(path)
         elif part and not path.endswith(".zip"):
             name, _, row = part.rpartition("#")
             pixels = array(path, name)[int(row)].copy()  # what is loaded stays as it is, whatever is done to the image

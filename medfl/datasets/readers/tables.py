@@ -11,10 +11,10 @@ from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, read_table
+from medfl.datasets.readers.reading import IMAGE_SUFFIXES as IMAGE_SUFFIXES
 from medfl.datasets.readers.reading import archive, array, array_shape, split_uri
 from medfl.datasets.readers.splitting import Record
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
 SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}
 
 

@@ -18,32 +18,40 @@ _ARCHIVES = (".zip", ".npz")
 _READ = f"files that end in {', '.join(ENDINGS)}, DICOM series, .zip archives of these, .npz arrays of images"
 
 
-def unlabelled(folder: str | Path) -> list[dict[str, str]]:
+def unlabelled(folder: str | Path, series: bool = True) -> list[dict[str, str]]:
     """Return {id, image} of every image below a folder, the id its path there: a data list of unlabelled images.
+
+    Args:
+        folder: of the images.
+        series: as of `named`.
 
     Raises:
         InputError: there is no such folder, or no image in it.
     """
-    return [{"id": ident, "image": uri} for ident, uri in named([folder]).items()]
+    return [{"id": ident, "image": uri} for ident, uri in named([folder], series).items()]
 
 
-def named(places: Iterable[str | Path]) -> dict[str, str]:
+def named(places: Iterable[str | Path], series: bool = True) -> dict[str, str]:
     """Return id -> URI of all images at files, folders and archives.
 
     An image is named by its path below the folder or in the archive that was given, a file by its name. Where several
     have one name, each has the folder's that it was given with before it, or else its whole path.
 
+    Args:
+        places: where they are.
+        series: a folder of DICOM files is one volume, and each file stands for it; else each file is a picture.
+
     Raises:
         InputError: a place that is not there, or holds no image.
     """
     forms: list[tuple[str, str, str]] = []
-    series = set[str]()
+    volumes = set[str]()
     for place in map(Path, places):
         above = place if place.is_dir() else place.absolute().parent
-        for name, uri in images_at(place):
-            if uri not in series:  # of several files of one the first stands for it
+        for name, uri in images_at(place, series):
+            if uri not in volumes:  # of several files of one the first stands for it
                 forms.append((name, f"{above.absolute().name}/{name}", uri))
-            series |= {uri} if os.path.isdir(uri) else set()
+            volumes |= {uri} if os.path.isdir(uri) else set()
     times = [Counter(form[level] for form in forms) for level in range(3)]
     names: dict[str, str] = {}
     for form in forms:
@@ -52,21 +60,19 @@ def named(places: Iterable[str | Path]) -> dict[str, str]:
     return names
 
 
-def images_at(place: Path) -> list[tuple[str, str]]:
+def images_at(place: Path, series: bool) -> list[tuple[str, str]]:
     """Return (name, URI) of the images at one place, sorted; a file of another kind is for its reader to refuse.
-
-    A folder with DICOM files is one series, and a DICOM file stands for that of its folder.
 
     Raises:
         InputError: it is not there, or holds no image.
     """
     if place.is_dir():
-        found = _below(place)
+        found = _below(place, series)
     elif not place.is_file():
         raise InputError(f"{place} is no file and no folder", "images that are there", "check the path")
     elif place.suffix in _ARCHIVES:
         found = _inside(place)
-    elif _is_dicom(place):
+    elif series and _is_dicom(place):
         found = [(place.absolute().parent.name, str(place.parent))]
     else:
         found = [(place.name, str(place))]
@@ -77,21 +83,27 @@ def images_at(place: Path) -> list[tuple[str, str]]:
 
 def without_ending(name: str) -> str:
     """Return an image's name without the ending of its file."""
-    ending = next((end for end in sorted(ENDINGS, key=len, reverse=True) if name.lower().endswith(end)), "")
+    ending = next(
+        (end for end in sorted((*ENDINGS, dicom.SUFFIX), key=len, reverse=True) if name.lower().endswith(end)), ""
+    )
     return name[: len(name) - len(ending)]
 
 
-def _below(root: Path) -> list[tuple[str, str]]:
+def _below(root: Path, series: bool) -> list[tuple[str, str]]:
     found = []
     for base, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not _hidden(name))
-        place, shown = Path(base), sorted(name for name in files if not _hidden(name))
-        if any(_is_dicom(place / name) for name in shown if not name.lower().endswith((*ENDINGS, *_ARCHIVES))):
-            found.append((place.relative_to(root).as_posix() if place != root else root.absolute().name, str(place)))
-        below = [((place / name).relative_to(root).as_posix(), place / name) for name in shown]
-        found += [(name, str(path)) for name, path in below if _is_image(name)]
-        found += [each for name, path in below if path.suffix in _ARCHIVES for each in _packed(name, path)]
-    return sorted(found)
+        for path in (Path(base, name) for name in files if not _hidden(name)):
+            name = path.relative_to(root).as_posix()
+            if _is_image(name):
+                found.append((name, str(path)))
+            elif path.suffix in _ARCHIVES:
+                found += _packed(name, path)
+            elif _is_dicom(path) and not series:
+                found.append((name, str(path)))
+            elif _is_dicom(path):
+                found.append((name.rpartition("/")[0] or root.absolute().name, base))
+    return sorted(set(found))
 
 
 def _packed(name: str, file: Path) -> list[tuple[str, str]]:
@@ -122,7 +134,7 @@ def _rows(file: Path) -> list[tuple[str, str]]:
 
 
 def _is_dicom(path: Path) -> bool:
-    return path.suffix.lower() == ".dcm" or dicom.is_dicom(str(path))
+    return path.name != "DICOMDIR" and dicom.is_named_or_begins_so(str(path))
 
 
 def _is_image(name: str) -> bool:
