@@ -16,6 +16,7 @@ from medfl.core.importing import lazy_names
 
 if TYPE_CHECKING:
     from medfl.bundle.bundle import Bundle as Bundle
+    from medfl.bundle.parts import Parts as Parts
     from medfl.cli.api import bundles as bundles
     from medfl.cli.api import compare as compare
     from medfl.cli.api import run as run
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from medfl.runs.launch import federate as federate
     from medfl.runs.result import Result as Result
     from medfl.runs.result import load_run as load_run
+    from medfl.runtimes.callbacks import BestCheckpoint as BestCheckpoint
+    from medfl.runtimes.callbacks import EarlyStopping as EarlyStopping
+    from medfl.runtimes.callbacks import RoundEnd as RoundEnd
     from medfl.training.loop import fit as fit
     from medfl.training.site import Host as Host
     from medfl.training.site import Site as Site

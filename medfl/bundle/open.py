@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from medfl import datasets
-from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle import parts
+from medfl.bundle.bundle import Bundle, protocol_of, shipped
+from medfl.bundle.parts import PartsBundle, opened
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.places import cache_folder
@@ -49,11 +51,16 @@ def without_data(name: str, config: Mapping[str, Any], device: str, policy: Poli
     for key, instead in _INSTEAD.items():
         if key in config and name in shipped():
             raise InputError(f"--config {key}={config[key]}", f"a federated run sets this id by {instead}", "use that")
-    bundle = Bundle(name, config, device, policy)
+    bundle = opened(name, config, device, policy)
     if bundle.is_shipped:  # another's network may need the data folder, which is not known yet
         with stream(0, "trial network"):
             bundle.network()
     return bundle
+
+
+def protocol(name: str) -> Mapping[str, Any]:
+    """Return the protocol of a bundle, or of parts in Python."""
+    return parts.protocol(name) if parts.is_parts(name) else protocol_of(name)
 
 
 def bundle_of(run: Run) -> str:
@@ -75,7 +82,9 @@ class Opened:
         bundle, counts = self.bundle, {section: len(self.bundle.data(section)) for section in SECTIONS}
         if not bundle.is_shipped:
             source = PHANTOM if _cohort(bundle, self.folder) else "real"
-            return DataRecord(source, self.folder, _foreign_checksum(bundle), self.split, counts, self.notes)
+            own = bundle.parts.sections.checksum if isinstance(bundle, PartsBundle) else ""
+            checksum = own or _foreign_checksum(bundle)
+            return DataRecord(source, self.folder, checksum, self.split, counts, self.notes)
         source = PHANTOM if datasets.is_phantom(self.folder) else "real"
         notes = tuple(datasets.notes(bundle.name, self.folder))
         checksum = datasets.checksum(bundle.name, self.folder, self.split)
@@ -111,10 +120,10 @@ def with_data(
         InputError: no such images, or another bundle's phantom is asked for.
     """
     if name not in shipped():
-        return _foreign(bundle or Bundle(name, config, device, policy), data, config)
+        return _foreign(bundle or opened(name, config, device, policy), data, config)
     folder = _folder(name, data, say).absolute()  # a bundle looks below folders that are named in full
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
-    bundle = bundle or Bundle(name, config, device, policy)
+    bundle = bundle or opened(name, config, device, policy)
     bundle.override({"dataset_dir": str(folder), "split": split})
     return Opened(bundle, str(folder), split, (f"split: {split}", *datasets.notes(name, folder)))
 

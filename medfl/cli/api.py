@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from medfl.bundle.files import shipped
+from medfl.bundle.parts import Parts, given
 from medfl.compare.comparison import Comparison
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid
@@ -23,19 +24,24 @@ from medfl.policy.admission import trusting
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, check_names
 from medfl.runs.result import Result
+from medfl.runtimes.callbacks import Callback
 
 _APART = ("bundle", "method", "options", "config")
 
 
 @check_arguments
 def run(
-    bundle: str | Path,
+    bundle: str | Path | Parts,
     method: str = "fedavg",
     *,
     out: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
+    resume: bool = False,
     with_local: bool = False,
+    callbacks: Sequence[Callback] = (),
+    track: str | None = None,
+    runtime: str = "simulator",
     jobs: int | None = None,
     trust: bool = False,
     say: Print = print,
@@ -44,27 +50,33 @@ def run(
     """Run a federation in this process, as `medfl run` does, and return what it left.
 
     Args:
-        bundle: a shipped bundle's name (`medfl.bundles()`), or the folder of any.
+        bundle: a shipped bundle's name (`medfl.bundles()`), the folder of any, or `medfl.Parts` of your own.
         method: its name (`medfl.methods.names()`), or the dotted path of a module of your own.
         out: run folder, new or empty; default: a folder in runs/.
         options: options of the method, as `{"mu": 0.01}`.
         config: ids of the bundle's configuration to override, as `{"image_size": 48}`.
+        resume: go on with the run in `out`, perhaps with more rounds; method, options and settings are the same.
         with_local: train each site alone first, as its reference.
+        callbacks: called after each round with a `medfl.RoundEnd`: `medfl.EarlyStopping(patience=5)`,
+            `medfl.BestCheckpoint("best.pt")`, functions of your own; one that returns True ends the run.
+        track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": write the numbers there as well.
+        runtime: who runs the sites, with the same results: "simulator", "monai-fl", "flare" or "flare-poc".
         jobs: worker processes; they change no result. None: the cores, at most the cohort.
         trust: run a bundle that inspection refuses; its code then runs with your rights.
         say: where lines for the user go; `str` says nothing.
         settings: the flags of `medfl run` under their names: data, sites, partition, cohort, rounds, local_epochs,
-            batch_size, lr, seed, device, ... What is not given comes from the bundle's protocol.
+            batch_size, lr, seed, init, device, ... What is not given comes from the bundle's protocol.
 
     Raises:
         InputError: bad input; nothing was written.
-        RunError: it failed while running; what was saved can be continued with `medfl run --resume`.
+        RunError: it failed while running; what was saved can be continued with `resume`.
     """
     requested = {"method": method, **_known(settings)}
     with trusting(trust):
         summary = federate(
-            str(bundle), options=options, config=config, requested=requested, out=out, jobs=jobs,
-            with_local=with_local, progress=sys.stderr.isatty(), command="medfl.run(...)", say=say,
+            given(bundle), options=options, config=config, requested=requested, out=out, jobs=jobs,
+            with_local=with_local, resume=resume, callbacks=callbacks, track=track, runtime=runtime,
+            progress=sys.stderr.isatty(), command="medfl.run(...)", say=say,
         )  # fmt: skip
     return Result(summary["folder"])
 

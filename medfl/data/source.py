@@ -92,7 +92,7 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
         ident = f"{ident}#{index}" if ident in taken else ident
         taken.add(ident)
         record: dict[str, Any] = {"id": ident}
-        label = _class_index(entry.get("label"))
+        label = class_index(entry.get("label"))
         if label is not None:
             record["label"] = label
         for field, names in (("centre", _CENTRE), ("group", _GROUP)):
@@ -116,7 +116,7 @@ def _path(entry: Mapping[str, Any], folders: Sequence[Path]) -> str:
     return ""
 
 
-def _class_index(label: Any) -> int | None:
+def class_index(label: Any) -> int | None:
     """Return a label that is a whole number in any of the forms that data lists have, else None."""
     if isinstance(label, np.ndarray | np.generic | Tensor) and math.prod(label.shape) == 1:
         label = label.item()

@@ -68,6 +68,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 KEY_METRICS: Mapping[str, str] = MappingProxyType({"classification": "balanced_accuracy", "segmentation": "dice"})
 """The metric that chooses the best round of a task whose bundle names none."""
 
+_OF_CLASSES = ("probabilities", "label", "loss")
 _LOWER_IS_BETTER = frozenset({"loss", "error", "mae", "mse", "rmse", "nll", "ece", "hd95", "hausdorff", "distance"})
 
 
@@ -98,7 +99,8 @@ class Cases:
     Attributes:
         ids: the items' ids, without repeats.
         values: tensors whose first dimension is the case. Classification: "probabilities" (N, K) float32, "label" (N,)
-            int64, "loss" (N,) float32. Other tasks: one (N,) float tensor per metric, NaN where a case has none.
+            int64, "loss" (N,) float32. Other tasks, and metrics of a user's own: one (N,) float tensor per metric, NaN
+            where a case has none.
 
     Raises:
         ValueError: a tensor's first dimension is not the number of ids.
@@ -160,8 +162,8 @@ def summarise(cases: Cases) -> dict[str, float]:
     """Return the metrics of a set of cases as plain floats; the empty set has none.
 
     Classification: `accuracy`, `balanced_accuracy`, `f1_macro`, `auroc`, and `loss` where the cases carry it, as
-    `METRICS` defines them. The mean of `auroc` is over the classes that some but not all cases have; where there is
-    none, `auroc` is left out.
+    `METRICS` defines them, and the mean of any further value. The mean of `auroc` is over the classes that some but not
+    all cases have; where there is none, `auroc` is left out.
 
     Other tasks: the mean of each value over the cases, whatever their size. Cases whose value is NaN are ignored; if
     there are any, `<name>_cases` counts the others, and if all are, the metric is left out.
@@ -183,7 +185,8 @@ def summarise(cases: Cases) -> dict[str, float]:
         result["auroc"] = area
     if "loss" in cases.values:
         result["loss"] = float(cases.values["loss"].numpy(force=True).mean(dtype=np.float64))
-    return result
+    own = {name: values for name, values in cases.values.items() if name not in _OF_CLASSES}
+    return {**result, **_case_means(Cases(cases.ids, own))}
 
 
 def confusion(label: NDArray[Any], predicted: NDArray[Any], classes: int) -> NDArray[np.int64]:

@@ -126,8 +126,10 @@ class RunFiles:
 
     @property
     def finished(self) -> bool:
-        """Whether all requested rounds and the summary are there."""
-        return self.summary is not None and len(self.rounds) >= int(self.record["rounds"])
+        """Whether all requested rounds and the summary are there, or those up to where a callback ended the run."""
+        told = self.summary or {}
+        wanted = told["rounds"] if told.get("status") == "stopped" else self.record["rounds"]
+        return self.summary is not None and len(self.rounds) >= int(wanted)
 
     @property
     def judged(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl import methods
 from medfl.bundle.files import shipped_folders
+from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 from medfl.core.places import BESIDE, default_run_folder, require_unused
@@ -40,6 +41,7 @@ from medfl.runs.resume import (
 )
 from medfl.runtimes import registry
 from medfl.runtimes.attendance import Tolerance
+from medfl.runtimes.callbacks import Callback, EarlyStopping, named
 from medfl.runtimes.federation import Federation, prepared_sections
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
@@ -95,6 +97,7 @@ def federate(
     runtime: str = "simulator",
     min_replies: int | None = None,
     deadline: float | None = None,
+    callbacks: Sequence[Callback] = (),
     progress: bool = False,
     command: str = "medfl.federate(...)",
     say: Print = str,
@@ -121,6 +124,7 @@ def federate(
             they are a FLARE federation with certificates on this machine.
         min_replies: sites of a cohort that have to reply in a round; the others are left out of it. None: all.
         deadline: seconds that the sites have for a round, with the runtime "flare".
+        callbacks: called after each round with a `medfl.RoundEnd`; one that returns True or a reason ends the run.
         progress: show bars on stderr.
         command: what run.json says about how it was made.
         say: where lines for the user go.
@@ -148,6 +152,7 @@ def federate(
     with tf32(False):  # what teachers know and answer is kept for other runs too
         plan = with_notes(_plan(bundle, options or {}, config or {}, requested, out, resume, source, say))
     run = plan.run
+    _refuse_objects(plan, callbacks, runtime)
     if profile and run.compile:
         raise InputError(
             "--profile with --compile", "it listens to every step, and a compiled one tells nothing", "leave one out"
@@ -200,7 +205,10 @@ def federate(
                 with discarding(*opened):
                     execute(alone, *open_folder(local, alone, path / "local", command, record))
                 say(f"now {run.method}")
-        summary = execute(federation, *opened, save_predictions=save_predictions, profile=profile, track=track)
+        if callbacks:
+            opened[0].add_to_run({"callbacks": named(callbacks)})
+        output: dict[str, Any] = {"save_predictions": save_predictions, "profile": profile, "track": track}
+        summary = execute(federation, *opened, callbacks=callbacks, **output)
         if with_local:
             summary = _add_local(path)
     write_report(path)
@@ -274,6 +282,16 @@ def _refuse_elsewhere(path: Path, runtime: str) -> None:
             f"the sites of a run on FLARE keep their States themselves; this one ran on {was}",
             f"add --runtime {was}",
         )
+
+
+def _refuse_objects(plan: Plan, callbacks: Sequence[Callback], runtime: str) -> None:
+    """Raise an InputError if objects of this process were to go to others, or to wait for what is not measured."""
+    what = "callbacks" if callbacks else "parts in Python" if is_parts(str(plan.bundle.root)) else ""
+    if what and registry.load(runtime).remote:
+        allowed = "its server and sites are processes of their own"
+        raise InputError(f"{what} with --runtime {runtime}", allowed, "use the runtime simulator or monai-fl")
+    if plan.run.eval_every == 0 and any(isinstance(one, EarlyStopping) for one in callbacks):
+        raise InputError("EarlyStopping with eval_every 0", "rounds that are evaluated", "leave eval_every out")
 
 
 def _division(plan: Plan) -> str:

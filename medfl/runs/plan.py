@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from medfl import methods
-from medfl.bundle.bundle import Bundle, protocol_of, shipped
+from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM, bundle_of, with_data, without_data
+from medfl.bundle.open import protocol as protocol_of
 from medfl.bundle.protocol import options_for, resolved
 from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression

@@ -7,7 +7,7 @@ A runtime is a `Runtime` in a module; its dotted path, `mypackage.mymodule:RUNTI
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from medfl.core.terminal import Print
 if TYPE_CHECKING:
     from medfl.core.run_folder import RunFolder
     from medfl.runtimes.attendance import Tolerance
+    from medfl.runtimes.callbacks import Callback
     from medfl.runtimes.federation import Federation
 
 SHIPPED = {
@@ -40,7 +41,7 @@ class Execution:
         tolerance: how many sites may fail to answer, and how long they have.
         progress: show a bar on stderr.
         say: where lines for the user go.
-        save_predictions, profile, track: as `medfl.federate`.
+        save_predictions, profile, track, callbacks: as `medfl.federate`.
     """
 
     federation: Federation
@@ -53,6 +54,7 @@ class Execution:
     save_predictions: bool = False
     profile: bool = False
     track: str | None = None
+    callbacks: Sequence[Callback] = ()
 
 
 @dataclass(frozen=True)

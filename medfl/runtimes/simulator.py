@@ -21,6 +21,7 @@ from medfl.core.run_documents import MANIFEST
 from medfl.core.run_integrity import verified_manifest
 from medfl.core.storage import State, write_atomic
 from medfl.runtimes import profiling
+from medfl.runtimes.callbacks import RoundEnd, asked_to_stop
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.output.events import Events
@@ -64,7 +65,7 @@ class Simulator:
         self.key = federation.bundle.key_metric
         self.recorder = profiling.Recorder(self.run.device) if execution.profile else None
         self.server: State = {}
-        self.done = 0
+        self.done, self.stopped = 0, ""
         self.record: dict[str, Any] = {
             "best": None,
             "best_test": None,
@@ -132,8 +133,8 @@ class Simulator:
             self.workers.close()
             summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
             summary |= gpu_memory.peak_memory(self.run.device)
-            pictures.finish(self.run.rounds, self.server)
-            pictures.judged(self.run.rounds, cases, masks)
+            pictures.finish(self.done, self.server)
+            pictures.judged(self.done, cases, masks)
         return summary
 
     # Rounds
@@ -172,12 +173,14 @@ class Simulator:
         fills its gaps. Nothing of it is looked at before this round is committed, so the order of all else is the same.
         """
         first, training = self.done + 1, None
+        if self.done and self._stops(self.folder.rounds()[-1]):  # a resumed run that was over
+            return
         for round_ in range(first, self.run.rounds + 1):
             with profiling.in_round(round_):
                 entry, results = self._train(training or self._start_training(round_, bar))
                 self._note(results)
                 # the first commit of a process removes what a kill has left: all States that it does not know
-                overlaps = self.workers.overlaps and first < round_ < self.run.rounds
+                overlaps = self.workers.overlaps and first < round_ < self.run.rounds and not self.execution.callbacks
                 training = self._start_training(round_ + 1, bar) if overlaps else None
                 self._evaluate(entry, results, training)
                 self._show(bar, entry)
@@ -187,6 +190,23 @@ class Simulator:
                 with profiling.during(profiling.CHECKPOINT):
                     events.log(entry)
                     self.folder.commit(round_, self.server, self.record)
+                self.done = round_
+                if self._stops(entry):
+                    return
+
+    def _stops(self, entry: Mapping[str, Any]) -> bool:
+        """Call the callbacks after a round, and tell whether the run ends with it."""
+        if not self.execution.callbacks:
+            return False
+        known = [(past["round"], past["val"]) for past in self.folder.rounds() if past["val"]]
+        ended = RoundEnd(
+            entry["round"], self.run.rounds, entry["val"], entry["train_loss"], known, self.key, self.folder.path,
+            lambda: self.server.get("weights") or {},
+        )  # fmt: skip
+        self.stopped = asked_to_stop(self.execution.callbacks, ended)
+        if self.stopped and self.done < self.run.rounds:
+            self.say(f"stopped after round {self.done} of {self.run.rounds}: {self.stopped}")
+        return bool(self.stopped)
 
     def _start_training(self, round_: int, bar: Any) -> RoundTraining:
         cohort, evaluate = self.federation.cohort(round_), self._evaluated(round_)
@@ -288,6 +308,7 @@ class Simulator:
         """Score on the test items, write tables and weights, and say what the run cost."""
         started, run, record = time.perf_counter(), self.run, self.record
         self.say("scoring on the test items")
+        self.scoring.last = self.done
         self.dispatcher.progress = self.execution.progress  # the rounds' bar is closed
         scores, cases = self.scoring.finish(self.server)
         record["seconds"] += time.perf_counter() - started
@@ -299,8 +320,9 @@ class Simulator:
             "method": run.method,
             "bundle": run.bundle,
             "seed": run.seed,
-            "rounds": run.rounds,
-            "status": "finished",
+            "rounds": self.done,
+            "status": "stopped" if self.done < run.rounds else "finished",
+            **({"stopped": self.stopped} if self.done < run.rounds else {}),
             "data_source": run.data.source,
             **({"public": public} if run.public else {}),
             **scores,
@@ -309,7 +331,7 @@ class Simulator:
             "bytes_up": record["bytes_up"],
             "bytes_down": record["bytes_down"],
             "seconds": record["seconds"],
-            "seconds_per_round": record["seconds_rounds"] / max(1, run.rounds),
+            "seconds_per_round": record["seconds_rounds"] / max(1, self.done),
             "run_hash": run.run_hash,
         }
         return Final(summary, cases)

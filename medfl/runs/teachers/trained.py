@@ -23,6 +23,7 @@ from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.configuration import own_modules
 from medfl.bundle.inference import open_inference
 from medfl.bundle.open import bundle_of
+from medfl.bundle.parts import opened
 from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import unlike
 from medfl.core.errors import InputError, RunError
@@ -181,7 +182,7 @@ def bundle_of_run(run: Run, folder: Path, device: torch.device, policy: Policy |
     """Return a recorded run's bundle without its data; InputError if it has changed since."""
     name = bundle_of(run)
     data = {} if name in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
-    own = Bundle(name, {**run.config, **data}, device, policy)
+    own = opened(name, {**run.config, **data}, device, policy)
     if own.sha256 != run.bundle_sha256:
         raise InputError(
             f"bundle {own.name!r} has changed since the run in {folder} (configuration hash {own.sha256[:12]})",

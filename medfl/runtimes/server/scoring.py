@@ -62,6 +62,8 @@ class Scoring:
     ) -> None:
         self.federation, self.folder, self.record, self.dispatcher = federation, folder, record, dispatcher
         self.method, self.run, self.key = federation.method, federation.run, federation.bundle.key_metric
+        self.last = self.run.rounds
+        """The round after which the run ends."""
 
     @property
     def names(self) -> list[str]:
@@ -146,7 +148,7 @@ class Scoring:
 
     def finish(self, server: State) -> Final:
         """Score on the test items, and write tables and weights."""
-        last, judged = self.run.rounds, self.method.judged
+        last, judged = self.last, self.method.judged
         whole = self._global(last, "test", server)
         own = {name: cases["test"] for name, cases in self._final_personal(last, server).items()}
         cut = self._cut(whole, "test")
@@ -217,7 +219,7 @@ class Scoring:
         Returns:
             site -> id -> masks, and how many were written, None if there was nothing to write.
         """
-        last, wanted = self.run.rounds, chosen(cases)
+        last, wanted = self.last, chosen(cases)
         names = [name for name in cases if wanted.get(name) or (save and len(cases[name]))]
         if self.federation.task.kind != "segmentation" or not names:
             return {}, None
@@ -271,7 +273,7 @@ class Scoring:
         best = self.record["best"]
         if best is None:
             return None
-        last = best["round"] == self.run.rounds
+        last = best["round"] == self.last
         tested = whole if last else self._global(best["round"], "test", self.folder.best_state())
         return self._scored(best["round"], tested) if tested is not None else None
 

@@ -1,0 +1,360 @@
+"""A federation's parts given in Python, without a bundle: `medfl.run(medfl.Parts(network=..., data=...), "fedprox")`.
+
+What a run asks of a bundle (`medfl.bundle.bundle.Bundle`) is answered from objects. They are the caller's own and run
+with the caller's rights: nothing is inspected. A run's record has a hash of what can be told of them, by which the same
+parts are found again in a process that makes them again; to other processes they do not go.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.engines.utils import default_prepare_batch
+from monai.inferers import SimpleInferer
+from torch import Tensor, nn
+
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.optimizers import Optimizers
+from medfl.bundle.parts_data import PartSections
+from medfl.bundle.parts_scores import OwnCases, OwnClasses, OwnMasks
+from medfl.bundle.sections import SECTIONS, check_labels
+from medfl.core.errors import InputError, did_you_mean
+from medfl.core.names import check_name
+from medfl.core.seeding import stream
+from medfl.core.storage import weights_sha256
+from medfl.data.disk_cache import DiskCache
+from medfl.evaluation.evaluators import Evaluator
+from medfl.evaluation.metrics import KEY_METRICS, METRICS
+from medfl.policy.policy import Policy
+
+PREFIX = "parts:"
+"""What a record's `bundle_path` begins with where a run was made of parts."""
+_TASKS = ("classification", "segmentation", "other")
+_GIVEN: dict[str, Parts] = {}
+_SIMPLE = (str, int, float, bool, tuple, type(None))
+
+
+def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 1e-3)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Network, data, loss and optimiser in Python: what `medfl.run` federates in the place of a bundle.
+
+    Attributes:
+        network: a function that makes one, whose weights are drawn from the run's seed; or a network, with whose
+            weights all sites begin. Inputs are (B, C, H, W[, D]).
+        data: site -> {"train": ..., "validate": ..., "test": ...}, each a data set or data loader; or one of them,
+            which is split 70/10/20 %, the same way in every run, items of a patient or group together. Without any
+            "test" the validation items serve as such. Of loaders the data set, batch size and collate_fn are taken.
+        loss: (output, target) -> number or numbers, whose mean is taken; target is (B,) class indices or a mask.
+        optimizer: parameters -> optimiser, as `functools.partial(torch.optim.SGD, lr=0.1)`; default Adam, lr 0.001.
+        scheduler: optimiser -> learning rate schedule, stepped once an epoch over all rounds.
+        task: classification, segmentation or other.
+        classes: names in label order; of a segmentation the mask's values, background first.
+        metrics: name -> (output, target) -> number, called for each case, a batch of one; in classification the
+            outputs are probabilities. Their means over the cases are reported with medfl's own.
+        key_metric: which metric chooses the best round; default: balanced accuracy, Dice, or the first of `metrics`
+            (else the loss). More is better, unless a word of its name is loss, error, mae, mse, distance ...
+        inferer: (inputs, network) -> output of whole images; default `monai.inferers.SimpleInferer()`.
+        prepare_batch: as of MONAI's trainers: (batch, device, non_blocking) -> (inputs, target).
+        batch_size: images a step; default: the loaders', else 16.
+        name: of the runs' folders.
+
+    Raises:
+        InputError: parts that cannot be federated.
+    """
+
+    network: nn.Module | Callable[[], nn.Module]
+    data: Mapping[str, Any]
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adam
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    task: str = "classification"
+    classes: tuple[str, ...] = ()
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    key_metric: str = ""
+    inferer: Callable[..., Any] = field(default_factory=SimpleInferer)
+    prepare_batch: Callable[..., Any] = default_prepare_batch
+    batch_size: int | None = None
+    name: str = "parts"
+
+    def __post_init__(self) -> None:
+        """Check what can be told at once, and remember these parts for runs that were made of them."""
+        check_name(self.name, "name of the parts")
+        if self.task not in _TASKS:
+            raise InputError(f"task {self.task!r}", f"tasks are {', '.join(_TASKS)}", "choose one")
+        if self.task != "other" and (len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)):
+            raise InputError(f"classes={self.classes!r}", "two or more different names", "name the classes in order")
+        object.__setattr__(self, "classes", tuple(self.classes))
+        if taken := [name for name in self.metrics if name in METRICS or name in ("probabilities", "label")]:
+            raise InputError(f"metric {taken[0]!r}", "a name that medfl's metrics do not have", "call it otherwise")
+        self._check_metric()
+        for what in ("loss", "optimizer", "inferer", "network", "prepare_batch", "scheduler"):
+            if not callable(getattr(self, what)) and (what != "scheduler" or self.scheduler is not None):
+                raise InputError(f"{what}={getattr(self, what)!r:.60}", f"{what} can be called", "see medfl.Parts")
+        _GIVEN[self.bundle_name] = self
+
+    def _check_metric(self) -> None:
+        own = [f"dice_{name}" for name in self.classes] if self.task == "segmentation" else []
+        known = [*self.metrics, "loss", *([] if self.task == "other" else METRICS), *own]
+        if self.key_metric and self.key_metric not in known:
+            given, advice = f"key_metric={self.key_metric!r}", did_you_mean(self.key_metric, known, "choose one")
+            raise InputError(given, f"one of {', '.join(known)}", advice)
+
+    @cached_property
+    def sections(self) -> PartSections:
+        """The data, joined over the sites."""
+        return PartSections(self.data, self.prepare_batch, self.batch_size, self.task == "classification")
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of what can be told of the parts, the data apart: settings, source texts, weights that are given."""
+        digest = hashlib.sha256()
+        for one in fields(self):
+            if one.name not in ("data", "name"):
+                digest.update(f"{one.name}={_told(getattr(self, one.name))}\n".encode())
+        if isinstance(self.network, nn.Module):
+            digest.update(weights_sha256(self.network.state_dict()).encode())
+        return digest.hexdigest()
+
+    @property
+    def bundle_name(self) -> str:
+        """What stands for these parts where a bundle's name or folder is asked for."""
+        return f"{PREFIX}{self.name}-{self.sha256[:16]}"
+
+    def new_network(self) -> nn.Module:
+        """Return a network of its own: a copy of the given one, or one that is made."""
+        made = copy.deepcopy(self.network) if isinstance(self.network, nn.Module) else self.network()
+        if not isinstance(made, nn.Module):
+            raise InputError(f"network makes a {type(made).__name__}", "it makes a torch.nn.Module", "return one")
+        return made
+
+
+def _told(value: Any) -> str:
+    """Return a text that tells a part from another one: its settings, and the source of what is not a library's."""
+    if isinstance(value, Mapping):
+        return str({key: _told(part) for key, part in value.items()})
+    if isinstance(value, nn.Module):
+        return f"{value}{[(_plain(module), _source(type(module))) for module in value.modules()]}"
+    if hasattr(value, "func"):  # functools.partial
+        return f"{_told(value.func)}{_told(list(value.args))}{_told(value.keywords)}"
+    if isinstance(value, list | tuple):
+        return str([_told(part) for part in value])
+    if inspect.isroutine(value) or inspect.isclass(value):
+        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        return f"{_source(value)}{[cell for cell in cells if isinstance(cell, _SIMPLE)]}"
+    if isinstance(value, _SIMPLE):
+        return repr(value)
+    return f"{_source(type(value))}{_plain(value)}"
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are numbers and texts."""
+    known = getattr(value, "__dict__", {})
+    return {key: one for key, one in known.items() if isinstance(one, _SIMPLE) and key[:1] != "_" and key != "training"}
+
+
+def _source(value: Any) -> str:
+    """Return the source of a function or class that is the user's own, its name where there is none."""
+    home = str(getattr(value, "__module__", ""))
+    if home.partition(".")[0] not in ("torch", "monai", "builtins", "functools", "torchvision", "ignite"):
+        try:
+            return inspect.getsource(value)
+        except (OSError, TypeError):
+            pass
+    return f"{home}.{getattr(value, '__qualname__', '')}"
+
+
+def given(bundle: str | Path | Parts) -> str:
+    """Return the name by which a bundle, or parts, are opened."""
+    return bundle.bundle_name if isinstance(bundle, Parts) else str(bundle)
+
+
+def opened(
+    name: str, config: Mapping[str, Any] | None = None, device: torch.device | str = "cpu", policy: Policy | None = None
+) -> Bundle:
+    """Return the bundle of a name or folder, or the parts that were given under this name.
+
+    Raises:
+        InputError: as `Bundle`; or parts that nobody gave in this process.
+    """
+    return PartsBundle(known(name), config or {}, device) if is_parts(name) else Bundle(name, config, device, policy)
+
+
+def is_parts(name: str) -> bool:
+    """Tell whether a name stands for parts."""
+    return name.startswith(PREFIX)
+
+
+def known(name: str) -> Parts:
+    """Return the parts of this name.
+
+    Raises:
+        InputError: they were not made in this process, or were others.
+    """
+    if name not in _GIVEN:
+        raise InputError(
+            f"a run of {name}, made of parts in Python",
+            "medfl.Parts with the same network, loss, optimiser and settings, made in this process",
+            "make them first, then open or resume the run",
+        )
+    return _GIVEN[name]
+
+
+class PartsBundle(Bundle):
+    """What a federation asks of a bundle, answered from `Parts`."""
+
+    def __init__(self, parts: Parts, config: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
+        """Take the parts; nothing is made yet."""
+        self.parts, self.root, self.name = parts, Path(parts.bundle_name), parts.name
+        self.is_shipped, self.own_trainer, self.policy = False, "", Policy()
+        self.device, self.start = torch.device(device), None
+        self._sections, self._embeddings = parts.sections, {}  # type: ignore[assignment]
+        self.override(config)
+
+    def override(self, config: Mapping[str, Any]) -> None:
+        """Refuse overrides: there is no configuration."""
+        if config:
+            raise InputError(
+                f"{next(iter(config))!r} of parts in Python", "they have no configuration", "give other parts"
+            )
+
+    def get(self, key: str) -> Any:
+        """Refuse: there is no configuration."""
+        raise InputError(f"configuration id {key!r} of parts in Python", "they have none", "give a bundle instead")
+
+    @cached_property
+    def metadata(self) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
+
+    @cached_property
+    def protocol(self) -> Mapping[str, Any]:
+        """The sites are those of the data."""
+        return protocol(str(self.root))
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the parts."""
+        return self.parts.sha256
+
+    def network(self) -> nn.Module:
+        """Build the network anew; two calls share nothing."""
+        return self.parts.new_network().to(self.device)
+
+    @cached_property
+    def _loss_function(self) -> Callable[..., Tensor]:
+        loss = self.parts.loss
+        return loss.to(self.device) if isinstance(loss, nn.Module) else loss
+
+    @cached_property
+    def loss(self) -> Callable[..., Tensor]:
+        """The loss of (output, target), reduced to its mean."""
+        function = self._loss_function
+
+        def mean_loss(prediction: Any, target: Any) -> Tensor:
+            value = function(prediction, target)
+            return value if value.ndim == 0 else value.mean()
+
+        return mean_loss
+
+    def _try_loss(self, prediction: Any, target: Any) -> None:
+        self.loss(prediction, target)
+
+    @cached_property
+    def _optimizers(self) -> Optimizers:
+        with stream(0, "optimizer"):
+            network = self.network()
+            optimizer = self.parts.optimizer(network.parameters())
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InputError(
+                    f"optimizer returns a {type(optimizer).__name__}",
+                    "a torch.optim.Optimizer of the parameters that it gets",
+                    "give for example functools.partial(torch.optim.SGD, lr=0.1)",
+                )
+            schedule = self.parts.scheduler
+            scheduler = None if schedule is None else schedule(self.parts.optimizer(network.parameters()))
+        return Optimizers(optimizer, network, scheduler)
+
+    @cached_property
+    def amp(self) -> bool:
+        """False: `amp` is a setting of the run."""
+        return False
+
+    def _disk_cache(self, section: str) -> DiskCache | None:
+        return None  # what own transforms make of an entry is known to nobody else
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
+    @cached_property
+    def task(self) -> str:
+        """The given task, after network, loss and data were tried together.
+
+        Raises:
+            InputError: they do not fit, or the network has not an output for each class.
+        """
+        first, second = (dict.fromkeys(self.network().parameters()) for _ in range(2))
+        if any(parameter in second for parameter in first):
+            raise InputError(
+                "network returns the same layers at each call", "a function that makes new ones", "make them inside it"
+            )
+        output, known = self._trial[0], len(self.parts.classes)
+        outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
+        if self.parts.task != "other" and outputs != known and not (outputs == 1 and known == 2):
+            raise InputError(
+                f"a network with {outputs} outputs", f"{known} classes: {', '.join(self.parts.classes)}", "change one"
+            )
+        return self.parts.task
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """The given names, () for other tasks than classification; InputError for a label of none."""
+        if self.parts.task != "classification":
+            return ()
+        for section in SECTIONS:
+            check_labels(self.items(section), len(self.parts.classes), f"section {section!r}", self.name)
+        return self.parts.classes
+
+    @property
+    def structures(self) -> tuple[str, ...]:
+        """The given names of a mask's values, () for other tasks."""
+        return self.parts.classes if self.parts.task == "segmentation" else ()
+
+    @property
+    def key_metric(self) -> str:
+        """Name of the metric that selects the best round."""
+        return self.parts.key_metric or KEY_METRICS.get(self.parts.task) or next(iter(self.parts.metrics), "loss")
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """How the networks are scored: by medfl's metrics of the task, and the given ones."""
+        parts = self.parts
+        if parts.task == "classification":
+            sigmoid = isinstance(self._loss_function, nn.BCELoss)
+            return OwnClasses(ends_in_sigmoid=sigmoid, metrics=parts.metrics)
+        if parts.task == "segmentation":
+            return OwnMasks(self.loss, parts.classes, parts.inferer, metrics=parts.metrics)
+        return OwnCases(self.loss, parts.inferer, parts.metrics)
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
+
+def protocol(name: str) -> Mapping[str, Any]:
+    """Return the protocol of parts: their sites, as they are given."""
+    return {"partition": "centre", "task": known(name).task}

@@ -1,0 +1,235 @@
+"""The data of `medfl.Parts`: data sets or data loaders of each site, joined to sections whose items know their site."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Subset
+
+from medfl.bundle.sections import SECTIONS, Section
+from medfl.core.errors import InputError, did_you_mean
+from medfl.core.seeding import derive, stream
+from medfl.data.prepared import Item
+from medfl.data.source import Source, class_index, records, take_apart
+
+_SHARES = (0.2, 0.1)
+"""Of a data set that is split: test, validate; the rest trains."""
+_BATCH = 16
+
+
+class PartSections:
+    """Sections by name, as `medfl.bundle.sections.Sections`.
+
+    Args:
+        data: site -> section -> data set or loader, or site -> one of them.
+        prepare_batch: (batch, device, non_blocking) -> (inputs, targets).
+        batch_size: of a step; None: the loaders'.
+        labelled: each item has a class, which is looked for in the samples where no data list says it.
+
+    Raises:
+        InputError: data that cannot be divided; names site and section.
+    """
+
+    unread = ""
+
+    def __init__(
+        self, data: Mapping[str, Any], prepare_batch: Callable[..., Any], batch_size: int | None, labelled: bool
+    ) -> None:
+        """Look at the data sets; no item is read yet."""
+        if not isinstance(data, Mapping) or not data:
+            raise InputError(f"data={data!r:.60}", "site -> data sets", "give for example {'north': dataset}")
+        self._prepare_batch, self._batch_size, self._labelled = prepare_batch, batch_size, labelled
+        self._given = {str(site): _sections(str(site), given) for site, given in data.items()}
+        self._opened: dict[str, Section] = {}
+        for section in SECTIONS[:2]:
+            if not any(section in given for given in self._given.values()):
+                raise InputError(
+                    f"data without {section} items", f"one site or more has a {section} set", f"add {section!r}"
+                )
+
+    @cached_property
+    def has_test(self) -> bool:
+        """Tell whether some site has test items."""
+        return any("test" in given for given in self._given.values())
+
+    @cached_property
+    def checksum(self) -> str:
+        """Hash of the items, of tensors and arrays in lists, and of the sizes of files that lists name.
+
+        Of data sets that only their own class can read, what the first and the last sample are.
+        """
+        digest = hashlib.sha256()
+        for section in SECTIONS:
+            for item in self[section].items:
+                digest.update(json.dumps([section, item], sort_keys=True).encode())
+            source = self[section].source
+            indices = range(len(source.entries)) if source.is_list else {0, len(source.entries) - 1}
+            for index in sorted(indices):
+                with stream(0, "checksum", index):
+                    _hash(source.entries[index], digest)
+        return digest.hexdigest()
+
+    def __getitem__(self, section: str) -> Section:
+        """Return a section, opened once; the validation items where there are no test items."""
+        section = "validate" if section == "test" and not self.has_test else section
+        if section not in self._opened:
+            self._opened[section] = self._open(section)
+        return self._opened[section]
+
+    def _open(self, section: str) -> Section:
+        given = {site: parts[section] for site, parts in self._given.items() if section in parts}
+        datasets = [_dataset(one) for one in given.values()]
+        sources = [take_apart(one) for one in datasets]
+        source = _joined(datasets, sources)
+        sites = [site for site, one in zip(given, sources, strict=True) for _ in range(len(one.entries))]
+        items: list[Item] = [
+            {**item, "centre": site} for item, site in zip(records(source, section, [Path.cwd()]), sites, strict=True)
+        ]
+        if self._labelled and not all("label" in item for item in items):
+            items = [{**item, "label": label} for item, label in zip(items, _labels(source), strict=True)]
+        return Section(source, items, self._loader(section, given), self._prepare_batch)
+
+    def _loader(self, section: str, given: Mapping[str, Any]) -> Any:
+        """Return what says how batches are made: the loaders of all sites agree on it."""
+        loaders = {site: one for site, one in given.items() if isinstance(one, DataLoader)}
+        ways = {(one.batch_size, _identity(one.collate_fn)) for one in loaders.values()}
+        if len(ways) > 1:
+            raise InputError(
+                f"{section} loaders with different batch sizes or collate_fn",
+                "the same at all sites",
+                "make them alike",
+            )
+        first = next(iter(loaders.values()), None)
+        size = self._batch_size or getattr(first, "batch_size", None) or _BATCH
+        return _Way(int(size), **({} if first is None else {"collate_fn": first.collate_fn}))
+
+
+class _Way:
+    """How a data loader makes batches."""
+
+    def __init__(self, batch_size: int, **collate: Callable[..., Any]) -> None:
+        self.batch_size = batch_size
+        vars(self).update(collate)
+
+
+def _identity(function: Any) -> Any:
+    return getattr(function, "__qualname__", None) or type(function)
+
+
+def _dataset(given: Any) -> Any:
+    return given.dataset if isinstance(given, DataLoader) else given
+
+
+def _sections(site: str, given: Any) -> dict[str, Any]:
+    """Return a site's data sets by section; one that stands for all of them is split."""
+    if not isinstance(given, Mapping):
+        return _split(site, given)
+    for name, one in given.items():
+        if name not in SECTIONS:
+            advice = did_you_mean(str(name), SECTIONS, "choose one")
+            raise InputError(f"data of site {site!r}: {name!r}", f"sections are {', '.join(SECTIONS)}", advice)
+        _length(site, one)
+    return {name: one for name, one in given.items() if len(_dataset(one))}
+
+
+def _length(site: str, given: Any) -> int:
+    try:
+        return len(take_apart(_dataset(given)).entries)
+    except TypeError as error:
+        raise InputError(
+            f"data of site {site!r}: {error}", "data sets with __len__ and __getitem__", "give such a data set"
+        ) from error
+
+
+def _split(site: str, given: Any) -> dict[str, Any]:
+    """Divide a data set 70/10/20 %, items of one group together; the same each time."""
+    count, dataset = _length(site, given), _dataset(given)
+    items = records(take_apart(dataset), "", [])
+    groups = list(dict.fromkeys(item.get("group", item["id"]) for item in items))
+    if len(groups) < 3:
+        raise InputError(
+            f"data of site {site!r}: {count} items of {len(groups)} groups, to be split",
+            "three or more",
+            'give {"train": ..., "validate": ..., "test": ...}',
+        )
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(derive(0, "split", site))).tolist()
+    test, validate = (max(1, round(share * len(groups))) for share in _SHARES)
+    names = ["test"] * test + ["validate"] * validate + ["train"] * len(groups)
+    home = {groups[index]: name for index, name in zip(order, names, strict=False)}
+    where: dict[str, list[int]] = {name: [] for name in SECTIONS}
+    for index, item in enumerate(items):
+        where[home[item.get("group", item["id"])]].append(index)
+    whole = dataset if isinstance(dataset, torch.utils.data.Dataset) else _Listed(dataset)
+    return {name: _like(given, Subset(whole, indices)) for name, indices in where.items()}
+
+
+class _Listed(torch.utils.data.Dataset[Any]):
+    """A plain list as a data set."""
+
+    def __init__(self, entries: Any) -> None:
+        self.entries = entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.entries[index]
+
+
+def _like(given: Any, dataset: Any) -> Any:
+    """Return a loader of a data set where a loader was given."""
+    if not isinstance(given, DataLoader):
+        return dataset
+    return DataLoader(dataset, given.batch_size or 1, collate_fn=given.collate_fn)
+
+
+def _joined(datasets: list[Any], sources: list[Source]) -> Source:
+    """Return the data of all sites as one: a list where all are lists with the same transforms."""
+    if all(one.is_list and one.fixed and one.transforms == sources[0].transforms for one in sources):
+        return Source([entry for one in sources for entry in one.entries], sources[0].transforms)
+    whole = [one if isinstance(one, torch.utils.data.Dataset) else _Listed(one) for one in datasets]
+    return Source(ConcatDataset(whole), (), fixed=all(one.fixed and not one.transforms for one in sources))
+
+
+def _labels(source: Source) -> Iterator[int]:
+    """Yield the class of each item, from its sample: under "label", or the second of a pair."""
+    for index in range(len(source.entries)):
+        with stream(0, "labels", index):
+            sample = source.entries[index]
+        value = sample.get("label") if isinstance(sample, Mapping) else sample[1] if _is_pair(sample) else None
+        label = class_index(np.asarray(value) if isinstance(value, Tensor) else value)
+        if label is None:
+            raise InputError(
+                f"item {index} has no class (label {value!r:.40})",
+                "a classification's samples are {'image': ..., 'label': INDEX} or (image, INDEX)",
+                "return such samples, or say task='other'",
+            )
+        yield label
+
+
+def _hash(value: Any, digest: Any) -> None:
+    """Add what can be told of an entry or sample to a hash."""
+    if isinstance(value, Mapping):
+        value = [part for key in sorted(value, key=str) for part in (key, value[key])]
+    if isinstance(value, list | tuple):
+        for part in value:
+            _hash(part, digest)
+    elif isinstance(value, Tensor | np.ndarray | np.generic):
+        array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        digest.update(f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    elif isinstance(value, str | Path) and Path(value).is_file():
+        digest.update(str(Path(value).stat().st_size).encode())
+    elif isinstance(value, str | int | float | None):
+        digest.update(f"{value}\0".encode())
+
+
+def _is_pair(sample: Any) -> bool:
+    return isinstance(sample, tuple | list) and len(sample) == 2

@@ -1,0 +1,93 @@
+"""The evaluators of `medfl.Parts`: medfl's own of each task, with metrics that are given as functions of a case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medfl.core.errors import RunError
+from medfl.data.prepared import Shard, moved
+from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
+from medfl.evaluation.metrics import Cases
+
+Metrics = Mapping[str, Callable[[Any, Any], Any]]
+
+
+@dataclass(frozen=True)
+class OwnClasses(ClassEvaluator):
+    """Classification; a metric gets probabilities (1, K) and label (1,)."""
+
+    metrics: Metrics = field(default_factory=dict)
+
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
+    ) -> Cases:
+        """Return what `ClassEvaluator` does, and one (N,) tensor per metric."""
+        cases = super().__call__(network, shard, device, distances=distances)
+        rows = zip(*(torch.split(cases.values[name], 1) for name in ("probabilities", "label")), strict=True)
+        return _with(cases, self.metrics, rows)
+
+
+@dataclass(frozen=True)
+class OwnMasks(MaskEvaluator):
+    """Segmentation; a metric gets the output (1, K, H, W[, D]) and the target."""
+
+    metrics: Metrics = field(default_factory=dict)
+
+    @torch.no_grad()
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
+    ) -> Cases:
+        """Return what `MaskEvaluator` does, and one (N,) tensor per metric."""
+        cases = super().__call__(network, shard, device, distances=distances)
+        return _with(cases, self.metrics, self._outputs(network, shard, device) if self.metrics else ())
+
+
+class OwnCases(CaseEvaluator):
+    """Any other task: the loss, and the given metrics.
+
+    Args:
+        loss: (output, target) -> loss.
+        inferer: (inputs, network) -> output.
+        metrics: name -> (output, target) -> number.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Tensor], inferer: Callable[..., Any], metrics: Metrics) -> None:
+        """Keep them."""
+        super().__init__("loss", loss, inferer)
+        self.metrics = metrics
+
+    @torch.no_grad()
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
+    ) -> Cases:
+        """Return one (N,) tensor per metric, and of the loss."""
+        cases = super().__call__(network, shard, device, distances=distances)
+        outputs = self._outputs(network, shard, device) if self.metrics else ()
+        return _with(cases, self.metrics, ((output, moved(y, device)) for _, y, output, _ in outputs))
+
+
+def _with(cases: Cases, metrics: Metrics, outputs: Iterable[tuple[Any, Any]]) -> Cases:
+    """Return cases with the values of further metrics; RunError that names metric and item if one fails."""
+    if not metrics or not len(cases):
+        return cases
+    found: dict[str, list[float]] = {name: [] for name in metrics}
+    for ident, (output, target) in zip(cases.ids, outputs, strict=True):
+        for name, metric in metrics.items():
+            try:
+                found[name].append(_number(metric(output, target)))
+            except Exception as error:  # whatever a function of the user's raises
+                raise RunError(f"metric {name!r} fails on item {ident!r}: {type(error).__name__}: {error}") from error
+    values = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in found.items()}
+    return Cases(cases.ids, {**cases.values, **values})
+
+
+def _number(value: Any) -> float:
+    """Return a metric's value as a number: the mean of what is known of it, NaN where nothing is."""
+    known = torch.as_tensor(value, dtype=torch.float64).nanmean()
+    return float(known) if known.isfinite() else math.nan

@@ -1,0 +1,165 @@
+"""What is called after each round of a run: functions of one's own, `EarlyStopping`, `BestCheckpoint`.
+
+A callback sees the round's metrics, those of all rounds before it, and the weights; what it returns can only end the
+run. It is called once a round is saved, so again for the last saved round where a run was killed and is resumed: one
+that decides by `RoundEnd.history` alone decides the same then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medfl.core.errors import InputError, RunError
+from medfl.core.storage import atomic_replace, save_weights
+from medfl.evaluation.metrics import higher_is_better
+
+
+@dataclass(frozen=True, eq=False)
+class RoundEnd:
+    """A round that is over and saved.
+
+    Attributes:
+        round: its number, from 1.
+        rounds: how many were asked for.
+        metrics: name -> value on the validation items, of the model that the method is judged by; empty where this
+            round was not evaluated.
+        train_loss: mean of the sites' training losses.
+        history: number and metrics of every evaluated round so far, this one included.
+        key_metric: the metric by which the best round is chosen.
+        folder: of the run.
+    """
+
+    round: int
+    rounds: int
+    metrics: Mapping[str, float]
+    train_loss: float
+    history: Sequence[tuple[int, Mapping[str, float]]]
+    key_metric: str
+    folder: Path
+    _weights: Callable[[], Mapping[str, Tensor]]
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """The server's weights as a state dict, copies on the CPU; empty where a method has none."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._weights().items()}
+
+    def best(self, metric: str = "", min_delta: float = 0.0) -> tuple[int, float]:
+        """Return number and value of the best round so far, the first of equals.
+
+        Args:
+            metric: "" for the key metric.
+            min_delta: by how much a round has to be better than the best before it.
+
+        Raises:
+            InputError: no round has this metric.
+        """
+        name = metric or self.key_metric
+        known = [(number, values[name]) for number, values in self.history if name in values]
+        if not known:
+            others = ", ".join(sorted({key for _, values in self.history for key in values})) or "none: eval_every is 0"
+            raise InputError(f"metric {name!r}", f"the rounds have {others}", "name one of these")
+        sign = 1.0 if higher_is_better(name) else -1.0
+        found = known[0]
+        for number, value in known[1:]:
+            if sign * (value - found[1]) > min_delta:
+                found = number, value
+        return found
+
+
+Callback = Callable[[RoundEnd], Any]
+"""Ends the run by returning True, or a text that says why."""
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """End a run whose validation metric has not become better for some rounds.
+
+    Attributes:
+        patience: rounds since the best one, from 1.
+        metric: "" for the key metric.
+        min_delta: by how much a round has to be better to count.
+    """
+
+    patience: int = 5
+    metric: str = ""
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.patience < 1 or self.min_delta < 0:
+            given = f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta})"
+            raise InputError(given, "patience from 1, min_delta from 0", "change them")
+
+    def __call__(self, ended: RoundEnd) -> str | None:
+        """Say why the run ends, None while it goes on."""
+        if not ended.metrics:
+            return None
+        number, value = ended.best(self.metric, self.min_delta)
+        if ended.round - number < self.patience:
+            return None
+        name = self.metric or ended.key_metric
+        return f"{name} has not become better than {value:.4g} of round {number} for {ended.round - number} rounds"
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """Keep the weights of the best round so far in a file.
+
+    Attributes:
+        path: .safetensors, or .pt for `torch.load` and MONAI's CheckpointLoader.
+        metric: "" for the key metric.
+    """
+
+    path: str | Path
+    metric: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the file's name."""
+        if Path(self.path).suffix not in (".safetensors", ".pt"):
+            raise InputError(f"BestCheckpoint({str(self.path)!r})", "a file .safetensors or .pt", "name it so")
+
+    def __call__(self, ended: RoundEnd) -> None:
+        """Write the weights if this round is the best."""
+        if not ended.metrics or ended.best(self.metric)[0] != ended.round:
+            return
+        path = Path(self.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            save_weights(path, ended.weights)
+        else:
+            with atomic_replace(path, sum(tensor.nbytes for tensor in ended.weights.values())) as temporary:
+                torch.save(ended.weights, temporary)
+
+
+def named(callbacks: Sequence[Callback]) -> list[str]:
+    """Return what a run's record says of its callbacks."""
+    return [str(getattr(one, "__qualname__", "") or re.sub(r" at 0x[0-9a-f]+", "", repr(one))) for one in callbacks]
+
+
+def asked_to_stop(callbacks: Sequence[Callback], ended: RoundEnd) -> str:
+    """Call all callbacks, and return why the run ends, "" if it goes on.
+
+    Raises:
+        RunError: one fails; names it. The round is saved.
+    """
+    reasons = []
+    for callback in callbacks:
+        name = getattr(callback, "__qualname__", type(callback).__qualname__)
+        try:
+            answer = callback(ended)
+        except InputError:
+            raise
+        except Exception as error:  # whatever a function of the user's raises
+            told = f"{type(error).__name__}: {error}"
+            raise RunError(f"callback {name} fails after round {ended.round}: {told}; the round is kept") from error
+        if answer is True or (isinstance(answer, str) and answer):
+            reasons.append(answer if isinstance(answer, str) else f"{name} asked for it")
+    return "; ".join(reasons)
