@@ -60,7 +60,7 @@ def run(
         callbacks: called after each round with a `medfl.RoundEnd`: `medfl.EarlyStopping(patience=5)`,
             `medfl.BestCheckpoint("best.pt")`, functions of your own; one that returns True ends the run.
         track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": write the numbers there as well.
-        runtime: who runs the sites, with the same results: "simulator", "monai-fl", "flare" or "flare-poc".
+        runtime: who runs the sites, with the same results, as `medfl.federate` has them.
         jobs: worker processes; they change no result. None: the cores, at most the cohort.
         trust: run a bundle that inspection refuses; its code then runs with your rights.
         say: where lines for the user go; `str` says nothing.
