@@ -10,7 +10,10 @@ from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.sandbox import enter_sandbox
+from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
+from medfl.core.places import FOLDS
+from medfl.datasets.readers.splitting import check_folds
 
 EXAMPLES = """\
 What is not given comes from the bundle's configs/federated.yaml: the protocol
@@ -21,6 +24,8 @@ examples
       FedAvg over drawn images: needs no download
   medfl run ham10000 --method fedprox --set mu=0.01 --sites 6 --with-local
       FedProx on the images below $MEDFL_DATA, beside what each site reaches alone
+  medfl run bundles/lungs --data lungs --folds 5 --out runs/lungs
+      few images: five runs, in which each is tested once
   medfl run --resume --out runs/ham10000-fedprox-0 --rounds 300
       go on with that run, for more rounds"""
 
@@ -55,6 +60,10 @@ def add_flags(run: Any) -> None:
     output.add_argument("--out", type=Path, metavar="DIR", help="new run folder; default runs/BUNDLE-METHOD-SEED")
     output.add_argument("--resume", action="store_true", help="continue the run in --out, perhaps with more --rounds")
     output.add_argument("--from", dest="source", type=Path, metavar="RUN.JSON", help="repeat a recorded run")
+    arguments.number(
+        output, "--folds", "K",
+        "cross-validation: K runs, each case tested in one of them, patients together; with the folds' pooled figures",
+    )  # fmt: skip
     output.add_argument(
         "--with-local", action="store_true", help="first train each site alone with the same steps, as its reference"
     )
@@ -82,6 +91,8 @@ def run(options: Any) -> int:
     from medfl.bundle.files import find
     from medfl.runs import early
 
+    if options.resume and options.out is not None and (options.out / FOLDS).is_file():
+        return _cross_validate(options, values, config, requested, again=True)
     early.refuse(
         options.bundle, requested, given=bool(values or config), out=options.out, resume=options.resume,
         source=options.source, runtime=options.runtime,
@@ -89,6 +100,8 @@ def run(options: Any) -> int:
     if options.bundle is not None and not options.resume:
         check_options(options.method or "fedavg", values)
         find(options.bundle)
+    if options.folds is not None:
+        return _cross_validate(options, values, config, requested, again=False)
     if options.sandbox:
         enter_sandbox(options)
     with without_gc():
@@ -114,6 +127,38 @@ def run(options: Any) -> int:
         **telling(options),
     )
     return show(options, document, lambda: _result(Path(document["folder"])))
+
+
+def _cross_validate(options: Any, values: Any, config: Any, requested: Any, again: bool) -> int:
+    refused = {"--sandbox": options.sandbox, "--from": options.source, "--profile": options.profile}
+    refused |= {"--resume, where no cross-validation is": options.resume and not again}
+    refused |= {"--resume and other settings": again and any((options.folds, options.bundle, values, config))}
+    if wrong := next((flag for flag, given in refused.items() if given), None):
+        allowed = "a cross-validation is K new runs; --resume --out DIR alone goes on with it"
+        given = f"--folds with {wrong}" if options.folds else f"a cross-validation with {wrong}"
+        raise InputError(given, allowed, "leave it out")
+    if not again:
+        check_folds(options.folds)
+    with without_gc():
+        from medfl.runs import folds
+    machine = {"jobs": options.jobs, "track": options.track, **telling(options)}
+    if again:
+        document = folds.resume(options.out, requested, **machine)
+    else:
+        names = ("with_local", "save_predictions", "runtime", "min_replies", "deadline")
+        document = folds.cross_validate(
+            options.bundle, options.folds, options=values, config=config, requested=requested, out=options.out,
+            command="medfl " + shlex.join(options.given), settings={name: getattr(options, name) for name in names},
+            **machine,
+        )  # fmt: skip
+    return show(options, document, lambda: _of_folds(Path(document["folder"])))
+
+
+def _of_folds(folder: Path) -> str:
+    from medfl.report.folds import Folds
+
+    *table, data = Folds.read(folder).text().splitlines()
+    return "\n".join([*table, f"report: {folder / 'report.html'}", f"folder: {folder}", data])
 
 
 def _result(folder: Path) -> str:

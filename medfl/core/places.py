@@ -14,6 +14,9 @@ PRIVATE = "MEDFL_PRIVATE_CACHE"
 BESIDE = ("local",)
 """The Local reference may lie in a run folder before the run itself."""
 
+FOLDS = "folds.json"
+"""What a cross-validation's folder has, and no run's: what was asked for."""
+
 
 def cache_folder(kind: str) -> Path:
     """Return the user's cache folder of one kind ($XDG_CACHE_HOME/medfl/<kind>); it may not exist yet."""

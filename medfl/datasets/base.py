@@ -20,7 +20,7 @@ import numpy as np
 from medfl.core.errors import InputError, did_you_mean
 from medfl.datasets.readers.class_index import ClassIndex
 from medfl.datasets.readers.reading import container_uri, content_key
-from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Record, Rule, WholeCentres
+from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Record, Rule, WholeCentres, fold_of
 from medfl.datasets.readers.tables import Layout, Table, several
 
 
@@ -189,6 +189,8 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
     """
     place, layout = _layout(name, folder)
     split = split or layout.splits[0]
+    if rule := fold_of(split, name):
+        return split, rule
     kind, colon, number = split.partition(":")
     rules = {offered: get(name).rules[offered] for offered in layout.splits}
     rule = rules.get(kind)

@@ -11,7 +11,6 @@ images, drawn by a hash of the patient or file name, so always the same at a sit
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -21,7 +20,7 @@ from medfl.core.errors import InputError
 from medfl.datasets.base import MARKER, Item, item_of
 from medfl.datasets.readers import cases, conventions, grouping, label_table, matching, pairs, tables
 from medfl.datasets.readers.reading import JOINED, split_uri
-from medfl.datasets.readers.splitting import SECTIONS, Record, Rule, by_group, filled, fold, published
+from medfl.datasets.readers.splitting import SECTIONS, Record, Rule, by_group, filled, fold_of, published
 from medfl.datasets.readers.volumes import SUFFIXES, volume_files, volume_paths
 
 _SHARES = (0.7, 0.1, 0.2)
@@ -338,14 +337,13 @@ _BY_GROUP = by_group(_SHARES, "own", at_centres=False)
 
 
 def _fold(split: str, named: bool) -> Rule:
-    """Return the rule of a fold, as `fold:2/5`."""
-    match = re.fullmatch(r"fold:([1-9]\d{0,3})/([1-9]\d{0,3})", split)
-    if match is None or int(match[1]) > int(match[2]) or int(match[2]) < 2:
-        raise InputError(f"split {split!r}", "fold:NUMBER/COUNT, as fold:2/5", "write it so, or leave it out")
-    if named:
+    rule = fold_of(split, "own-fold")
+    if rule is None or named:
         raise InputError(
-            f"split {split!r} of images whose table names their sections",
-            "folds have sections of their own",
-            "take the column 'section' out of the table, or leave --folds out",
+            f"split {split!r}{' of images whose table names their sections' * named}",
+            "fold:NUMBER/COUNT, as fold:2/5, of images without sections of their own",
+            "take the column 'section' out of the table, or leave --folds out"
+            if named
+            else "write it so, or leave it out",
         )
-    return fold(int(match[1]), int(match[2]), "own-fold")
+    return rule

@@ -10,12 +10,13 @@ from typing import Any
 
 import jinja2
 
+from medfl.core.places import FOLDS
 from medfl.core.run_documents import damaged
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.mask_metrics import slug
-from medfl.report import formatting, round_charts, saved_pictures
+from medfl.report import folds, formatting, round_charts, saved_pictures
 from medfl.report.differences import Differences
 from medfl.report.formatting import setting
 from medfl.report.picture import Picture
@@ -24,13 +25,15 @@ from medfl.report.run_files import KINDS, POOLED, RunFiles
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write `report.html` into a run folder and return its path.
+    """Write `report.html` into a run folder, or that of a cross-validation, and return its path.
 
     The page needs nothing but itself: no script, no file, no network. The same folder gives the same bytes.
 
     Raises:
         InputError: the folder is not a run's, or a file in it is damaged.
     """
+    if (Path(run_folder) / FOLDS).is_file():
+        return folds.write(Path(run_folder)).path / "report.html"
     run = RunFiles.read(Path(run_folder))
     page = environment().get_template("report.html.j2").render(context(run))
     path = run.path / "report.html"

@@ -6,6 +6,7 @@ A rule may leave images out: their section is `LEFT_OUT`.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from medfl.core.errors import InputError
 
 SECTIONS = ("train", "validate", "test")
 LEFT_OUT = ""
+_MOST_FOLDS = 100
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,26 @@ def _spare(records: Sequence[Record], sections: Sequence[str]) -> str | None:
     if most is None or len(groups[most]) < 2:
         return None
     return min(groups[most], key=lambda group: (sizes[group], _order("own", group)))
+
+
+def check_folds(count: int) -> None:
+    """Raise an InputError if a cross-validation cannot have so many folds."""
+    if not 2 <= count <= _MOST_FOLDS:
+        raise InputError(f"--folds {count}", f"a whole number from 2 to {_MOST_FOLDS}", "5 is usual")
+
+
+def fold_of(split: str, salt: str) -> Rule | None:
+    """Return the rule of a split `fold:NUMBER/COUNT`, None of another.
+
+    Raises:
+        InputError: the numbers are none of a fold.
+    """
+    if not split.startswith("fold:"):
+        return None
+    match = re.fullmatch(r"fold:([1-9]\d{0,3})/([1-9]\d{0,3})", split)
+    if match is None or int(match[1]) > int(match[2]) or int(match[2]) < 2:
+        raise InputError(f"split {split!r}", "fold:NUMBER/COUNT, as fold:2/5", "write it so, or leave it out")
+    return fold(int(match[1]), int(match[2]), salt)
 
 
 def fold(number: int, count: int, salt: str) -> Rule:

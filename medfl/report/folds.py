@@ -1,0 +1,234 @@
+"""A cross-validation's folder: the figures of each fold, and those of all test cases together, each tested once.
+
+It has `folds.json`, what was asked for, and a run folder `fold-<number>` for each fold.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medfl.core import terminal
+from medfl.core.errors import InputError
+from medfl.core.places import FOLDS
+from medfl.core.run_documents import read_document
+from medfl.core.storage import write_atomic
+from medfl.core.type_checks import Count
+from medfl.evaluation import metrics
+from medfl.evaluation.metrics import Cases
+from medfl.report import formatting
+from medfl.report.run_files import Predictions, RunFiles
+
+FORM: Mapping[str, Any] = {
+    "folds": Count, "bundle": str, "options": dict[str, Any], "config": dict[str, Any], "requested": dict[str, Any],
+    "settings": dict[str, Any], "images": list[str], "command": str | None,
+}  # fmt: skip
+NOTE = (
+    "pooled: each case once, by the model of the fold that tests it; sd: between folds, whose training images overlap, "
+    "so it says little of how another cohort would score"
+)
+_COLUMNS = 6
+
+
+def fold_folder(folder: Path, number: int) -> Path:
+    """Return the run folder of a fold, from 1."""
+    return folder / f"fold-{number}"
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the entries of `folds.json`.
+
+    Raises:
+        InputError: it is missing or damaged.
+    """
+    record = read_document(folder / FOLDS, FORM, FORM)
+    if not 2 <= record["folds"] == len(record["images"]):
+        raise InputError(f"{folder / FOLDS} is damaged", "as many folds as it lists images of", "restore the file")
+    return record
+
+
+@dataclass(frozen=True)
+class Folds:
+    """The folds of a cross-validation that are finished.
+
+    Attributes:
+        path: the folder.
+        count: of the folds that there are to be.
+        runs: number -> the run of a fold.
+    """
+
+    path: Path
+    count: int
+    runs: Mapping[int, RunFiles]
+
+    @classmethod
+    def read(cls, path: Path) -> Folds:
+        """Read a folder.
+
+        Raises:
+            InputError: it is none of a cross-validation, no fold is finished, or a file is damaged.
+        """
+        count = int(read_record(path)["folds"])
+        folders = {number: fold_folder(path, number) for number in range(1, count + 1)}
+        begun = {n: RunFiles.read(folder) for n, folder in folders.items() if (folder / "summary.json").is_file()}
+        runs = {number: run for number, run in begun.items() if run.finished and run.predictions is not None}
+        if not runs:
+            raise InputError(
+                f"no fold in {path} is finished", "a folder of medfl run --folds", "continue it with --resume"
+            )
+        found = cls(path, count, runs)
+        twice = [ident for ident, times in Counter(found.ids).items() if times > 1]
+        if twice:
+            raise InputError(
+                f"{twice[0]} is a test case of several folds in {path}",
+                "folds that test each case once",
+                "run them anew",
+            )
+        return found
+
+    @property
+    def first(self) -> RunFiles:
+        """The first run."""
+        return next(iter(self.runs.values()))
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of all test cases."""
+        return [ident for run in self.runs.values() for ident in _predictions(run).ids]
+
+    @cached_property
+    def rows(self) -> dict[int, dict[str, float]]:
+        """Fold -> the metrics of its test cases."""
+        return {number: metrics.summarise(_cases(_predictions(run))) for number, run in self.runs.items()}
+
+    @cached_property
+    def pooled(self) -> dict[str, float]:
+        """The metrics of all test cases."""
+        return metrics.summarise(Cases.concat([_cases(_predictions(run)) for run in self.runs.values()]))
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics that are shown, the key metric first."""
+        known = [name for name in metrics.METRICS if name in self.pooled and name != self.first.key]
+        return [name for name in [self.first.key, *known] if name in self.pooled]
+
+    def spread(self, name: str) -> metrics.Spread:
+        """Return mean and standard deviation of a metric over the folds, and the worst fold."""
+        values = {f"fold-{n}": row.get(name) for n, row in self.rows.items()}
+        return metrics.spread(values, metrics.higher_is_better(name))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of summary.json."""
+        run, sums = self.first, {name: self.spread(name) for name in self.names}
+        totals = {
+            name: sum(float((one.summary or {}).get(name) or 0) for one in self.runs.values())
+            for name in ("bytes_up", "bytes_down", "seconds")
+        }
+        return {
+            "method": run.method, "bundle": run.record["bundle"], "seed": run.record.get("seed"),
+            "rounds": run.record["rounds"], "folds": self.count,
+            "status": "finished" if len(self.runs) == self.count else "running",
+            "data_source": run.record["data"]["source"], "judged": run.judged, "key_metric": run.key,
+            "cases": len(self.ids), "last": {"round": run.record["rounds"], **self.pooled},
+            "per_fold": [
+                {"fold": number, "folder": f"fold-{number}", **_sizes(one), "run_hash": one.record.get("run_hash"),
+                 **self.rows[number]}
+                for number, one in self.runs.items()
+            ],
+            "spread": sums, "units": (run.summary or {}).get("units") or {}, **totals, "notes": [NOTE],
+        }  # fmt: skip
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Return head and rows of the table of the folds: folds, mean, sd and worst, pooled."""
+        names = self.names[:_COLUMNS]
+        sizes = {number: _sizes(run) for number, run in self.runs.items()}
+        rows = [
+            [
+                f"fold-{n}",
+                str(sizes[n]["train"]),
+                str(sizes[n]["test"]),
+                *(formatting.number(row.get(x)) for x in names),
+            ]
+            for n, row in self.rows.items()
+        ]
+        spreads = [self.spread(name) for name in names]
+        rows += [["mean", "", "", *(formatting.number(one.get("mean")) for one in spreads)]]
+        rows += [["sd", "", "", *(formatting.sd(one) if one else "–" for one in spreads)]]
+        rows += [["pooled", "", str(len(self.ids)), *(formatting.number(self.pooled.get(name)) for name in names)]]
+        return ["", "train", "test", *(self.first.title(name) for name in names)], rows
+
+    def title(self) -> str:
+        """Say in one line what was run."""
+        done = f"{self.count} folds" if len(self.runs) == self.count else f"{len(self.runs)} of {self.count} folds"
+        return f"cross-validation of {self.first.record['bundle']} with {self.first.method}: {done}"
+
+    def text(self) -> str:
+        """Return the table for the terminal; the last line says whether the data are real or phantom."""
+        head, rows = self.cells()
+        phantom = "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
+        lines = [self.title(), "", *terminal.table(head, rows, terminal.width()), ""]
+        lines += terminal.hanging_indent("", NOTE, terminal.width())
+        return "\n".join([*lines, phantom if self.first.phantom else f"real data: {self.first.record['bundle']}"])
+
+
+def write(folder: Path) -> Folds:
+    """Write summary.json, predictions.csv and report.html of a cross-validation.
+
+    Raises:
+        InputError: as `Folds.read`.
+    """
+    from medfl.report.page import environment
+
+    found = Folds.read(folder)
+    summary = found.summary()
+    write_atomic(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+    _write_predictions(found)
+    head, rows = found.cells()
+    notes = list(found.first.record["data"].get("notes") or ())
+    page = (
+        environment()
+        .get_template("folds.html.j2")
+        .render(
+            folds=found, head=head, rows=rows, notes=[NOTE, *notes], links=[f"fold-{number}" for number in found.runs]
+        )
+    )
+    write_atomic(folder / "report.html", page.encode())
+    return found
+
+
+def _write_predictions(found: Folds) -> None:
+    """Write the predictions of all folds as one table, with a column that says the fold."""
+    text, writer = io.StringIO(), None
+    for number, run in found.runs.items():
+        with (run.path / "predictions.csv").open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            if writer is None:
+                writer = csv.DictWriter(text, ["id", "fold", *list(reader.fieldnames or ())[1:]], lineterminator="\n")
+                writer.writeheader()
+            writer.writerows({**row, "fold": number} for row in reader)
+    write_atomic(found.path / "predictions.csv", text.getvalue().encode())
+
+
+def _predictions(run: RunFiles) -> Predictions:
+    assert run.predictions is not None  # `Folds.read` takes no others
+    return run.predictions
+
+
+def _cases(predictions: Predictions) -> Cases:
+    if predictions.probabilities is None:
+        return Cases(tuple(predictions.ids), {name: torch.as_tensor(v) for name, v in predictions.scores.items()})
+    values = {"probabilities": torch.as_tensor(predictions.probabilities), "label": torch.as_tensor(predictions.label)}
+    return Cases(tuple(predictions.ids), values)
+
+
+def _sizes(run: RunFiles) -> dict[str, int]:
+    return {name: sum(run.size(site, name) for site in run.site_names) for name in ("train", "validate", "test")}

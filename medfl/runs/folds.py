@@ -1,0 +1,167 @@
+"""Cross-validation: as many runs as folds, each case tested in one of them, in one folder that can be resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from medfl.bundle.bundle import shipped
+from medfl.core.errors import InputError
+from medfl.core.places import FOLDS, default_run_folder, require_unused
+from medfl.core.storage import write_atomic
+from medfl.core.terminal import Print
+from medfl.datasets.readers.splitting import check_folds
+from medfl.report import folds as report
+from medfl.report.run_files import RunFiles
+from medfl.runs.launch import federate
+from medfl.runs.plan import Plan, Request, make_plan
+
+_CHANGES = {"rounds", "data"}
+"""What a resumed cross-validation may be asked for."""
+
+
+def cross_validate(
+    bundle: str,
+    folds: int,
+    *,
+    options: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    requested: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    command: str = "medfl.runs.folds.cross_validate(...)",
+    say: Print = str,
+    settings: Mapping[str, Any] | None = None,
+    **machine: Any,
+) -> dict[str, Any]:
+    """Run the folds of a bundle and return the content of summary.json, with the folder under "folder".
+
+    Each fold is a run of its own, with `split=fold:NUMBER/COUNT` in its configuration; patients stay together where
+    they are known. Of what a fold does not test, an eighth validates.
+
+    Args:
+        bundle: a shipped bundle's name, or the folder of one of `medfl new`.
+        folds: how many, at least 2.
+        options: of the method.
+        config: overrides of the bundle's configuration.
+        requested: other settings by name.
+        out: new folder.
+        command: what folds.json says about how it was made.
+        say: where lines for the user go.
+        settings: arguments of `medfl.federate` by which runs differ: with_local, save_predictions, runtime, ...
+        machine: its other arguments, as jobs.
+
+    Raises:
+        InputError: bad input; nothing was written.
+        RunError: a fold failed; `resume` goes on.
+    """
+    check_folds(folds)
+    record = {
+        "folds": folds, "bundle": bundle if bundle in shipped() else str(Path(bundle).expanduser().resolve()),
+        "options": dict(options or {}), "config": dict(config or {}), "requested": dict(requested or {}),
+        "settings": dict(settings or {}), "command": command,
+    }  # fmt: skip
+    if out is not None:
+        require_unused(Path(out))
+    plans = list(_plans(record, range(1, folds + 1)))
+    _require_disjoint(plans)
+    run = plans[0].run
+    folder = Path(out or f"{default_run_folder(plans[0].bundle.name, run.method, run.seed)}-folds")
+    require_unused(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    record["images"] = [plan.run.data.checksum for plan in plans]
+    write_atomic(folder / FOLDS, (json.dumps(record, indent=1) + "\n").encode())
+    return _run(folder, record, {}, say, machine)
+
+
+def resume(
+    folder: str | Path, requested: Mapping[str, Any] | None = None, say: Print = str, **machine: Any
+) -> dict[str, Any]:
+    """Go on with the cross-validation in a folder, perhaps for more rounds; as `cross_validate`.
+
+    Raises:
+        InputError: there is none, its images have changed, or other settings are asked for than its own.
+    """
+    place, asked = Path(folder), dict(requested or {})
+    record = report.read_record(place)
+    if other := sorted(asked.keys() - _CHANGES):
+        raise InputError(
+            f"--resume of a cross-validation with {', '.join(other)}",
+            "it is resumed with its own settings; only --rounds may grow",
+            "leave them out, or start in another folder",
+        )
+    new = [number for number in range(1, record["folds"] + 1) if not _begun(place, number)]
+    for number, plan in zip(new, _plans({**record, "requested": {**record["requested"], **asked}}, new), strict=True):
+        if plan.run.data.checksum != record["images"][number - 1]:
+            raise InputError(
+                f"other images in {plan.run.data.folder} than when {place} was begun",
+                "folds divide the same images",
+                "restore them, or start in another folder",
+            )
+    return _run(place, record, asked, say, machine)
+
+
+def _plans(record: Mapping[str, Any], numbers: Any) -> Iterator[Plan]:
+    """Return the plan of each fold."""
+    for number in numbers:
+        config = _config(record, number)
+        try:
+            yield make_plan(Request(record["bundle"], options=record["options"], config=config, **record["requested"]))
+        except InputError as error:
+            if "'split'" not in str(error) or "configuration id" not in str(error):
+                raise
+            raise InputError(
+                f"--folds with bundle {record['bundle']}",
+                "a shipped bundle, or one that medfl new wrote: its configuration has the id 'split'",
+                "write one for these images with medfl new",
+            ) from error
+
+
+def _config(record: Mapping[str, Any], number: int) -> dict[str, Any]:
+    return {**record["config"], "split": f"fold:{number}/{record['folds']}"}
+
+
+def _require_disjoint(plans: list[Plan]) -> None:
+    tested = [str(item["id"]) for plan in plans for item in plan.bundle.items("test")]
+    if len(tested) != len(set(tested)):
+        raise InputError(
+            f"--folds with bundle {plans[0].bundle.name!r}, whose id 'split' does not make folds",
+            "a shipped bundle, or one that medfl new wrote",
+            "write one for these images with medfl new",
+        )
+
+
+def _run(
+    folder: Path, record: Mapping[str, Any], asked: Mapping[str, Any], say: Print, machine: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run what is missing of the folds, and write what all of them say."""
+    for number in range(1, record["folds"] + 1):
+        place = report.fold_folder(folder, number)
+        if _is_done(place, asked):
+            continue
+        say(f"fold {number} of {record['folds']}")
+        shared = {"out": place, "command": f"{record['command']} (fold {number})", "say": say, **machine}
+        settings = {name: value for name, value in record["settings"].items() if name != "with_local"}
+        if (place / "run.json").is_file():
+            federate(requested=asked, resume=True, **settings, **shared)
+        else:
+            federate(
+                record["bundle"], options=record["options"], config=_config(record, number),
+                requested={**record["requested"], **asked}, **record["settings"], **shared,
+            )  # fmt: skip
+    found = report.write(folder)
+    return {**found.summary(), "folder": str(folder)}
+
+
+def _begun(folder: Path, number: int) -> bool:
+    return (report.fold_folder(folder, number) / "run.json").is_file()
+
+
+def _is_done(folder: Path, asked: Mapping[str, Any]) -> bool:
+    """Tell whether a fold has its summary after as many rounds as are asked for."""
+    if not (folder / "summary.json").is_file():
+        return False
+    run = RunFiles.read(folder)
+    rounds = int(run.record["rounds"])
+    return run.finished and rounds >= asked.get("rounds", rounds)
