@@ -7,13 +7,16 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
+from medfl.core.errors import InputError
 
 _EXAMPLES = """\
 examples
   medfl report runs/ham10000-fedavg-0
       write its report.html again
   medfl report runs/ham10000-* --out ham10000.html
-      one page of several runs, side by side"""
+      one page of several runs, side by side
+  medfl report grids/first
+      the page of a comparison: tables, curves and costs"""
 
 
 def add(verbs: Any) -> None:
@@ -36,14 +39,26 @@ def add(verbs: Any) -> None:
 
 
 def _report(options: Any) -> int:
+    from medfl.compare import grid_page
+    from medfl.report import write_report
+
+    grids = [folder for folder in options.folders if grid_page.is_grid(folder)]
+    if grids and options.folders != grids[:1] or grids and options.out is not None:
+        raise InputError(
+            f"{grids[0]}, which medfl compare wrote, beside other folders or --out",
+            "a comparison has a page of its own, in its folder",
+            f"medfl report {grids[0]}",
+        )
     if options.out is not None:
         from medfl.compare.side_by_side import write_page
 
         written = [str(write_page(options.folders, options.out))]
     else:
-        from medfl.report import write_report
-
-        written = [str(write_report(folder)) for folder in options.folders]
+        written = [
+            str(grid_page.write_grid_page(one) if one in grids else write_report(one)) for one in options.folders
+        ]
+    if grids:
+        options.folders = [run.path for run in grid_page.runs_of(grids[0]) if run.summary is not None]
     if options.curves is not None:
         from medfl.compare.cost_curves import write_cost_curves
 

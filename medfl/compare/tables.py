@@ -19,9 +19,9 @@ from medfl.core.storage import write_atomic
 from medfl.evaluation import metrics
 from medfl.report.differences import Difference
 
-FORMATS = {"md": "github", "tex": "latex_booktabs"}
+FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
 _HEADERS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
-_BOLD = {"md": "**", "tex": "\\textbf"}
+_BOLD = {"md": "**", "tex": "\\textbf", "html": "<b>"}
 _MAX_COLUMNS = 9  # on a page of LaTeX
 _UNITS = {"bytes": (1e6, "MB"), "seconds": (1.0, "s"), "count": (1.0, ""), "metric": (0.01, "%")}
 
@@ -127,26 +127,33 @@ def write_tables(
             name = "curves" if len(comparison.partitions) == 1 else f"curves-{safe_file_name(partition)}"
             written[name] = out / f"{name}.png"
             write_atomic(written[name], cost_curves(runs).png)
-    for format_ in FORMATS:
-        parts: list[tuple[str, str]] = []
-        for partition in comparison.partitions:
-            table = result_table(comparison, partition, format_)
-            bold = "; bold: better than all others by the paired 95 % interval" if _BOLD[format_] in table else ""
-            parts += [(f"Partition {partition}{bold}", table)]
-            value = comparison.target_value(target or against, partition)
-            title = f"To reach {100 * value:.1f} on the validation set ({target or against}), partition {partition}"
-            parts += [(title, target_table(comparison, partition, value, format_))]
-        if tests := comparison.tests(against):
-            parts += [(f"Paired over the seeds: {comparison.judged_by.title}", test_table(tests, format_))]
-        if cases := comparison.case_tests(against):
-            title = f"Paired over the test cases of the judged models, one seed: {metrics.title(comparison.key)}"
-            parts += [(title, case_table(cases, format_))]
-        if ranks := comparison.ranks():
-            parts += [("Mean ranks over partitions and seeds", rank_table(ranks, format_))]
+    for format_ in ("md", "tex"):
         written[format_] = out / f"tables.{format_}"
+        parts = all_tables(comparison, against, target or against, format_)
         texts = [titled(f"{title}; {comparison.describe()}", table, format_) for title, table in parts]
         write_atomic(written[format_], ("\n\n".join([*_HEADERS[format_], *texts]) + "\n").encode())
     return written
+
+
+def all_tables(comparison: Comparison, against: str, target: str | None, format_: str) -> list[tuple[str, str]]:
+    """Return title and text of each table; arguments as of `write_tables`, without a target none of what it took."""
+    parts: list[tuple[str, str]] = []
+    for partition in comparison.partitions:
+        table = result_table(comparison, partition, format_)
+        bold = "; bold: better than all others by the paired 95 % interval" if _BOLD[format_] in table else ""
+        parts.append((f"Partition {partition}{bold}", table))
+        if target is not None:
+            value = comparison.target_value(target, partition)
+            title = f"To reach {100 * value:.1f} on the validation set ({target}), partition {partition}"
+            parts.append((title, target_table(comparison, partition, value, format_)))
+    if tests := comparison.tests(against):
+        parts.append((f"Paired over the seeds: {comparison.judged_by.title}", test_table(tests, format_)))
+    if cases := comparison.case_tests(against):
+        title = f"Paired over the test cases of the judged models, one seed: {metrics.title(comparison.key)}"
+        parts.append((title, case_table(cases, format_)))
+    if ranks := comparison.ranks():
+        parts.append(("Mean ranks over partitions and seeds", rank_table(ranks, format_)))
+    return parts
 
 
 def titled(title: str, table: str, format_: str) -> str:
@@ -168,10 +175,12 @@ def _cell(spread: MeanSd | None, column: Column, *, marked: bool = False) -> str
 
 def rendered(heads: Sequence[str], lines: Sequence[Sequence[Any]], format_: str) -> str:
     """Return a table with these headings."""
-    align = ["left", *["right"] * (len(heads) - 1)] if format_ == "tex" else None
+    align = None if format_ == "md" else ["left", *["right"] * (len(heads) - 1)]
     table = str(tabulate(lines, heads, tablefmt=FORMATS[format_], disable_numparse=True, colalign=align))
     if format_ == "md":
         return table
+    if format_ == "html":
+        return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", table)
     return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", table).replace("±", r"$\pm$").replace("–", "--")
 
 

@@ -18,7 +18,7 @@ from medfl.evaluation import metrics
 from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
 from medfl.evaluation.mask_metrics import slug
 
-_SOURCE = "a folder that `medfl run` wrote"
+_SOURCE = "a folder that `medfl run` or `medfl compare` wrote"
 _REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
 KINDS = (("received", "Global model"), ("personal", "Personalised"), ("local", "Local only"))
 """The models that a site's test items are scored with, and their titles."""

@@ -47,5 +47,7 @@ def test_runs_of_different_bundles_are_one_line(make: Make, tmp_path: Path) -> N
     folders = [make("a", rounds=1), make("b", rounds=1, bundle="ham10000")]
     with pytest.raises(InputError, match="runs of different bundles: ham10000 and pneumonia; .*; write a page of each"):
         report(*folders, "--out", tmp_path / "both.html")
-    with pytest.raises(InputError, match="has no run.json; a report is made from a folder that `medfl run` wrote"):
+    with pytest.raises(
+        InputError, match="has no run.json; a report is made from a folder that `medfl run` or `medfl compare` wrote"
+    ):
         report(tmp_path)

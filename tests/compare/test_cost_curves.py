@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def test_seeds_of_a_method_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
         fill(drawn[-1])
         return Picture(name, b"", title, caption)
 
-    monkeypatch.setattr("medfl.compare.cost_curves.render", draw)
+    monkeypatch.setattr(sys.modules[cost_curves.__module__], "render", draw)
     runs = [
         RunFiles.read(folder(tmp_path, f"{method}-{seed}", method, rounds=60, seed=seed))
         for method in ("fedavg", "moon") for seed in (0, 1)
