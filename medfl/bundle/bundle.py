@@ -377,7 +377,7 @@ class Bundle:
     def evaluator(self) -> Evaluator:
         """How this bundle's networks are scored."""
         if self.task == "classification":
-            batch_size = {} if self.is_shipped else {"batch_size": self._sections["validate"].batch_size}
+            batch_size = {} if self.is_shipped else {"batch_size": self._sections.batch_size("validate")}
             return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self._loss_function, nn.BCELoss))
         if self.own_trainer:
             return CaseEvaluator(self.key_metric, lambda value, _: value, lambda x, net: own_iteration.of(net).score(x))

@@ -113,6 +113,12 @@ class Sections:
         loader, _ = config.raw(loader)
         return loader, config.within(loader, "dataset")
 
+    def batch_size(self, section: str) -> int:
+        """Return the items per batch of a section's data loader; its data are opened only where they have to tell."""
+        config = self._evaluation if section == "test" else self._config
+        key = f"{self._loader_ids(config, section)[0]}#batch_size"
+        return int(config.content(key)) if key in config else self[section].batch_size
+
     def __getitem__(self, section: str) -> Section:
         """Return a section, opened once.
 

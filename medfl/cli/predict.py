@@ -77,8 +77,12 @@ def _lines(document: Mapping[str, Any], width: int) -> list[str]:
         from medfl.evaluation.metrics import title
 
         lines += ["", f"scores by the references of {document['scored']} images"]
-        rows = [[title(name), f"{value:.3f}"] for name, value in scores.items()]
-        lines += terminal.table(["metric", "value"], rows, width)
+        rows = [
+            [title(name), f"{value:.3f}", f"{scores.get(f'{name}_cases', document['scored']):.0f}"]
+            for name, value in scores.items()
+            if not name.endswith("_cases")
+        ]
+        lines += terminal.table(["metric", "value", "cases"], rows, width)
     lines += ["", *document["files"].values()]
     if document["data_source"] == "phantom":
         lines.append("this model learned from PHANTOM data, images drawn by a program: it says nothing about patients")

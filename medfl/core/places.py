@@ -47,16 +47,14 @@ def is_run(folder: Path) -> bool:
     )
 
 
-def require_unused(path: Path, beside: Sequence[str] = ()) -> None:
+def require_unused(path: Path, beside: Sequence[str] = (), advice: str = "give a new folder, or add --resume") -> None:
     """Raise an InputError if a folder cannot be made, or holds anything but what `beside` names."""
     parent = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
     if parent != path and not (parent.is_dir() and os.access(parent, os.W_OK)):
         reason = "may not be written to" if parent.is_dir() else "is not a folder"
         raise InputError(f"--out {path} cannot be made: {parent} {reason}", "a new folder", "give a writable place")
     if path.exists() and (not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())):
-        raise InputError(
-            f"--out {path} exists and is not empty", "a new or empty folder", "give a new folder, or add --resume"
-        )
+        raise InputError(f"--out {path} exists and is not empty", "a new or empty folder", advice)
 
 
 def require_run(path: Path) -> None:

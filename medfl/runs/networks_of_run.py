@@ -78,6 +78,8 @@ class RunNetworks:
         self.folder = RunFolder(path)
         self.manifest = self.folder.manifest()
         self.bundle: Bundle = bundle_of_run(self.run, path, CPU)
+        if self.document.get("task"):  # as recorded: to find them a bundle that does not ship opens its training images
+            vars(self.bundle).update(task=self.document["task"], classes=tuple(self.document.get("classes") or ()))
         self.method: Method = methods.load(self.run.method, self.run.options)
         self.sites = list(self.run.partition.sites)
 
@@ -125,7 +127,7 @@ class RunNetworks:
     def task(self) -> Task:
         """The run's problem."""
         kind = str(self.document.get("task") or self.bundle.task)
-        return Task(kind, tuple(self.document.get("classes", ())), self.bundle.embeddings)
+        return Task(kind, tuple(self.document.get("classes") or ()), self.bundle.embeddings)
 
     def models(self, site: str | None, data: str | None, say: Print) -> list[Model]:
         """Return the global model, that of one site, or those of all.

@@ -26,6 +26,7 @@ from medfl.datasets.readers.unlabelled import without_ending
 from medfl.datasets.readers.volumes import SUFFIXES
 from medfl.evaluation import save_masks
 from medfl.evaluation.evaluators import ClassEvaluator, Masks
+from medfl.evaluation.mask_metrics import by_structure
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.runs import references
 from medfl.runs.predictor import Predictor, open_predictor
@@ -91,7 +92,7 @@ def predict(
         RunError: the disk is full.
     """
     folder = Path(out).expanduser()
-    require_unused(folder)
+    require_unused(folder, advice="give a new folder")
     predictor = open_predictor(model, which, site, device, say)
     with new_images.as_files(images, predictor.volumes) as files:
         known = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
@@ -283,7 +284,10 @@ def _document(
     folder.mkdir(parents=True, exist_ok=True)
     cases = Cases.concat(found.cases) if found.cases else None
     scores = summarise(cases) if cases is not None else None
+    structures = None
     if cases is not None and scores is not None:
+        if predictor.task == "segmentation":
+            structures = by_structure(scores, cases.values, predictor.classes, len(cases))
         table.write_table(SCORES, [{"metric": name, "value": value} for name, value in scores.items()])
         table.write_table(BY_CASE, _by_case(cases, found, predictor.classes))
         written |= {"scores": str(folder / SCORES), "scores_by_case": str(folder / BY_CASE)}
@@ -293,7 +297,8 @@ def _document(
         "data_source": predictor.data_source, "out": str(folder), "images": len(files), "files": written,
         "predictions": [*found.rows.values()],
         "failed": [{"id": i, "file": files[i], "problem": _told(error)} for i, error in found.failed.items()],
-        "scores": scores, "scored": 0 if cases is None else len(cases), "with_reference": len(known),
+        "scores": scores, "structures": structures, "scored": 0 if cases is None else len(cases),
+        "with_reference": len(known),
     }  # fmt: skip
 
 

@@ -92,6 +92,15 @@ def train(bundle: Path, data: Path, out: Path, **settings: Any) -> medfl.Result:
     return medfl.run(bundle, data=data, out=out, jobs=1, **requested)
 
 
+def predicted_without_its_images(run: medfl.Result, data: Path, image: Path) -> list[dict[str, Any]]:
+    """What `medfl predict` says of an image where none of those that the run was trained on are at hand."""
+    apart = Path(shutil.copy(image, run.path.parent))
+    data.rename(data.with_name("away"))
+    rows = medfl.load_run(run.path).predict(apart, out=run.path.parent / "predicted")
+    data.with_name("away").rename(data)
+    return rows
+
+
 def checked(bundle: Path) -> None:
     """What every bundle that was written must have: metadata by MONAI's schema, and no place of this machine."""
     document = json.loads((bundle / "configs" / "metadata.json").read_text())
@@ -110,6 +119,8 @@ def test_labelled_pictures_become_a_bundle_that_runs(labelled: Path, tmp_path: P
     assert run.summary["data_source"] == "real"
     (answer,) = run.predict([disc(32, 4, np.random.default_rng(1))[0]])
     assert set(answer) == {"id", "predicted", "p_no", "p_yes, it is"}
+    (row,) = predicted_without_its_images(run, labelled, labelled / "no" / "03.png")
+    assert set(row) == {"id", "prediction", "no", "yes, it is"}
 
 
 def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Path) -> None:
@@ -121,6 +132,8 @@ def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Pa
     assert run.task == "segmentation"
     (answer,) = run.predict(pairs / "images" / "c03.png")
     assert answer["mask"].shape == (32, 32)
+    (row,) = predicted_without_its_images(run, pairs, pairs / "images" / "c03.png")
+    assert row["structure_share"] == pytest.approx((answer["mask"] == 1).mean(), rel=1e-5)
 
 
 def test_structures_have_the_names_that_are_given(pairs: Path, tmp_path: Path) -> None:

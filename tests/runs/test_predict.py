@@ -136,6 +136,9 @@ def test_masks_and_scores_are_those_of_the_run(segmenter: Path, lungs: Path, tmp
         assert {k: v for k, v in row.items() if k not in ("id", "site", "loss")} == {
             k: v for k, v in scored[name].items() if k != "id"
         }
+    again = json.loads(json.dumps(predict(segmenter, lungs / "images", tmp_path / "two", reference=lungs / "masks")))
+    assert again["predictions"] == answer
+    assert again["structures"]["lung"]["dice"] == again["scores"]["dice_lung"]
     shares = {row["id"]: row["lung_share"] for row in answer}
     assert len(set(shares.values())) > 1
     for row in answer:
@@ -366,7 +369,11 @@ def test_what_is_no_model_is_refused_before_anything_is_written(
         (classifier, {"site": "all"}, "the model of one site predicts"),
         (classifier, {"which": "first"}, "--which first; last or best"),
         (classifier, {"reference": tmp_path / "nowhere"}, "--reference .*nowhere is not there"),
-        (classifier, {"out": tmp_path / "full"}, "full exists and is not empty"),
+        (
+            classifier,
+            {"out": tmp_path / "full"},
+            "full exists and is not empty; a new or empty folder; give a new folder$",
+        ),
     ):
         with pytest.raises(InputError, match=said):
             predict(model, pictures, **{"out": tmp_path / "out", **settings})
