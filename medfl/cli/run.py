@@ -80,7 +80,9 @@ def add_flags(run: Any) -> None:
         help="refuse this process to write but below the run folder, to connect, and to start programs, whatever a "
         "bundle says; needs Linux with Landlock",
     )  # fmt: skip
-    output.add_argument("--track", metavar="mlflow[:URI]", help="write the numbers to MLflow as well")
+    output.add_argument(
+        "--track", metavar="mlflow[:URI]|wandb[:PROJECT]", help="write the numbers to MLflow, or to Weights & Biases"
+    )
     arguments.quiet(output)
 
 

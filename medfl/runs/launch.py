@@ -117,7 +117,7 @@ def federate(
             resumed with it.
         save_predictions: write the masks that are predicted for the test items, on the grid of their images' files.
         profile: say where the time of the rounds went, and write profile.json, a trace for a viewer.
-        track: "mlflow" or "mlflow:URI": write the numbers there as well.
+        track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": write the numbers there as well.
         shared: images that other runs have prepared, or will take.
         runtime: "simulator", or with the same results "monai-fl", whose sites are `ClientAlgo`s of MONAI FL, or
             "flare", where server and sites are processes of a job on NVIDIA FLARE's simulator, or "flare-poc", where

@@ -29,6 +29,7 @@ from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import Plan, repeat
 from medfl.runs.predict import predict
 from medfl.runs.records import Record, even, typed
+from medfl.runs.result_tables import ResultTables
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
 Images = new_images.Images
 
 
-class Result:
+class Result(ResultTables):
     """A run folder, finished or not.
 
-    Lists of records are plain dicts with the same keys, ready for `pandas.DataFrame(...)`.
+    Lists of records are plain dicts with the same keys; `to_frame` makes pandas tables of them.
 
     Args:
         folder: that `medfl run` or `medfl.run` wrote.
@@ -73,6 +74,10 @@ class Result:
         return f"<{run.method} on {run.bundle}, {data}, {len(run.partition.sites)} sites, {done}{score}: {self.path}>"
 
     # What the run wrote
+
+    @property
+    def _key(self) -> str:
+        return str(self._files.key)
 
     @property
     def finished(self) -> bool:

@@ -197,7 +197,7 @@ def test_the_experiment_is_called_as_mlflow_s_variable_says(
     assert len(runs(store, "lungs")) == 1
 
 
-@pytest.mark.parametrize("text", ["wandb", "mlflow:", "MLflow", "", "http://localhost"])
+@pytest.mark.parametrize("text", ["wandb:", "mlflow:", "MLflow", "", "http://localhost"])
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=rf"^--track ?{text}; mlflow or mlflow:URI"):
         parse(text)

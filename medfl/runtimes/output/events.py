@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from medfl.runtimes.output.tracking import Tracking
+    from medfl.runtimes.output.tracker import Tracker
 
 
 class Events:
@@ -19,7 +19,7 @@ class Events:
         places: where the numbers go besides.
     """
 
-    def __init__(self, path: Path, done: int, *places: Tracking) -> None:
+    def __init__(self, path: Path, done: int, *places: Tracker) -> None:
         """Point at the folder of the files."""
         self.path, self.done, self.places = path, done, places
 

@@ -1,0 +1,107 @@
+"""A run's numbers as a pandas table, and as curves of matplotlib."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from medfl.core.errors import InputError, did_you_mean, without_package
+from medfl.evaluation.metrics import title
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+    from medfl.runs.records import Record
+
+TABLES = ("rounds", "site_rounds", "sites", "predictions")
+
+
+class ResultTables:
+    """What `medfl.Result` makes of its lists of records."""
+
+    rounds: list[Record]
+    site_rounds: list[Record]
+    run: Any
+
+    def to_frame(self, table: str = "rounds") -> pandas.DataFrame:
+        """Return one of the run's tables as a pandas DataFrame.
+
+        Args:
+            table: "rounds" (indexed by the round), "site_rounds" (by round and site), "sites" (by site) or
+                "predictions" (by id), with the columns of the attribute of this name.
+
+        Raises:
+            InputError: no such table, the run has not come that far, or pandas is not installed.
+        """
+        if table not in TABLES:
+            advice = did_you_mean(table, TABLES, "choose one")
+            raise InputError(f"table {table!r}", f"tables are {', '.join(TABLES)}", advice)
+        try:
+            import pandas
+        except ImportError as error:
+            raise without_package("to_frame", "pandas") from error
+        index = {"rounds": ["round"], "site_rounds": ["round", "site"], "sites": ["site"], "predictions": ["id"]}[table]
+        records = getattr(self, table)
+        frame = pandas.DataFrame.from_records(records)
+        return frame.set_index(index) if records else frame
+
+    def plot_curves(self, *metrics: str, by_site: bool = False, axes: Axes | None = None) -> Axes:
+        """Draw validation metrics over the rounds with matplotlib.
+
+        Args:
+            metrics: columns of `rounds`, with or without "val_" ("accuracy", "train_loss"); default: the key metric,
+                which chooses the best round.
+            by_site: a thin line for each site as well, of the model that it received, where sites are scored.
+            axes: to draw on; default: new ones.
+
+        Returns:
+            the axes, whose `figure` can be shown or saved.
+
+        Raises:
+            InputError: no such metric, or no round yet.
+        """
+        if not self.rounds:
+            raise InputError("curves of a run without rounds", "one round or more", "let it train")
+        if axes is None:
+            from matplotlib import pyplot
+
+            axes = pyplot.figure(figsize=(6, 3.5), layout="constrained").add_subplot()
+        for name in metrics or (self._key,):
+            column = self._column(name)
+            points = [(row["round"], row[column]) for row in self.rounds if row.get(column) is not None]
+            (line,) = axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=_label(column))
+            for site in self._site_curves(column) if by_site else ():
+                axes.plot(*zip(*site, strict=True), color=line.get_color(), linewidth=0.6, alpha=0.5)
+        axes.set_xlabel("round")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_title(f"{self.run.method} on {self.run.bundle}", fontsize=10)
+        axes.legend(frameon=False)
+        return axes
+
+    @property
+    def _key(self) -> str:
+        """The metric by which the best round is chosen."""
+        raise NotImplementedError
+
+    def _column(self, name: str) -> str:
+        known = [key for key, value in self.rounds[-1].items() if isinstance(value, int | float) and key != "round"]
+        known += [key for row in self.rounds for key in row if key.startswith("val_") and key not in known]
+        found = next((key for key in (f"val_{name}", name) if key in known), None)
+        if found is None:
+            advice = did_you_mean(name, [key.removeprefix("val_") for key in known], "choose one")
+            raise InputError(f"metric {name!r}", f"the rounds have {', '.join(known)}", advice)
+        return found
+
+    def _site_curves(self, column: str) -> list[list[tuple[int, float]]]:
+        """Return a list of (round, value) for each site that has the metric."""
+        name = f"received_{column.removeprefix('val_')}" if column.startswith("val_") else column
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for row in self.site_rounds:
+            if row.get(name) is not None:
+                curves.setdefault(row["site"], []).append((row["round"], row[name]))
+        return [*curves.values()]
+
+
+def _label(column: str) -> str:
+    name = column.removeprefix("val_")
+    return f"{title(name)} (validation)" if column.startswith("val_") else name.replace("_", " ")

@@ -1,0 +1,120 @@
+"""A place besides the run folder where a run's numbers go: MLflow (`tracking`), Weights & Biases (`wandb_runs`).
+
+A tracker opens, takes each round's numbers and closes; it says where the run is in a file of the run folder, with which
+a resumed run goes on. Whatever happens there, the run goes on: it is said once, and nothing more is tried until the run
+is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from medfl.core.run_folder import RunFolder
+from medfl.core.storage import write_atomic
+from medfl.core.terminal import Print
+from medfl.core.untrusted import Refused, json_values
+
+_APART = ("bundle_path", "data.folder", "data.counts", "data.notes", "partition.notes", "partition.sites")
+"""Parts of a record that are no settings: where things lie, and which items each site has."""
+
+
+class Tracker(ABC):
+    """One run elsewhere, which `Events` writes to besides; nothing that happens there ends a run.
+
+    Args:
+        folder: of the run, with its `run.json`.
+        place: where, as `--track KIND:PLACE` says; None: what the folder says, else the kind's default.
+        say: where lines for the user go.
+
+    Attributes:
+        title: its name in lines for the user.
+        file: in a run folder, which run elsewhere it is.
+        shown: the place in lines for the user, without secrets.
+        secret: the place as it is given, which lines do not show.
+    """
+
+    title = ""
+    file = ""
+    shown = ""
+    secret = ""
+
+    def __init__(self, folder: RunFolder, place: str | None, say: Print) -> None:
+        """Connect to nothing yet."""
+        self.folder, self.place, self.say, self._on = folder, place, say, False
+        self.known = self._known()
+
+    @abstractmethod
+    def _open(self, done: int) -> None:
+        """Begin the run there, or go on with it and write the rounds up to `done` that it lacks."""
+
+    @abstractmethod
+    def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
+        """Write a round's numbers, unless they are there."""
+
+    @abstractmethod
+    def _close(self, finished: bool) -> None:
+        """Say that the run is over, or was cut short."""
+
+    def open(self, done: int) -> None:
+        """Begin, of a run of which `done` rounds are done."""
+        with self._kept_going():
+            self._open(done)
+            self._on = True
+
+    def log(self, round_: int, numbers: Mapping[str, float]) -> None:
+        """Write a round's numbers."""
+        if self._on:
+            with self._kept_going():
+                self._log(round_, numbers)
+
+    def close(self, finished: bool) -> None:
+        """Say that the run is over, or was cut short."""
+        if self._on:
+            with self._kept_going():
+                self._close(finished)
+
+    def note(self, **told: str) -> None:
+        """Write down where the run is tracked, also before anything is there: a resumed run then tries again."""
+        write_atomic(self.folder.path / self.file, json.dumps(told).encode())
+
+    def _known(self) -> dict[str, str]:
+        try:
+            known = json_values(self.folder.path / self.file, 2**16)
+        except Refused:
+            return {}
+        return {key: str(value) for key, value in known.items()} if isinstance(known, dict) else {}
+
+    @contextmanager
+    def _kept_going(self) -> Iterator[None]:
+        """Whatever fails here, say it, and have nothing more to do with this place."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of their libraries, about each other
+                yield
+        except Exception as error:  # of a library, of its database, of the network: of any kind
+            self._on = False
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            why = (text.replace(self.secret, self.shown) if self.secret else text)[:200]
+            self.say(
+                f"{self.title} at {self.shown}: {why}; the run goes on without it, and what it lacks is written when "
+                "the run is resumed"
+            )
+
+
+def settings_of(document: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the settings of a record under dotted names."""
+    settings: dict[str, Any] = {}
+    for key, value in document.items():
+        name = above + key
+        if name.endswith(_APART):
+            continue
+        if isinstance(value, Mapping):
+            settings |= settings_of(value, f"{name}.")
+        else:
+            settings[name] = value
+    return settings

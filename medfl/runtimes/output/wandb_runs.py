@@ -1,0 +1,61 @@
+"""A run's numbers in Weights & Biases: `--track wandb[:PROJECT]`, one of its runs for each run folder.
+
+The numbers are those of TensorBoard, the configuration that of `run.json` but for where things lie and which items a
+site has. Account and server are what its own variables say (WANDB_API_KEY, WANDB_BASE_URL, WANDB_MODE=offline).
+`wandb.json` in the run folder has the project and the id, with which a resumed run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from medfl.core.run_folder import RunFolder
+from medfl.core.terminal import Print
+from medfl.runtimes.output.events import scalars
+from medfl.runtimes.output.tracker import Tracker, settings_of
+
+PROJECT = "medfl"
+
+
+class Wandb(Tracker):
+    """One run of Weights & Biases.
+
+    Args:
+        folder: of the run, with its `run.json`.
+        project: None: the one that the folder names, else "medfl".
+        say: where lines for the user go.
+    """
+
+    title, file = "Weights & Biases", "wandb.json"
+
+    def __init__(self, folder: RunFolder, project: str | None, say: Print) -> None:
+        """Connect to nothing yet."""
+        super().__init__(folder, project, say)
+        self.project = project or self.known.get("project") or PROJECT
+        self.shown = f"project {self.project}"
+        self.id = self.known.get("run_id", "") if self.known.get("project") == self.project else ""
+
+    def _open(self, done: int) -> None:
+        import wandb
+
+        self.note(project=self.project, run_id=self.id)
+        run, document = self.folder.read_run()
+        config = {**settings_of(run.to_dict()), "sites": len(run.partition.sites), "run_hash": run.run_hash}
+        self._run: Any = wandb.init(
+            project=self.project, id=self.id or None, resume="allow", name=self.folder.path.resolve().name,
+            dir=str(self.folder.path), config={**config, "runtime": document.get("runtime", "")},
+        )  # fmt: skip
+        self.id = str(self._run.id)
+        self.note(project=self.project, run_id=self.id)
+        self.say(f"{self.title}: run {self.id} of {self.shown}")
+        there = int(self._run.step or 0)  # it takes no numbers of earlier rounds than this
+        for entry in self.folder.rounds():
+            if there <= entry["round"] <= done:
+                self._log(entry["round"], scalars(entry))
+
+    def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=round_)
+
+    def _close(self, finished: bool) -> None:
+        self._run.finish(exit_code=0 if finished else 1)
