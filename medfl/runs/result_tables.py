@@ -19,9 +19,17 @@ TABLES = ("rounds", "site_rounds", "sites", "predictions")
 class ResultTables:
     """What `medfl.Result` makes of its lists of records."""
 
-    rounds: list[Record]
-    site_rounds: list[Record]
     run: Any
+
+    @property
+    def rounds(self) -> list[Record]:
+        """One record a round."""
+        raise NotImplementedError
+
+    @property
+    def site_rounds(self) -> list[Record]:
+        """One record a round and site."""
+        raise NotImplementedError
 
     def to_frame(self, table: str = "rounds") -> pandas.DataFrame:
         """Return one of the run's tables as a pandas DataFrame.
@@ -62,6 +70,8 @@ class ResultTables:
         """
         if not self.rounds:
             raise InputError("curves of a run without rounds", "one round or more", "let it train")
+        from matplotlib.ticker import MaxNLocator  # here: importing it takes a second
+
         if axes is None:
             from matplotlib import pyplot
 
@@ -73,7 +83,7 @@ class ResultTables:
             for site in self._site_curves(column) if by_site else ():
                 axes.plot(*zip(*site, strict=True), color=line.get_color(), linewidth=0.6, alpha=0.5)
         axes.set_xlabel("round")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(f"{self.run.method} on {self.run.bundle}", fontsize=10)
         axes.legend(frameon=False)
         return axes
