@@ -18,7 +18,9 @@ examples
   medfl data make ham10000 --out pictures --per-class 10 --size 32
       small pictures of a shipped bundle's classes
   medfl data make zoo/spleen_ct_segmentation --out spleen
-      for any bundle: what its configuration looks for is drawn, or said to be unknown"""
+      for any bundle: what its configuration looks for is drawn, or said to be unknown
+  medfl data check bundles/mine --data pictures
+      is a folder as a bundle of medfl new wants it? counts, patients, unreadable images"""
 
 
 def add(verbs: Any) -> None:
@@ -29,8 +31,8 @@ def add(verbs: Any) -> None:
     fetch = add_verb(actions, "fetch", "download the real data, showing licence and checksums", _fetch)
     check = add_verb(actions, "check", "verify a folder: layout, counts, unreadable images by name", _check)
     shipped = "name of a shipped bundle (medfl bundles)"
-    for verb in (fetch, check):
-        verb.add_argument("bundle", metavar="BUNDLE", help=shipped)
+    fetch.add_argument("bundle", metavar="BUNDLE", help=shipped)
+    check.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of one that medfl new wrote")
     make.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of any")
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     arguments.number(make, "--per-class", "N", "images a class; of a bundle by its folder, cases of a data list")
@@ -88,7 +90,12 @@ def _fetch(options: Any) -> int:
 def _check(options: Any) -> int:
     from medfl import datasets
 
-    report = datasets.check(options.bundle, options.data, progress=sys.stderr.isatty())
+    if options.bundle not in datasets.names() and Path(options.bundle).is_dir():
+        from medfl.bundle import check_own
+
+        report = check_own.check(options.bundle, options.data, progress=sys.stderr.isatty())
+    else:
+        report = datasets.check(options.bundle, options.data, progress=sys.stderr.isatty())
     show(options, report.as_dict(), lambda: _check_text(report.as_dict(), terminal.width()))
     if not report.ok:
         more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""

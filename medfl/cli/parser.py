@@ -60,7 +60,7 @@ def add_actions(verbs: Any, name: str, text: str) -> Any:
 
 
 def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    return f"{text[0].upper()}{text[1:]}{'' if text.endswith('?') else '.'}"
 
 
 def show(options: Any, document: Mapping[str, Any], text: Callable[[], str]) -> int:

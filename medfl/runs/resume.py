@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medfl.bundle.bundle import Bundle
+from medfl.bundle.check_own import ids_of
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.places import BESIDE, record_of
@@ -83,23 +83,15 @@ def with_notes(plan: Plan) -> Plan:
     """
     if plan.bundle.is_shipped:
         return plan
-    ids = {name: _id(plan.bundle, name) for name in ("dataset_dir", "images", "masks", "labels", "classes")}
+    ids = ids_of(plan.bundle)
     lists = [plan.bundle.data(section) for section in SECTIONS]
-    known = isinstance(ids["dataset_dir"], str) and isinstance(ids["classes"], list)
+    known = isinstance(ids.get("dataset_dir"), str) and isinstance(ids["classes"], list)
     if not (known and all(isinstance(data, list) for data in lists)):
         return plan
     items = [item for data in lists for item in data if isinstance(item, Mapping)]
     notes = own.notes(ids["dataset_dir"], items, ids)
     record = replace(plan.run.data, notes=(*plan.run.data.notes, *notes))
     return replace(plan, run=replace(plan.run, data=record), notes=(*plan.notes, *notes))
-
-
-def _id(bundle: Bundle, name: str) -> Any:
-    """Return the value of a bundle's id, None where it has none."""
-    try:
-        return bundle.get(name)
-    except InputError:
-        return None
 
 
 def has_local(path: Path) -> bool:

@@ -92,7 +92,7 @@ def check(
         classes=_columns(dataset),
         counts=counts,
         problems=tuple(problems),
-        warnings=tuple(_warnings(dataset, records, assigned, counts, layout.splits)),
+        warnings=tuple(warnings_of(_columns(dataset), records, assigned, counts)),
         notes=notes(name, place),
     )
 
@@ -134,17 +134,17 @@ def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> 
     return problems
 
 
-def _warnings(
-    dataset: DataSet,
+def warnings_of(
+    columns: Sequence[str],
     records: Sequence[Record],
     assigned: Sequence[str],
     counts: Mapping[str, Mapping[str, tuple[int, ...]]],
-    splits: Sequence[str],
 ) -> list[str]:
+    """Return a line for each section that lacks images of a class, and one on patients that are in several."""
     warnings = []
     for section, rows in counts.items():
         totals = map(sum, zip(*rows.values(), strict=True))
-        empty = [name for name, total in zip(_columns(dataset), totals, strict=False) if not total]
+        empty = [name for name, total in zip(columns, totals, strict=False) if not total]
         if assigned and empty:
             warnings.append(f"section {section} has no image of {', '.join(empty)}")
     seen: dict[str, set[str]] = defaultdict(set)

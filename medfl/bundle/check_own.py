@@ -1,0 +1,117 @@
+"""`medfl data check` of a bundle that `medfl new` wrote: layout, counts, patients and unreadable images."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from medfl.bundle.bundle import Bundle
+from medfl.core.errors import InputError
+from medfl.datasets import own
+from medfl.datasets.readers import own_folder, pairs, tables, volumes
+from medfl.datasets.readers.checking import CheckReport, warnings_of
+from medfl.datasets.readers.reading import read_pixels
+from medfl.datasets.readers.splitting import SECTIONS, Record
+
+_IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split")
+
+
+def check(where: str | Path, folder: str | Path | None, *, progress: bool = False) -> CheckReport:
+    """Verify a folder of images for a bundle that `medfl new` wrote; `progress` shows a bar on stderr.
+
+    Raises:
+        InputError: no folder, or another kind of bundle.
+    """
+    bundle = Bundle(str(where))
+    ids = ids_of(bundle)
+    if not isinstance(ids["classes"], list) or "split" not in ids:
+        raise InputError(
+            f"bundle {bundle.name!r} looks for its images by itself",
+            "a shipped bundle, or one that medfl new wrote",
+            f"run medfl site check {where} --data DIR, which knows any",
+        )
+    if folder is None or not Path(folder).expanduser().is_dir():
+        given = "no --data" if folder is None else f"--data {folder}"
+        raise InputError(given, f"the folder of the images of {bundle.name}", "give it with --data DIR")
+    place = Path(folder).expanduser().resolve()
+    problems, found, divided = [], own.Found([], [], {}), list[tuple[Record, str]]()
+    try:
+        found = own.found_by(place, ids)
+        divided = own.sections_of(place, found, ids["group_by"], ids["split"])
+    except InputError as error:
+        problems.append(str(error))
+    classes = tuple(ids["classes"])
+    columns = ("cases",) if ids.get("masks") else classes
+    counts = _counts(columns, divided)
+    records, assigned = [record for record, _ in divided], [section for _, section in divided]
+    for record in tqdm(found.records, desc="reading images", unit="image", disable=not progress, leave=False):
+        try:
+            _read(place, ids)(record)
+        except InputError as error:
+            problems.append(str(error))
+    return CheckReport(
+        name=bundle.name, folder=place, layout=_layout(ids), split=str(ids["split"] or "own"),
+        phantom=own.cohort_of([place, *(record.image for record in found.records)]) is not None, classes=columns,
+        counts=counts, problems=tuple(problems), warnings=tuple(warnings_of(columns, records, assigned, counts)),
+        notes=_notes(place, ids, found, records),
+    )  # fmt: skip
+
+
+def ids_of(bundle: Bundle) -> dict[str, Any]:
+    """Return the ids of a bundle that say where its images are, those that it has."""
+    values: dict[str, Any] = {}
+    for name in _IDS:
+        try:
+            values[name] = bundle.get(name)
+        except InputError:
+            continue
+    return {"classes": None, "group_by": None, **values}
+
+
+def _layout(ids: Mapping[str, Any]) -> str:
+    folders = {name: f"{ids[name]}/".removeprefix("./") for name in ("images", "masks") if ids.get(name)}
+    if "masks" in folders:
+        same = folders["images"] == folders["masks"]
+        return f"{folders['images']}<name> + {folders['masks']}<name>{'_mask' * same} [+ cases.csv]"
+    named = f"{folders.get('images', '')}<picture> + {ids.get('labels')}" if ids.get("labels") else "<class>/<picture>"
+    return f"{named} [+ cases.csv]"
+
+
+def _counts(columns: Sequence[str], divided: Sequence[tuple[Record, str]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    times = Counter((section, record.centre, record.label) for record, section in divided)
+    centres = sorted({record.centre for record, _ in divided})
+    return {
+        section: {centre: tuple(times[section, centre, k] for k in range(len(columns))) for centre in centres}
+        for section in SECTIONS
+    }
+
+
+def _read(place: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:
+    """Return what reads an image, with its mask where it has one."""
+    if not ids.get("masks"):
+        return lambda record: read_pixels(record.image)
+    classes = len(ids["classes"])
+    if own.is_volumes(own.below(place, str(ids["images"]))):
+        return lambda record: volumes.read_pair(record.image, record.mask, classes)
+    return lambda record: pairs.read_pair(record.image, record.mask, classes=classes)
+
+
+def _notes(place: Path, ids: Mapping[str, Any], found: own.Found, records: Sequence[Record]) -> tuple[str, ...]:
+    """Return what is left out, and what is known of patients."""
+    unknown = bool(records) and all(record.group == record.id for record in records)
+    groups = len({record.group for record in records})
+    patients = (own.UNKNOWN_PATIENTS,) if unknown else (f"{groups} patients, each in one section",) if records else ()
+    if ids.get("masks") or ids.get("labels"):
+        return (*found.notes, *patients)
+    empty = [repr(name) for name in own.empty_folders(place)]
+    used = (record.image for record in found.records)
+    return (
+        *found.notes,
+        *own_folder.left_out(place, used, tables.IMAGE_SUFFIXES, "in no class folder"),
+        *([f"no class, as there is no picture in it: folder {', '.join(empty)}"] if empty else []),
+        *patients,
+    )
