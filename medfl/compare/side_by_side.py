@@ -16,6 +16,7 @@ from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics, roc
 from medfl.report import RunFiles, charts
+from medfl.report.differences import between_models
 from medfl.report.formatting import setting
 from medfl.report.page import context, environment
 from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
@@ -67,6 +68,11 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
         "higher": higher,
         "phantom": runs[0].phantom,
         "rows": rows,
+        "differences": [
+            (row, found)
+            for row, run in zip(rows[1:], runs[1:], strict=True)
+            if len(checksums) == 1 and (found := between_models(run, runs[0])) is not None
+        ],
         "differing": _differing(runs),
         "same_images": len(checksums) == 1,
         "classes": runs[0].record.get("classes") or [],

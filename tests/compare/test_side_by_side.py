@@ -63,6 +63,20 @@ def test_runs_stand_side_by_side(make: Make, tmp_path: Path) -> None:
     assert len(anchors) == 8
 
 
+def test_a_run_is_called_better_where_its_cases_are_clearly_so(make: Make, tmp_path: Path) -> None:
+    """The same 120 cases: b has those of a, c is right in all of them."""
+    folders = [make(name, rounds=1, method=method) for name, method in zip("abc", ("x1", "x2", "x3"), strict=True)]
+    lines = (folders[2] / "predictions.csv").read_text().splitlines()
+    right = [",".join([*cells[:3], cells[2], *cells[4:]]) for cells in (line.split(",") for line in lines[1:])]
+    (folders[2] / "predictions.csv").write_text("\n".join([lines[0], *right]) + "\n")
+    text, page = page_of(tmp_path, *folders)
+    said = " ".join(page.text.split()).split("Against x1 ")[1].split("Differences of")[0]
+    assert re.fullmatch(
+        r".*x2 ?\+0\.000\+0\.000 to \+0\.000no clear difference120 x3 ?\+0\.\d+\+0\.\d+ to \+0\.\d+better120 ", said
+    ), said
+    assert text.count("<b>better</b>") == 1
+
+
 def bars_of_first_site(text: str) -> list[tuple[str, float]]:
     """Return the colour and the value of each bar of the first site."""
     first = text.split('<div class="name">')[1]
