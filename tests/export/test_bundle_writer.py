@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import yaml
 from PIL import Image
 
 from medfl import datasets
+from medfl.bundle import starter
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import stream
@@ -618,3 +620,30 @@ def test_the_real_commands(copy: Path, plain: Path, data: Path) -> None:
     command(copy, "verify_net_in_out", "--net_id", "network_def", *meta, "--config_file", "configs/inference.yaml")
     command(copy, "run", "--config_file", "configs/inference.yaml", f"--dataset_dir={data}")
     assert same(probabilities(copy / "output" / "predictions.csv"), recorded(plain))
+
+
+@pytest.mark.slow
+def test_a_bundle_for_own_images_predicts_new_ones_by_monai(real_data: Path, workplace: Path) -> None:
+    """From real cells in class folders to MONAI's predictions of a flat folder, the same as medfl's."""
+    with zipfile.ZipFile(real_data / "wbc" / "images_dataset1.zip") as archive:
+        with (real_data / "wbc" / "labels.csv").open() as file:
+            kinds = {row["file"]: row["class"] for row in csv.DictReader(file)}
+        taken = {kind: [n for n in archive.namelist() if kinds[n] == kind] for kind in ("lymphocyte", "neutrophil")}
+        for kind, names in taken.items():
+            for place, chosen in ((f"cells/{kind}", names[:20]), ("new cells", names[20:23])):
+                (workplace / place).mkdir(parents=True, exist_ok=True)
+                for name in chosen:
+                    (workplace / place / name).write_bytes(archive.read(name))
+    mine = starter.write(workplace / "mine", starter.survey(workplace / "cells"), size=32)
+    requested = {"method": "fedavg", "data": str(workplace / "cells"), "sites": 2, "rounds": 1}
+    federate(str(mine), requested=requested, out=workplace / "run", jobs=1)
+    export(workplace / "run", workplace / "bundle", formats=())
+    inferred(workplace / "bundle", workplace / "new cells", workplace / "out")
+    predict(workplace / "run", workplace / "new cells", workplace / "ours")
+    theirs, ours = (rows(workplace / place / "predictions.csv") for place in ("out", "ours"))
+    assert theirs[0] == ours[0] == ["id", "prediction", "lymphocyte", "neutrophil"]
+    assert [row[:2] for row in theirs] == [row[:2] for row in ours]
+    numbers = [[float(value) for row in made[1:] for value in row[2:]] for made in (theirs, ours)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=2e-6)
+    assert len(theirs) == 7
+    assert inspect(workplace / "bundle").refusals == []

@@ -178,6 +178,20 @@ def test_volumes_and_series_get_masks_on_their_own_grids(
         assert getattr(mask, part)() == pytest.approx(getattr(source, part)(), abs=1e-4)
 
 
+def test_real_radiographs_of_all_sizes_get_masks_of_theirs(
+    bundles: Callable[[str], Path], real_data: Path, tmp_path: Path
+) -> None:
+    lungs = real_data / "covid_cxr_lungs"
+    files = sorted((lungs / "images").iterdir())[:5]
+    told = predict(bundles("lung_cxr"), files, tmp_path / "out", reference=lungs / "masks")
+    assert told["scored"] == 5
+    sizes = [datasets.read_pixels(str(file)).shape[1::-1] for file in files]
+    assert len(set(sizes)) > 1
+    for row, size in zip(told["predictions"], sizes, strict=True):
+        mask = datasets.read_pixels(str(tmp_path / "out" / row["mask"]))[..., 0]
+        assert (mask.shape[::-1], set(np.unique(mask).tolist()) - {0, 255}) == (size, set())
+
+
 def test_dicom_pictures_get_masks_where_they_lie(segmenter: Path, lungs: Path, tmp_path: Path) -> None:
     """A radiograph as its hospital keeps it has the prediction of its PNG, as a slice in its place."""
     (tmp_path / "in").mkdir()
