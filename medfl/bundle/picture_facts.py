@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -11,19 +12,22 @@ import numpy as np
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers.reading import Pixels
+from medfl.datasets.readers.splitting import Record
 
 
 class Picture(NamedTuple):
-    """Of a picture or volume: its shape, type and largest value."""
+    """Of a picture or volume: its shape, type and largest value, and a hash of its pixels."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     largest: float
+    digest: bytes = b""
 
     @classmethod
     def of(cls, pixels: Pixels) -> Picture:
         """Return what pixels have."""
-        return cls(pixels.shape, pixels.dtype, float(pixels.max()))
+        digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16).digest()
+        return cls(pixels.shape, pixels.dtype, float(pixels.max()), digest)
 
     @property
     def brightest(self) -> int:
@@ -69,3 +73,19 @@ def sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     """Return the least and the largest side."""
     every = [side for shape in shapes for side in shape]
     return min(every), max(every)
+
+
+def repeats(seen: Sequence[Picture], records: Sequence[Record]) -> tuple[str, ...]:
+    """Return a note where images of several files are the same pixel by pixel: they may be in several sections."""
+    first: dict[tuple[bytes, tuple[int, ...]], Record] = {}
+    pairs = [
+        (first[key], record)
+        for one, record in zip(seen, records, strict=True)
+        if first.setdefault(key := (one.digest, one.shape), record) is not record
+    ]
+    if not pairs:
+        return ()
+    other = sum(one.label != same.label for one, same in pairs)
+    classes = f", {other} of another class" if other else ""
+    shown = f"{pairs[0][0].id} and {pairs[0][1].id}"
+    return (f"{len(pairs)} images are the same as another{classes}, first {shown}: keep one, or name one patient",)

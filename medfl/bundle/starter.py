@@ -25,7 +25,7 @@ from medfl import networks
 from medfl.bundle import own_layouts
 from medfl.bundle.new_metadata import metadata_of
 from medfl.bundle.own_layouts import Layout
-from medfl.bundle.picture_facts import Picture, depths, mixed, pixels, sides
+from medfl.bundle.picture_facts import Picture, depths, mixed, pixels, repeats, sides
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 from medfl.core.storage import write_atomic
@@ -203,7 +203,7 @@ def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:
     divided = own.sections_of(place, found, group_by)
     tested = {record.label for record, section in divided if section == "test"}
     untested = [f"{name} ({counts[k]})" for k, name in enumerate(found.classes) if k not in tested]
-    notes = [*found.notes, *depths(seen)]
+    notes = [*found.notes, *depths(seen), *repeats(seen, found.records)]
     if not layout.labels:
         files = (record.image for record in found.records)
         empty = [repr(name) for name in own.empty_folders(place)]
@@ -268,6 +268,7 @@ def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progr
     notes = own_folder.of_pairs(place, other, records, endings)
     notes += (f"no mask has the values {', '.join(absent)}",) if absent else ()
     shown = [one for _, one in seen]
+    notes += repeats(shown, records)
     about: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.said,) if layout.said else (),
         "phantom": str(own.cohort_of(path for record in records for path in (record.image, record.mask)) or ""),

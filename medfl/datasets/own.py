@@ -21,7 +21,7 @@ from medfl.datasets.base import MARKER, Item, item_of
 from medfl.datasets.readers import cases, conventions, grouping, label_table, matching, pairs, tables
 from medfl.datasets.readers.reading import JOINED, split_uri
 from medfl.datasets.readers.splitting import SECTIONS, Record, Rule, by_group, filled, fold_of, published
-from medfl.datasets.readers.volumes import SUFFIXES, volume_files, volume_paths
+from medfl.datasets.readers.volumes import bare, is_nifti, volume_files, volume_paths
 
 _SHARES = (0.7, 0.1, 0.2)
 
@@ -256,7 +256,7 @@ def _paths(images: Path, masks: Path) -> tuple[matching.Named, matching.Named]:
     """Return the images and the masks of two folders, or of one, by paths that agree."""
     if (images / conventions.BIDS).is_file():
         raw = [(name, uri) for name, uri in volume_files(images) if name.partition("/")[0] not in conventions.DERIVED]
-        return conventions.bids(*([(_bare(name), uri) for name, uri in found] for found in (raw, volume_files(masks))))
+        return conventions.bids(*([(bare(name), uri) for name, uri in found] for found in (raw, volume_files(masks))))
     index = volume_paths if is_volumes(images) else pairs.picture_paths
     if images == masks:
         return conventions.apart(index(images))
@@ -265,13 +265,9 @@ def _paths(images: Path, masks: Path) -> tuple[matching.Named, matching.Named]:
     return conventions.channels(image_paths, mask_paths), mask_paths
 
 
-def _bare(name: str) -> str:
-    return name.removesuffix(".gz").removesuffix(".nii")
-
-
 def is_volumes(images: Path) -> bool:
     """Tell whether a folder holds NIfTI volumes or DICOM series, and no pictures."""
-    if any(path.name.endswith(SUFFIXES) for path in images.iterdir()):
+    if any(is_nifti(path.name) for path in images.iterdir()):
         return True
     return not tables.image_files(images) and any(path.is_dir() for path in images.iterdir())
 

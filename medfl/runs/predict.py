@@ -23,7 +23,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
 from medfl.data.prepared import Geometry, Prepared, Shard
 from medfl.datasets.readers.unlabelled import without_ending
-from medfl.datasets.readers.volumes import SUFFIXES
+from medfl.datasets.readers.volumes import is_nifti
 from medfl.evaluation import save_masks
 from medfl.evaluation.evaluators import ClassEvaluator, Masks
 from medfl.evaluation.mask_metrics import by_structure
@@ -138,7 +138,7 @@ class _Writer:
         if isinstance(evaluator, ClassEvaluator):  # whole batches, so that all but the last are those of a run
             yield from _batched([*self.files], evaluator.batch_size * math.ceil(_PICTURES / evaluator.batch_size))
             return
-        volumes = {i: uri for i, uri in self.files.items() if Path(uri).is_dir() or uri.endswith(SUFFIXES)}
+        volumes = {i: uri for i, uri in self.files.items() if Path(uri).is_dir() or is_nifti(uri)}
         yield from _batched([*volumes], 1)
         yield from _batched([ident for ident in self.files if ident not in volumes], _PICTURES)
 

@@ -147,6 +147,27 @@ def test_volumes_and_masks_in_one_folder(tmp_path: Path) -> None:
     assert seen.notes == ("1 images without a mask: left out, first lone.nii.gz",)
 
 
+def test_endings_in_upper_case_are_endings(tmp_path: Path) -> None:
+    for number in range(3):
+        volume(tmp_path / "images" / f"H{number}.nii.gz").rename(tmp_path / "images" / f"H{number}.NII.GZ")
+        volume(tmp_path / "masks" / f"H{number}.nii.gz", 2).rename(tmp_path / "masks" / f"H{number}.NII.GZ")
+    lines = [f"H{number}.NII.GZ,p{number}" for number in range(3)]
+    (tmp_path / "cases.csv").write_text("\n".join(["file,patient", *lines]) + "\n")
+    assert starter.survey(tmp_path / "images", tmp_path / "masks").patients == 3
+
+
+def test_pictures_that_are_the_same_are_said(tmp_path: Path) -> None:
+    for number in range(6):
+        picture(tmp_path / "ab"[number % 2] / f"{number}.png")
+    assert not any("the same" in note for note in starter.survey(tmp_path).notes)
+    (tmp_path / "b" / "copy of 0.png").write_bytes((tmp_path / "a" / "0.png").read_bytes())
+    (note,) = (note for note in starter.survey(tmp_path).notes if "the same" in note)
+    assert note == (
+        "1 images are the same as another, 1 of another class, first a/0.png and b/copy of 0.png: "
+        "keep one, or name one patient"
+    )
+
+
 # nnU-Net
 
 
@@ -203,7 +224,7 @@ def test_names_that_are_none_are_refused(labels: Any, tmp_path: Path) -> None:
 
 def test_values_without_a_name_are_refused(tmp_path: Path) -> None:
     nnunet(tmp_path, labels={"background": 0, "organ": 1})
-    with pytest.raises(InputError, match="masks have the value 2, which .* does not name"):
+    with pytest.raises(InputError, match=r"dataset\.json names organ, and masks have values up to 2"):
         starter.survey(tmp_path)
 
 

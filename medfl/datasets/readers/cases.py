@@ -11,6 +11,7 @@ from medfl.core.errors import InputError
 from medfl.datasets.readers import tables
 from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import SECTIONS, Record
+from medfl.datasets.readers.volumes import bare
 
 TABLE, SPLIT = "cases.csv", "table"
 Rows = Mapping[str, Mapping[str, str]]
@@ -95,4 +96,4 @@ def _names(root: Path, record: Record) -> list[str]:
 
 def key(text: str) -> str:
     """Return a path or name in a table as names of images are compared: with slashes, without NIfTI's ending."""
-    return text.strip().replace("\\", "/").removeprefix("./").removesuffix(".gz").removesuffix(".nii")
+    return bare(text.strip().replace("\\", "/").removeprefix("./"))

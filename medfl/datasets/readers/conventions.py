@@ -119,7 +119,7 @@ def bids_masks(root: Path) -> str:
 
 
 def _is_mask(name: str) -> bool:
-    match = _BIDS.fullmatch(name.rpartition("/")[2].removesuffix(".gz").removesuffix(".nii"))
+    match = _BIDS.fullmatch(volumes.bare(name.rpartition("/")[2]))
     return bool(match and match[3] in _MASKS)
 
 

@@ -104,7 +104,7 @@ def volume_files(root: Path) -> list[tuple[str, str]]:
     return sorted(
         (name, uri)
         for name, uri in names
-        if name.endswith(SUFFIXES) and not any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+        if is_nifti(name) and not any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
     )
 
 
@@ -120,25 +120,32 @@ def volume_index(folder: Path) -> dict[str, str]:
         if path.is_dir():
             if _is_series(path):
                 index.setdefault(path.name, str(path))
-        elif path.name.endswith(SUFFIXES):
-            index[_bare(path.name)] = str(path)
+        elif is_nifti(path.name):
+            index[bare(path.name)] = str(path)
     return index
 
 
 def volume_paths(root: Path) -> list[tuple[str, str]]:
     """Return (path without suffix, URI) of all NIfTI files below a folder, and of the DICOM series directly in it."""
     series = {name: uri for name, uri in volume_index(root).items() if os.path.isdir(uri)}
-    files = [(_bare(name), uri) for name, uri in volume_files(root) if name.partition("/")[0] not in series]
+    files = [(bare(name), uri) for name, uri in volume_files(root) if name.partition("/")[0] not in series]
     return sorted([*series.items(), *files])
 
 
-def _bare(name: str) -> str:
-    return name.removesuffix(".gz").removesuffix(".nii")
+def is_nifti(name: str) -> bool:
+    """Tell whether a name ends as those of NIfTI files do, in lower case or upper."""
+    return name.lower().endswith(SUFFIXES)
+
+
+def bare(name: str) -> str:
+    """Return a name without the ending of NIfTI files."""
+    ending = next((end for end in SUFFIXES if name.lower().endswith(end)), "")
+    return name[: len(name) - len(ending)]
 
 
 def _is_series(folder: Path) -> bool:
     names = [file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
-    others = [name for name in names if not name.endswith(SUFFIXES)]
+    others = [name for name in names if not is_nifti(name)]
     return bool(others) and (len(others) == len(names) or any(dicom.is_dicom(str(folder / name)) for name in others))
 
 
@@ -165,7 +172,7 @@ def _read(uri: str) -> _Raw:
 
 
 def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
-    if not uri.endswith(SUFFIXES):
+    if not is_nifti(uri):
         reason = "no such file or folder" if not os.path.exists(split_uri(uri)[0]) else "not a NIfTI file by its name"
         raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "check the path, or convert it")
     from nibabel.imageglobals import LoggingOutputSuppressor
