@@ -22,8 +22,8 @@ from medfl.report.run_files import Predictions, RunFiles
 BETTER, WORSE, UNCLEAR = "better", "worse", "no clear difference"
 FEW = f"fewer than {LEAST} cases"
 _ROUNDING = 1e-9  # below it an end is zero
-_SITES = 100
-"""Of more, no site's differences are computed."""
+_SITES, _COMPARED = 100, 24
+"""Of more sites no differences from Local, and from each other, are computed."""
 Rows = NDArray[np.int64]
 
 
@@ -136,7 +136,7 @@ class Differences:
     @cached_property
     def against_others(self) -> dict[str, Difference]:
         """Site -> how much higher the key metric is there than at the other sites together."""
-        sites = self._sites if len(self._sites) > 1 else ()
+        sites = self._sites if 1 < len(self._sites) <= _COMPARED else ()
         found = {site: from_other_sites(self.run, site) for site in sites}
         return {site: one for site, one in found.items() if one is not None}
 

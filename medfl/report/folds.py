@@ -24,9 +24,11 @@ from medfl.core.run_documents import read_document
 from medfl.core.storage import write_atomic
 from medfl.core.type_checks import Count
 from medfl.evaluation import metrics
+from medfl.evaluation.mask_metrics import by_structure
 from medfl.evaluation.metrics import Cases
 from medfl.report import formatting
 from medfl.report.run_files import Predictions, RunFiles
+from medfl.report.table import structure_lines
 
 FORM: Mapping[str, Any] = {
     "folds": Count, "bundle": str, "options": dict[str, Any], "config": dict[str, Any], "requested": dict[str, Any],
@@ -115,6 +117,11 @@ class Folds:
         """The metrics of all test cases."""
         return metrics.summarise(Cases.concat([_cases(_predictions(run)) for run in self.runs.values()]))
 
+    @cached_property
+    def structures(self) -> dict[str, dict[str, float | None]]:
+        """Structure -> its metrics over all test cases whose reference has it, and their number."""
+        return by_structure(self.pooled, _predictions(self.first).scores, [*self.first.structures], len(self.ids))
+
     @property
     def names(self) -> list[str]:
         """The metrics that are shown, the key metric first."""
@@ -129,6 +136,7 @@ class Folds:
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json."""
         run, sums = self.first, {name: self.spread(name) for name in self.names}
+        classes = {"classes": self.structures} if self.structures else {}
         totals = {
             name: sum(float((one.summary or {}).get(name) or 0) for one in self.runs.values())
             for name in ("bytes_up", "bytes_down", "seconds")
@@ -138,7 +146,7 @@ class Folds:
             "rounds": run.record["rounds"], "folds": self.count,
             "status": "finished" if len(self.runs) == self.count else "running",
             "data_source": run.record["data"]["source"], "judged": run.judged, "key_metric": run.key,
-            "cases": len(self.ids), "last": {"round": run.record["rounds"], **self.pooled},
+            "cases": len(self.ids), "last": {"round": run.record["rounds"], **self.pooled, **classes},
             "per_fold": [
                 {"fold": number, "folder": f"fold-{number}", **_sizes(one), "run_hash": one.record.get("run_hash"),
                  **self.rows[number]}
@@ -176,6 +184,7 @@ class Folds:
         head, rows = self.cells()
         phantom = "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
         lines = [self.title(), "", *terminal.table(head, rows, terminal.width()), ""]
+        lines += structure_lines(self.first, self.structures, "pooled")
         lines += terminal.hanging_indent("", NOTE, terminal.width())
         return "\n".join([*lines, phantom if self.first.phantom else f"real data: {self.first.record['bundle']}"])
 

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from medfl.core import terminal
 from medfl.evaluation import metrics
@@ -14,7 +15,7 @@ from medfl.report.differences import Differences
 from medfl.report.run_files import KINDS, POOLED, RunFiles
 
 _TABLE_SITES = 24
-_TABLE_STRUCTURES = 12
+_TABLE_STRUCTURES, _WIDE = 12, 21
 
 
 def result_table(run_folder: Path) -> str:
@@ -31,7 +32,8 @@ def result_table(run_folder: Path) -> str:
     columns = [column for column in columns if column[2]]
     if 45 + 9 * len(columns) > terminal.width():  # a narrow terminal: the key metric alone
         columns = [column for column in columns if column[0] == run.key]
-    lines = [*_site_lines(run, columns), *_pooled_lines(run), *_structure_lines(run)]
+    model = "global last" if run.judged == "received" else f"{run.judged} last"
+    lines = [*_site_lines(run, columns), *_pooled_lines(run), *structure_lines(run, run.structures, model)]
     told = {"personal": run.personal_model, "against Local": Differences(run).sentence()}
     for name, text in told.items():
         lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""] if text else []
@@ -95,20 +97,25 @@ def _pooled_lines(run: RunFiles) -> list[str]:
     return [*lines, ""]
 
 
-def _structure_lines(run: RunFiles) -> list[str]:
-    """Return a line for each structure of the judged model's last round; of more than 12 those with the lowest Dice."""
-    kinds, shown = run.structure_metrics, dict(run.structures)
+def structure_lines(run: RunFiles, structures: Mapping[str, Mapping[str, Any]], model: str) -> list[str]:
+    """Return a line for each structure, of more than 12 for those with the lowest Dice; none where there are none.
+
+    Args:
+        run: gives titles and units.
+        structures: name -> metrics and cases.
+        model: whose they are, as the heading says it.
+    """
+    kinds, shown = run.structure_metrics, dict(structures)
     if len(shown) > _TABLE_STRUCTURES:
         by_dice = sorted(shown, key=lambda name: math.inf if (dice := shown[name].get("dice")) is None else dice)
         shown = {name: shown[name] for name in by_dice[:_TABLE_STRUCTURES]}
-    model = "global" if run.judged == "received" else run.judged
-    lines = [f"{f'structure, {model} last':<24} {'cases':>7}" + "".join(f"{run.title(kind):>18}" for kind in kinds)]
+    lines = [f"{f'structure, {model}':<24} {'cases':>7}" + "".join(f"{run.title(kind):>{_WIDE}}" for kind in kinds)]
     for name, found in shown.items():
-        cells = "".join(f"{formatting.number(found.get(kind)):>18}" for kind in kinds)
+        cells = "".join(f"{formatting.number(found.get(kind)):>{_WIDE}}" for kind in kinds)
         none = "" if found.get("cases") else "  no test case has it"
         lines.append(f"{formatting.plain(name):<24} {found.get('cases', '–'):>7}{none or cells}")
-    if len(shown) < len(run.structures):
-        lines.append(f"… {len(run.structures) - len(shown)} more structures are in summary.json")
+    if len(shown) < len(structures):
+        lines.append(f"… {len(structures) - len(shown)} more structures are in summary.json")
     return [*lines, ""] if shown else []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from medfl.core.message import Weights
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State, file_sha256, weights_sha256
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.mask_metrics import by_structure, slug
+from medfl.evaluation.mask_metrics import KINDS, by_structure, slug
 from medfl.evaluation.metrics import Cases, higher_is_better, spread, summarise
 from medfl.evaluation.slices import unit
 from medfl.runtimes import tasks
@@ -27,6 +26,7 @@ from medfl.runtimes.step import StepResult
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16
 _ABROAD = 100  # sites whose own models are scored on everybody's test items: of more, this many at equal distances
 
+_OF_STRUCTURES = tuple(f"{kind}_" for kind in KINDS)
 _OWN = "the site's own model, as the method leaves it"
 _TRAINED_ONCE_MORE = "the final global model after one more local training at the site, of which nothing is sent"
 
@@ -322,7 +322,7 @@ def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str
             # nine digits tell float32 numbers apart: a rank metric can be made again from the file
             row |= {f"p_{title}": f"{p:.9g}" for title, p in zip(titles, probabilities, strict=True)}
         else:
-            known = {m: float(values[index]) for m, values in cases.values.items() if not values.isnan().all()}
-            row |= {m: "" if math.isnan(value) else value for m, value in known.items()}
+            shown = {m: v for m, v in cases.values.items() if m.startswith(_OF_STRUCTURES) or not v.isnan().all()}
+            row |= {m: "" if values[index] != values[index] else float(values[index]) for m, values in shown.items()}
         rows.append(row)
     return rows
