@@ -22,7 +22,7 @@ from medfl.core.errors import InputError
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.source import Source
-from medfl.datasets.readers.unlabelled import named
+from medfl.datasets.readers.unlabelled import joined, named
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator
 from medfl.evaluation.save_masks import to_original
 
@@ -40,7 +40,7 @@ def prepared(bundle: Bundle, images: Images) -> Prepared:
     Raises:
         InputError: no such file, no image in the folder, or one that the transforms refuse; names it.
     """
-    with as_files(images, takes_volumes(bundle.metadata)) as files:
+    with as_files(images, bundle.metadata) as files:
         return of_files(transforms_of(bundle), bundle.task, files)
 
 
@@ -88,12 +88,6 @@ def masks(bundle: Bundle, network: nn.Module, shard: Shard, device: torch.device
     return predicted
 
 
-def takes_volumes(metadata: Mapping[str, Any]) -> bool:
-    """Tell whether a bundle's images are volumes, as metadata.json has it, and not pictures; so where it is silent."""
-    image = metadata.get("network_data_format", {}).get("inputs", {}).get("image", {})
-    return len(image.get("spatial_shape") or ()) != 2
-
-
 class _Labelled(Transform):
     """Give an image without a label an empty one of the task's form, for batches and evaluators that expect one."""
 
@@ -132,11 +126,17 @@ def without_labels(chain: Sequence[Any]) -> Transform:
 
 
 @contextmanager
-def as_files(images: Images, series: bool) -> Iterator[dict[str, str]]:
+def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Give id -> URI, an id for each that is given, as `unlabelled.named` makes them.
 
     Arrays become files of a temporary folder, for bundles read files.
+
+    Args:
+        images: as of `prepared`.
+        metadata: of the bundle. Where it is silent, images are volumes of one channel: a folder of DICOM files is one.
     """
+    image = metadata.get("network_data_format", {}).get("inputs", {}).get("image", {})
+    series, channels = len(image.get("spatial_shape") or ()) != 2, int(image.get("num_channels") or 1)
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
         places = [
@@ -147,7 +147,7 @@ def as_files(images: Images, series: bool) -> Iterator[dict[str, str]]:
         ]
         if not places:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
-        yield named(places, series)
+        yield joined(named(places, series), channels)
 
 
 def _written(pixels: NDArray[Any], path: Path) -> Path:

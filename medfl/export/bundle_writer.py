@@ -297,7 +297,7 @@ class _BundleWriter:
                     file.set("dataset_dir", "$@bundle_root + '/data'" if "bundle_root" in file else "data")
                 self._network_def(file, stem, definition, sha256)
             if stem == "inference":
-                self.any_folder = predict_any_folder(file, self.task.classes, self.images.inputs[0].ndim == 5)
+                self.any_folder = predict_any_folder(file, self.task.classes, self.images.inputs[0].shape[1:])
             self._write(f"configs/{source.name}", file.text())
         if config_file(self.root, "inference") is None:
             self.notes.append("The source bundle has no inference configuration, so this one has none either.")

@@ -141,13 +141,13 @@ def _child(node: Any, part: str) -> Any:
 # The images of an export
 
 
-def predict_any_folder(file: EditedConfig, classes: Sequence[str], volumes: bool) -> bool:
+def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequence[int]) -> bool:
     """Let an inference configuration predict every image below `dataset_dir`, whatever it is called, and say so.
 
     Args:
         file: the configuration.
         classes: names in label order, () in segmentation.
-        volumes: the images are volumes, not pictures.
+        shape: (C, H, W[, D]) of an image.
 
     Returns:
         Whether it did: it lists images by medfl; another bundle's own list stays as it is.
@@ -155,7 +155,7 @@ def predict_any_folder(file: EditedConfig, classes: Sequence[str], volumes: bool
     dataset = file.get("dataset")
     if not isinstance(dataset, Mapping) or not str(dataset.get("data")).startswith("$medfl.datasets."):
         return False
-    file.set("dataset#data", f"$medfl.datasets.unlabelled(@dataset_dir, {volumes})")
+    file.set("dataset#data", f"$medfl.datasets.unlabelled(@dataset_dir, {len(shape) == 4}, {shape[0]})")
     steps: Any = file.get("postprocessing")
     steps = steps.get("transforms", [steps])
     if classes:

@@ -61,7 +61,7 @@ _PATH_FUNCTIONS = {
     "medfl.datasets.locate": ("name",), "medfl.datasets.own.labelled": ("classes", "section", "group_by", "split"),
     "medfl.datasets.own.listed": ("images", "labels", "classes", "section", "group_by", "split"),
     "medfl.datasets.own.paired": ("images", "masks", "section", "group_by", "split"),
-    "medfl.datasets.unlabelled": ("series",),
+    "medfl.datasets.unlabelled": ("series", "channels"),
 }  # fmt: skip
 """Members of which `folder`, or else the first argument, is a place that they look at, and what else may be given."""
 _CHECKED = ("monai.", "medfl.", "torchvision.", "torch.utils.")

@@ -94,7 +94,7 @@ def predict(
     folder = Path(out).expanduser()
     require_unused(folder, advice="give a new folder")
     predictor = open_predictor(model, which, site, device, say)
-    with new_images.as_files(images, predictor.volumes) as files:
+    with new_images.as_files(images, predictor.metadata) as files:
         known = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
             found = _Writer(predictor, files, known, folder).write(progress)

@@ -36,7 +36,7 @@ class Predictor:
         network: on its device, in evaluation mode.
         transforms: data list entry -> {"image": (C, H, W[, D]), ...}; entries may lack a label.
         evaluator: what scored the run, of masks without the loss.
-        volumes: its images are volumes, not pictures.
+        metadata: of the bundle, which says what its images are.
         data_source: of its training images: real, phantom, or "" where it is not known.
         distances: the metrics of surfaces that masks are scored by.
         threads: that it computes with, None for as many as PyTorch takes.
@@ -50,7 +50,7 @@ class Predictor:
     transforms: Transform
     evaluator: ClassEvaluator | MaskEvaluator | CaseEvaluator
     device: torch.device
-    volumes: bool
+    metadata: Mapping[str, Any]
     data_source: str
     distances: tuple[str, ...] = DISTANCES
     threads: int | None = None
@@ -103,7 +103,7 @@ def _of_run(path: Path, which: str, site: str | None, device: torch.device, say:
         new_images.transforms_of(bundle),
         evaluator,
         device,
-        new_images.takes_volumes(bundle.metadata),
+        bundle.metadata,
         run.data.source,
         asked(run.metrics, structures),
         run.threads,
@@ -128,8 +128,7 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
     source = str(told.get("data_source", "")) if isinstance(told, Mapping) else ""
     chain = new_images.without_labels((opened.config.content("preprocessing"),))
     title = f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
-    volumes = new_images.takes_volumes(meta)
-    return Predictor(title, opened.task, classes, opened.network, chain, evaluator, device, volumes, source)
+    return Predictor(title, opened.task, classes, opened.network, chain, evaluator, device, meta, source)
 
 
 def _check_task(kind: str, where: str) -> None:

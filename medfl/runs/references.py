@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.datasets import own
-from medfl.datasets.readers import matching, pairs, tables
+from medfl.datasets.readers import conventions, label_table, matching, pairs, tables
 from medfl.datasets.readers.unlabelled import without_ending
 from medfl.datasets.readers.volumes import volume_paths
 
@@ -26,7 +26,8 @@ def masks_of(place: Path, files: Mapping[str, str]) -> dict[str, str]:
     if not place.is_dir():
         raise InputError(f"--reference {place} is no folder", "a folder of masks", "check the path")
     masks = [*pairs.picture_paths(place), *volume_paths(place)]
-    names, matched = matching.match([(without_ending(ident), uri) for ident, uri in files.items()], masks)
+    images = conventions.channels([(without_ending(ident), uri) for ident, uri in files.items()], masks)
+    names, matched = matching.match(images, masks)
     of_uri = {uri: matched[name] for name, uri in names.items() if name in matched}
     found = {ident: of_uri[uri] for ident, uri in files.items() if uri in of_uri}
     if not found:
@@ -38,18 +39,19 @@ def labels_of(place: Path, files: Mapping[str, str], classes: Sequence[str]) -> 
     """Return id -> index of its reference class, of the images that have one.
 
     Args:
-        place: a folder with one of images for each class, or a table with the columns id and label, where a label is
-            the name or the index of a class. An image has its path there, or its file's name where only one has it,
-            with or without the ending.
+        place: a folder with one of images for each class, or a table as `label_table.read` reads it, with id and label,
+            where a label is the name or the index of a class. An image has its path there, or its file's name where
+            only one has it, with or without the ending.
         files: id -> URI of the images.
         classes: names in label order.
 
     Raises:
         InputError: it is neither, names another class, gives an image two, or has none of the images.
     """
-    told = _in_folders(place, classes) if place.is_dir() else _in_table(place, classes)
+    if not place.is_dir():
+        return _in_table(place, files, classes)
     known = defaultdict[str, set[int]](set)
-    for name, label in told:
+    for name, label in _in_folders(place, classes):
         for form in _forms(name):
             known[form].add(label)
     found, bare = {}, Counter(_forms(ident)[-1] for ident in files)
@@ -79,19 +81,19 @@ def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     return [(form, classes.index(name)) for name, path in below for form in (f"{name}/{path}", path)]
 
 
-def _in_table(file: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
+def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> dict[str, int]:
     if not file.is_file():
         raise InputError(f"--reference {file} is not there", "a folder of classes or a table", "check the path")
     labels = {str(index): index for index in range(len(classes))} | {name: at for at, name in enumerate(classes)}
-    rows = tables.read_csv(file, ("id", "label"))
-    for row in rows:
-        if row["label"] not in labels:
+    told = label_table.read(file, [*files]).classes
+    for ident, label in told.items():
+        if label not in labels:
             raise InputError(
-                f"{file}: label {row['label']!r} of {row['id']}",
+                f"{file}: label {label!r} of {ident}",
                 f"one of {', '.join(classes)}, or their index from 0",
                 "correct it, or remove the row",
             )
-    return [(row["id"], labels[row["label"]]) for row in rows]
+    return {ident: labels[label] for ident, label in told.items()}
 
 
 def _forms(name: str) -> tuple[str, ...]:

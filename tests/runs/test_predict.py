@@ -24,6 +24,7 @@ from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.core.storage import save_weights
 from medfl.datasets.readers.dicom import own_locale
+from medfl.datasets.readers.unlabelled import joined
 from medfl.policy import admission
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict
@@ -178,6 +179,22 @@ def test_volumes_and_series_get_masks_on_their_own_grids(
         assert getattr(mask, part)() == pytest.approx(getattr(source, part)(), abs=1e-4)
 
 
+def test_channels_and_masks_are_found_by_the_names_of_nnunet(bundles: Callable[[str], Path], tmp_path: Path) -> None:
+    voxels = np.random.default_rng(1).integers(0, 500, (26, 42, 25)).astype(np.int16)
+    for folder in ("in", "masks"):
+        (tmp_path / folder).mkdir()
+    save(tmp_path / "in" / "case_0000.nii.gz", voxels)
+    save(tmp_path / "masks" / "case.nii.gz", (voxels > 400).astype(np.uint8))
+    told = predict(bundles("hippocampus"), tmp_path / "in", tmp_path / "out", reference=tmp_path / "masks")
+    assert (told["scored"], told["failed"]) == (1, [])
+    files = {name: f"/{name}" for name in ("b_0001.nii", "a_0000.nii", "b_0000.nii", "c.nii", "x/a_0001.nii")}
+    assert joined(files, 1) == files
+    assert joined(files, 2) == {
+        "b.nii": "/b_0000.nii | /b_0001.nii", "a_0000.nii": "/a_0000.nii", "c.nii": "/c.nii",
+        "x/a_0001.nii": "/x/a_0001.nii",
+    }  # fmt: skip
+
+
 def test_real_radiographs_of_all_sizes_get_masks_of_theirs(
     bundles: Callable[[str], Path], real_data: Path, tmp_path: Path
 ) -> None:
@@ -309,10 +326,10 @@ def test_classes_are_scored_by_folders_and_by_tables(classifier: Path, pictures:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("id,label\nBild 0 ü,Foot", "label 'Foot' of Bild 0 ü; one of AbdomenCT"),
-        ("id,label\nnobody,Hand", "has labels, but for none of the images"),
-        ("id,label\nBild 0 ü,Hand\nBild 0 ü,CXR", "has image Bild 0 ü.png as CXR, Hand"),
-        ("file,label\na,Hand", "has no column 'id'"),
+        ("id,label\nBild 0 ü,Foot", "label 'Foot' of Bild 0 ü.png; one of AbdomenCT"),
+        ("id,label\nnobody,Hand", "names none of the 5 images in a column 'id'"),
+        ("id,label\nBild 0 ü,Hand\nBild 0 ü,CXR", "has two rows for Bild 0 ü.png"),
+        ("id,centre\nBild 0 ü,Hand", "has no column of classes"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(

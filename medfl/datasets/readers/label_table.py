@@ -9,6 +9,7 @@ from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import cases, tables
+from medfl.datasets.readers.unlabelled import without_ending
 
 FILES = ("file", "filename", "file_name", "image", "image_id", "image_name", "isic_id", "img", "path", "id", "name")
 LABELS = ("diagnosis", "dx", "class", "class_name", "label_name", "label", "category", "target", "finding")
@@ -101,8 +102,7 @@ def _forms(name: str) -> list[str]:
     """Return what an image may be called, the most exact first: its path or name, with its ending or without."""
     path = cases.key(name)
     bare = path.rpartition("/")[2]
-    ending = next((end for end in tables.IMAGE_SUFFIXES if path.lower().endswith(end)), "")
-    return list(dict.fromkeys([path, path[: len(path) - len(ending)], bare, bare[: len(bare) - len(ending)]]))
+    return list(dict.fromkeys([path, without_ending(path), bare, without_ending(bare)]))
 
 
 def _classes(

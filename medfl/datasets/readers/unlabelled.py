@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import archive, array_shape
+from medfl.datasets.readers.reading import JOINED, archive, array_shape
 from medfl.datasets.readers.tables import IMAGE_SUFFIXES
 from medfl.datasets.readers.volumes import SUFFIXES
 
 ENDINGS = (*IMAGE_SUFFIXES, *SUFFIXES)
+_CHANNEL = re.compile(r"(.+)_\d{4}((?:\.\w+)*)")
 _ARCHIVES = (".zip", ".npz")
 _READ = f"files that end in {', '.join(ENDINGS)}, DICOM series, .zip archives of these, .npz arrays of images"
 
 
-def unlabelled(folder: str | Path, series: bool = True) -> list[dict[str, str]]:
+def unlabelled(folder: str | Path, series: bool = True, channels: int = 1) -> list[dict[str, str]]:
     """Return {id, image} of every image below a folder, the id its path there: a data list of unlabelled images.
 
     Args:
         folder: of the images.
         series: as of `named`.
+        channels: of an image, as of `joined`.
 
     Raises:
         InputError: there is no such folder, or no image in it.
     """
-    return [{"id": ident, "image": uri} for ident, uri in named([folder], series).items()]
+    return [{"id": ident, "image": uri} for ident, uri in joined(named([folder], series), channels).items()]
 
 
 def named(places: Iterable[str | Path], series: bool = True) -> dict[str, str]:
@@ -58,6 +61,21 @@ def named(places: Iterable[str | Path], series: bool = True) -> dict[str, str]:
         ident = next((text for level, text in enumerate(form) if times[level][text] == 1), form[2])
         names[f"{ident}#{len(names)}" if ident in names else ident] = form[2]
     return names
+
+
+def joined(files: Mapping[str, str], channels: int) -> dict[str, str]:
+    """Return id -> URI with the files <name>_0000, <name>_0001, ... of so many channels as one image, as in nnU-Net."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    for ident in files:
+        if channels > 1 and (match := _CHANNEL.fullmatch(ident)):
+            parts[match[1] + match[2]].append(ident)
+    whole = {own[0]: name for name, own in parts.items() if len(own) == channels and name not in files}
+    others = {ident for own in parts.values() if own[0] in whole for ident in own[1:]}
+    return {
+        whole.get(ident, ident): JOINED.join(files[i] for i in sorted(parts[whole[ident]])) if ident in whole else uri
+        for ident, uri in files.items()
+        if ident not in others
+    }
 
 
 def images_at(place: Path, series: bool) -> list[tuple[str, str]]:
