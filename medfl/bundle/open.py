@@ -81,7 +81,7 @@ class Opened:
         """Describe the images; hashes them, so this comes after what is quick to refuse."""
         bundle, counts = self.bundle, {section: len(self.bundle.data(section)) for section in SECTIONS}
         if not bundle.is_shipped:
-            source = PHANTOM if _cohort(bundle, self.folder) else "real"
+            source = PHANTOM if _is_drawn(bundle, self.folder) else "real"
             own = bundle.parts.sections.checksum if isinstance(bundle, PartsBundle) else ""
             checksum = own or _foreign_checksum(bundle)
             return DataRecord(source, self.folder, checksum, self.split, counts, self.notes)
@@ -158,7 +158,7 @@ def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any]) -> Ope
         folder = str(Path(data).expanduser().resolve())
         bundle.override({"dataset_dir": folder})
     notes = bundle.notes
-    if _cohort(bundle, folder):
+    if _is_drawn(bundle, folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
     if not bundle.has_test:
         why = f"its test data cannot be read ({bundle.unread})" if bundle.unread else "this bundle names no test data"
@@ -177,6 +177,11 @@ def _foreign_checksum(bundle: Bundle) -> str:
                 if path.is_file():
                     digest.update(str(path.stat().st_size).encode())
     return digest.hexdigest()
+
+
+def _is_drawn(bundle: Bundle, folder: str) -> bool:
+    """Tell whether the images of a bundle that is not ours are drawn ones."""
+    return (isinstance(bundle, PartsBundle) and bundle.parts.drawn) or _cohort(bundle, folder) is not None
 
 
 def _cohort(bundle: Bundle, folder: str) -> Path | None:

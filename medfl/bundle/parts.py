@@ -25,6 +25,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.optimizers import Optimizers
 from medfl.bundle.parts_data import PartSections
 from medfl.bundle.parts_scores import OwnCases, OwnClasses, OwnMasks
+from medfl.bundle.prompts import Text
 from medfl.bundle.sections import SECTIONS, check_labels
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import check_name
@@ -68,6 +69,7 @@ class Parts:
         inferer: (inputs, network) -> output of whole images; default `monai.inferers.SimpleInferer()`.
         prepare_batch: as of MONAI's trainers: (batch, device, non_blocking) -> (inputs, target).
         batch_size: images a step; default: the loaders', else 16.
+        drawn: the images are drawn by a program; whatever a run says of its scores then says so.
         name: of the runs' folders.
 
     Raises:
@@ -86,6 +88,7 @@ class Parts:
     inferer: Callable[..., Any] = field(default_factory=SimpleInferer)
     prepare_batch: Callable[..., Any] = default_prepare_batch
     batch_size: int | None = None
+    drawn: bool = False
     name: str = "parts"
 
     def __post_init__(self) -> None:
@@ -121,7 +124,7 @@ class Parts:
         """Hash of what can be told of the parts, the data apart: settings, source texts, weights that are given."""
         digest = hashlib.sha256()
         for one in fields(self):
-            if one.name not in ("data", "name"):
+            if one.name not in ("data", "drawn", "name"):
                 digest.update(f"{one.name}={_told(getattr(self, one.name))}\n".encode())
         if isinstance(self.network, nn.Module):
             digest.update(weights_sha256(self.network.state_dict()).encode())
@@ -337,6 +340,12 @@ class PartsBundle(Bundle):
     def key_metric(self) -> str:
         """Name of the metric that selects the best round."""
         return self.parts.key_metric or KEY_METRICS.get(self.parts.task) or next(iter(self.parts.metrics), "loss")
+
+    @cached_property
+    def text(self) -> Text:
+        """Refuse: no class is described."""
+        given = "language-built classifiers on parts in Python"
+        raise InputError(given, "a bundle with the classes in words (federated.yaml)", "take another method")
 
     @cached_property
     def evaluator(self) -> Evaluator:

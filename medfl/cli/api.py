@@ -83,7 +83,7 @@ def run(
 
 @check_arguments
 def compare(
-    bundle: str | Path,
+    bundle: str | Path | Parts,
     methods: Sequence[str],
     *,
     out: str | Path,
@@ -101,7 +101,7 @@ def compare(
     The folder then has results.csv, tables.md and tables.tex, and a folder for each run.
 
     Args:
-        bundle: a shipped bundle's name, or the folder of any.
+        bundle: a shipped bundle's name, the folder of any, or `medfl.Parts`.
         methods: names, each with options of its own where wanted: `["fedavg", "fedprox mu=0.1"]`.
         out: folder; a new one, or that of an earlier comparison with the same settings.
         seeds: of the runs and their partitions.
@@ -124,7 +124,7 @@ def compare(
         raise InputError("no methods", "names such as 'fedavg' or 'fedprox mu=0.1'", "name at least one method")
     if not seeds:
         raise InputError("no seeds", "whole numbers, as (0, 1, 2)", "give at least one")
-    grid = Grid(str(bundle), entries, specs, tuple(seeds), dict(options or {}), dict(config or {}), requested)
+    grid = Grid(given(bundle), entries, specs, tuple(seeds), dict(options or {}), dict(config or {}), requested)
     with trusting(trust):
         comparison, failed = run_grid(grid, Path(out), at_once=jobs, progress=sys.stderr.isatty(), say=say)
     if failed or comparison is None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from medfl import methods
 from medfl.bundle.configuration import Configuration, meant, own_modules
 from medfl.bundle.files import config_file, read
+from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError, RunError
 from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import stream
@@ -99,6 +100,9 @@ def export(
         raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
     _refuse_used(out)
     result = RunNetworks(run, which)
+    if is_parts(str(result.bundle.root)):
+        given, advice = f"{run}, a run of parts in Python", "take weights.safetensors, or medfl.load_run(DIR).network()"
+        raise InputError(given, "a bundle is written from the configuration of a bundle", advice)
     if not result.finished:
         say(f"note: the run in {run} was interrupted: this is round {result.round} of {result.run.rounds}")
     models = result.models(site, data, say)

@@ -214,7 +214,10 @@ def federate(
     write_report(path)
     rows = [json.loads(row) for row in (path / "rounds.jsonl").read_text("utf-8").splitlines()]
     scores = [row["val"][key] for row in rows if (key := plan.bundle.key_metric) in row.get("val", {})]
-    if note := still_rising(scores, f"medfl run --resume --out {path} --rounds {2 * run.rounds}"):
+    further = f"medfl run --resume --out {path} --rounds {2 * run.rounds}"
+    if is_parts(run.bundle_path):
+        further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
+    if not summary.get("stopped") and (note := still_rising(scores, further)):
         say(f"note: {note}")
     return {**summary, "folder": str(path)}
 

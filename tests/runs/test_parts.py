@@ -20,8 +20,10 @@ from torch.utils.data import TensorDataset
 
 import medfl
 from medfl.bundle import parts as parts_module
+from medfl.cli import verbs as cli
 from medfl.core.storage import load_weights
 from medfl.evaluation.metrics import Cases, summarise
+from medfl.export.bundle_writer import export
 
 SIZES = {"train": 9, "validate": 4, "test": 4}
 SITES = {"north": 0.0, "south": 0.7}
@@ -240,3 +242,21 @@ def test_other_parts_are_another_run_and_gone_ones_are_told(tmp_path: Path, monk
         medfl.load_run(tmp_path / "run").network()
     with pytest.raises(medfl.InputError, match="processes of their own"):
         medfl.run(replace(parts), rounds=1, out=tmp_path / "other", runtime="flare", say=str)
+
+
+def test_parts_are_compared_judged_again_and_said_to_be_drawn(tmp_path: Path) -> None:
+    """What the other verbs do with a run of parts; an export needs a bundle, and says so."""
+    parts = replace(parts_of(tmp_path / "images"), drawn=True)
+    grid = medfl.compare(parts, ["fedavg", "fedprox mu=1.0"], out=tmp_path / "grid", seeds=(0,), rounds=1, **QUIET)
+    assert len(list((tmp_path / "grid").rglob("summary.json"))) == 2
+    assert grid is not None
+    run = medfl.run(parts, rounds=1, out=tmp_path / "run", with_local=True, **QUIET)
+    assert "PHANTOM" in repr(run)
+    assert run.predict() == run.predictions or np.allclose(
+        [row["p_dark"] for row in run.predict()], [row["p_dark"] for row in run.predictions], atol=1e-6
+    )
+    assert {row["centre"] for row in run.cases()} == set(SITES)
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    with pytest.raises(medfl.InputError, match="a run of parts in Python"):
+        export(tmp_path / "run", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
