@@ -19,6 +19,7 @@ NAMES = (
     "04_evaluate_a_run",
     "05_add_a_method",
     "06_clinical_partner",
+    "07_own_python_parts",
 )
 _PICTURES = {"06_clinical_partner": 1, "05_add_a_method": 1, "02_compare_methods": 2}
 """Notebook -> how many figures it shows at least; the others show three."""
