@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,6 +37,7 @@ from medfl.evaluation.mask_metrics import check_structures
 
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
 _LEAST, _MOST_CLASSES = 2, 100
+_FEW, _FOLDS = 10, 5  # test images, below which so many folds are offered
 _PATCH, _STEP = 64, 8  # voxels a side of a patch at most, and what it is a multiple of
 _NETWORKS = {"labelled": "small_cnn", "pictures": "unet16", "volumes": "unet8"}
 _KINDS = {"labelled": "labelled pictures", "pictures": "pictures with masks", "volumes": "volumes with masks"}
@@ -65,6 +66,9 @@ class Survey:
         patients: how many, 0 where nothing says.
         offer: an expression that file names suggest where patients are not known, and how many it makes.
         said: in which layout they are and what of a table was taken.
+        tested: images in the test section.
+        sites: among which a run divides the images unasked: three, or as many as a few patients are enough for.
+        folds: of a cross-validation that would test more; 0 where there are enough images, or too few patients.
     """
 
     kind: str
@@ -85,6 +89,9 @@ class Survey:
     patients: int = 0
     offer: tuple[str, int] | None = None
     said: tuple[str, ...] = ()
+    tested: int = 0
+    sites: int = 3
+    folds: int = 0
 
     @property
     def items(self) -> str:
@@ -233,13 +240,21 @@ def _class_folders(place: Path) -> own.Found:
 
 
 def _patients(found: own.Found, divided: Sequence[tuple[Record, str]], group_by: str | None) -> dict[str, Any]:
-    """Return what a survey says of patients."""
+    """Return what a survey says of patients, and of folds."""
+    about: dict[str, Any] = {"group_by": group_by, "tested": sum(section == "test" for _, section in divided)}
+    groups = {record.group for record, _ in divided}
+    about["sites"] = min(
+        3, max(1, len(groups) - math.ceil(len(groups) / _FOLDS) - 1)
+    )  # who are trained on, in folds too
+    fewest = min(Counter(label for _, label in {(r.group, r.label) for r, _ in divided}).values())
+    if about["tested"] < _FEW and fewest > 1 and not any("section" in row for row in found.rows.values()):
+        about["folds"] = min(_FOLDS, len(groups))
     if any(record.group != record.id for record, _ in divided):
-        return {"group_by": group_by, "patients": len({record.group for record, _ in divided})}
+        return {**about, "patients": len(groups)}
     names = defaultdict[str, list[str]](list)
     for (record, _), name in zip(divided, found.names, strict=True):
         names[str(record.label)].append(name)
-    return {"group_by": group_by, "offer": grouping.offered(names)}
+    return {**about, "offer": grouping.offered(names)}
 
 
 def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progress: bool) -> Survey:

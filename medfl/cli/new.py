@@ -60,7 +60,7 @@ def _new(options: Any) -> int:
         "classes": dict(zip(seen.classes, seen.counts, strict=True)), "channels": seen.channels,
         "sides": list(seen.sides), "data_source": "phantom" if seen.phantom else "real", "notes": list(seen.notes),
         "patients": seen.patients or None, "group_by": seen.group_by, "offered_group_by": seen.offer and seen.offer[0],
-        "said": list(seen.said), "next": command,
+        "said": list(seen.said), "tested": seen.tested, "offered_folds": seen.folds or None, "next": command,
     }  # fmt: skip
     return show(options, document, lambda: _text(folder, seen, command, _offer(options, seen)))
 
@@ -90,5 +90,6 @@ def _text(folder: Path, seen: Survey, command: str, unknown: str) -> str:
         *([f"PHANTOM: {seen.phantom} holds drawn images, not real ones; runs on them say so"] if seen.phantom else []),
         f"bundle: {folder}",
         f"next: {command}",
+        *([f"or, as {seen.tested} test images are few: {command} --folds {seen.folds}"] if seen.folds else []),
     ]
     return "\n".join(lines)

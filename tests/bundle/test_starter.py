@@ -27,6 +27,7 @@ from medfl.datasets import own
 from medfl.export.bundle_writer import export
 from medfl.policy.inspection import inspect
 from medfl.runs.launch import federate
+from medfl.runs.plan import Request, make_plan
 
 SCHEMA = Path(medfl.__file__).parent / "export" / "schemas" / "bundle_metadata.json"
 
@@ -396,11 +397,27 @@ def test_pictures_with_a_table_of_labels_become_a_bundle_that_runs(pairs: Path, 
     assert all({f"c{int(i[1:3]) ^ 1:02d}.png" for i in ids} == ids for ids in held)  # both images of a patient
 
 
-def test_eight_pairs_are_enough(pairs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [3, 4, 5, 9])
+def test_a_few_pairs_are_divided_among_as_many_sites_as_they_fill(count: int, pairs: Path, tmp_path: Path) -> None:
+    for number in range(count, 20):
+        (pairs / "images" / f"c{number:02d}.png").unlink()
+        (pairs / "masks" / f"c{number:02d}_mask.png").unlink()
+    seen = starter.survey(pairs / "images", pairs / "masks")
+    bundle = starter.write(tmp_path / "mine", seen, size=32)
+    for split in (None, *(f"fold:{number}/{seen.folds}" for number in range(1, seen.folds + 1))):
+        plan = make_plan(Request(str(bundle), data=str(pairs), config={"split": split}))
+        assert len(plan.run.partition.sites) == min(3, count - 2)
+
+
+def test_eight_pairs_are_enough(pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(8, 20):
         (pairs / "images" / f"c{number:02d}.png").unlink()
         (pairs / "masks" / f"c{number:02d}_mask.png").unlink()
-    bundle = starter.write(tmp_path / "mine", starter.survey(pairs / "images", pairs / "masks"), size=32)
+    told = ["--images", str(pairs / "images"), "--masks", str(pairs / "masks")]
+    bundle = tmp_path / "mine"
+    assert cli.main(["new", str(bundle), *told]) == 0
+    said = capsys.readouterr().out
+    assert f"or, as 2 test images are few: medfl run {bundle} --data {pairs} --out runs/mine --folds 5" in said
     opened = medfl.Bundle(str(bundle), {"dataset_dir": str(pairs)})
     assert [len(opened.items(section)) for section in ("train", "validate", "test")] == [5, 1, 2]
 
