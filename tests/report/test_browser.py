@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from medfl.compare.grid_page import write_grid_page
 from medfl.compare.side_by_side import write_page
 from medfl.report import write_report
 from medfl.report.model_plots import generated_grid
 from medfl.report.picture import image_picture
+from tests.compare.test_grid_page import grid
+from tests.report.test_structures import segmented
 from tests.support.browser import Browser, browser, executable
 from tests.support.run_folders import build
 
@@ -48,11 +52,14 @@ def pages(place: Path) -> dict[str, Path]:
     long = [f"a rather long name of tissue class number {i}" for i in range(9)]
     hospitals = [f"university hospital of somewhere far away {i}" for i in range(5)]
     plain = finished(place, source="phantom")
+    structures = {name: {"dice": 0.8, "hd95": 3.0, "cases": 10} for name in ("liver", "a structure of a long name")}
     return {
         "plain": write_report(plain),
         "long": write_report(finished(place, "long", sites=hospitals, classes=long, rounds=3)),
         "many": write_report(finished(place, "many", sites=100, rounds=2)),
         "cut": write_report(build(place, "cut", done=2)),
+        "structures": write_report(segmented(partial(build, place), "organs", [0.1, 0.4], structures)),
+        "grid": write_grid_page(grid(place)),
         "several": write_page([plain, build(place, "b", source="phantom", method="fedavg")], place / "several.html"),
     }
 
