@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -69,7 +70,7 @@ def context(run: RunFiles) -> dict[str, Any]:
     values = {kind: by_site for kind, _, by_site in kinds}
     both = [site for site in values.get(judged, {}) if site in values.get("local", {})]
     gains = {site: values[judged][site] - values["local"][site] for site in both} if judged != "local" else {}
-    differences = Differences(run)
+    differences, tested = Differences(run), Counter(run.predictions.sites if run.predictions else ())
     pooled = run.pooled()
     picture = run.path / "partition.png"
     return {
@@ -98,7 +99,7 @@ def context(run: RunFiles) -> dict[str, Any]:
         "gains": gains,
         "against_local": differences.sentence(),
         "differences": [
-            (site, differences.against_local.get(site), differences.against_others.get(site))
+            (site, tested[site], differences.against_local.get(site), differences.against_others.get(site))
             for site in run.site_names
             if site in differences.against_local or site in differences.against_others
         ],
