@@ -145,8 +145,9 @@ class Folds:
             "method": run.method, "bundle": run.record["bundle"], "seed": run.record.get("seed"),
             "rounds": run.record["rounds"], "folds": self.count,
             "status": "finished" if len(self.runs) == self.count else "running",
-            "data_source": run.record["data"]["source"], "judged": run.judged, "key_metric": run.key,
-            "cases": len(self.ids), "last": {"round": run.record["rounds"], **self.pooled, **classes},
+            "data_source": run.record["data"]["source"], "judged": (run.summary or {}).get("judged"),
+            "key_metric": run.key, "cases": len(self.ids),
+            "last": {"round": run.record["rounds"], **self.pooled, **classes},
             "per_fold": [
                 {"fold": number, "folder": f"fold-{number}", **_sizes(one), "run_hash": one.record.get("run_hash"),
                  **self.rows[number]}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.bundle.bundle import shipped
+from medfl.bundle.open import PHANTOM
 from medfl.core.errors import InputError
 from medfl.core.places import FOLDS, default_run_folder, require_unused
 from medfl.core.storage import write_atomic
@@ -59,7 +60,7 @@ def cross_validate(
     check_folds(folds)
     record = {
         "folds": folds, "bundle": bundle if bundle in shipped() else str(Path(bundle).expanduser().resolve()),
-        "options": dict(options or {}), "config": dict(config or {}), "requested": dict(requested or {}),
+        "options": dict(options or {}), "config": dict(config or {}), "requested": _wherever(requested or {}),
         "settings": dict(settings or {}), "command": command,
     }  # fmt: skip
     if out is not None:
@@ -100,6 +101,13 @@ def resume(
                 "restore them, or start in another folder",
             )
     return _run(place, record, asked, say, machine)
+
+
+def _wherever(requested: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that mean the same in another working folder."""
+    data = requested.get("data")
+    where = {} if data in (None, PHANTOM) else {"data": str(Path(str(data)).expanduser().resolve())}
+    return {**requested, **where}
 
 
 def _plans(record: Mapping[str, Any], numbers: Any) -> Iterator[Plan]:

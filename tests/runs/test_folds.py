@@ -111,6 +111,23 @@ def test_a_fold_is_the_run_that_it_says(done: tuple, tmp_path: Path) -> None:
     assert summary["weights_sha256"] == recorded["weights_sha256"]
 
 
+def test_each_structure_is_scored_over_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the data are named from the working folder."""
+    draws = np.random.default_rng(0)
+    for number in range(4):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        Image.fromarray(draws.integers(0, 255, (16, 16)).astype(np.uint8)).save(tmp_path / "data" / f"x{number}.png")
+        Image.fromarray(np.eye(16, dtype=np.uint8)).save(tmp_path / "data" / f"x{number}_mask.png")
+    seen = starter.survey(tmp_path / "data", names=["line"])
+    bundle = starter.write(tmp_path / "mine", seen, size=16, network="unet8")
+    monkeypatch.chdir(tmp_path)
+    found = folds.cross_validate(str(bundle), 2, requested={**SMALL, "data": "data"}, out=tmp_path / "out", jobs=1)
+    assert found["last"]["classes"]["line"]["cases"] == 4
+    assert found["last"]["classes"]["line"]["dice"] == pytest.approx(found["last"]["dice"])
+    assert found["judged"] == "global"
+    assert json.loads((tmp_path / "out" / "folds.json").read_text())["requested"]["data"] == str(tmp_path / "data")
+
+
 def test_what_was_cut_off_is_gone_on_with(done: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One fold is done, one has a lost summary, one was not begun: the same figures in the end."""
     data, _, out, document = done
