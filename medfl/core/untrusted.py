@@ -119,7 +119,9 @@ def read_json_bytes(data: bytes) -> Plain:
 
 
 def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
-    """Return the columns and rows, each with its line number, of a comma- or tab-separated text with a header line.
+    """Return the columns and rows, each with its line number, of a text with a header line.
+
+    Cells are parted by tabs, by semicolons, as spreadsheets of many countries write them, or by commas, by the header.
 
     A cell that a row lacks is None; what it has beyond the header is a list under None.
 
@@ -129,7 +131,9 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]
     rows: list[tuple[int, dict[str, str]]] = []
     try:
         text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig")
-        reader = csv.DictReader(io.StringIO(text, ""), delimiter="\t" if "\t" in text.partition("\n")[0] else ",")
+        head = text.partition("\n")[0]
+        parts = "\t" if "\t" in head else ";" if ";" in head and "," not in head else ","
+        reader = csv.DictReader(io.StringIO(text, ""), delimiter=parts)
         names = list(reader.fieldnames or ())
         for row in reader:
             rows.append((reader.line_num, row))

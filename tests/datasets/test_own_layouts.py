@@ -47,6 +47,7 @@ def volume(path: Path, values: int = 0, affine: float = 1) -> Path:
 TABLES = {
     "label": ("image,label", "{stem},{name}", "'image'.*'label'"),
     "diagnosis before label": ("isic_id,label,dx", "{file},7,{name}", "'isic_id'.*'dx'"),
+    "semicolons": ("file;class", "{file};{name}", "'file'.*'class'"),
     "tabs and capitals": ("ID\tClass", "{stem}\t{name}", "'ID'.*'Class'"),
     "one-hot": ("image,A,B b", "{stem},{a:.1f},{b:.1f}", "'image'.*columns A, B b"),
     "a column of files that names none": ("file,image_id,label", "elsewhere,{stem},{name}", "'image_id'"),

@@ -42,7 +42,7 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     one, columns of zeros and ones count as one class each, as in the tables of ISIC.
 
     Args:
-        path: comma- or tab-separated, with a header line.
+        path: parted by commas, semicolons or tabs, with a header line.
         images: paths below the folder of all images.
 
     Raises:

@@ -50,7 +50,7 @@ def several(entries: Sequence[str], what: str, most: int = 5) -> str:
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """Read a comma- or tab-separated table with a header line.
+    """Read a table with a header line, parted by commas, semicolons or tabs.
 
     Raises:
         InputError: the file is not text, a needed column is missing, or a row is cut off.
