@@ -173,8 +173,10 @@ def _source(value: Any) -> str:
     if home.partition(".")[0] not in ("torch", "monai", "builtins", "functools", "torchvision", "ignite"):
         try:
             return inspect.getsource(value)
-        except (OSError, TypeError):
-            pass
+        except (OSError, TypeError):  # typed at a prompt: its bytecode tells it apart
+            if code := getattr(value, "__code__", None):
+                constants = [one for one in code.co_consts if isinstance(one, _SIMPLE)]
+                return f"{code.co_code.hex()}{code.co_names}{constants}"
     return f"{home}.{getattr(value, '__qualname__', '')}"
 
 

@@ -64,6 +64,13 @@ def test_a_pages_commands_and_python_run_in_their_order(
     run_python(page)
 
 
+@pytest.mark.slow
+def test_the_python_page_runs(elsewhere: Path) -> None:
+    """Its blocks go on from each other."""
+    exec(compile("\n".join(blocks("api.md", "python")), "api.md", "exec"), {"__name__": "__main__"})
+    assert (elsewhere / "best.pt").is_file()
+
+
 def test_the_readmes_commands_run_in_their_order(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw_pictures(elsewhere)
     for command in filter(is_run, commands(README)):

@@ -154,6 +154,14 @@ def test_a_given_network_is_where_all_begin(tmp_path: Path) -> None:
     assert (other.sha256 == parts.sha256, result.run.bundle_sha256 == parts.sha256) == (False, True)
 
 
+def test_functions_without_a_source_are_told_apart(tmp_path: Path) -> None:
+    """As those that are typed at a prompt."""
+    parts, space = parts_of(tmp_path / "images"), {}  # type: ignore[var-annotated]
+    exec("a = lambda x, y: x.sum() * 0.5\nb = lambda x, y: x.sum() * 0.25\nc = lambda x, y: x.sum() * 0.5", space)
+    first, other, same = (replace(parts, loss=space[name]).sha256 for name in "abc")
+    assert first == same != other
+
+
 def brier(probabilities: Tensor, label: Tensor) -> Tensor:
     return ((probabilities - nn.functional.one_hot(label, 2)) ** 2).sum()
 
