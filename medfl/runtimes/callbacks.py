@@ -49,7 +49,8 @@ class RoundEnd:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The server's weights as a state dict, copies on the CPU; empty where a method has none."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self._weights().items()}
+        found = self._weights().items()
+        return {name: tensor.detach().cpu().clone() for name, tensor in found if isinstance(tensor, Tensor)}
 
     def best(self, metric: str = "", min_delta: float = 0.0) -> tuple[int, float]:
         """Return number and value of the best round so far, the first of equals.
@@ -130,6 +131,9 @@ class BestCheckpoint:
         """Write the weights if this round is the best."""
         if not ended.metrics or ended.best(self.metric)[0] != ended.round:
             return
+        if not ended.weights:
+            given = "BestCheckpoint with a method whose server has no weights"
+            raise InputError(given, "best.safetensors in the run folder has those of the sites", "leave it out")
         path = Path(self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":

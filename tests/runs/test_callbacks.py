@@ -90,6 +90,13 @@ def test_the_best_round_is_kept_in_a_file(parts: medfl.Parts, tmp_path: Path) ->
         assert weights_sha256(found) == weights_sha256(best)
 
 
+def test_a_method_without_weights_at_the_server_has_no_checkpoint(parts: medfl.Parts, tmp_path: Path) -> None:
+    keep = [medfl.BestCheckpoint(tmp_path / "best.pt")]
+    with pytest.raises(medfl.InputError, match="whose server has no weights"):
+        medfl.run(parts, "local", rounds=1, out=tmp_path / "run", jobs=1, callbacks=keep, **QUIET)
+    assert not (tmp_path / "best.pt").exists()
+
+
 def test_early_stopping_counts_from_the_best_round() -> None:
     rows = [(n, {"dice": d, "loss": 1 - d}) for n, d in enumerate((0.5, 0.7, 0.7, 0.71, 0.6), 1)]
     assert medfl.EarlyStopping(2)(ended(rows[:3])) is None
