@@ -22,7 +22,7 @@ from medfl.policy import admission
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
 from medfl.training import LocalSettings, Networks, Site, fit, snapshot
-from tests.support.own_trainers import adversarial, clicking, hands, nodules, regression, spleens
+from tests.support.own_trainers import adversarial, clicking, hands, nodules, prompting, reconstructing, regression, spleens
 
 ZOO = Path(__file__).resolve().parents[3] / "shared" / "zoo"
 CPU = torch.device("cpu")
@@ -134,6 +134,20 @@ def test_a_trainer_that_keeps_no_optimiser_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match="'trainer' is a BareTrainer without what it trains"):
         run(path, tmp_path / "out", config={"trainer#_target_": "scripts.losses.BareTrainer"})
+
+
+@pytest.mark.filterwarnings("ignore:torch.meshgrid")  # MONAI's encoder of points calls it as it was
+@pytest.mark.parametrize(("make", "jobs"), [(reconstructing, 2), pytest.param(prompting, 1, marks=pytest.mark.slow)])
+def test_other_trainers_by_their_own_iteration(make: Callable[[Path], Path], jobs: int, tmp_path: Path) -> None:
+    """AdversarialTrainer, and one that draws prompts as VISTA3D's bundle does: they learn, and give the bits again."""
+    path = make(tmp_path / "bundle")
+    first = run(path, tmp_path / "a", batch_size=1, local_epochs=1)
+    assert run(path, tmp_path / "b", batch_size=1, local_epochs=1, jobs=jobs)["weights_sha256"] == first["weights_sha256"]
+    losses = [json.loads(line)["train_loss"] for line in (tmp_path / "a" / "rounds.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "a").values())
+    if make is prompting:
+        assert 0 < first["last"]["dice"] <= 1
 
 
 # The public zoo's

@@ -181,3 +181,124 @@ def nodules(folder: Path, count: int) -> Path:
         entries.append({"image": f"{index:02}.nii.gz", "box": [[*map(float, centre), 8, 8, 8]], "label": [0]})
     (folder / "list.json").write_text(json.dumps({"training": entries}))
     return folder
+
+
+PROMPTING = '''"""A trainer that draws its own prompts from the labels, as VISTA3D's bundle has one, and an evaluator beside it."""
+
+from __future__ import annotations
+
+import torch
+from monai.apps.vista3d.sampler import sample_prompt_pairs
+from monai.engines import Evaluator, Trainer
+from monai.utils.enums import CommonKeys as Keys
+
+
+class PromptTrainer(Trainer):
+    """Keeps network, optimiser and loss as attributes; its step is `_iteration`."""
+
+    def __init__(self, device, max_epochs, train_data_loader, network, optimizer, loss_function, train_handlers=None,
+                 amp=False, hyper_kwargs=None):
+        super().__init__(device, max_epochs, train_data_loader, handlers=train_handlers, amp=amp)
+        self.network, self.optimizer, self.loss_function = network, optimizer, loss_function
+        self.hyper_kwargs = hyper_kwargs
+
+    def _iteration(self, engine, batchdata):
+        inputs, labels = engine.prepare_batch(batchdata, engine.state.device, engine.non_blocking, **engine.to_kwargs)
+        how = engine.hyper_kwargs
+        prompts = sample_prompt_pairs(labels, [0, 1], max_point=how["max_point"], drop_label_prob=0.25,
+                                      drop_point_prob=0.25, include_background=False)
+        label_prompt, point, point_label, prompt_class = prompts
+        engine.network.train()
+        engine.optimizer.zero_grad()
+        loss = torch.tensor(0.0)
+        if label_prompt is not None or point is not None:
+            outputs = engine.network(input_images=inputs, point_coords=point, point_labels=point_label,
+                                     class_vector=label_prompt)
+            for index, value in enumerate(prompt_class):
+                loss = loss + engine.loss_function(outputs[[index]].float(), labels == value)
+            loss.backward()
+            engine.optimizer.step()
+        engine.state.output = {Keys.IMAGE: inputs, Keys.LABEL: labels, Keys.LOSS: loss}
+        return engine.state.output
+
+
+class PromptEvaluator(Evaluator):
+    """Asks for class 1."""
+
+    def __init__(self, device, val_data_loader, network, key_val_metric, val_handlers=None):
+        super().__init__(device, val_data_loader, key_val_metric=key_val_metric, val_handlers=val_handlers)
+        self.network = network
+
+    def _iteration(self, engine, batchdata):
+        inputs, labels = engine.prepare_batch(batchdata, engine.state.device, engine.non_blocking, **engine.to_kwargs)
+        with engine.mode(engine.network), torch.no_grad():
+            logits = engine.network(input_images=inputs, class_vector=torch.tensor([[1]]))
+        engine.state.output = {Keys.IMAGE: inputs, Keys.LABEL: labels, Keys.PRED: (logits > 0).float()}
+        return engine.state.output
+'''
+
+
+def prompting(folder: Path) -> Path:
+    """A bundle with VISTA3D's network at toy width, its sampler of prompts, and data lists by folds."""
+    spleens(folder / "data", 5)
+    names = [f"s_{index:02}.nii.gz" for index in range(5)]
+    items = [{"image": f"imagesTr/{n}", "label": f"labelsTr/{n}", "fold": int(n == names[-1])} for n in names]
+    keys = ["image", "label"]
+    steps = [
+        {"_target_": "LoadImaged", "keys": keys, "image_only": True, "ensure_channel_first": True},
+        {"_target_": "ScaleIntensityd", "keys": "image"},
+        {"_target_": "ResizeWithPadOrCropd", "keys": keys, "spatial_size": [32, 32, 32]},
+    ]
+    fold = "$monai.auto3dseg.utils.datafold_read(datalist=@data_list_file_path, basedir=@dataset_dir, fold=1)"
+    engine = {"device": "@device", "network": "@network"}
+    config = {
+        "imports": ["$import scripts"], "bundle_root": ".", "device": "cpu", "dataset_dir": str(folder / "data"),
+        "data_list_file_path": "$@bundle_root + '/configs/folds.json'", "max_point": 5,
+        "network_def": "$monai.networks.nets.vista3d132(encoder_embed_dim=8)", "network": "$@network_def.to(@device)",
+        "loss": {"_target_": "DiceCELoss", "sigmoid": True},
+        "optimizer": {"_target_": "torch.optim.AdamW", "params": "$@network.parameters()", "lr": 0.001},
+        "train": {
+            "dataset": {"_target_": "Dataset", "data": f"{fold}[0]",
+                        "transform": {"_target_": "Compose", "transforms": steps}},
+            "dataloader": {"_target_": "DataLoader", "dataset": "@train#dataset", "batch_size": 1},
+            "trainer": {
+                "_target_": "scripts.prompting.PromptTrainer", **engine, "max_epochs": 1, "optimizer": "@optimizer",
+                "train_data_loader": "@train#dataloader", "loss_function": "@loss", "amp": True,
+                "train_handlers": [{"_target_": "ValidationHandler", "validator": "@validate#evaluator", "interval": 1}],
+                "hyper_kwargs": {"max_point": "@max_point"},
+            },
+        },
+        "validate": {
+            "dataset": {"_target_": "Dataset", "data": f"{fold}[1]",
+                        "transform": {"_target_": "Compose", "transforms": steps}},
+            "dataloader": {"_target_": "DataLoader", "dataset": "@validate#dataset", "batch_size": 1},
+            "evaluator": {
+                "_target_": "scripts.prompting.PromptEvaluator", **engine, "val_data_loader": "@validate#dataloader",
+                "key_val_metric": {"val_mean_dice": {"_target_": "MeanDice", "include_background": True,
+                                   "output_transform": "$monai.handlers.from_engine(['pred', 'label'])"}},
+            },
+        },
+    }  # fmt: skip
+    path = _with_scripts(_bundle(folder, config), prompting=PROMPTING)
+    (path / "configs" / "folds.json").write_text(json.dumps({"training": items}))
+    return path
+
+
+def reconstructing(folder: Path) -> Path:
+    """A bundle with MONAI's AdversarialTrainer: a network that reconstructs, and a discriminator."""
+    path = adversarial(folder)
+    file = path / "configs" / "train.json"
+    config = json.loads(file.read_text())
+    old = config["trainer"]
+    shape = {"spatial_dims": 2, "in_channels": 1, "out_channels": 1, "channels": [2, 4], "strides": [1, 2]}
+    config["generator"] = {"_target_": "AutoEncoder", **shape}
+    config["trainer"] = {
+        "_target_": "AdversarialTrainer", "device": "@device", "max_epochs": 3,
+        "prepare_batch": "$lambda b, device=None, non_blocking=False, **k: (b['reals'], b['reals'])",
+        **{key: old[key] for key in ("train_data_loader", "g_network", "d_network", "g_optimizer", "d_optimizer")},
+        "g_loss_function": "$lambda logits: (logits - 1).square().mean()",
+        "d_loss_function": "$lambda real, fake: (real - 1).square().mean() + fake.square().mean()",
+        "recon_loss_function": {"_target_": "torch.nn.L1Loss"},
+    }  # fmt: skip
+    file.write_text(json.dumps(config))
+    return path
