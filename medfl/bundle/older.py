@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import monai.apps.detection.transforms.dictionary
 import monai.networks.nets
 import monai.transforms
 import numpy as np
@@ -61,8 +62,9 @@ def idle_arguments(target: str, given: Iterable[str]) -> set[str]:
     if target in _CHECKED_ONLY:
         known = inspect.signature(getattr(monai.networks.nets, target)).parameters
         return set(given) & _CHECKED_ONLY[target] - known.keys()
-    if re.fullmatch(r"(Rand)?Zoom(d|D|Dict)?", target):
-        known = inspect.signature(getattr(monai.transforms, target)).parameters
+    if zooming := re.fullmatch(r"(Rand)?Zoom(Box)?(d|D|Dict)?", target):
+        home = monai.apps.detection.transforms.dictionary if zooming[2] else monai.transforms
+        known = inspect.signature(getattr(home, target)).parameters
         return set(given) - known.keys() - _PADDING - _MONAI
     return set()
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.bootstrap import LEAST, Floats, Interval, Times
+from medfl.report.formatting import number
 from medfl.report.run_files import Predictions, RunFiles
 
 BETTER, WORSE, UNCLEAR = "better", "worse", "no clear difference"
@@ -140,13 +141,22 @@ class Differences:
         found = {site: from_other_sites(self.run, site) for site in sites}
         return {site: one for site, one in found.items() if one is not None}
 
+    def everybody(self) -> str:
+        """Return what the model reaches on everybody's test images, beside Local models; "" where this is not known."""
+        values = {(kind, what): entry.get(self.run.key) for kind, what, entry in self.run.pooled()}
+        ours, mean, sd = (values.get(place) for place in ((self.run.judged, "last"), ("local", "mean"), ("local", "sd")))
+        if ours is None or mean is None:
+            return ""
+        local = number(mean) + (f" ± {number(sd)}" if sd is not None else "")
+        return f"{self.run.title(self.run.key).lower()} {number(ours)}; the models that sites train alone: {local}"
+
     def sentence(self) -> str:
         """Return in how many sites the model is better than Local, "" where this is not known."""
         if not self.against_local:
             return ""
         pooled = self.pooled
-        together = "" if pooled is None else f"; on all {pooled.cases} test cases together: {pooled.word}"
-        return f"{counted([one.word for one in self.against_local.values()], 'site')}{together}"
+        together = "" if pooled is None else f"; on these {pooled.cases} test cases together: {pooled.word}"
+        return f"{counted([one.word for one in self.against_local.values()], 'site')} on its own test cases{together}"
 
 
 def counted(words: Sequence[str], of: str) -> str:

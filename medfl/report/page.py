@@ -97,6 +97,7 @@ def context(run: RunFiles) -> dict[str, Any]:
         "spreads": [(kind, title, metrics.spread(by_site, higher)) for kind, title, by_site in kinds],
         "scale": max([1.0, *(value for _, _, by_site in kinds for value in by_site.values())]),
         "gains": gains,
+        "everybody": differences.everybody(),
         "against_local": differences.sentence(),
         "differences": [
             (site, tested[site], differences.against_local.get(site), differences.against_others.get(site))

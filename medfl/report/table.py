@@ -34,7 +34,10 @@ def result_table(run_folder: Path) -> str:
         columns = [column for column in columns if column[0] == run.key]
     model = "global last" if run.judged == "received" else f"{run.judged} last"
     lines = [*_site_lines(run, columns), *_pooled_lines(run), *structure_lines(run, run.structures, model)]
-    told = {"personal": run.personal_model, "against Local": Differences(run).sentence()}
+    found = Differences(run)
+    told = {
+        "personal": run.personal_model, "everybody's test images": found.everybody(), "against Local": found.sentence()
+    }  # fmt: skip
     for name, text in told.items():
         lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""] if text else []
     summary = run.summary or {}

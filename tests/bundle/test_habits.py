@@ -253,6 +253,7 @@ def test_an_argument_without_effect_is_left_out(tmp_path: Path) -> None:
     assert older.idle_arguments("UNETR", ["img_size", "in_channels"]) == set()
     given = ["_target_", "keys", "min_zoom", "max", "constant_values"]
     assert older.idle_arguments("RandZoomd", given) == {"max"}
+    assert older.idle_arguments("RandZoomBoxd", ["_target_", "box_keys", "label_keys", "prob"]) == {"label_keys"}
 
 
 def test_labels_that_are_true_or_false_become_numbers_where_the_loss_needs_it(tmp_path: Path) -> None:

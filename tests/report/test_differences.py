@@ -133,11 +133,11 @@ def segmented(make: Make) -> Path:
 
 def test_better_is_said_only_where_it_is_clear(make: Make) -> None:
     folder = segmented(make)
-    sentence = "better at 1 of 3 sites, no clear difference at 1, fewer than 10 cases at 1"
-    assert Differences(RunFiles.read(folder)).sentence() == f"{sentence}; on all 33 test cases together: better"
+    sentence = "better at 1 of 3 sites, no clear difference at 1, fewer than 10 cases at 1 on its own test cases"
+    assert Differences(RunFiles.read(folder)).sentence() == f"{sentence}; on these 33 test cases together: better"
     _, page = render(folder)
     words = " ".join(page.text.split())
-    assert f"the global model is {sentence}; on all 33 test cases together: better" in words
+    assert f"the global model is {sentence}; on these 33 test cases together: better" in words
     assert "a12 test cases+0.250+0.250 to +0.250better" in words
     assert "c9 test cases+0.250fewer than 10 cases" in words
     assert sentence in " ".join(result_table(folder).split())

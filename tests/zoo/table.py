@@ -90,7 +90,7 @@ def _drawn(name: str, data: Path) -> dict[str, Any]:
         folder = nodules(data / "a", 3)
         sizes = {"batch_size": 1, "patch_size": [64, 64, 32], "val_patch_size": [64, 64, 32]}
         named = {"dataset_dir": str(folder), "data_list_file_path": str(folder / "list.json")}
-        return {**named, **sizes, "train#random_transforms#1#prob": 0.0}
+        return {**named, **sizes}
     return {}
 
 
