@@ -144,7 +144,9 @@ class Differences:
     def everybody(self) -> str:
         """Return what the model reaches on everybody's test images, beside Local models; "" where this is not known."""
         values = {(kind, what): entry.get(self.run.key) for kind, what, entry in self.run.pooled()}
-        ours, mean, sd = (values.get(place) for place in ((self.run.judged, "last"), ("local", "mean"), ("local", "sd")))
+        ours, mean, sd = (
+            values.get(place) for place in ((self.run.judged, "last"), ("local", "mean"), ("local", "sd"))
+        )
         if ours is None or mean is None:
             return ""
         local = number(mean) + (f" ± {number(sd)}" if sd is not None else "")

@@ -22,7 +22,16 @@ from medfl.policy import admission
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
 from medfl.training import LocalSettings, Networks, Site, fit, snapshot
-from tests.support.own_trainers import adversarial, clicking, hands, nodules, prompting, reconstructing, regression, spleens
+from tests.support.own_trainers import (
+    adversarial,
+    clicking,
+    hands,
+    nodules,
+    prompting,
+    reconstructing,
+    regression,
+    spleens,
+)
 
 ZOO = Path(__file__).resolve().parents[3] / "shared" / "zoo"
 CPU = torch.device("cpu")
@@ -142,7 +151,9 @@ def test_other_trainers_by_their_own_iteration(make: Callable[[Path], Path], job
     """AdversarialTrainer, and one that draws prompts as VISTA3D's bundle does: they learn, and give the bits again."""
     path = make(tmp_path / "bundle")
     first = run(path, tmp_path / "a", batch_size=1, local_epochs=1)
-    assert run(path, tmp_path / "b", batch_size=1, local_epochs=1, jobs=jobs)["weights_sha256"] == first["weights_sha256"]
+    assert (
+        run(path, tmp_path / "b", batch_size=1, local_epochs=1, jobs=jobs)["weights_sha256"] == first["weights_sha256"]
+    )
     losses = [json.loads(line)["train_loss"] for line in (tmp_path / "a" / "rounds.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "a").values())

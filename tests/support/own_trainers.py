@@ -264,7 +264,7 @@ def prompting(folder: Path) -> Path:
             "trainer": {
                 "_target_": "scripts.prompting.PromptTrainer", **engine, "max_epochs": 1, "optimizer": "@optimizer",
                 "train_data_loader": "@train#dataloader", "loss_function": "@loss", "amp": True,
-                "train_handlers": [{"_target_": "ValidationHandler", "validator": "@validate#evaluator", "interval": 1}],
+                "train_handlers": [{"_target_": "ValidationHandler", "validator": "@validate#evaluator"}],
                 "hyper_kwargs": {"max_point": "@max_point"},
             },
         },
