@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
+from medfl.core.terminal import bar
 from medfl.datasets import own
 from medfl.datasets.readers import own_folder, pairs, tables, volumes
 from medfl.datasets.readers.checking import CheckReport, warnings_of
@@ -48,7 +47,7 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     columns = ("cases",) if ids.get("masks") else classes
     counts = _counts(columns, divided)
     records, assigned = [record for record, _ in divided], [section for _, section in divided]
-    for record in tqdm(found.records, desc="reading images", unit="image", disable=not progress, leave=False):
+    for record in bar(found.records, desc="reading images", unit="image", shown=progress):
         try:
             _read(place, ids)(record)
         except InputError as error:

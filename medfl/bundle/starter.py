@@ -19,7 +19,6 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from tqdm import tqdm
 
 from medfl import networks
 from medfl.bundle import own_layouts
@@ -29,6 +28,7 @@ from medfl.bundle.picture_facts import Picture, depths, mixed, pixels, repeats, 
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 from medfl.core.storage import write_atomic
+from medfl.core.terminal import bar
 from medfl.datasets import own
 from medfl.datasets.readers import conventions, grouping, own_folder, pairs, tables, volumes
 from medfl.datasets.readers.reading import read_pixels
@@ -318,7 +318,7 @@ def _structures(layout: Layout, named: Sequence[str], most: int) -> tuple[str, .
 def _each(entries: Sequence[Any], read: Callable[[Any], Any], progress: bool) -> list[Any]:
     """Read each of them; those that cannot be read are told together."""
     found, errors = [], []
-    for entry in tqdm(entries, desc="reading images", unit="image", disable=not progress, leave=False):
+    for entry in bar(entries, desc="reading images", unit="image", shown=progress):
         try:
             found.append(read(entry))
         except InputError as error:

@@ -54,7 +54,9 @@ def _new(options: Any) -> int:
         group_by=options.group_by, progress=sys.stderr.isatty(),
     )  # fmt: skip
     folder = starter.write(options.bundle, seen, network=options.network, size=options.size)
-    command = shlex.join(["medfl", "run", str(folder), "--data", seen.folder, "--out", f"runs/{folder.name}"])
+    data = Path(seen.folder)
+    data = data.relative_to(Path.cwd()) if data.is_relative_to(Path.cwd()) else data
+    command = shlex.join(["medfl", "run", str(folder), "--data", str(data), "--out", f"runs/{folder.name}"])
     document = {
         "bundle": str(folder), "kind": seen.kind, "data": seen.folder,
         "classes": dict(zip(seen.classes, seen.counts, strict=True)), "channels": seen.channels,

@@ -82,5 +82,6 @@ def log(text: str) -> None:
 
 def warn(text: str) -> None:
     """Print a line on stderr as it is."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    with terminal.beside_bars():
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()

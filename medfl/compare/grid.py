@@ -25,14 +25,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from medfl import methods
 from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
 from medfl.compare.entry import Entry
 from medfl.compare.scheduling import Schedule, Start, kind_title
-from medfl.core import gpu_memory
+from medfl.core import gpu_memory, terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.run_documents import read_run, read_summary
 from medfl.core.run_folder import safe_file_name
@@ -210,7 +208,7 @@ def _run_all(
     for cell in measured:
         schedule.learn(cell, cell.seconds(), cell.peak())
     form = "{desc} {n}/{total} {bar:8}{postfix}"
-    with tqdm(total=len(cells), desc="runs", unit="run", disable=not progress, bar_format=form) as bar:
+    with terminal.bar(total=len(cells), desc="runs", unit="run", shown=progress, bar_format=form, leave=True) as bar:
         try:
             while schedule.left or busy:
                 for line in schedule.messages():

@@ -41,7 +41,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 def _write_tensors(path: Path, named: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file atomically; `save_file` needs no second copy of the tensors, unlike its bytes."""
     with atomic_replace(path, sum(tensor.nbytes for tensor in named.values())) as temporary:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         safetensors.torch.save_file(named, temporary, metadata=metadata)
+        temporary.chmod(mode)  # safetensors gives none but the owner a right
 
 
 @contextmanager

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 Print = Callable[[str], object]
 """Takes a line for the user, as `print` does."""
@@ -15,6 +18,30 @@ WIDTH = 100
 def width() -> int:
     """Return the width of output in columns: the terminal's, at most 100; 100 where stdout is a file or a pipe."""
     return max(60, min(WIDTH, shutil.get_terminal_size().columns)) if sys.stdout.isatty() else WIDTH
+
+
+def bar(items: Any = None, total: int | None = None, *, shown: bool, **settings: Any) -> Any:
+    """Return tqdm's progress bar on stderr, 80 columns wide where the terminal does not know its own width.
+
+    Args:
+        items: what is iterated over; None: `update` counts.
+        total: how many there are.
+        shown: whether it is.
+        settings: further ones of tqdm.
+    """
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # no thread beside forked workers
+    with suppress(OSError, ValueError):  # no terminal
+        if os.get_terminal_size(sys.stderr.fileno()).columns == 0:
+            settings |= {"ncols": 80, "nrows": 24, "dynamic_ncols": False}
+    return tqdm(items, total=total, disable=not shown, **{"leave": False, **settings})
+
+
+def beside_bars() -> AbstractContextManager[None]:
+    """Return a context in which lines can be printed on stderr: progress bars there are taken away, and shown again."""
+    known = sys.modules.get("tqdm")
+    return known.tqdm.external_write_mode(file=sys.stderr) if known else nullcontext()
 
 
 def table(

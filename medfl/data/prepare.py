@@ -16,8 +16,8 @@ import torch
 from monai.data import MetaTensor, list_data_collate
 from monai.engines.utils import default_prepare_batch
 from torch.utils.data import default_collate
-from tqdm import tqdm
 
+from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.shared_memory import pack, unpack
 from medfl.data.byte_codes import shape_of
@@ -131,7 +131,7 @@ def _unpacking(prepare_batch: Callable[..., Any]) -> Callable[[Any], Batch]:
 def _make(samples: Samples, indices: Sequence[int], label: str, jobs: int, progress: bool) -> Iterator[Any]:
     """Run the deterministic transforms over these items in order, in forked workers where that pays."""
     count = len(indices)
-    with tqdm(total=count, desc=label, unit="image", disable=not progress, leave=False) as bar:
+    with terminal.bar(total=count, desc=label, unit="image", shown=progress) as bar:
         if jobs <= 1 or count < _PARALLEL_FROM:
             for index in indices:
                 yield samples.compact(index)

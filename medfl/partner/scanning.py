@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.sections import SECTIONS
+from medfl.core import terminal
 from medfl.core.errors import MedflError
 from medfl.data.samples import Samples
 from medfl.datasets.readers.reading import UNREADABLE, archive, orientation, split_uri
@@ -62,8 +62,8 @@ def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[Sc
     """Yield the items of a section, one after the other; nothing of them is kept."""
     data = bundle.section(section)
     samples = Samples(data.items, data.source)
-    bar = tqdm(data.items, desc=f"reading {section} images", unit="image", disable=not progress, leave=False)
-    for index, item in enumerate(bar):
+    shown = terminal.bar(data.items, desc=f"reading {section} images", unit="image", shown=progress)
+    for index, item in enumerate(shown):
         ident, entry = str(item["id"]), data.source.entries[index] if data.source.is_list else None
         try:
             sample = samples.fixed(index)

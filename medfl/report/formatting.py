@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +62,17 @@ def plain(text: str, width: int = 24) -> str:
     """Return a name that is safe for a terminal, cut to a width."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def command(text: str) -> str:
+    """Return a command of `medfl` as a reader elsewhere may see it: of an absolute path its last name alone."""
+    if not text.startswith("medfl "):
+        return text
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return text
+    return shlex.join(re.sub(r"(^|[=:])/(?:[^/]+/)*([^/]+)/?$", r"\1\2", word) for word in words)
 
 
 def setting(value: Any) -> str:

@@ -52,7 +52,9 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    same_name = {name: getattr(formatting, name) for name in ("number", "count", "each", "interval", "sd", "signed")}
+    same_name = {
+        name: getattr(formatting, name) for name in ("number", "count", "each", "interval", "sd", "signed", "command")
+    }
     templates.filters.update(same_name, bytes=formatting.size, seconds=formatting.duration, title=metrics.title)
     return templates
 

@@ -145,8 +145,8 @@ class RunFiles:
 
     @cached_property
     def site_names(self) -> tuple[str, ...]:
-        """The sites in the order of `sites.csv`, or of the partition before that file exists."""
-        return tuple(row["site"] for row in self.sites) or tuple(self.record["partition"].get("sites", ()))
+        """The sites in the order of `sites.csv`, then those of the partition that it does not have, or not yet."""
+        return tuple(dict.fromkeys([row["site"] for row in self.sites] + [*self.record["partition"].get("sites", ())]))
 
     def size(self, site: str, section: str) -> int:
         """Return how many items of a section the site has."""

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from medfl.bundle import new_images
 from medfl.bundle.new_images import Images
+from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.names import readable_file_name
 from medfl.core.places import require_unused
@@ -123,7 +123,7 @@ class _Writer:
 
     def write(self, progress: bool) -> Predictions:
         """Predict everything; what fails is told in what is returned."""
-        with tqdm(total=len(self.files), desc="predicting", unit="image", disable=not progress, leave=False) as bar:
+        with terminal.bar(total=len(self.files), desc="predicting", unit="image", shown=progress) as bar:
             for idents in self._groups():
                 for prepared, outcome in self._outcomes({ident: self.files[ident] for ident in idents}, self.known):
                     self._take(prepared, outcome)

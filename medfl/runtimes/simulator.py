@@ -12,9 +12,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from medfl.core import gpu_memory
+from medfl.core import gpu_memory, terminal
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.run_documents import MANIFEST
@@ -153,13 +152,12 @@ class Simulator:
         return round_ == self.run.rounds or (self.run.eval_every > 0 and round_ % self.run.eval_every == 0)
 
     def _bar(self) -> Any:
-        tqdm.monitor_interval = 0  # no thread beside forked workers
         size = len(self.federation.cohort(1))
-        bar = tqdm(
+        bar = terminal.bar(
             total=self.run.rounds * size,
             initial=self.done * size,
             unit="site",
-            disable=not self.execution.progress,
+            shown=self.execution.progress,
             dynamic_ncols=True,
             bar_format="{desc}{bar:8} {elapsed}<{remaining}{postfix}",
         )
@@ -294,13 +292,12 @@ class Simulator:
                 self.say(f"note: training steps that are not captured: {result.eager}")
 
     def _show(self, bar: Any, entry: Mapping[str, Any]) -> None:
-        """Show loss and best metric on the bar, short enough for 80 columns; without a bar, as one line a round."""
+        """Show loss and best metric on the bar, short enough for 80 columns, and the round in a line that stays."""
         loss, best, value = f"loss {entry['train_loss']:.3f}", self.record["best"], entry["val"].get(self.key)
         bar.set_postfix_str(loss + (f", best {self.key} {best['value']:.3f} ({best['round']})" if best else ""))
-        if not self.execution.progress:
-            parts = [loss, *([f"{self.key} {value:.3f}"] if value is not None else [])]
-            parts += [f"best {best['value']:.3f} (round {best['round']})"] if best else []
-            self.say(f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s")
+        parts = [loss, *([f"{self.key} {value:.3f}"] if value is not None else [])]
+        parts += [f"best {best['value']:.3f} (round {best['round']})"] if best else []
+        self.say(f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s")
 
     # End
 

@@ -205,3 +205,10 @@ def test_a_state_s_file_says_its_round(tmp_path: Path) -> None:
     damaged.write_bytes(b"half")
     save_state(other, STATE)
     assert [state_round(path) for path in (said, older, damaged, other)] == [12, 7, 8, 0]
+
+
+def test_weights_are_as_readable_as_the_files_beside_them(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "table.csv", b"a")
+    save_weights(tmp_path / "weights.safetensors", {"w": torch.zeros(2)})
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes["weights.safetensors"] == modes["table.csv"]

@@ -16,7 +16,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from medfl.core.errors import InputError
-from medfl.report import RunFiles, result_table, write_report
+from medfl.report import RunFiles, formatting, result_table, write_report
 from medfl.report.model_plots import generated_grid
 from tests.support.run_folders import CLASSES, Make, build, render
 
@@ -405,3 +405,18 @@ def test_remarks_on_the_images_do_not_tell_where_they_lie(make: Make) -> None:
     text = write_report(run).read_text()
     assert "The data folder is a phantom: drawn images." in text
     assert "somebody" not in text
+
+
+def test_a_command_names_no_folder_of_the_machine() -> None:
+    given = "medfl run /home/a/lungs --data='/data/of mine' --out runs/x --init run:/scratch/b --set text=a/b"
+    assert formatting.command(given) == "medfl run lungs '--data=of mine' --out runs/x --init run:b --set text=a/b"
+    assert formatting.command("medfl.run('/home/a')") == "medfl.run('/home/a')"
+
+
+def test_sites_that_a_table_lacks_are_counted(make: Make) -> None:
+    folder = make(rounds=1, sites=["a", "b", "c"])
+    lines = (folder / "sites.csv").read_text().splitlines()
+    (folder / "sites.csv").write_text("\n".join(lines[:2]) + "\n")
+    assert RunFiles.read(folder).site_names == ("a", "b", "c")
+    _, page = render(folder)
+    assert "at 3 sites" in " ".join(page.text.split())

@@ -183,7 +183,7 @@ def nodules(folder: Path, count: int) -> Path:
     return folder
 
 
-PROMPTING = '''"""A trainer that draws its own prompts from the labels, as VISTA3D's bundle has one, and an evaluator beside it."""
+PROMPTING = '''"""A trainer that draws prompts from the labels, as VISTA3D's bundle does, and an evaluator beside it."""
 
 from __future__ import annotations
 

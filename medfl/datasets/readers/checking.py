@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from medfl.core.errors import InputError
+from medfl.core.terminal import bar
 from medfl.datasets.base import DataSet, choose, get, is_phantom, locate, notes, read_table
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import SECTIONS, Record
@@ -120,7 +119,7 @@ def _counts(
 
 def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> list[str]:
     problems = []
-    for record in tqdm(records, desc=f"reading {dataset.name}", unit="image", disable=not progress, leave=False):
+    for record in bar(records, desc=f"reading {dataset.name}", unit="image", shown=progress):
         try:
             if dataset.open_pair is not None:
                 dataset.open_pair(record.image, record.mask)

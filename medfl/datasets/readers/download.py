@@ -17,11 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from tqdm import tqdm
-
+from medfl.core import terminal
 from medfl.core.errors import InputError, RunError
 from medfl.datasets.base import DataSet, Download, get
 
@@ -202,10 +200,11 @@ class _Transfer:
             total = start + int(length) if length is not None else self.item.bytes
             self.check_space((total or 0) - start)
             self.remember_version(response)
-            bar_of: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": not self.progress}
             with (
                 self.part.open("ab" if start else "wb") as file,
-                tqdm(total=total, initial=start, desc=self.item.file, **bar_of) as bar,
+                terminal.bar(
+                    total=total, initial=start, desc=self.item.file, unit="B", unit_scale=True, shown=self.progress
+                ) as bar,
             ):
                 while chunk := response.read(_CHUNK):
                     file.write(chunk)

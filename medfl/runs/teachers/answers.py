@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from medfl.bundle.bundle import Bundle
+from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.places import cache_folder
 from medfl.core.seeding import stream
@@ -241,9 +241,8 @@ def _ask(teacher: Teacher, questions: Questions, kept: _Kept, state: _State, pro
     """Ask about the items that are left; after each batch the answers are on disk and the manifest counts them."""
     rows = kept.rows(fresh=not state.done)
     created, total = time.strftime("%Y-%m-%dT%H:%M:%S%z"), len(questions)
-    with tqdm(
-        total=total, initial=state.done, desc=f"asking {teacher.name}", unit="image", disable=not progress, leave=False
-    ) as bar:
+    asked = f"asking {teacher.name}"
+    with terminal.bar(total=total, initial=state.done, desc=asked, unit="image", shown=progress) as bar:
         while state.done < total:
             positions = range(state.done, min(state.done + teacher.batch_size, total))
             given = _checked(teacher, questions, positions, _answer(teacher, questions, positions))

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State
-from medfl.core.terminal import Print
+from medfl.core.terminal import Print, bar
 from medfl.runtimes import profiling
 from medfl.runtimes.attendance import Absent, Attendance, Tolerance
 from medfl.runtimes.federation import Federation
@@ -135,7 +133,7 @@ class Dispatcher:
         return self.workers.all(tasks, partial(self._shown, len(tasks)))
 
     def _shown(self, count: int, results: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-        yield from tqdm(results, "scoring", count, unit="part", leave=False, disable=not self.progress)
+        yield from bar(results, count, desc="scoring", unit="part", shown=self.progress)
 
     def _attendance(self, names: Sequence[str], left_out: dict[str, str], what: str) -> Attendance:
         return Attendance(names, self.tolerance.min_replies, left_out, what, self.say)
