@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ def shipped_folders() -> dict[str, Path]:
 
     A bundle of the user's own may lie beside them: shipped are those whose data set is medfl's too.
     """
-    root = shipped_root()
+    return dict(_folders(shipped_root()))
+
+
+@lru_cache(maxsize=1)
+def _folders(root: Path | None) -> dict[str, Path]:
     files = [path for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")] if root else []
     folders = {path.parents[1].name: path.parents[1] for path in files}
     return {name: folders[name] for name in sorted(folders.keys() & set(datasets.names()))}

@@ -13,7 +13,6 @@ from medfl.cli.sandbox import enter_sandbox
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
 from medfl.core.places import FOLDS
-from medfl.datasets.readers.splitting import check_folds
 
 EXAMPLES = """\
 What is not given comes from the bundle's configs/federated.yaml: the protocol
@@ -140,6 +139,8 @@ def _cross_validate(options: Any, values: Any, config: Any, requested: Any, agai
         given = f"--folds with {wrong}" if options.folds else f"a cross-validation with {wrong}"
         raise InputError(given, allowed, "leave it out")
     if not again:
+        from medfl.datasets.readers.splitting import check_folds
+
         check_folds(options.folds)
     with without_gc():
         from medfl.runs import folds

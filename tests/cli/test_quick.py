@@ -33,6 +33,7 @@ QUICK = (
 PROGRAM = """
 import contextlib, io, json, sys
 from medfl.cli.verbs import main
+assert "numpy" not in sys.modules
 for words, code in json.load(sys.stdin):
     told = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
