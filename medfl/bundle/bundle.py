@@ -148,12 +148,14 @@ class Bundle:
         function: Callable[..., Tensor] = self._config.content(f"{self._trainer}#loss_function")
         return function.to(self.device) if isinstance(function, nn.Module) else function
 
+    def _adapted_loss(self) -> Callable[..., Tensor]:
+        of_numbers = older.FLOAT_LABELS in self._config.adapted
+        return older.of_numbers(self._loss_function) if of_numbers else self._loss_function
+
     @cached_property
     def loss(self) -> Callable[..., Tensor]:
         """The trainer's loss of (prediction, target), reduced to its mean as MONAI's trainer does."""
-        function = self._loss_function
-        if older.FLOAT_LABELS in self._config.adapted:
-            function = older.of_numbers(function)
+        function = self._adapted_loss()
 
         def mean_loss(prediction: Any, target: Any) -> Tensor:
             value = function(prediction, target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.terminal import bar
 from medfl.datasets import own
-from medfl.datasets.readers import own_folder, pairs, tables, volumes
-from medfl.datasets.readers.checking import CheckReport, warnings_of
+from medfl.datasets.readers import pairs, volumes
+from medfl.datasets.readers.checking import CheckReport, counted, warnings_of
 from medfl.datasets.readers.reading import read_pixels
-from medfl.datasets.readers.splitting import SECTIONS, Record
+from medfl.datasets.readers.splitting import Record
 
 _IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split")
 
@@ -45,8 +44,8 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
         problems.append(str(error))
     classes = tuple(ids["classes"])
     columns = ("cases",) if ids.get("masks") else classes
-    counts = _counts(columns, divided)
     records, assigned = [record for record, _ in divided], [section for _, section in divided]
+    counts = counted(columns, records, assigned)
     for record in bar(found.records, desc="reading images", unit="image", shown=progress):
         try:
             _read(place, ids)(record)
@@ -80,15 +79,6 @@ def _layout(ids: Mapping[str, Any]) -> str:
     return f"{named} [+ cases.csv]"
 
 
-def _counts(columns: Sequence[str], divided: Sequence[tuple[Record, str]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    times = Counter((section, record.centre, record.label) for record, section in divided)
-    centres = sorted({record.centre for record, _ in divided})
-    return {
-        section: {centre: tuple(times[section, centre, k] for k in range(len(columns))) for centre in centres}
-        for section in SECTIONS
-    }
-
-
 def _read(place: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:
     """Return what reads an image, with its mask where it has one."""
     if not ids.get("masks"):
@@ -106,11 +96,4 @@ def _notes(place: Path, ids: Mapping[str, Any], found: own.Found, records: Seque
     patients = (own.UNKNOWN_PATIENTS,) if unknown else (f"{groups} patients, each in one section",) if records else ()
     if ids.get("masks") or ids.get("labels"):
         return (*found.notes, *patients)
-    empty = [repr(name) for name in own.empty_folders(place)]
-    used = (record.image for record in found.records)
-    return (
-        *found.notes,
-        *own_folder.left_out(place, used, tables.IMAGE_SUFFIXES, "in no class folder"),
-        *([f"no class, as there is no picture in it: folder {', '.join(empty)}"] if empty else []),
-        *patients,
-    )
+    return (*found.notes, *own.beside_classes(place, found.records), *patients)

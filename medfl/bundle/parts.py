@@ -262,16 +262,8 @@ class PartsBundle(Bundle):
         loss = self.parts.loss
         return loss.to(self.device) if isinstance(loss, nn.Module) else loss
 
-    @cached_property
-    def loss(self) -> Callable[..., Tensor]:
-        """The loss of (output, target), reduced to its mean."""
-        function = self._loss_function
-
-        def mean_loss(prediction: Any, target: Any) -> Tensor:
-            value = function(prediction, target)
-            return value if value.ndim == 0 else value.mean()
-
-        return mean_loss
+    def _adapted_loss(self) -> Callable[..., Tensor]:
+        return self._loss_function
 
     def _try_loss(self, prediction: Any, target: Any) -> None:
         self.loss(prediction, target)

@@ -51,22 +51,24 @@ def mixed(seen: Sequence[Picture]) -> bool:
     Raises:
         InputError: some have neither 8 nor 16 bits.
     """
-    found = Counter(one.brightest for one in seen)
-    if len(found) > 1 and {one.dtype.name for one in seen} - {"uint8", "uint16"}:
-        told = ", ".join(f"{count} of at most {value}" for value, count in sorted(found.items()))
+    several = len({one.brightest for one in seen}) > 1
+    if several and {one.dtype.name for one in seen} - {"uint8", "uint16"}:
         raise InputError(
-            f"pictures of several depths: {told}",
+            f"pictures of several depths: {_depths(seen)}",
             "one depth, or 8 and 16 bits beside each other",
             "save them as pictures of 8 or 16 bits",
         )
-    return len(found) > 1
+    return several
 
 
 def depths(seen: Sequence[Picture]) -> tuple[str, ...]:
     """Return a note where pictures have different depths."""
+    return (f"pictures of several depths, each divided by its own: {_depths(seen)}",) if mixed(seen) else ()
+
+
+def _depths(seen: Sequence[Picture]) -> str:
     found = Counter(one.brightest for one in seen)
-    told = ", ".join(f"{count} of at most {value}" for value, count in sorted(found.items()))
-    return (f"pictures of several depths, each divided by its own: {told}",) if len(found) > 1 else ()
+    return ", ".join(f"{count} of at most {value}" for value, count in sorted(found.items()))
 
 
 def sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:

@@ -212,10 +212,7 @@ def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:
     untested = [f"{name} ({counts[k]})" for k, name in enumerate(found.classes) if k not in tested]
     notes = [*found.notes, *depths(seen), *repeats(seen, found.records)]
     if not layout.labels:
-        files = (record.image for record in found.records)
-        empty = [repr(name) for name in own.empty_folders(place)]
-        notes[:0] = [f"no class, as there is no picture in it: folder {', '.join(empty)}"] if empty else []
-        notes[:0] = own_folder.left_out(place, files, tables.IMAGE_SUFFIXES, "in no class folder")
+        notes[:0] = own.beside_classes(place, found.records)
     notes += [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
     return Survey(
         "labelled", str(place), found.classes, counts, *pixels(seen), images=layout.images, labels=layout.labels,
@@ -243,9 +240,7 @@ def _patients(found: own.Found, divided: Sequence[tuple[Record, str]], group_by:
     """Return what a survey says of patients, and of folds."""
     about: dict[str, Any] = {"group_by": group_by, "tested": sum(section == "test" for _, section in divided)}
     groups = {record.group for record, _ in divided}
-    about["sites"] = min(
-        3, max(1, len(groups) - math.ceil(len(groups) / _FOLDS) - 1)
-    )  # who are trained on, in folds too
+    about["sites"] = min(3, max(1, len(groups) - math.ceil(len(groups) / _FOLDS) - 1))  # trained on, in folds too
     fewest = min(Counter(label for _, label in {(r.group, r.label) for r, _ in divided}).values())
     if about["tested"] < _FEW and fewest > 1 and not any("section" in row for row in found.rows.values()):
         about["folds"] = min(_FOLDS, len(groups))

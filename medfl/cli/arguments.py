@@ -28,10 +28,7 @@ def number(group: Any, flag: str, metavar: str, text: str, kind: type = int) -> 
 def what(group: Any, option_text: str, *, data: bool = True) -> None:
     """Add the flags that say what is trained, and with `data` on what, but for the method."""
     group.add_argument("--set", dest="options", action="append", default=[], metavar="OPTION=VALUE", help=option_text)
-    group.add_argument(
-        "--config", action="append", default=[], metavar="ID=VALUE",
-        help="id of the bundle's configuration, e.g. network=small_cnn or image_size=64; may be repeated",
-    )  # fmt: skip
+    config(group, "id of the bundle's configuration, e.g. network=small_cnn or image_size=64; may be repeated")
     group.add_argument(
         "--preset", dest="presets", action="append", metavar="NAME",
         help="values of the bundle's protocol under this name (medfl bundles NAME); may be repeated",
@@ -39,6 +36,11 @@ def what(group: Any, option_text: str, *, data: bool = True) -> None:
     text = "folder of the images, or drawn ones; default: one below $MEDFL_DATA that the bundle knows, else phantom"
     if data:
         group.add_argument("--data", metavar="DIR|phantom", help=text)
+
+
+def config(group: Any, text: str) -> None:
+    """Add the flag for ids of a bundle's configuration."""
+    group.add_argument("--config", action="append", default=[], metavar="ID=VALUE", help=text)
 
 
 def add(group: Any, *names: str) -> None:

@@ -38,8 +38,7 @@ def add(verbs: Any) -> None:
     arguments.number(make, "--per-class", "N", "images a class; of a bundle by its folder, cases of a data list")
     arguments.number(make, "--size", "PIXELS", "side of the images")
     arguments.number(make, "--seed", "S", "seed of the drawing; default 0")
-    text = "id of the configuration of a bundle by its folder; may be repeated"
-    make.add_argument("--config", action="append", default=[], metavar="ID=VALUE", help=text)
+    arguments.config(make, "id of the configuration of a bundle by its folder; may be repeated")
     arguments.trust(make)
     text = "where to; an interrupted download continues"
     fetch.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)

@@ -55,15 +55,9 @@ def add(verbs: Any) -> None:
     actions = add_actions(verbs, "site", "for a clinical partner: what would run here, and what would leave")
     inspect = add_verb(actions, "inspect", "read a bundle without running anything of it", _inspect, _EXAMPLES)
     add_bundle(inspect, type=arguments.bundle_folder)
-    inspect.add_argument(
-        "--policy", type=arguments.existing, metavar="FILE", help="the site's policy; default: nothing extra"
-    )
-    inspect.add_argument(
-        "--against",
-        type=arguments.existing,
-        metavar="DIR",
-        help="the version accepted before: show what differs",
-    )
+    _add_policy(inspect)
+    text = "the version accepted before: show what differs"
+    inspect.add_argument("--against", type=arguments.existing, metavar="DIR", help=text)
     inspect.add_argument(
         "--write-policy", type=Path, metavar="FILE",
         help="if accepted, write a policy that pins every file, with what --policy says beside",
@@ -103,13 +97,13 @@ def _add_data(parser: Any, many: str | None = None) -> None:
     """Add what opens a bundle on its data."""
     add_bundle(parser, nargs=many)
     parser.add_argument("--data", metavar="DIR|phantom", help="folder of the images, or drawn ones")
-    parser.add_argument(
-        "--policy", type=arguments.existing, metavar="FILE", help="the site's policy; default: nothing extra"
-    )
-    parser.add_argument(
-        "--config", action="append", default=[], metavar="ID=VALUE",
-        help="id of the bundle's configuration, e.g. image_size=64; may be repeated",
-    )  # fmt: skip
+    _add_policy(parser)
+    arguments.config(parser, "id of the bundle's configuration, e.g. image_size=64; may be repeated")
+
+
+def _add_policy(parser: Any) -> None:
+    text = "the site's policy; default: nothing extra"
+    parser.add_argument("--policy", type=arguments.existing, metavar="FILE", help=text)
 
 
 def _inspect(options: Any) -> int:

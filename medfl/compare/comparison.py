@@ -209,7 +209,7 @@ class Comparison:
         name = "sites_mean" if personal else f"global_last_{self.key}"
         return next(column for column in self.columns if column.name == name)
 
-    def tests(self, against: str, column: Column | None = None) -> list[PairedTest]:
+    def tests(self, against: str) -> list[PairedTest]:
         """Compare each row with that of the method `against` on the same partition, over at least two common seeds.
 
         Raises:
@@ -218,7 +218,7 @@ class Comparison:
         names = {row.method for row in self.rows}
         if against not in names:
             raise InputError(f"against {against}", f"methods are {', '.join(sorted(names))}", "choose one of them")
-        tests = [paired_test(row, base, column or self.judged_by) for row, base in self._pairs(against)]
+        tests = [paired_test(row, base, self.judged_by) for row, base in self._pairs(against)]
         return [test for test in tests if test is not None]
 
     def case_tests(self, against: str) -> list[tuple[Row, Row, Difference]]:
@@ -246,9 +246,9 @@ class Comparison:
                 return row
         return None
 
-    def ranks(self, column: Column | None = None) -> dict[str, float]:
+    def ranks(self) -> dict[str, float]:
         """Return each method's mean rank (1 is best, ties share) over partitions and seeds that all methods have."""
-        column = column or self.judged_by
+        column = self.judged_by
         methods = list(dict.fromkeys(row.method for row in self.rows))
         places: dict[str, list[float]] = {method: [] for method in methods}
         for partition in self.partitions:

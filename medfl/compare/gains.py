@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from medfl.compare.checks import require_same
 from medfl.compare.comparison import t_interval
 from medfl.compare.labels import labels_with_settings, settings
+from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
@@ -72,12 +73,12 @@ class Gains:
                 if gained:
                     heads.append(f"{name} − {titles[reference]}")
                     columns.append(gained)
-        lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+        rows = []
         for site in self.sites:
             mark = " (small)" if site in self.small else ""
             cells = [_cell(column.get(site, []), head) for head, column in zip(heads[2:], columns, strict=True)]
-            lines.append(f"| {site}{mark} | {self.train.get(site, 0)} | " + " | ".join(cells) + " |")
-        return "\n".join(lines)
+            rows.append([f"{site}{mark}", str(self.train.get(site, 0)), *cells])
+        return terminal.markdown_table(heads, rows)
 
     def summary(self) -> list[str]:
         """Return sentences on how many sites each method serves better than each reference, and the notes."""

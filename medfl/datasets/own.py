@@ -18,7 +18,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.datasets.base import MARKER, Item, item_of
-from medfl.datasets.readers import cases, conventions, grouping, label_table, matching, pairs, tables
+from medfl.datasets.readers import cases, conventions, grouping, label_table, matching, own_folder, pairs, tables
 from medfl.datasets.readers.reading import JOINED, split_uri
 from medfl.datasets.readers.splitting import SECTIONS, Record, Rule, by_group, filled, fold_of, published
 from medfl.datasets.readers.volumes import bare, is_nifti, volume_files, volume_paths
@@ -146,7 +146,7 @@ def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None
 def with_masks(root: Path, images: str, masks: str) -> Found:
     """Return the images of a folder that have masks in another, or in the same."""
     place, other = below(root, images), below(root, masks)
-    table = _table(place, other)
+    table = _pairs(place, other)
     names = [os.path.relpath(record.image.split(JOINED)[0], place).replace(os.sep, "/") for record in table.records]
     if (place / conventions.BIDS).is_file():
         table.records = [replace(record, group=conventions.subject(record.image)) for record in table.records]
@@ -204,9 +204,11 @@ def class_folders(root: Path) -> list[str]:
     return [name for name in _folders(root) if tables.image_files(root / name)]
 
 
-def empty_folders(root: Path) -> list[str]:
-    """Return the names of the folders that hold no images, sorted."""
-    return [name for name in _folders(root) if not tables.image_files(root / name)]
+def beside_classes(root: Path, records: Sequence[Record]) -> list[str]:
+    """Return notes on what folders of classes hold beside their pictures, and on folders without any."""
+    empty = [repr(name) for name in _folders(root) if not tables.image_files(root / name)]
+    left_out = own_folder.left_out(root, (r.image for r in records), tables.IMAGE_SUFFIXES, "in no class folder")
+    return [*left_out, *([f"no class, as there is no picture in it: folder {', '.join(empty)}"] if empty else [])]
 
 
 def _folders(root: Path) -> list[str]:
@@ -224,17 +226,12 @@ def cohort_of(places: Iterable[str | Path]) -> Path | None:
     return next((folder for folder in sorted(folders) if (folder / MARKER).is_file()), None)
 
 
-def pairs_of(images: Path, masks: Path) -> list[Record]:
+def _pairs(images: Path, masks: Path) -> tables.Table:
     """Return a record for each image that has a mask.
 
     Raises:
         InputError: a folder is missing, there are no pairs, or a mask is not that of one image.
     """
-    return _table(images, masks).records
-
-
-def _table(images: Path, masks: Path) -> tables.Table:
-    """Return the records of `pairs_of` with what there is to say of them."""
     for place in (images, masks):
         if not place.is_dir():
             raise InputError(
@@ -316,11 +313,8 @@ def sections_of(
     rule = _fold(split, named) if split else published(cases.SPLIT) if named else filled(_BY_GROUP)
     sections = rule(records)
     if empty := next((section for section in SECTIONS if section not in sections), None):
-        of = (
-            ""
-            if grouping.are_unknown(item_of(r) for r in records)
-            else f" of {len({r.group for r in records})} patients"
-        )
+        unknown = all(record.group == record.id for record in records)
+        of = "" if unknown else f" of {len({record.group for record in records})} patients"
         raise InputError(
             f"{len(records)} images{of} in {root}, none of them in section {empty!r}",
             f"sections are {', '.join(SECTIONS)}: at least 3 images of one class, of as many patients",

@@ -66,7 +66,7 @@ def test_pictures_in_a_folder_a_patient_keep_their_masks(tmp_path: Path) -> None
         picture(tmp_path / "images" / f"p{number}" / "image.png")
         if number != 3:
             picture(tmp_path / "masks" / f"p{number}" / "image.png")
-    found = own.pairs_of(tmp_path / "images", tmp_path / "masks")
+    found = own.with_masks(tmp_path, "images", "masks").records
     assert len(found) == len({record.id for record in found}) == 19
     assert all(Path(record.image).parent.name == Path(record.mask).parent.name for record in found)
     lines = [f"images/p{n}/image.png,{n % 4},{('train', 'validate', 'test')[n % 3]}" for n in range(20)]
@@ -87,7 +87,7 @@ def test_volumes_in_a_folder_a_patient_keep_their_masks(tmp_path: Path) -> None:
     (tmp_path / "images" / "series").mkdir()
     (tmp_path / "images" / "series" / "1").write_text("")
     assert [name for name, _ in volume_paths(tmp_path / "images")] == ["p0/image", "p1/image", "p2/image", "series"]
-    found = own.pairs_of(tmp_path / "images", tmp_path / "labels")
+    found = own.with_masks(tmp_path, "images", "labels").records
     assert [(record.id, Path(record.mask).parent.name) for record in found] == [
         (f"p{number}/image", f"p{number}") for number in range(3)
     ]
@@ -127,7 +127,7 @@ def test_masks_in_the_folder_of_the_images_are_told(tmp_path: Path) -> None:
         picture(tmp_path / "images" / f"c{number}_mask.png")
         picture(tmp_path / "masks" / f"c{number}.png")
     with pytest.raises(InputError, match=r"c4\.png has no image and 2 more masks; .*swap the two folders"):
-        own.pairs_of(tmp_path / "images", tmp_path / "masks")
+        own.with_masks(tmp_path, "images", "masks")
 
 
 @pytest.mark.parametrize("name", ["lung_cxr", "skin_lesion"])

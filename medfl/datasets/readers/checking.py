@@ -80,7 +80,7 @@ def check(
         assigned = rule(records)
     except InputError as error:
         problems.append(str(error))
-    counts = _counts(dataset, records, assigned)
+    counts = counted(_columns(dataset), records, assigned, dataset.centres)
     problems += _unreadable(dataset, records, progress)
     return CheckReport(
         name=name,
@@ -100,19 +100,19 @@ def _columns(dataset: DataSet) -> tuple[str, ...]:
     return dataset.classes if dataset.task == "classification" else ("cases",)
 
 
-def _counts(
-    dataset: DataSet, records: Sequence[Record], assigned: Sequence[str]
+def counted(
+    columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], known: Sequence[str] = ()
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    has_centres = len(dataset.centres) > 1 or any(record.centre in dataset.centres for record in records)
+    """Return section -> centre -> number of images of each column; of `known` centres, if it is one, it has all."""
+    has_centres = len(known) != 1 or any(record.centre in known for record in records)
     counts = Counter(
-        (section, record.centre if has_centres else dataset.centres[0], record.label)
+        (section, record.centre if has_centres else known[0], record.label)
         for record, section in zip(records, assigned, strict=False)
     )
     present = {centre for _, centre, _ in counts}
-    centres = [*(c for c in dataset.centres if c in present), *sorted(present.difference(dataset.centres))]
-    labels = range(len(_columns(dataset)))
+    centres = [*(c for c in known if c in present), *sorted(present.difference(known))]
     return {
-        section: {centre: tuple(counts[section, centre, label] for label in labels) for centre in centres}
+        section: {centre: tuple(counts[section, centre, label] for label in range(len(columns))) for centre in centres}
         for section in SECTIONS
     }
 

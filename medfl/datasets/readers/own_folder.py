@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import matching, tables
-from medfl.datasets.readers.reading import JOINED
+from medfl.datasets.readers.reading import JOINED, is_hidden
 from medfl.datasets.readers.splitting import Record
 
 _KNOWN = ("cases.csv", "dataset.json", "dataset_description.json")
@@ -63,18 +63,17 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
     """
     known, images, others = set(used), list[str](), list[str]()
     for base, folders, files in os.walk(place):
-        folders[:] = sorted(n for n in folders if not _hidden(n) and os.path.join(base, n) not in known)
-        for name in sorted(n for n in files if not _hidden(n)):
+        folders[:] = sorted(n for n in folders if not is_hidden(n) and os.path.join(base, n) not in known)
+        for name in sorted(n for n in files if not is_hidden(n)):
             path = Path(base, name)
             if str(path) not in known and (path.parent != place or name not in _KNOWN):
                 image = name.lower().endswith(tuple(endings))
                 (images if image else others).append(path.relative_to(place).as_posix())
-    lines = [
+    return tuple(
         f"{len(files)} {kind}: left out, first {files[0]}"
         for files, kind in ((images, f"images {what}"), (others, f"files that do not end in {', '.join(endings)}"))
         if files
-    ]
-    return tuple(lines)
+    )
 
 
 def of_pairs(images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]) -> tuple[str, ...]:
@@ -86,7 +85,3 @@ def of_pairs(images: Path, masks: Path, records: Sequence[Record], endings: Coll
         *left_out(images, shown, endings, "without a mask"),
         *left_out(masks, (record.mask for record in records), endings, "of no image"),
     )
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith((".", "__MACOSX"))

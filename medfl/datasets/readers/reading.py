@@ -97,6 +97,27 @@ def archive(path: str | Path) -> zipfile.ZipFile:
         ) from error
 
 
+def is_hidden(name: str) -> bool:
+    """Tell whether a path has a hidden part, or one that macOS adds to archives."""
+    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+
+
+def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return (relative path, URI) of the files with these endings, in any case, below a folder or in a zip, sorted."""
+    if root.is_file():
+        return [(name, f"{root}!{name}") for name in sorted(archive(root).namelist()) if _counts(name, endings)]
+    names = []
+    for base, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        paths = (os.path.relpath(os.path.join(base, name), root).replace(os.sep, "/") for name in files)
+        names += [path for path in paths if _counts(path, endings)]
+    return [(name, str(root / name)) for name in sorted(names)]
+
+
+def _counts(name: str, endings: tuple[str, ...]) -> bool:
+    return name.lower().endswith(endings) and not is_hidden(name)
+
+
 def array(path: str | Path, name: str) -> Pixels:
     """Return the array `name` of an .npz file or another container, loaded once per process.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, read_table
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES as IMAGE_SUFFIXES
-from medfl.datasets.readers.reading import archive, array, array_shape, split_uri
+from medfl.datasets.readers.reading import array, array_shape, files_below, split_uri
 from medfl.datasets.readers.splitting import Record
 
 SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}
@@ -79,21 +78,9 @@ def first(folder: Path, *names: str) -> Path | None:
     return next((folder / name for name in names if (folder / name).exists()), None)
 
 
-def _is_image(name: str) -> bool:
-    hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
-    return not hidden and name.lower().endswith(IMAGE_SUFFIXES)
-
-
 def image_files(root: Path) -> list[tuple[str, str]]:
     """Return (relative path, URI) of all images below a folder or in a zip archive, in sorted order."""
-    if root.is_file():
-        return [(name, f"{root}!{name}") for name in sorted(archive(root).namelist()) if _is_image(name)]
-    names = []
-    for base, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
-        prefix = os.path.relpath(base, root).replace(os.sep, "/")
-        names += [name if prefix == "." else f"{prefix}/{name}" for name in files if _is_image(name)]
-    return [(name, str(root / name)) for name in sorted(names)]
+    return files_below(root, IMAGE_SUFFIXES)
 
 
 def image_index(roots: Iterable[Path]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import JOINED, archive, array_shape
+from medfl.datasets.readers.reading import JOINED, archive, array_shape, files_below, is_hidden
 from medfl.datasets.readers.tables import IMAGE_SUFFIXES
 from medfl.datasets.readers.volumes import SUFFIXES
 
@@ -110,10 +110,10 @@ def without_ending(name: str) -> str:
 def _below(root: Path, series: bool) -> list[tuple[str, str]]:
     found = []
     for base, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not _hidden(name))
-        for path in (Path(base, name) for name in files if not _hidden(name)):
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        for path in (Path(base, name) for name in files if not is_hidden(name)):
             name = path.relative_to(root).as_posix()
-            if _is_image(name):
+            if name.lower().endswith(ENDINGS):
                 found.append((name, str(path)))
             elif path.suffix in _ARCHIVES:
                 found += _packed(name, path)
@@ -133,10 +133,7 @@ def _packed(name: str, file: Path) -> list[tuple[str, str]]:
 
 
 def _inside(file: Path) -> list[tuple[str, str]]:
-    if file.suffix == ".npz":
-        return _rows(file)
-    members = sorted(archive(file).namelist())
-    return [(name, f"{file}!{name}") for name in members if not _hidden(name) and _is_image(name)]
+    return _rows(file) if file.suffix == ".npz" else files_below(file, ENDINGS)
 
 
 def _rows(file: Path) -> list[tuple[str, str]]:
@@ -153,11 +150,3 @@ def _rows(file: Path) -> list[tuple[str, str]]:
 
 def _is_dicom(path: Path) -> bool:
     return path.name != "DICOMDIR" and dicom.is_named_or_begins_so(str(path))
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(ENDINGS)
-
-
-def _hidden(name: str) -> bool:
-    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import JOINED, UNREADABLE, archive, split_uri
+from medfl.datasets.readers.reading import JOINED, UNREADABLE, archive, files_below, split_uri
 
 Array = NDArray[Any]
 SUFFIXES = (".nii", ".nii.gz")
@@ -96,16 +96,7 @@ def count_voxels(uri: str) -> int | None:
 
 def volume_files(root: Path) -> list[tuple[str, str]]:
     """Return (relative path, URI) of all NIfTI files below a folder or in a zip archive, sorted, but no hidden ones."""
-    if root.is_file():
-        names = [(name, f"{root}!{name}") for name in archive(root).namelist()]
-    else:
-        paths = (os.path.join(base, name) for base, _, files in os.walk(root) for name in files)
-        names = [(os.path.relpath(path, root).replace(os.sep, "/"), path) for path in paths]
-    return sorted(
-        (name, uri)
-        for name, uri in names
-        if is_nifti(name) and not any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
-    )
+    return files_below(root, SUFFIXES)
 
 
 def volume_index(folder: Path) -> dict[str, str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from medfl.core.run_folder import safe_file_name
-from medfl.data.prepared import Shard
+from medfl.data.prepared import Geometry, Shard
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.slices import true_colours
@@ -75,9 +76,7 @@ def _drawn_sites(dice: Mapping[str, dict[str, float]]) -> dict[str, dict[str, fl
 
 
 def _example(federation: Federation, site: str, ident: str, rank: str, cases: Cases, masks: Masks) -> Example:
-    shard = federation.shard(site, "test")
-    index = int(shard.indices[shard.ids.index(ident)])
-    image, _ = next(Shard.of(shard.prepared, [index]).batches(1))
+    image, geometry = given(federation, site, ident)
     row = cases.select([ident]).values
     return Example(
         rank,
@@ -86,8 +85,16 @@ def _example(federation: Federation, site: str, ident: str, rank: str, cases: Ca
         true_colours(image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms),
         masks.reference.numpy(),
         masks.prediction.numpy(),
-        shard.prepared.geometry[index] if shard.prepared.geometry else None,
+        geometry,
     )
+
+
+def given(federation: Federation, site: str, ident: str) -> tuple[Any, Geometry | None]:
+    """Return a test item (1, C, H, W[, D]) as networks are given it, and where it lies in its file if that is known."""
+    shard = federation.shard(site, "test")
+    index = int(shard.indices[shard.ids.index(ident)])
+    image, _ = next(Shard.of(shard.prepared, [index]).batches(1))
+    return image, shard.prepared.geometry[index] if shard.prepared.geometry else None
 
 
 def _structures(federation: Federation, classes: int) -> list[str]:

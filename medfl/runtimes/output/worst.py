@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from torch import Tensor
 
-from medfl.data.prepared import Geometry, Shard
+from medfl.data.prepared import Geometry
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.slices import planes, true_colours
 from medfl.report.picture import Picture, image_picture
 from medfl.report.saved_pictures import WORST
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.output.overlays import given
 
 
 def drawn(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Picture]:
@@ -34,13 +35,10 @@ def drawn(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Pictur
     order = sorted(losses, key=lambda ident: (-losses[ident][0], ident))[:WORST]
     for rank, ident in enumerate(order, 1):
         loss, site, row = losses[ident]
-        shard = federation.shard(site, "test")
-        index = int(shard.indices[shard.ids.index(ident)])
-        image, _ = next(Shard.of(shard.prepared, [index]).batches(1))
+        image, known = given(federation, site, ident)
         if not isinstance(image, Tensor) or image.ndim not in (4, 5):
             return
-        known = shard.prepared.geometry
-        geometry = known[index] if known else _upright(tuple(image.shape[2:])) if rows_first else None
+        geometry = known or (_upright(tuple(image.shape[2:])) if rows_first else None)
         nothing = np.zeros(image.shape[2:], np.int64)
         pixels = true_colours(image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms)
         plane = planes(pixels, nothing, nothing, geometry)[0]
