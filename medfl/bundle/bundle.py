@@ -37,6 +37,7 @@ from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator
 from medfl.evaluation.metrics import KEY_METRICS
 from medfl.policy import admission
 from medfl.policy.policy import Policy
+from medfl.training.loss_checks import mean_loss
 
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
@@ -148,20 +149,11 @@ class Bundle:
         function: Callable[..., Tensor] = self._config.content(f"{self._trainer}#loss_function")
         return function.to(self.device) if isinstance(function, nn.Module) else function
 
-    def _adapted_loss(self) -> Callable[..., Tensor]:
-        of_numbers = older.FLOAT_LABELS in self._config.adapted
-        return older.of_numbers(self._loss_function) if of_numbers else self._loss_function
-
     @cached_property
     def loss(self) -> Callable[..., Tensor]:
         """The trainer's loss of (prediction, target), reduced to its mean as MONAI's trainer does."""
-        function = self._adapted_loss()
-
-        def mean_loss(prediction: Any, target: Any) -> Tensor:
-            value = function(prediction, target)
-            return value if value.ndim == 0 else value.mean()
-
-        return mean_loss
+        of_numbers = older.FLOAT_LABELS in self._config.adapted
+        return mean_loss(older.of_numbers(self._loss_function) if of_numbers else self._loss_function)
 
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         """Build the trainer's optimiser for a network, with another learning rate if one is given."""

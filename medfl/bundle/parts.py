@@ -35,6 +35,7 @@ from medfl.data.disk_cache import DiskCache
 from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import KEY_METRICS, METRICS
 from medfl.policy.policy import Policy
+from medfl.training.loss_checks import mean_loss
 
 PREFIX = "parts:"
 """What a record's `bundle_path` begins with where a run was made of parts."""
@@ -262,8 +263,10 @@ class PartsBundle(Bundle):
         loss = self.parts.loss
         return loss.to(self.device) if isinstance(loss, nn.Module) else loss
 
-    def _adapted_loss(self) -> Callable[..., Tensor]:
-        return self._loss_function
+    @cached_property
+    def loss(self) -> Callable[..., Tensor]:
+        """The loss of (output, target), reduced to its mean."""
+        return mean_loss(self._loss_function)
 
     def _try_loss(self, prediction: Any, target: Any) -> None:
         self.loss(prediction, target)

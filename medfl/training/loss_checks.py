@@ -49,3 +49,13 @@ def penalised(objective: Callable[..., Tensor], penalty: Penalty | None) -> Call
         return loss + penalty(features[0], y)
 
     return with_penalty
+
+
+def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer reduces it."""
+
+    def loss(prediction: Any, target: Any) -> Tensor:
+        value = function(prediction, target)
+        return value if value.ndim == 0 else value.mean()
+
+    return loss
