@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from medfl.bundle.starter import Survey
 
+SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+
 
 def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]:
     """Return the content of metadata.json.
@@ -37,8 +39,7 @@ def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]
     }  # fmt: skip
     known = {package: metadata.version(package) for package in ("medfl", "monai", "torch", "numpy")}
     return {
-        "schema": "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/"
-        "meta_schema_20240725.json",
+        "schema": SCHEMA,
         "version": "0.1.0",
         "changelog": {"0.1.0": "written by medfl new"},
         "monai_version": known["monai"],

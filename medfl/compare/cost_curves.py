@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,15 @@ def write_cost_curves(folders: Sequence[Path], file: Path) -> Path:
     """
     require_png(file, "--curves")
     return write_png(cost_curves([RunFiles.read(Path(folder)) for folder in folders]), file)
+
+
+def embedded(runs: Sequence[RunFiles]) -> tuple[str, str, str] | None:
+    """Return title, caption and PNG in base64 of the curves for a page, None where no run was scored."""
+    try:
+        picture = cost_curves(runs)
+    except InputError:
+        return None
+    return picture.title, picture.caption, base64.b64encode(picture.png).decode()
 
 
 def cost_curves(runs: Sequence[RunFiles]) -> Picture:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 from markupsafe import Markup
 
 from medfl.compare.checks import GRID
-from medfl.compare.comparison import Comparison, Row
-from medfl.compare.cost_curves import cost_curves
+from medfl.compare.comparison import Comparison
+from medfl.compare.cost_curves import embedded
 from medfl.compare.tables import all_tables
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
@@ -75,7 +74,11 @@ def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
         "judged_by": comparison.judged_by.title,
         "tables": [(title, Markup(table)) for title, table in all_tables(comparison, against, target, "html")],  # noqa: S704
         "learning": [_learning(comparison, partition) for partition in comparison.partitions],
-        "costs": [(partition, *_costs(comparison.on(partition))) for partition in comparison.partitions],
+        "costs": [
+            (partition, *drawn)
+            for partition in comparison.partitions
+            if (drawn := embedded([run for row in comparison.on(partition) for run in row.runs.values()]))
+        ],
     }
 
 
@@ -101,12 +104,3 @@ def _learning(comparison: Comparison, partition: str) -> dict[str, Any]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
-
-
-def _costs(rows: Sequence[Row]) -> tuple[str, str, str]:
-    """Return title, caption and PNG of the metric over bytes and seconds, "" where no run of these was scored."""
-    try:
-        picture = cost_curves([run for row in rows for run in row.runs.values()])
-    except InputError:
-        return "", "", ""
-    return picture.title, picture.caption, base64.b64encode(picture.png).decode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from medfl import methods
 from medfl.compare.checks import KINDS as SAME
 from medfl.compare.checks import require_same
-from medfl.compare.cost_curves import cost_curves
+from medfl.compare.cost_curves import embedded
 from medfl.compare.labels import unique_labels
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
@@ -78,7 +77,7 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
         "classes": runs[0].record.get("classes") or [],
         "level": f"{100 * bootstrap.LEVEL:g} %",
         "learning": _learning(runs, labels),
-        "cost_curves": _cost_curves(runs),
+        "cost_curves": embedded(runs),
         "sites": _sites(runs),
         "confusions": [
             (row["name"], analysis.confusion()) for row, analysis in zip(rows, analyses, strict=True) if analysis
@@ -156,15 +155,6 @@ def _learning(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[dict[str,
             caption = "Each method's own loss: compare runs of one method only." if title == "Training loss" else ""
             drawn.append({"title": title, "legend": legend, "svg": svg, "caption": caption})
     return drawn
-
-
-def _cost_curves(runs: Sequence[RunFiles]) -> tuple[str, str, str] | None:
-    """Return the picture of the key metric over bytes and seconds, None where no run was scored."""
-    try:
-        picture = cost_curves(runs)
-    except InputError:
-        return None
-    return picture.title, picture.caption, base64.b64encode(picture.png).decode()
 
 
 def _sites(runs: Sequence[RunFiles]) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ import jinja2
 
 from medfl import methods
 from medfl.bundle.configuration import target_name
+from medfl.bundle.new_metadata import SCHEMA
 from medfl.bundle.open import PHANTOM
 from medfl.core.run import Run
 from medfl.core.run_documents import read_rows
@@ -29,7 +30,6 @@ from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
 
 PHANTOM_NOTE = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
-_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 _LOCAL_PATH = re.compile(r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspace/))[\w.+%@~/\\-]+""")
 """A path of the local machine: not of the bundle, no URL, not the zoo's /workspace."""
 _DEFAULTS = {
@@ -164,7 +164,7 @@ def bundle_metadata(
 
     `kind` is how the configuration defines the network: "configuration", "medfl" or "torchscript".
     """
-    run, meta = result.run, {"schema": _SCHEMA, **_DEFAULTS, **deepcopy(dict(source))}
+    run, meta = result.run, {"schema": SCHEMA, **_DEFAULTS, **deepcopy(dict(source))}
     version = _next(str(meta.get("version", "0.0.0")))
     meta["version"] = version
     meta["changelog"] = {version: title(result, model), **dict(meta.get("changelog") or {})}

@@ -63,6 +63,12 @@ def read_kit_file(path: Path) -> dict[str, Any]:
     return document
 
 
+def read_resources(path: Path) -> dict[str, Any]:
+    """Return the content of a startup kit's `local/resources.json`, or of the default beside it."""
+    source = path if path.is_file() else path.with_name(f"{path.name}.default")
+    return read_kit_file(source) if source.is_file() else {"format_version": 2}
+
+
 def allow_classes(resources: Path, classes: Sequence[str], never: Sequence[str] = ()) -> None:
     """Change the list of classes that FLARE may make at a site, keeping the file's other entries.
 
@@ -73,9 +79,7 @@ def allow_classes(resources: Path, classes: Sequence[str], never: Sequence[str] 
     """
     from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
-    default = resources.with_name(resources.name + ".default")
-    source = resources if resources.is_file() else default
-    document: dict[str, Any] = read_kit_file(source) if source.is_file() else {"format_version": 2}
+    document = read_resources(resources)
     listed = [name for name in document.get("class_allow_list") or DEFAULT_CLASS_ALLOW_LIST if name not in never]
     document["class_allow_list"] = listed + [name for name in classes if name not in listed]
     resources.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
-from medfl.flare.files import read_kit_file
+from medfl.flare.files import read_kit_file, read_resources
 
 RESOURCES, AUTHORIZATION = "resources.json", "authorization.json"
 _SENTRY = "medfl.flare.sentry.Sentry"
@@ -100,9 +100,7 @@ def _nobody(expression: Any) -> bool:
 
 
 def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
-    default = path.with_name(f"{path.name}.default")
-    source = path if path.is_file() else default
-    document: dict[str, Any] = read_kit_file(source) if source.is_file() else {"format_version": 2}
+    document = read_resources(path)
     document |= {"class_list_enforcement_mode": "enforce", "class_allow_list": list(classes)}
     document |= {"allow_log_streaming": False}
     document["components"] = [one for one in document.get("components", []) if "LogStreamer" not in str(one)]

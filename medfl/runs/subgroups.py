@@ -108,7 +108,6 @@ def of(
     *,
     min_count: int = MIN_COUNT,
     seed: int = 0,
-    draws: int = bootstrap.DRAWS,
 ) -> Subgroups:
     """Return the metrics of cases by the values of a column.
 
@@ -118,7 +117,6 @@ def of(
         classes: class names in label order, () where there are none.
         min_count: the fewest cases that are told.
         seed: of the bootstrap.
-        draws: of the bootstrap.
 
     Raises:
         InputError: no such column, no cases, or a count below 1.
@@ -137,8 +135,8 @@ def of(
         if not own or (index is not together and told[name] is None):
             return Subgroup(name, None, {}, {})
         if classes:
-            return _classified(name, own, classes, min_count, seed, draws)
-        return _measured(name, own, seed, draws)
+            return _classified(name, own, classes, min_count, seed)
+        return _measured(name, own, seed)
 
     return Subgroups(by, tuple(group(*entry) for entry in members.items()), group("all of these", together), min_count)
 
@@ -164,7 +162,7 @@ def _order(name: str) -> tuple[bool, float, str]:
 
 
 def _classified(
-    name: str, rows: Sequence[Mapping[str, Any]], classes: Sequence[str], min_count: int, seed: int, draws: int
+    name: str, rows: Sequence[Mapping[str, Any]], classes: Sequence[str], min_count: int, seed: int
 ) -> Subgroup:
     label = np.array([int(row["label"]) for row in rows])
     hit = np.array([int(row["predicted"]) for row in rows]) == label
@@ -172,7 +170,7 @@ def _classified(
     cases = np.bincount(label, minlength=len(classes))
     enough = np.minimum(cases, len(rows) - cases) >= min_count
     silent = tuple(title for title, n, told in zip(classes, cases, enough, strict=True) if n and not told)
-    times = bootstrap.draw(label, seed, draws)
+    times = bootstrap.draw(label, seed)
     share = binomtest(int(hit.sum()), len(rows)).proportion_ci(method="wilson")
     found = {"accuracy": Estimate(float(hit.mean()), float(share.low), float(share.high))}
     told = [int(k) for k in np.flatnonzero(enough)]
@@ -189,14 +187,14 @@ def _classified(
     return Subgroup(name, len(rows), found, {classes[k]: one for k, one in areas.items()}, silent)
 
 
-def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int, draws: int) -> Subgroup:
+def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int) -> Subgroup:
     """Return the means of all numbers of the rows."""
     names = [key for key in rows[0] if key not in _NO_METRICS and any(isinstance(row[key], float) for row in rows)]
     values = {
         key: np.array([np.nan if row[key] is None else float(row[key]) for row in rows], dtype=np.float64)
         for key in names
     }
-    ends = bootstrap.means(values, bootstrap.draw(np.zeros(len(rows), np.int64), seed, draws))
+    ends = bootstrap.means(values, bootstrap.draw(np.zeros(len(rows), np.int64), seed))
     found = {key: Estimate(float(np.nanmean(values[key])), *ends[key]) for key in names if key in ends}
     return Subgroup(name, len(rows), found, {})
 

@@ -263,8 +263,8 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
     token = _RUNNING.set(recorder)
     batches, evaluators = Shard.batches, (ClassEvaluator, MaskEvaluator, CaseEvaluator)
     calls = [evaluator.__call__ for evaluator in evaluators]
-    before = register_optimizer_step_pre_hook(_before_step)
-    after = register_optimizer_step_post_hook(_after_step)
+    before = register_optimizer_step_pre_hook(_switching(OPTIMISER))
+    after = register_optimizer_step_post_hook(_switching(PASSES))
     Shard.batches = _watched(batches)  # type: ignore[method-assign]
     for evaluator, call in zip(evaluators, calls, strict=True):
         evaluator.__call__ = _evaluating(call)  # type: ignore[method-assign, assignment]
@@ -279,16 +279,13 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
         _RUNNING.reset(token)
 
 
-def _before_step(optimizer: Any, *_: Any) -> None:
-    recorder = _RUNNING.get()
-    if recorder is not None and recorder.local:
-        recorder.switch(OPTIMISER)
+def _switching(part: str) -> Callable[..., None]:
+    def switch(*_: Any) -> None:
+        recorder = _RUNNING.get()
+        if recorder is not None and recorder.local:
+            recorder.switch(part)
 
-
-def _after_step(optimizer: Any, *_: Any) -> None:
-    recorder = _RUNNING.get()
-    if recorder is not None and recorder.local:
-        recorder.switch(PASSES)
+    return switch
 
 
 def _watched(batches: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[Batch]]:

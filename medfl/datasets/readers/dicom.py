@@ -43,14 +43,8 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     reader = _sitk().ImageSeriesReader()
     reader.SetFileNames(files)
     reader.MetaDataDictionaryArrayUpdateOn()
-    try:
-        image = reader.Execute()
-        voxels: NDArray[Any] = _sitk().GetArrayFromImage(image)
-    except RuntimeError as error:
-        reason = str(error).strip().rpartition("\n")[2]
-        raise InputError(
-            f"DICOM series {folder} cannot be read ({reason})", "all its files are complete", "copy the series again"
-        ) from error
+    image = _executed(reader, f"series {folder}", "all its files are complete", "copy the series again")
+    voxels: NDArray[Any] = _sitk().GetArrayFromImage(image)
     if image.GetDimension() != 3:  # frames may lie anywhere or be points in time, which no affine can say
         raise InputError(
             f"DICOM file {files[0]} has {image.GetSize()[2]} frames", "a file for each slice", "convert it to NIfTI"
@@ -138,16 +132,18 @@ def picture_affine(file: str) -> NDArray[np.float64]:
 def _execute(file: str) -> Any:
     reader = _sitk().ImageFileReader()
     reader.SetFileName(file)
-    try:
-        image = reader.Execute()
-    except RuntimeError as error:
-        reason = str(error).strip().rpartition("\n")[2]
-        raise InputError(
-            f"DICOM file {file} cannot be read ({reason})", "a complete image", "copy the file again"
-        ) from error
+    image = _executed(reader, f"file {file}", "a complete image", "copy the file again")
     if image.GetDimension() != 3 or image.GetSize()[2] != 1:
         raise InputError(f"DICOM file {file} has several frames", "one picture in a file", "save each as a file")
     return image
+
+
+def _executed(reader: Any, what: str, allowed: str, advice: str) -> Any:
+    try:
+        return reader.Execute()
+    except RuntimeError as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise InputError(f"DICOM {what} cannot be read ({reason})", allowed, advice) from error
 
 
 def _affine(image: Any) -> NDArray[np.float64]:

@@ -15,6 +15,7 @@ FILES = ("file", "filename", "file_name", "image", "image_id", "image_name", "is
 LABELS = ("diagnosis", "dx", "class", "class_name", "label_name", "label", "category", "target", "finding")
 _CASES = {"patient": ("patient", "patient_id", "subject", "subject_id"), "centre": ("centre", "center", "site"),
           "section": ("section",)}  # fmt: skip
+_MARKS = ("0", "1", "0.0", "1.0")
 _NOTHING = {"", "nan", "none", "na", "n/a", "null"}
 
 
@@ -113,7 +114,8 @@ def _classes(
     if label is not None:
         return f"column {label!r}", [_plain(row[label]) for row in rows]
     others = {*FILES, *(head for names in _CASES.values() for head in names)}
-    marks = [name for head, name in heads.items() if name != column and head not in others and _is_mark(rows, name)]
+    free = [name for head, name in heads.items() if name != column and head not in others]
+    marks = [name for name in free if all((row[name] or "").strip() in _MARKS for row in rows)]
     if len(marks) < 2:
         raise InputError(
             f"{path} has no column of classes; it has {', '.join(heads.values())}",
@@ -134,7 +136,3 @@ def _classes(
 def _plain(value: str | None) -> str:
     text = " ".join((value or "").split())
     return "" if text.lower() in _NOTHING else text
-
-
-def _is_mark(rows: Sequence[Mapping[str, str]], name: str) -> bool:
-    return all((row[name] or "").strip() in ("0", "1", "0.0", "1.0") for row in rows)
