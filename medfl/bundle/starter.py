@@ -149,9 +149,8 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
     root = Path(target).expanduser()
     check_target(root)
     chosen = network or _NETWORKS[seen.kind]
-    fits = (chosen in networks.SEGMENTERS) == (seen.kind != "labelled")
-    if chosen not in networks.names() or not fits:
-        allowed = [n for n in networks.names() if (n in networks.SEGMENTERS) == (seen.kind != "labelled")]
+    allowed = [name for name in networks.names() if (name in networks.SEGMENTERS) == (seen.kind != "labelled")]
+    if chosen not in allowed:
         raise InputError(f"--network {chosen}", f"for {_KINDS[seen.kind]}: {', '.join(allowed)}", "choose one of them")
     side = size or (64 if seen.kind == "labelled" else 128)
     if side < 16:

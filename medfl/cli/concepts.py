@@ -13,9 +13,7 @@ from medfl.core.errors import InputError
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     concepts = add_verb(verbs, "concepts", "build and store the text embeddings of a bundle's classes", _concepts)
-    concepts.add_argument(
-        "bundle", type=arguments.bundle, metavar="BUNDLE", help="name of a shipped bundle, or the folder of any"
-    )
+    arguments.add_bundle(concepts)
     concepts.add_argument(
         "--plm", required=True, metavar="NAME",
         help="language model: biomedclip, clip, bert, roberta, minilm, or a folder that transformers can read",

@@ -53,9 +53,7 @@ def add(verbs: Any) -> None:
         action.set_defaults(runtime=runtime)
     text = "write the job of a run over sites with images of their own"
     export = add_verb(actions, "export", text, _export, _EXPORT)
-    export.add_argument(
-        "bundle", type=arguments.bundle, metavar="BUNDLE", help="name of a shipped bundle, or the folder of any"
-    )
+    arguments.add_bundle(export)
     what = export.add_argument_group("what", "each site permits which ids --config may set")
     what.add_argument("--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg")
     arguments.what(what, "option of the method (medfl methods NAME); may be repeated", data=False)

@@ -69,15 +69,13 @@ def _new(options: Any) -> int:
 
 def _offer(options: Any, seen: Survey) -> str:
     """Return what to say of patients that are not known, with the command that file names suggest."""
-    said = (
-        "patients are not known: images of one may be in training and in test data, and the scores then too high; "
-        "name them in column 'patient' of cases.csv"
-    )
+    from medfl.datasets.own import NO_PATIENTS
+
     if seen.offer is None:
-        return said
+        return NO_PATIENTS
     again = [f"{word}-by-patient" if word == str(options.bundle) else word for word in options.given]
     command = shlex.join(["medfl", *again, "--group-by", seen.offer[0]])
-    return f"{said}, or, if the names of the files begin with them ({seen.offer[1]} patients then): {command}"
+    return f"{NO_PATIENTS}, or, if the names of the files begin with them ({seen.offer[1]} patients then): {command}"
 
 
 def _text(folder: Path, seen: Survey, command: str, unknown: str) -> str:

@@ -178,10 +178,11 @@ def notes(folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[s
     return (*found.notes, *((UNKNOWN_PATIENTS,) if unknown else ()))
 
 
-UNKNOWN_PATIENTS = (
-    "patients are not known: images of one may be in training and in test data, and the scores then too high; name "
-    "them in column 'patient' of cases.csv, or as a part of the file names with --config group_by=EXPRESSION"
+NO_PATIENTS = (
+    "patients are not known: images of one may be in training and in test data, and the scores then too high; "
+    "name them in column 'patient' of cases.csv"
 )
+UNKNOWN_PATIENTS = f"{NO_PATIENTS}, or as a part of the file names with --config group_by=EXPRESSION"
 
 
 def found_by(root: Path, ids: Mapping[str, Any]) -> Found:

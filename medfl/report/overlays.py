@@ -71,12 +71,11 @@ def mask_overlays(
     examples: Sequence[Example],
     structures: Sequence[str],
     median: float,
-    title: str | None = None,
 ) -> Picture:
     """Draw a site's cases, each with the reference, the prediction and where these differ, into a picture `name`.
 
     `structures` are the foreground classes, `median` is the Dice of all the site's test cases, kept as the picture's
-    mark, and `title` stands instead of the cases' ranks.
+    mark.
     """
     rows = [(case, planes(case.image, case.reference, case.prediction, case.geometry)) for case in examples]
     label = 0.18 if any(plane.name for _, cut in rows for plane in cut) else 0.0  # inches of the planes' names
@@ -84,7 +83,7 @@ def mask_overlays(
     scales = [_scale(cut, panel) for _, cut in rows]
     heights = [_CASE + sum(p.size[0] / scale + _GAP for p in cut) for (_, cut), scale in zip(rows, scales, strict=True)]
     tall = _TITLE + sum(heights) + _LEGEND
-    title = f"{shorten(site, 50)}: {title or _TITLES[len(examples)]}"
+    title = f"{shorten(site, 50)}: {_TITLES[len(examples)]}"
     confused = len(structures) > 1
 
     def fill(figure: Figure) -> None:
