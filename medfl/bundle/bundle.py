@@ -19,7 +19,7 @@ from medfl.bundle import older, own_iteration, text_embeddings
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_trainer, key_metric, own_steps, scoring
 from medfl.bundle.failures import root_cause, told
-from medfl.bundle.files import channel_names, config_file, find, read, sha256_of, shipped_folders
+from medfl.bundle.files import channel_names, config_file, find, read_metadata, sha256_of, shipped_folders
 from medfl.bundle.files import protocol_of as protocol_of
 from medfl.bundle.files import shipped as shipped
 from medfl.bundle.files import shipped_root as shipped_root
@@ -106,8 +106,7 @@ class Bundle:
     @cached_property
     def metadata(self) -> Mapping[str, Any]:
         """The content of metadata.json, empty if there is none."""
-        path = self.root / "configs" / "metadata.json"
-        return read(path) if path.is_file() else {}
+        return read_metadata(self.root)
 
     @cached_property
     def protocol(self) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -14,7 +15,14 @@ import yaml
 
 from medfl import datasets
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.type_checks import type_errors
+from medfl.core.untrusted import printable
 
+_FORMAT = {
+    "num_channels": int, "spatial_shape": list[int | str], "channel_def": dict[str, str], "format": str,
+}  # fmt: skip
+"""Entries that metadata.json may have of an input or output, and that are read."""
+_INDEX = re.compile("[0-9]{1,6}")
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: eight times as fast
 
 
@@ -92,6 +100,27 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read: {error}", "it is valid JSON or YAML", "repair its syntax") from error
 
 
+def read_metadata(root: Path) -> dict[str, Any]:
+    """Return the content of a bundle's metadata.json, {} where it has none.
+
+    Raises:
+        InputError: it is not valid, or says of inputs and outputs what is read in another form.
+    """
+    path = root / "configs" / "metadata.json"
+    described = read(path) if path.is_file() else {}
+    kinds = dict.fromkeys(("inputs", "outputs"), dict[str, dict[str, Any]])
+    errors = [*type_errors(described, {"network_data_format": kinds})]
+    formats = {} if errors else described.get("network_data_format", {})
+    for part in (part for kind in kinds for part in formats.get(kind, {}).values()):
+        errors += type_errors(part, _FORMAT, "network_data_format...")
+        channels = part.get("channel_def")
+        odd = [key for key in channels if not _INDEX.fullmatch(key)] if isinstance(channels, Mapping) else []
+        errors += [f"has the channel {printable(key, 20)!r} under channel_def" for key in odd]
+    if errors:
+        raise InputError(f"{path} {errors[0]}", "a description as MONAI's bundles have it", "correct it")
+    return described
+
+
 def sha256_of(root: Path, protocol: Mapping[str, Any]) -> str:
     """Return the hash of `Bundle.sha256`."""
     digest = hashlib.sha256(json.dumps(protocol.get("text"), sort_keys=True).encode())
@@ -106,5 +135,5 @@ def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what metadata.json calls the network's output channels, in their order."""
     outputs = metadata.get("network_data_format", {}).get("outputs", {})
     channels = outputs.get("pred", {}).get("channel_def", {})
-    order = sorted(channels, key=lambda key: int(key) if str(key).isdecimal() else -1)
-    return tuple(str(channels[key]) for key in order)
+    order = sorted(channels, key=int)
+    return tuple(channels[key] for key in order)

@@ -12,7 +12,7 @@ from monai.inferers import SimpleInferer
 from torch import nn
 
 from medfl.bundle.configuration import Configuration
-from medfl.bundle.files import channel_names, config_file, read
+from medfl.bundle.files import channel_names, config_file, read_metadata
 from medfl.core.errors import InputError
 from medfl.core.storage import load_weights
 from medfl.policy import admission
@@ -89,8 +89,7 @@ def open_inference(
     if weights.suffix == ".ts" and not (policy.trusted or "pickle" in policy.allow):
         given = f"{name} with TorchScript, which can write files"
         raise InputError(given, "weights are models/model.pt", "if its author may run code here, give --trust")
-    information = root / "configs" / "metadata.json"
-    described = read(information) if information.is_file() else {}
+    described = read_metadata(root)
     config = Configuration(root, [file], {}, described, device, policy)
     return Inference(root, file, config, described, weights, _network(config, weights, device))
 

@@ -26,12 +26,12 @@ from medfl.bundle.new_metadata import metadata_of
 from medfl.bundle.own_layouts import Layout
 from medfl.bundle.picture_facts import Picture, depths, mixed, pixels, repeats, sides
 from medfl.core.errors import InputError
-from medfl.core.names import check_name
+from medfl.core.names import check_name, is_plain_text
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import bar
 from medfl.datasets import own
 from medfl.datasets.readers import conventions, grouping, own_folder, pairs, tables, volumes
-from medfl.datasets.readers.reading import read_pixels
+from medfl.datasets.readers.reading import read_pixels, require_text
 from medfl.datasets.readers.splitting import Record
 from medfl.evaluation.mask_metrics import check_structures
 
@@ -157,6 +157,10 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
         raise InputError(f"--size {side}", "a whole number of at least 16 pixels", "give 16 or more")
     if seen.kind == "volumes" and size is not None:
         raise InputError(f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out")
+    for text in (*seen.classes, seen.images, seen.masks, seen.labels, seen.group_by or ""):
+        if text[:1] in ("$", "@", "%"):
+            raise InputError(f"{text!r}", "names that do not begin with $ @ %: a bundle evaluates these", "rename it")
+        require_text(text)
     words = {
         **asdict(seen),
         "items": seen.items,
@@ -197,11 +201,11 @@ def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:
     if len(found.classes) < _LEAST:
         told = f"{place / layout.labels} names {len(found.classes)} classes: {', '.join(found.classes)}"
         raise InputError(told, f"at least {_LEAST}", "check which column has the classes")
-    reserved = next((name for name in found.classes if re.search(r"[#@$%]|::", name)), None)
+    reserved = next((name for name in found.classes if re.search(r"[#@$%]|::", name) or not is_plain_text(name)), None)
     if reserved is not None:
         raise InputError(
             f"class {'' if layout.labels else 'folder '}{reserved!r}",
-            "a name without # @ $ % and ::, which mean something in a bundle",
+            "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula",
             "rename it",
         )
     seen = _each(found.records, lambda record: Picture.of(read_pixels(record.image)), progress)

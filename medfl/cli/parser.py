@@ -65,7 +65,7 @@ def _sentence(text: str) -> str:
 
 def show(options: Any, document: Mapping[str, Any], text: Callable[[], str]) -> int:
     """Print a verb's result, the document with --json, else its text; return exit code 0."""
-    sys.stdout.write((json.dumps(document) if options.json else text()) + "\n")
+    sys.stdout.write((json.dumps(document) if options.json else terminal.visible(text())) + "\n")
     sys.stdout.flush()
     return 0
 
@@ -83,5 +83,5 @@ def log(text: str) -> None:
 def warn(text: str) -> None:
     """Print a line on stderr as it is."""
     with terminal.beside_bars():
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(terminal.visible(text) + "\n")
         sys.stderr.flush()

@@ -57,7 +57,7 @@ def _predict(options: Any) -> int:
         thread_count=options.threads, progress=sys.stderr.isatty(), say=log,
     )  # fmt: skip
     for one in document["failed"]:
-        warn(f"error: {one['id']}: {one['problem']}")
+        warn(" ".join(f"error: {one['id']}: {one['problem']}".split()))
     show(options, document, lambda: "\n".join(_lines(document, terminal.width())))
     if failed := len(document["failed"]):
         raise RunError(

@@ -59,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError as error:
+        warn(f"error: out of memory ({' '.join(str(error).split())})")
+        return 1
     except MedflError as error:
         if "--debug" in given:
             traceback.print_exc()

@@ -17,6 +17,7 @@ from medfl.core.untrusted import printable
 _UNFIT = re.compile(r'[%/\\:*?"<>|\x00-\x1f\x7f]|^\.|[. ]$')
 """What cannot stand in a file name on some system, a name's first or last dot, and what marks that it was replaced."""
 _LONGEST = 180  # bytes of a file name, endings not counted
+_FORMULA = re.compile(r"[=@]|[+-].*[(|]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 
 
@@ -39,6 +40,16 @@ def check_name(text: Any, what: str) -> str:
         allowed = "letters, digits, '_', '-' and '.' after a letter or digit, at most 64, without '..'"
         raise InputError(f"{what} {printable(text, 60)!r}", allowed, "give it such a name")
     return str(text)
+
+
+def is_plain_text(text: str) -> bool:
+    """Tell whether a class's name can stand in a table's cell: in one line, and no formula of a spreadsheet."""
+    return text.isprintable() and len(text) <= _LONGEST and not is_formula(text)
+
+
+def is_formula(text: str) -> bool:
+    """Tell whether a spreadsheet would compute a text instead of showing it."""
+    return bool(_FORMULA.match(text))
 
 
 def readable_file_name(name: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import stat
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -41,9 +42,12 @@ RUN: Mapping[str, Any] = {
     "partition": {
         "spec": str, "seed": Count, "notes": list[str] | None, "sites": dict[str, dict[str, list[str]]] | None,
     },
-    "resumed": list[dict[str, Any]] | None,
+    "resumed": list[dict[str, Any]] | None, "seed": Count | None,
 }  # fmt: skip
 RESUMED: Mapping[str, Any] = {"round": Round, "versions": dict[str, str], "command": str | None}
+PUBLIC: Mapping[str, Any] = {
+    "bundle": str, "section": str, "items": Count, "data": {"source": str},
+}  # fmt: skip
 _COSTS = dict.fromkeys(
     ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
 )  # fmt: skip
@@ -114,6 +118,9 @@ def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any
     for entry in document.get("resumed") or ():
         for error in type_errors({**dict.fromkeys(RESUMED), **entry}, RESUMED, "resumed."):
             raise damaged(path, error)
+    if document.get("public"):
+        checked(path, document["public"], {**PUBLIC, "teachers": list[tuple[str, str]] | None}, PUBLIC)
+        checked(path, document["public"]["data"], PUBLIC["data"], PUBLIC["data"])
     return document
 
 
@@ -124,7 +131,19 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
         InputError: the file is missing or damaged.
     """
     document = read_run_document(path)
-    return Run.from_dict(document), document
+    run = Run.from_dict(document)
+    _refuse_own_module(path.absolute().parent, run.method)
+    return run, document
+
+
+def _refuse_own_module(folder: Path, method: str) -> None:
+    """Refuse a method that Python would import out of the run's own folder, which may be somebody else's."""
+    own = folder.resolve()
+    for place in sys.path if "." in method else ():
+        module = Path(place or ".").joinpath(*method.split("."))
+        if any(file.exists() and own in file.resolve().parents for file in (module.with_suffix(".py"), module)):
+            given = f"{folder / 'run.json'} names the method {printable(method)!r}, a module of its own folder"
+            raise InputError(given, "a folder of results brings no code", "move the module elsewhere, if you trust it")
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -13,6 +14,12 @@ from typing import Any
 Print = Callable[[str], object]
 """Takes a line for the user, as `print` does."""
 WIDTH = 100
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """Return a text without what would steer a terminal: files of others name images, classes and sites."""
+    return _STEERING.sub("?", text)
 
 
 def width() -> int:

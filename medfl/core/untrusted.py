@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from medfl.core.errors import InputError
 
 Plain = Any
 """None, bool, int, float, str, date, and lists and dicts of them."""
-TABLE_BYTES = 2**29
+TABLE_BYTES, TABLE_ROWS = 2**29, 5_000_000
 JSON_BYTES, JSON_VALUES, JSON_LEVELS = 2**26, 2_000_000, 32
 """Bounds of a JSON file: a run's record lists the ids of all its images."""
 _NUMBER = 64  # characters: no number that a configuration needs has more, and YAML reads 1:1:1:... for minutes
@@ -137,8 +138,12 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]
         names = list(reader.fieldnames or ())
         for row in reader:
             rows.append((reader.line_num, row))
+            if len(rows) > TABLE_ROWS:
+                raise Refused(f"more than {TABLE_ROWS} rows")
             if len(rows) * len(names) > 2 * len(text) + 1000:
                 raise Refused(f"rows without most of its {len(names)} columns")
+        if twice := sorted(name for name, times in Counter(filter(None, names)).items() if times > 1):
+            raise Refused(f"it has two columns {printable(twice[0])!r}")
     except (UnicodeDecodeError, csv.Error) as error:
         raise Refused(f"it is no table in UTF-8 text ({error})") from error
     return names, rows

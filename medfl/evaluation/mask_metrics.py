@@ -20,6 +20,7 @@ from torch import Tensor
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.forms import ALL, DISTANCES, metrics
+from medfl.core.names import is_plain_text
 
 KINDS = ("dice", *DISTANCES)
 """The metrics that each structure has of its own: `<kind>_<slug of its name>`."""
@@ -180,10 +181,15 @@ def check_structures(names: Sequence[str]) -> None:
     """Raise an InputError unless the names of metrics can tell structures of these names apart."""
     slugs = [slug(name) for name in names]
     for name, one in zip(names, slugs, strict=True):
-        if one in ("", "background") or slugs.count(one) > 1 or re.search(r"[#@$%]|::", name) or not name.isprintable():
+        if (
+            one in ("", "background")
+            or slugs.count(one) > 1
+            or re.search(r"[#@$%]|::", name)
+            or not is_plain_text(name)
+        ):
             raise InputError(
                 f"--classes {','.join(names)}: {name!r}",
-                "names that differ in letters or digits, without # @ $ % and ::, and none for the background",
+                "names that differ in letters or digits, without # @ $ % and ::, none for the background, no formula",
                 "choose other names",
             )
 

@@ -20,7 +20,7 @@ import torch
 from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.places import FOLDS
-from medfl.core.run_documents import read_document
+from medfl.core.run_documents import damaged, read_document
 from medfl.core.storage import write_atomic
 from medfl.core.type_checks import Count
 from medfl.evaluation import metrics
@@ -87,6 +87,8 @@ class Folds:
             raise InputError(
                 f"no fold in {path} is finished", "a folder of medfl run --folds", "continue it with --resume"
             )
+        if len({_form(run) for run in runs.values() if _predictions(run).ids}) > 1:
+            raise InputError(f"the folds in {path} have other classes or metrics", "folds of one run", "run them anew")
         found = cls(path, count, runs)
         twice = [ident for ident, times in Counter(found.ids).items() if times > 1]
         if twice:
@@ -224,6 +226,8 @@ def _write_predictions(found: Folds) -> None:
             if writer is None:
                 writer = csv.DictWriter(text, ["id", "fold", *list(reader.fieldnames or ())[1:]], lineterminator="\n")
                 writer.writeheader()
+            if set(reader.fieldnames or ()) - set(writer.fieldnames):
+                raise damaged(run.path / "predictions.csv", "has other columns than those of the other folds")
             writer.writerows({**row, "fold": number} for row in reader)
     write_atomic(found.path / "predictions.csv", text.getvalue().encode())
 
@@ -231,6 +235,12 @@ def _write_predictions(found: Folds) -> None:
 def _predictions(run: RunFiles) -> Predictions:
     assert run.predictions is not None  # `Folds.read` takes no others
     return run.predictions
+
+
+def _form(run: RunFiles) -> tuple[Any, ...]:
+    """Return what is the same in all folds."""
+    values = _cases(_predictions(run)).values
+    return run.key, *(run.record.get("classes") or ()), *((name, *values[name].shape[1:]) for name in values)
 
 
 def _cases(predictions: Predictions) -> Cases:

@@ -146,11 +146,12 @@ class RunFiles:
     @cached_property
     def site_names(self) -> tuple[str, ...]:
         """The sites in the order of `sites.csv`, then those of the partition that it does not have, or not yet."""
-        return tuple(dict.fromkeys([row["site"] for row in self.sites] + [*self.record["partition"].get("sites", ())]))
+        planned = self.record["partition"].get("sites") or ()
+        return tuple(dict.fromkeys([*(row["site"] for row in self.sites), *planned]))
 
     def size(self, site: str, section: str) -> int:
         """Return how many items of a section the site has."""
-        return len(self.record["partition"].get("sites", {}).get(site, {}).get(section, ()))
+        return len((self.record["partition"].get("sites") or {}).get(site, {}).get(section, ()))
 
     def site_values(self, kind: str, metric: str) -> dict[str, float]:
         """Return site -> test metric of the sites that have it; `kind` is received, personal or local."""

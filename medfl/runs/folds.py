@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,18 @@ from medfl.core.errors import InputError
 from medfl.core.places import FOLDS, default_run_folder, require_unused
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
+from medfl.core.type_checks import type_errors
 from medfl.datasets.readers.splitting import check_folds
 from medfl.report import folds as report
 from medfl.report.run_files import RunFiles
 from medfl.runs.launch import federate
 from medfl.runs.plan import Plan, Request, make_plan
 
+_SETTINGS: Mapping[str, Any] = {
+    "with_local": bool, "save_predictions": bool, "runtime": str, "min_replies": int | None, "deadline": float | None,
+}  # fmt: skip
+"""Arguments of `medfl.federate` that a record may have."""
+_OWN = {"bundle", "options", "config"}
 _CHANGES = {"rounds", "data"}
 """What a resumed cross-validation may be asked for."""
 
@@ -86,6 +93,13 @@ def resume(
     """
     place, asked = Path(folder), dict(requested or {})
     record = report.read_record(place)
+    allowed = {"settings": {*_SETTINGS}, "requested": {one.name for one in fields(Request)} - _OWN}
+    odd = [f"{key!r} under {name}" for name, known in allowed.items() for key in sorted(record[name].keys() - known)]
+    odd += type_errors(record["settings"], _SETTINGS, "settings.")
+    if odd:
+        raise InputError(
+            f"{place / FOLDS}: {odd[0]}", "a cross-validation as medfl run --folds writes it", "restore it"
+        )
     if other := sorted(asked.keys() - _CHANGES):
         raise InputError(
             f"--resume of a cross-validation with {', '.join(other)}",

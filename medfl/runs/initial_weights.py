@@ -95,6 +95,9 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _finite(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    for name, tensor in weights.items():
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{name!r} has more numbers than the file")
     odd = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
     if odd:
         raise ValueError(f"{odd[0]!r} is not finite")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +36,8 @@ from medfl.training.accelerate.precision import tf32, threads
 
 PREDICTIONS, SCORES, BY_CASE = "predictions.csv", "scores.csv", "scores_by_case.csv"
 _PICTURES = 32  # read at once for masks, and of volumes one; of images to be classified at least so many
+_LONGEST = 1000  # characters of a path below the folder
+_OUTPUT = re.compile(r"\.(?=(?:png|nii\.gz|csv)$)", re.IGNORECASE)  # of a folder that is called as a file written
 _CUBIC_MM = 1000.0  # in a millilitre
 
 
@@ -138,7 +142,7 @@ class _Writer:
         if isinstance(evaluator, ClassEvaluator):  # whole batches, so that all but the last are those of a run
             yield from _batched([*self.files], evaluator.batch_size * math.ceil(_PICTURES / evaluator.batch_size))
             return
-        volumes = {i: uri for i, uri in self.files.items() if Path(uri).is_dir() or is_nifti(uri)}
+        volumes = {i: uri for i, uri in self.files.items() if os.path.isdir(uri) or is_nifti(uri)}
         yield from _batched([*volumes], 1)
         yield from _batched([ident for ident in self.files if ident not in volumes], _PICTURES)
 
@@ -179,6 +183,8 @@ class _Writer:
         labelled = [index for index, ident in enumerate(files) if ident in labels]
         if isinstance(evaluator, ClassEvaluator):
             cases = evaluator(predictor.network, shard, predictor.device)
+            if not cases.values["probabilities"].isfinite().all():
+                raise InputError("the network's outputs are no numbers", "finite outputs", "check image and network")
             self.found.cases += [cases.select(labelled)] if labelled else []
             return prepared, cases
         masks = [*evaluator.masks(predictor.network, shard, predictor.device)]
@@ -251,7 +257,10 @@ def _places(files: Mapping[str, str]) -> dict[str, Path]:
     for ident in files:
         bare = without_ending(ident)
         parts = PurePosixPath(bare if times[bare.casefold()] == 1 else ident).parts
-        path = Path(*(readable_file_name(part) for part in parts if part != "/"))
+        *above, name = (readable_file_name(part) for part in parts if part != "/")
+        path = Path(*(_OUTPUT.sub("%2E", folder) for folder in above), name)
+        if len(str(path)) > _LONGEST:
+            path = Path(readable_file_name(ident))
         number, place = 1, path
         while place.as_posix().casefold() in taken:
             number += 1

@@ -16,8 +16,10 @@ from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
 from medfl.core.errors import InputError
 from medfl.core.forms import DISTANCES
+from medfl.core.names import is_plain_text
 from medfl.core.places import is_run
 from medfl.core.terminal import Print
+from medfl.core.untrusted import printable
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import asked
 from medfl.policy import admission
@@ -74,10 +76,28 @@ def open_predictor(where: str | Path, which: str, site: str | None, device: str,
     if which not in WHICH:
         raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
     if is_run(path):
-        return _of_run(path, which, site, placed, say)
+        return _checked(_of_run(path, which, site, placed, say))
     if site is not None or which != "last":
         raise InputError(f"--site or --which with the bundle {path}", "a bundle has one model", "leave it out")
-    return _of_bundle(path, placed)
+    return _checked(_of_bundle(path, placed))
+
+
+def _checked(found: Predictor) -> Predictor:
+    """Return a predictor whose classes can be columns of predictions.csv, and whose weights say something."""
+    for name in found.classes:
+        if not is_plain_text(name) or name in ("id", "prediction") or found.classes.count(name) > 1:
+            raise InputError(
+                f"{found.title}: the class {printable(name)!r}",
+                "names that differ, in one line, no formula of a spreadsheet, and not id or prediction",
+                "rename it",
+            )
+    if odd := next((name for name, tensor in found.network.state_dict().items() if not _is_finite(tensor)), None):
+        raise InputError(f"{found.title}: its weights {odd!r} are not finite", "numbers", "train it again")
+    return found
+
+
+def _is_finite(tensor: object) -> bool:
+    return not isinstance(tensor, Tensor) or bool(tensor.isfinite().all())
 
 
 def _of_run(path: Path, which: str, site: str | None, device: torch.device, say: Print) -> Predictor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -291,3 +292,50 @@ def test_masks_and_tables_lie_beside_the_images_or_among_them(tmp_path: Path) ->
         own_layouts.find(tmp_path / "a", labels=tmp_path / "none.csv")
     with pytest.raises(InputError, match="--labels with --masks"):
         own_layouts.find(tmp_path / "a", tmp_path / "a", tmp_path / "t.csv")
+
+
+# What somebody else wrote
+
+
+def test_no_name_becomes_something_that_a_bundle_evaluates(tmp_path: Path) -> None:
+    """dataset.json names the background too; and folders are names in a bundle's configuration."""
+    expression = '$__import__("os").system("true")'
+    for name in (expression, "%x", "@x"):
+        root = nnunet(tmp_path / str(len([*tmp_path.iterdir()])), labels={name: 0, "tumour": 1, "edge": 2})
+        with pytest.raises(InputError, match=r"json: labels|a bundle evaluates these"):
+            starter.write(tmp_path / "bundle", starter.survey(root))
+    for index in range(10):
+        picture(tmp_path / "two" / expression / f"{index}.png")
+        mask(tmp_path / "two" / "masks" / f"{index}.png")
+    seen = starter.survey(tmp_path / "two" / expression, tmp_path / "two" / "masks")
+    with pytest.raises(InputError, match="a bundle evaluates these"):
+        starter.write(tmp_path / "bundle", seen)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("name", ["=cmd()", "red\x1b[31m", "two\nlines", "x" * 200])
+def test_a_class_is_a_line_and_no_formula(name: str, tmp_path: Path) -> None:
+    for folder in (name, "other"):
+        for index in range(5):
+            picture(tmp_path / folder / f"{index}.png")
+    with pytest.raises(InputError, match="in one line"):
+        starter.survey(tmp_path)
+
+
+def test_a_table_says_each_thing_once(tmp_path: Path) -> None:
+    picture(tmp_path / "images" / "a.png")
+    (tmp_path / "table.csv").write_text("file,label,label\na.png,A,B\n")
+    with pytest.raises(InputError, match="two columns 'label'"):
+        label_table.read(tmp_path / "table.csv", ["a.png"])
+
+
+def test_files_without_a_text_for_a_name_and_pipes_are_told(tmp_path: Path) -> None:
+    for folder in ("one", "other"):
+        for index in range(5):
+            picture(tmp_path / folder / f"{index}.png")
+    os.mkfifo(tmp_path / "one" / "pipe.png")
+    with pytest.raises(InputError, match="is a pipe or a device"):
+        starter.survey(tmp_path)
+    os.rename(tmp_path / "one" / "pipe.png", os.path.join(os.fsencode(tmp_path), b"one/\xff.png"))
+    with pytest.raises(InputError, match="names in UTF-8"):
+        starter.survey(tmp_path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import locale
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from medfl.core.errors import InputError
 from medfl.data.prepare import prepare
 from medfl.data.source import take_apart
 from medfl.datasets import CheckPatchd, ReadVolumed
+from medfl.datasets.readers import reading
 from medfl.datasets.readers.dicom import own_locale
 from medfl.datasets.readers.reading import content_key
 from medfl.datasets.readers.volumes import count_voxels, read_pair, read_volume, volume_files, volume_index
@@ -370,3 +373,24 @@ def test_a_volume_smaller_than_the_patch_is_refused_before_training(forms: Path,
 
     with pytest.raises(InputError, match=message.replace(r"a\.nii", r"a\.nii\.gz", 1)):
         prepare(data, take_apart(Dataset(data, Compose(chain))))
+
+
+def test_a_header_that_states_more_than_its_file_can_hold_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    header = nib.Nifti1Header()
+    header.set_data_shape((2, 2, 2))
+    content = bytearray(header.binaryblock)
+    struct.pack_into("<4h", content, 40, 3, 2000, 2000, 2000)
+    for name, data in (("a.nii.gz", gzip.compress(bytes(content) + bytes(4))), ("a.nii", bytes(content) + bytes(4))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(InputError, match="would unpack to"):
+            read_volume(str(tmp_path / name))
+
+
+def test_an_archive_does_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_UNPACKED", 2**20)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a.png", bytes(2**24))
+        file.writestr("b.nii.gz", gzip.compress(bytes(2**24)))
+    for uri, read in (("a.png", reading.read_pixels), ("b.nii.gz", read_volume)):
+        with pytest.raises(InputError, match="would unpack to"):
+            read(f"{tmp_path / 'a.zip'}!{uri}")

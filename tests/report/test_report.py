@@ -420,3 +420,12 @@ def test_sites_that_a_table_lacks_are_counted(make: Make) -> None:
     assert RunFiles.read(folder).site_names == ("a", "b", "c")
     _, page = render(folder)
     assert "at 3 sites" in " ".join(page.text.split())
+
+
+@pytest.mark.parametrize("change", [{"seed": [1]}, {"public": {"bundle": 5}}, {"public": {"bundle": "x", "data": {}}}])
+def test_a_record_of_another_form_is_refused(make: Make, change: dict[str, object]) -> None:
+    folder = make()
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, **change}))
+    with pytest.raises(InputError, match=r"run\.json"):
+        write_report(folder)

@@ -214,3 +214,22 @@ def test_shipped_data_sets_have_folds_too(tmp_path: Path) -> None:
     for wrong in ("fold:0/3", "fold:4/3", "fold:1/1", "fold:a", "fold:1/3/4"):
         with pytest.raises(InputError, match="fold:NUMBER/COUNT"):
             sections("mednist", tmp_path / "data", wrong)
+
+
+def test_folds_of_somebody_else_are_refused_in_a_line(done: tuple, tmp_path: Path) -> None:
+    """Folds that are of different runs, and a record with more than `medfl run --folds` writes."""
+    _, _, out, _ = done
+    damages = {
+        "other classes": ("fold-2/run.json", lambda text: json.dumps({**json.loads(text), "classes": ["a", "b"]})),
+        "other columns": ("fold-2/predictions.csv", lambda text: text.replace("p_light", "light")),
+    }
+    for number, (file, damage) in enumerate(damages.values()):
+        folder = Path(shutil.copytree(out, tmp_path / str(number)))
+        (folder / file).write_text(damage((folder / file).read_text()))
+        with pytest.raises(InputError):
+            write_report(folder)
+    for name, value in (("settings", {"trust": True}), ("settings", {"runtime": 5}), ("requested", {"bundle": "x"})):
+        record = {**json.loads((out / "folds.json").read_text()), name: value}
+        (tmp_path / "folds.json").write_text(json.dumps(record))
+        with pytest.raises(InputError, match=f"under .*{name}"):
+            folds.resume(tmp_path)

@@ -143,3 +143,11 @@ def test_a_flare_job_begins_with_the_weights(scans: Path, tmp_path: Path, weight
     more = ("--init", tmp_path / "start.safetensors", "--rounds", "1")
     flare = run(scans, tmp_path / "flare", *more, "--runtime", "flare")
     assert flare["weights_sha256"] == run(scans, tmp_path / "here", *more, "--jobs", "1")["weights_sha256"]
+
+
+def test_a_small_file_cannot_ask_for_much_memory(tmp_path: Path) -> None:
+    file = tmp_path / "wide.pt"
+    torch.save({"fc.weight": torch.zeros(1).expand(10**12)}, file)
+    assert file.stat().st_size < 10_000
+    with pytest.raises(InputError, match="more numbers than the file"):
+        initial_weights.read(str(file))

@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.names import is_plain_text
 from medfl.core.untrusted import printable, read_json
 from medfl.datasets.readers import matching, volumes
 from medfl.datasets.readers.matching import Named
@@ -138,7 +139,7 @@ def class_names(path: Path) -> tuple[str, ...]:
     swapped = [(number, name) if _index(name) is None else (name, number) for number, name in pairs]
     names = {_index(number): name for number, name in swapped}
     texts = [str(names.get(index, "")) for index in range(len(pairs))]
-    plain = all(isinstance(names.get(k), str) and t.isprintable() and len(t) <= _LONGEST for k, t in enumerate(texts))
+    plain = all(isinstance(names.get(k), str) and is_plain_text(t) and len(t) <= _LONGEST for k, t in enumerate(texts))
     if not pairs or not plain or len(set(texts) - {""}) != len(pairs):
         raise InputError(f"{path}: labels {printable(labels, 120)}", allowed, advice)
     return tuple(texts)

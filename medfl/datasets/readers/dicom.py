@@ -207,8 +207,11 @@ def is_dicom(file: str) -> bool:
     """Tell whether a file begins as DICOM files do; SimpleITK passes over damaged ones in silence."""
     if not os.path.isfile(file):
         return False
-    with open(file, "rb") as opened:
-        return opened.read(132)[128:] == b"DICM"
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(132)[128:] == b"DICM"
+    except OSError:  # told by what reads it
+        return False
 
 
 def _information(file: str) -> Any:

@@ -65,7 +65,7 @@ def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
 
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
-        expression = re.compile(pattern)
+        expression = re.compile(pattern if len(pattern) <= _LONGEST else "()")
     except (re.error, OverflowError, RecursionError) as error:
         raise InputError(
             f"group-by {pattern!r} is no regular expression ({error})", _EXAMPLE, "write another"

@@ -17,7 +17,7 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError
+from medfl.core.untrusted import printable
 from medfl.datasets.readers import dicom, png16, stacks
 
 Pixels = NDArray[Any]
@@ -35,6 +36,7 @@ UNREADABLE = (
     KeyError,
     IndexError,
     ValueError,
+    RuntimeError,
     SyntaxError,
     struct.error,
     zlib.error,
@@ -42,6 +44,7 @@ UNREADABLE = (
     Image.DecompressionBombError,
 )
 JOINED = " | "
+_UNPACKED, _RATIO = 2**31, 100  # bytes of one image or stack, and times its packed size: more is no image
 READABLE = (
     "images are JPEG, PNG, BMP, TIFF or DICOM files, plain or in a zip, rows of an array or lists of a .json file"
 )
@@ -68,6 +71,29 @@ def _version(path: str | Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
+def require_text(name: str) -> None:
+    """Raise an InputError if a file's name is no text, or would be read as those of several files."""
+    if JOINED in name or any("\ud800" <= character <= "\udfff" for character in name):
+        raise InputError(f"file {printable(name, 300)}", f"names in UTF-8 without {JOINED!r}", "rename it")
+
+
+def require_file(path: str) -> None:
+    """Raise an InputError if a path leads to a pipe or a device, which would be waited for."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise InputError(f"{path} is a pipe or a device", "plain files", "remove it")
+
+
+def most_unpacked(packed: int) -> int:
+    """Return how many bytes an image or stack of so many packed bytes may have."""
+    return max(_UNPACKED, _RATIO * packed)
+
+
+def check_unpacked(size: int, packed: int) -> None:
+    """Raise a ValueError if so many bytes that unpack to `size` would fill the memory with next to nothing."""
+    if size > most_unpacked(packed):
+        raise ValueError(f"{packed} bytes would unpack to {size} or more")
+
+
 @functools.lru_cache(maxsize=64)
 def _archive(path: str, version: tuple[int, int], process: int) -> zipfile.ZipFile:
     """Open an archive; each forked process opens its own, as shared file offsets would mix reads."""
@@ -78,7 +104,7 @@ def _archive(path: str, version: tuple[int, int], process: int) -> zipfile.ZipFi
 def _array(path: str, name: str, version: tuple[int, int]) -> Pixels:
     if not path.endswith(".npz"):
         return stacks.load(path, name)
-    with archive(path).open(f"{name}.npy") as file:
+    with _member(path, f"{name}.npy") as file:
         loaded: Pixels = np.lib.format.read_array(file, allow_pickle=False)
         return loaded
 
@@ -89,6 +115,7 @@ def archive(path: str | Path) -> zipfile.ZipFile:
     Raises:
         InputError: `path` is not a zip archive or is damaged.
     """
+    require_file(str(path))
     try:
         return _archive(str(path), _version(path), os.getpid())
     except (OSError, zipfile.BadZipFile) as error:
@@ -111,6 +138,8 @@ def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
         folders[:] = [name for name in folders if not is_hidden(name)]
         paths = (os.path.relpath(os.path.join(base, name), root).replace(os.sep, "/") for name in files)
         names += [path for path in paths if _counts(path, endings)]
+    for name in names:
+        require_text(name)
     return [(name, str(root / name)) for name in sorted(names)]
 
 
@@ -139,10 +168,31 @@ def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
     """Return the shape of array `name`; of an .npz file from its header only."""
     if not str(path).endswith(".npz") or f"{name}.npy" not in archive(path).NameToInfo:
         return array(path, name).shape  # or raises, naming the arrays that are there
-    with archive(path).open(f"{name}.npy") as file:
-        version = np.lib.format.read_magic(file)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        return tuple(header(file)[0])
+    try:
+        with _member(path, f"{name}.npy") as file:
+            version = np.lib.format.read_magic(file)
+            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, kind = header(file)
+            if not kind.hasobject and math.prod(shape) * kind.itemsize > archive(path).getinfo(f"{name}.npy").file_size:
+                raise ValueError(f"its shape {shape} is more than it holds")
+            return tuple(shape)
+    except Exception as error:  # numpy's reader of headers raises whatever it stumbles over
+        raise InputError(
+            f"array {name!r} of {path} cannot be read ({error})", READABLE, "download the file again"
+        ) from error
+
+
+def _member(path: str | Path, name: str) -> IO[bytes]:
+    """Open a file of an archive, unless it would fill the memory."""
+    info = archive(path).getinfo(name)
+    check_unpacked(info.file_size, info.compress_size)
+    return archive(path).open(info)
+
+
+def read_member(path: str | Path, name: str) -> bytes:
+    """Return the content of a file in an archive; any of `UNREADABLE` where that cannot be read."""
+    with _member(path, name) as file:
+        return file.read()
 
 
 def split_uri(uri: str) -> tuple[str, str]:
@@ -168,6 +218,7 @@ def content_key(uri: str) -> str:
     if JOINED in uri:
         return ",".join(content_key(file) for file in uri.split(JOINED))
     path, part = split_uri(uri)
+    require_file(path)
     try:
         if path.endswith(".json") and part:
             text = _text(path, part)
@@ -205,6 +256,7 @@ def read_pixels(
     """
     try:
         path, part = split_uri(uri)
+        require_file(path)
         if path.endswith(".json"):
             pixels = _square(json.loads(_text(path, part)))
         elif not part and not path.lower().endswith(IMAGE_SUFFIXES) and dicom.is_named_or_begins_so(path):
@@ -213,7 +265,7 @@ def read_pixels(
             name, _, row = part.rpartition("#")
             pixels = array(path, name)[int(row)].copy()  # what is loaded stays as it is, whatever is done to the image
         else:
-            content = archive(path).read(part) if part else b""
+            content = read_member(path, part) if part else b""
             with Image.open(io.BytesIO(content) if part else path) as image:
                 pages = _pages(image)
                 if image.format == "PNG" and png16.is_png16(content if part else png16.head_of(path)):

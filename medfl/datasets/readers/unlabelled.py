@@ -9,13 +9,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.names import is_formula
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import JOINED, archive, array_shape, files_below, is_hidden
+from medfl.datasets.readers.reading import (
+    JOINED,
+    archive,
+    array_shape,
+    files_below,
+    is_hidden,
+    require_file,
+    require_text,
+)
 from medfl.datasets.readers.tables import IMAGE_SUFFIXES
 from medfl.datasets.readers.volumes import SUFFIXES
 
 ENDINGS = (*IMAGE_SUFFIXES, *SUFFIXES)
 _CHANNEL = re.compile(r"(.+)_\d{4}((?:\.\w+)*)")
+_MOST_ROWS = 2_000_000
 _ARCHIVES = (".zip", ".npz")
 _READ = f"files that end in {', '.join(ENDINGS)}, DICOM series, .zip archives of these, .npz arrays of images"
 
@@ -59,6 +69,7 @@ def named(places: Iterable[str | Path], series: bool = True) -> dict[str, str]:
     names: dict[str, str] = {}
     for form in forms:
         ident = next((text for level, text in enumerate(form) if times[level][text] == 1), form[2])
+        ident = f"./{ident}" if is_formula(ident) else ident
         names[f"{ident}#{len(names)}" if ident in names else ident] = form[2]
     return names
 
@@ -113,6 +124,8 @@ def _below(root: Path, series: bool) -> list[tuple[str, str]]:
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         for path in (Path(base, name) for name in files if not is_hidden(name)):
             name = path.relative_to(root).as_posix()
+            require_text(name)
+            require_file(str(path))
             if name.lower().endswith(ENDINGS):
                 found.append((name, str(path)))
             elif path.suffix in _ARCHIVES:
@@ -140,6 +153,8 @@ def _rows(file: Path) -> list[tuple[str, str]]:
     """Return the rows (H, W) or (H, W, C) of the stacked images in an .npz file; labels have fewer axes."""
     arrays = [name.removesuffix(".npy") for name in sorted(archive(file).namelist())]
     shapes = {name: array_shape(file, name) for name in arrays}
+    if sum(shape[0] for shape in shapes.values() if len(shape) in (3, 4)) > _MOST_ROWS:
+        raise InputError(f"{file} with more than {_MOST_ROWS} images", "fewer in an archive", "divide it")
     return [
         (f"{name}_{row:06d}", f"{file}!{name}#{row}")
         for name, shape in shapes.items()

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import JOINED, UNREADABLE, archive, files_below, split_uri
+from medfl.datasets.readers.reading import (
+    JOINED,
+    UNREADABLE,
+    archive,
+    check_unpacked,
+    files_below,
+    most_unpacked,
+    read_member,
+    split_uri,
+)
 
 Array = NDArray[Any]
 SUFFIXES = (".nii", ".nii.gz")
@@ -172,6 +181,7 @@ def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
         with LoggingOutputSuppressor():  # what it logs of a header is in its errors
             image = _open(uri)
         _sides(uri, image.shape)  # before all of a long series is read
+        _check_size(uri, image)
         voxels = np.asanyarray(image.dataobj)
         affine = np.asarray(image.affine, dtype=np.float64)
     except _nifti_errors() as error:
@@ -184,14 +194,25 @@ def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
     return voxels, affine
 
 
+def _check_size(uri: str, image: Any) -> None:
+    """Raise a ValueError if a file's header states far more voxels than the file can hold."""
+    if not split_uri(uri)[1]:
+        check_unpacked(math.prod(map(int, image.shape)) * image.get_data_dtype().itemsize, os.path.getsize(uri))
+
+
 def _open(uri: str) -> Any:
     import nibabel as nib
 
     path, part = split_uri(uri)
     if not part:
         return nib.load(path)
-    content = archive(path).read(part)
-    return nib.Nifti1Image.from_bytes(gzip.decompress(content) if part.endswith(".gz") else content)
+    content = read_member(path, part)
+    if part.endswith(".gz"):
+        with gzip.open(io.BytesIO(content)) as packed:
+            size = len(content)
+            content = packed.read(most_unpacked(size) + 1)
+        check_unpacked(len(content), size)
+    return nib.Nifti1Image.from_bytes(content)
 
 
 def _header(uri: str) -> Any:
