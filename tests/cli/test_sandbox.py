@@ -49,7 +49,7 @@ def test_the_weights_are_those_without_it_also_after_a_kill(data: Path, tmp_path
     run = ["run", "mednist", "--data", str(data), *SMALL]
     inside, name = [*run, "--jobs", "2", "--sandbox"], "runs/mednist-fedavg-0"
     process = started(tmp_path, [*inside, "--rounds", "100000"])
-    manifest, deadline = tmp_path / name / "state" / "manifest.json", time.monotonic() + 60
+    manifest, deadline = tmp_path / name / "state" / "manifest.json", time.monotonic() + 180
     while not manifest.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)

@@ -29,7 +29,7 @@ from medfl.data.byte_codes import Coded, encode, stacked
 from medfl.data.on_device import hold
 from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
 from medfl.data.sampled import Sampled
-from medfl.runs import launch, plan
+from medfl.runs import launch
 from tests.support import pretended_device as pretended
 
 CPU = torch.device("cpu")
@@ -225,7 +225,7 @@ def test_the_free_memory_of_a_share(monkeypatch: pytest.MonkeyPatch, allowance: 
 def test_a_run_holds_its_data_in_its_share(
     device: torch.device, share: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plan, "device_named", lambda name: name)
+    pretended.let_runs_name_it(monkeypatch)
     monkeypatch.setattr(launch, "free_memory", lambda device: ROOMY)
     shared, said = launch.Shared(), list[str]()
     shared.free = None if share is None else lambda device: share

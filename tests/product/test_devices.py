@@ -19,7 +19,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods import load, names
-from medfl.runs import launch, plan
+from medfl.runs import launch
 from medfl.runs.result import Result
 from medfl.runs.teachers.answers import obtain, open_teacher
 from medfl.runtimes.federation import Federation
@@ -245,8 +245,8 @@ def lungs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def images(chest: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Run `federate` on drawn radiographs; the command line knows no such device."""
-    monkeypatch.setattr(plan, "device_named", lambda name: name)
+    """Run `federate` on drawn radiographs."""
+    pretended.let_runs_name_it(monkeypatch)
     monkeypatch.setattr(launch, "free_memory", lambda device: ROOMY)
 
     def go(method: str, kind: str, out: Path, **settings: Any) -> dict[str, Any]:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
+
+from medfl.core.settings import SETTINGS
+from medfl.runs import plan
 
 NAME = "pretended"
 DEVICE = torch.device("cpu")  # the pretended one as soon as `register` has run
@@ -62,6 +66,12 @@ class _Module:
 def available() -> bool:
     """Tell whether this torch lets a device be written in Python."""
     return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+
+
+def let_runs_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take its name where a run's device is given; the command line knows no such device."""
+    monkeypatch.setattr(plan, "device_named", lambda name: name)
+    monkeypatch.setitem(cast(dict[str, Any], SETTINGS), "device", replace(SETTINGS["device"], form=None))
 
 
 def register() -> torch.device:
