@@ -27,6 +27,7 @@ import torch
 
 from medfl import methods
 from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.places import require_unused
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_weights
 from medfl.flare.files import participants
@@ -63,7 +64,7 @@ def executed(
     from encrypted_server import BUILDER, NEEDED, SERVER_KEYS, SITE_KEYS, job
     from encrypted_site import MEAN, RULES, SITES, EncryptedSite
 
-    RunFolder.require_unused(out)
+    require_unused(out)
     if not methods.has_fedavg_server(methods.method_class(requested["method"])):
         raise InputError(
             f"method {requested['method']!r} encrypted", "methods that keep FedAvg's server half", "see medfl methods"

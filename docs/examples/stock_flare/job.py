@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import MedflError
+from medfl.core.places import require_unused
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_weights
 from medfl.runs.launch import federate
@@ -63,7 +64,7 @@ def executed(out: Path, bundle: str, config: Mapping[str, Any], requested: Mappi
     """
     from nvflare.recipe import SimEnv
 
-    RunFolder.require_unused(out)
+    require_unused(out)
     federate(bundle, config=config, requested={**requested, "method": "fedavg", "cohort": 1.0}, out=out / "medfl")
     run, _ = RunFolder.existing(out / "medfl").read_run()
     plan, sites = repeat(run), list(run.partition.sites)
