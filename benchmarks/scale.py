@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ class Random:
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         """Return plain SGD."""
         return torch.optim.SGD(network.parameters(), lr=lr or 0.01)
+
+    def section(self, name: str) -> SimpleNamespace:
+        """Return a section without transforms."""
+        return SimpleNamespace(source=SimpleNamespace(transforms=[]))
 
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Stacked:
         """Draw a section."""
