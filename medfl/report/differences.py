@@ -158,7 +158,8 @@ class Differences:
             return ""
         pooled = self.pooled
         together = "" if pooled is None else f"; on these {pooled.cases} test cases together: {pooled.word}"
-        return f"{counted([one.word for one in self.against_local.values()], 'site')} on its own test cases{together}"
+        sites = counted([one.word for one in self.against_local.values()], "site")
+        return f"{sites}, each on its own test cases{together}"
 
 
 def counted(words: Sequence[str], of: str) -> str:

@@ -133,7 +133,7 @@ def segmented(make: Make) -> Path:
 
 def test_better_is_said_only_where_it_is_clear(make: Make) -> None:
     folder = segmented(make)
-    sentence = "better at 1 of 3 sites, no clear difference at 1, fewer than 10 cases at 1 on its own test cases"
+    sentence = "better at 1 of 3 sites, no clear difference at 1, fewer than 10 cases at 1, each on its own test cases"
     assert Differences(RunFiles.read(folder)).sentence() == f"{sentence}; on these 33 test cases together: better"
     _, page = render(folder)
     words = " ".join(page.text.split())
