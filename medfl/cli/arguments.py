@@ -109,10 +109,11 @@ def robustness(parser: Any) -> Any:
 
 
 def trust(group: Any) -> None:
-    """Add the flag that lets bundles run what no inspection accepts."""
+    """Add the flag that lets bundles and run folders run what no inspection accepts."""
     group.add_argument(
         "--trust", action="store_true",
-        help="run a bundle that inspection refuses (medfl site inspect): its code then runs with your rights",
+        help="run a bundle that inspection refuses (medfl site inspect), and a method or runtime of one's own that a "
+        "file names: their code then runs with your rights",
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from medfl.compare.entry import Entry
 from medfl.compare.scheduling import Schedule, Start, kind_title
 from medfl.core import gpu_memory, terminal
 from medfl.core.errors import InputError, MedflError
+from medfl.core.names import name_module
 from medfl.core.run_documents import read_run, read_summary
 from medfl.core.run_folder import safe_file_name
 from medfl.core.storage import write_atomic
@@ -155,6 +156,8 @@ def compare(
     if at_once is not None and at_once < 1:
         raise InputError(f"--jobs {at_once}", "a whole number of at least 1", "leave it out to use all cores")
     checks.check_folder(grid.settings(), out)
+    for entry in grid.entries:
+        name_module(entry.method)
     cells = grid.cells(out)
     rounds = grid.requested.get("rounds")
     missing = [cell for cell in cells if not cell.done(rounds)]

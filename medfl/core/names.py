@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,9 @@ _UNFIT = re.compile(r'[%/\\:*?"<>|\x00-\x1f\x7f]|^\.|[. ]$')
 _LONGEST = 180  # bytes of a file name, endings not counted
 _FORMULA = re.compile(r"[=@]|[+-].*[(|]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
+_ANY = "*"
+_named: set[str] = set()
+"""Modules of one's own that the user has named to this process; `_ANY` while every one is trusted."""
 
 
 def is_name(text: Any) -> bool:
@@ -79,4 +85,41 @@ def check_method_name(name: Any) -> None:
             f"method {name!r}",
             f"methods are {', '.join(known)}",
             did_you_mean(str(name), known, "pick one, or give the dotted path of your own module"),
+        )
+
+
+def name_module(path: str | None) -> None:
+    """Remember that the user, not a file, has named a method or runtime: files may then name it as well."""
+    if path:
+        _named.add(path.partition(":")[0])
+
+
+@contextmanager
+def naming_any(trust: bool) -> Iterator[None]:
+    """Let files name any module inside the block, if the user has said so."""
+    added = {_ANY} - _named if trust else set[str]()
+    _named.update(added)
+    try:
+        yield
+    finally:
+        _named.difference_update(added)
+
+
+def refuse_unnamed(path: str, what: str, file: Path) -> None:
+    """Refuse a module that a file names by a dotted path, unless the user has named it too or it is imported already.
+
+    Args:
+        path: of a method or runtime, or its name where it ships.
+        what: "method" or "runtime".
+        file: that names it.
+
+    Raises:
+        InputError: to import it would run what the file's author has chosen.
+    """
+    module, colon, _ = path.partition(":")
+    if ("." in module or colon) and not ({module, _ANY} & _named or module in sys.modules):
+        raise InputError(
+            f"{file} names the {what} {printable(path)!r}, which is code",
+            "a file brings no code: of its own it may name only what ships with medfl",
+            f"if you trust whoever wrote it, give --trust (to go on with one run: repeat --{what})",
         )

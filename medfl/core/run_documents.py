@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import stat
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from medfl.core.errors import InputError
+from medfl.core.names import refuse_unnamed
 from medfl.core.run import Run
 from medfl.core.type_checks import Count, type_errors
 from medfl.core.untrusted import Refused, printable, read_bytes, read_json, read_json_bytes, read_table
@@ -34,7 +34,7 @@ class _Site(TypedDict):
 RUN: Mapping[str, Any] = {
     "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": list[str] | None,
     "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": str | None,
-    "run_hash": str | None, "site_class_counts": dict[str, list[Count]] | None, "public": _OBJECT,
+    "runtime": str | None, "run_hash": str | None, "site_class_counts": dict[str, list[Count]] | None, "public": _OBJECT,
     "data": {
         "source": str, "folder": str | None, "checksum": str | None, "split": str | None,
         "counts": dict[str, Count] | None, "notes": list[str] | None,
@@ -128,22 +128,12 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
     """Return the run in a run.json and the whole document.
 
     Raises:
-        InputError: the file is missing or damaged.
+        InputError: the file is missing or damaged, or names a module that the user has not named.
     """
     document = read_run_document(path)
     run = Run.from_dict(document)
-    _refuse_own_module(path.absolute().parent, run.method)
+    refuse_unnamed(run.method, "method", path)
     return run, document
-
-
-def _refuse_own_module(folder: Path, method: str) -> None:
-    """Refuse a method that Python would import out of the run's own folder, which may be somebody else's."""
-    own = folder.resolve()
-    for place in sys.path if "." in method else ():
-        module = Path(place or ".").joinpath(*method.split("."))
-        if any(file.exists() and own in file.resolve().parents for file in (module.with_suffix(".py"), module)):
-            given = f"{folder / 'run.json'} names the method {printable(method)!r}, a module of its own folder"
-            raise InputError(given, "a folder of results brings no code", "move the module elsewhere, if you trust it")
 
 
 def read_summary(path: Path) -> dict[str, Any]:

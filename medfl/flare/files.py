@@ -34,7 +34,7 @@ def participants(run: Run) -> list[str]:
 
 def read_run(app: str) -> Run:
     """Return the run of a job; InputError if it is none."""
-    return run_documents.read_run(Path(app) / "config" / RUN_FILE)[0]
+    return Run.from_dict(run_documents.read_run_document(Path(app) / "config" / RUN_FILE))
 
 
 def error_document(error: Exception) -> dict[str, Any]:

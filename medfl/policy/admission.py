@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from medfl.core.names import naming_any
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 
@@ -26,12 +27,13 @@ def in_force() -> Policy:
 
 @contextmanager
 def trusting(trust: bool) -> Iterator[None]:
-    """Let bundles run code inside the block, if the user has said so."""
+    """Let bundles run code, and files name it, inside the block, if the user has said so."""
     global _in_force
     before = _in_force
     _in_force = replace(before, trusted=before.trusted or trust)
     try:
-        yield
+        with naming_any(trust):
+            yield
     finally:
         _in_force = before
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.names import name_module
 from medfl.core.places import BESIDE, record_of, require_run, require_unused
 from medfl.core.run_documents import read_run
 from medfl.core.settings import check_limits
@@ -38,6 +39,8 @@ def refuse(
         InputError: nothing was written.
     """
     registry.check_name(runtime)
+    for module in (runtime, requested.get("method")):
+        name_module(module)
     check_limits(requested)
     if source is not None and (bundle or given or set(requested) - {"data"}):
         raise InputError(

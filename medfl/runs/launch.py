@@ -14,7 +14,7 @@ from medfl import methods
 from medfl.bundle.files import shipped_folders
 from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError
-from medfl.core.names import check_name
+from medfl.core.names import check_name, refuse_unnamed
 from medfl.core.places import BESIDE, default_run_folder, require_unused
 from medfl.core.run_documents import read_rows, read_summary
 from medfl.core.run_folder import RunFolder
@@ -278,7 +278,8 @@ def site_algo(
 
 def _refuse_elsewhere(path: Path, runtime: str) -> None:
     """Raise an InputError if a run would be resumed where its sites' States are not."""
-    was = RunFolder.existing(path).read_run()[1].get("runtime", runtime)
+    was = RunFolder.existing(path).read_run()[1].get("runtime") or runtime
+    refuse_unnamed(was, "runtime", path / "run.json")
     if registry.load(was).remote != registry.load(runtime).remote:
         raise InputError(
             f"--resume with --runtime {runtime}",

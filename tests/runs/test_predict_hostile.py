@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import struct
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,8 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from medfl import datasets
 from medfl.cli.verbs import main
-from medfl.core.errors import InputError
-from medfl.runs.networks_of_run import RunNetworks
-from tests.runs.test_predict import trained, with_weights
+from tests.runs.test_predict import with_weights
 
 
 @pytest.fixture(scope="module")
@@ -117,27 +113,6 @@ def test_weights_that_are_no_numbers_predict_nothing(
     assert code == 2
     assert "are not finite" in text
     assert not (tmp_path / "out").exists()
-
-
-# Runs
-
-
-def test_a_run_s_folder_brings_no_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pictures: Path
-) -> None:
-    data = datasets.write_phantom("mednist", tmp_path / "data", per_class=10, size=24)
-    run = trained(tmp_path / "runs" / "theirs", "mednist", data)
-    (run / "payload.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    record = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**record, "method": "runs.theirs.payload"}))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    code, text = said(capsys, run, pictures, "--out", tmp_path / "out")
-    assert code == 2
-    assert "brings no code" in text
-    with pytest.raises(InputError, match="brings no code"):
-        RunNetworks(run)
-    assert not (tmp_path / "ran").exists()
 
 
 # Images
