@@ -34,7 +34,8 @@ class _Site(TypedDict):
 RUN: Mapping[str, Any] = {
     "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": list[str] | None,
     "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": str | None,
-    "runtime": str | None, "run_hash": str | None, "site_class_counts": dict[str, list[Count]] | None, "public": _OBJECT,
+    "runtime": str | None, "run_hash": str | None, "public": _OBJECT,
+    "site_class_counts": dict[str, list[Count]] | None,
     "data": {
         "source": str, "folder": str | None, "checksum": str | None, "split": str | None,
         "counts": dict[str, Count] | None, "notes": list[str] | None,
