@@ -195,7 +195,11 @@ def _verb(parser: argparse.ArgumentParser) -> str:
         f"```text\n{' '.join(f'{parser.prog} {positional} [options]'.split())}\n```",
     ]
     for group in parser._action_groups:
-        rows = [_argument(action) for action in group._group_actions if action.dest != "help"]
+        rows = [
+            _argument(action)
+            for action in group._group_actions
+            if action.dest != "help" and action.help != argparse.SUPPRESS
+        ]
         if rows:
             title = {"options": "general", "positional arguments": "arguments"}.get(str(group.title), str(group.title))
             parts += [terminal.markdown_table([title[0].upper() + title[1:], ""], rows)]

@@ -95,6 +95,10 @@ class Bundle:
         """
         return self._config.content(key)
 
+    def __contains__(self, key: str) -> bool:
+        """Tell whether the configuration has an id."""
+        return key in self._config
+
     def _read(self, *files: Path) -> Configuration:
         return Configuration(self.root, files, self._overrides, self.metadata, self.device, self.policy)
 

@@ -141,6 +141,9 @@ def bundles() -> tuple[str, ...]:
 
 def _known(settings: Mapping[str, Any], never: Sequence[str] = ()) -> dict[str, Any]:
     """Return the settings as a run takes them; refuse what no run has."""
+    if "folds" in settings:
+        call = "medfl.runs.cross_validate(BUNDLE, K, requested={'method': NAME}, out=DIR)"
+        raise InputError(f"folds={settings['folds']}", "a cross-validation is a call of its own", f"use {call}")
     check_names(settings, [f.name for f in dataclasses.fields(Request) if f.name not in (*_APART, *never)])
     return {name: _plain(value) for name, value in settings.items() if value is not None}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.places import weights_file
 from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
 
 
@@ -63,6 +64,8 @@ def requested(options: Any, *more: str) -> dict[str, Any]:
     """Return what was given of the settings that a verb takes, and of `more`: name -> value."""
     given = {name: getattr(options, name, None) for name in (*SETTINGS, *more)}
     check_limits(given)
+    if given["init"]:
+        weights_file(given["init"])
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def add(verbs: Any) -> None:
     arguments.what(what, "option of every method that has it; may be repeated")
     arguments.partition(arguments.sites(compare), "append")
     arguments.training(compare, seed=False)
+    compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
     machine = arguments.machine(compare)
     arguments.trust(machine)
     arguments.jobs(machine, "runs at the same time, on a GPU no more than fit its memory; they change no result")
@@ -134,6 +136,11 @@ def _shared(options: Any) -> dict[str, Any]:
         "config": arguments.pairs("--config", options.config),
         "requested": arguments.requested(options, "presets", "data", "sites"),
     }
+
+
+def _no_folds(text: str) -> None:
+    advice = "cross-validate each method: medfl run BUNDLE --method NAME --folds K"
+    raise InputError(f"--folds {text}", "runs of a comparison differ by their seeds", advice)
 
 
 def _seeds(text: str) -> tuple[int, ...]:

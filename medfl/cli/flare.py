@@ -77,6 +77,7 @@ def _export(options: Any) -> int:
     if len(set(sites)) != len(sites) or not sites:
         raise InputError(f"--sites {options.sites}", "different names, as north,south", "name each site once")
     check_options(options.method or "fedavg", values)
+    requested = arguments.requested(options, "method", "presets")
     require_unused(options.out)
     from medfl.flare.offer import export
 
@@ -86,7 +87,7 @@ def _export(options: Any) -> int:
         options.out,
         options=values,
         config=config,
-        requested=arguments.requested(options, "method", "presets"),
+        requested=requested,
         rehearsal=options.rehearsal,
         resume=options.resume,
         min_replies=options.min_replies,

@@ -17,6 +17,11 @@ BESIDE = ("local",)
 FOLDS = "folds.json"
 """What a cross-validation's folder has, and no run's: what was asked for."""
 
+_WEIGHTS = {
+    "run": ("the weights of a run that is finished", ("weights.safetensors",)),
+    "bundle": ("a bundle's weights", ("models/model.safetensors", "models/model.pt")),
+}
+
 
 def cache_folder(kind: str) -> Path:
     """Return the user's cache folder of one kind ($XDG_CACHE_HOME/medfl/<kind>); it may not exist yet."""
@@ -68,6 +73,26 @@ def require_run(path: Path) -> None:
 def record_of(source: Path) -> Path:
     """Return the run.json that `--from` names, itself or by its folder."""
     return source / "run.json" if source.is_dir() else source
+
+
+def weights_file(text: str) -> Path:
+    """Return the file that `--init` names: FILE, run:DIR or bundle:DIR.
+
+    Raises:
+        InputError: it is not there.
+    """
+    kind, colon, folder = text.partition(":")
+    if not (colon and kind in _WEIGHTS):
+        path = Path(text).expanduser()
+        if not path.is_file():
+            allowed = "FILE (.safetensors, .pt, .pth), run:DIR or bundle:DIR"
+            raise InputError(f"--init {text}", allowed, "name one that is there")
+        return path
+    what, names = _WEIGHTS[kind]
+    found = (path for name in names if (path := Path(folder).expanduser() / name).is_file())
+    if (first := next(found, None)) is None:
+        raise InputError(f"--init {text}", f"{what}: {' or '.join(names)} in this folder", "name another folder")
+    return first
 
 
 def _leftover(path: Path) -> bool:

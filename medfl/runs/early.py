@@ -8,7 +8,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.names import name_module
-from medfl.core.places import BESIDE, record_of, require_run, require_unused
+from medfl.core.places import BESIDE, record_of, require_run, require_unused, weights_file
 from medfl.core.run_documents import read_run
 from medfl.core.settings import check_limits
 from medfl.runtimes import registry
@@ -54,5 +54,7 @@ def refuse(
         read_run(record_of(source))
     elif bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
+    if requested.get("init"):
+        weights_file(requested["init"])
     if out is not None and not resume:
         require_unused(out, BESIDE)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from medfl.bundle.bundle import shipped
+from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import PHANTOM
 from medfl.core.errors import InputError
 from medfl.core.names import refuse_unnamed
@@ -134,7 +134,7 @@ def _plans(record: Mapping[str, Any], numbers: Any) -> Iterator[Plan]:
         try:
             yield make_plan(Request(record["bundle"], options=record["options"], config=config, **record["requested"]))
         except InputError as error:
-            if "'split'" not in str(error) or "configuration id" not in str(error):
+            if "split" in Bundle(record["bundle"]):
                 raise
             raise InputError(
                 f"--folds with bundle {record['bundle']}",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
+from medfl.core.places import weights_file
 from medfl.core.run import Run
 from medfl.core.storage import save_weights, weights_sha256
 from medfl.core.untrusted import json_values
@@ -30,9 +31,6 @@ CARRIED = "init.json"
 KNOWN = "sha256:"
 """What a record says begins so."""
 _BYTES = 1 << 30
-_FORMS = "FILE (.safetensors, .pt, .pth), run:DIR or bundle:DIR"
-_IN_RUN = ("weights.safetensors",)
-_IN_BUNDLE = ("models/model.safetensors", "models/model.pt")
 _WITHIN = ("model", "state_dict", "model_state_dict", "network")
 """Keys of training checkpoints under which the weights are."""
 
@@ -59,17 +57,7 @@ def read(text: str) -> dict[str, Tensor]:
     Raises:
         InputError: none are there.
     """
-    kind, colon, folder = text.partition(":")
-    if colon and kind in ("run", "bundle"):
-        root, names = Path(folder).expanduser(), _IN_RUN if kind == "run" else _IN_BUNDLE
-        path = next((root / name for name in names if (root / name).is_file()), None)
-        if path is None:
-            what = "the weights of a run that is finished" if kind == "run" else "a bundle's weights"
-            raise InputError(f"--init {text}", f"{what}: {' or '.join(names)} in this folder", "name another folder")
-    else:
-        path = Path(text).expanduser()
-        if not path.is_file():
-            raise InputError(f"--init {text}", _FORMS, "name a file that is there")
+    path = weights_file(text)
     try:
         return tensors(path)
     except Exception as error:  # torch and safetensors raise several types for damaged files

@@ -1,9 +1,9 @@
-"""How many steps a round has: fitted to the smallest site where a protocol leaves it open, and said in any case."""
+"""How many steps a round and a run have: fitted to the smallest site where a protocol leaves it open, and said."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from medfl.core.run import Run
@@ -12,28 +12,47 @@ AUTO = "auto"
 FEW = 10
 """Steps a round below which a network hardly moves."""
 _WANTED, _LEAST_BATCH, _MOST_EPOCHS = 20, 2, 10
+_IN_ALL = {"segmentation": 240}
+_IN_ALL_ELSE = 640  # an image says one class, a mask one for each pixel
+_LEAST_ROUNDS, _MOST_ROUNDS, _MOST_IMAGES = 5, 30, 20_000
 _RISE = 0.005
 
 
-def fitted(chosen: Mapping[str, Any], smallest: int, most: int) -> dict[str, Any]:
+def fitted(chosen: Mapping[str, Any], sizes: Collection[int], most: int, task: str) -> dict[str, Any]:
     """Return a protocol's values with numbers in the place of "auto".
 
     A batch is a power of two, 2 at least, that the smallest site's images fill four times; local epochs are so many
-    that this site has 20 steps a round, 10 at most.
+    that this site has 20 steps a round, 10 at most; rounds so many that it has 240 steps of a segmentation, else 640,
+    in the whole run. They are 5 to 30, above 5 only while all sites together train on at most 20,000 images.
 
     Args:
-        chosen: by name, among them `batch_size` and `local_epochs`.
-        smallest: training images of the smallest site.
+        chosen: by name, among them `batch_size`, `local_epochs` and `rounds`.
+        sizes: training images of each site.
         most: the bundle's own batch size.
+        task: its kind.
     """
-    values = dict(chosen)
+    values, smallest = dict(chosen), max(min(sizes), 1)
     if values["batch_size"] == AUTO:
         quarter = 2 ** int(math.log2(max(smallest // 4, 1)))
         values["batch_size"] = min(most, max(quarter, _LEAST_BATCH))
+    epoch = math.ceil(smallest / (values["batch_size"] or most))
     if values["local_epochs"] == AUTO:
-        epoch = math.ceil(max(smallest, 1) / (values["batch_size"] or most))
         values["local_epochs"] = min(math.ceil(_WANTED / epoch), _MOST_EPOCHS)
+    if values["rounds"] == AUTO:
+        epochs = values["local_epochs"]
+        enough = min(math.ceil(_IN_ALL.get(task, _IN_ALL_ELSE) / (epochs * epoch)), _MOST_ROUNDS)
+        values["rounds"] = max(min(enough, _MOST_IMAGES // (epochs * max(sum(sizes), 1))), _LEAST_ROUNDS)
     return values
+
+
+def why(chosen: Mapping[str, Any], run: Run) -> tuple[str, ...]:
+    """Return a line on a run's rounds where its protocol left them open, and nothing where not."""
+    if chosen["rounds"] != AUTO:
+        return ()
+    least = min(len(ids["train"]) for ids in run.partition.sites.values())
+    count = run.rounds * run.local_epochs * math.ceil(least / run.batch_size)
+    told = f"fitted to the smallest site, whose {least} training images then make {count} steps in all"
+    return (f"{run.rounds} rounds, {told}; --rounds N for another number",)
 
 
 def steps(run: Run) -> str:
@@ -46,7 +65,7 @@ def steps(run: Run) -> str:
     if least >= FEW or run.method == "central":
         return line
     name = min(each, key=lambda site: each[site])
-    better = fitted({"batch_size": AUTO, "local_epochs": AUTO}, counts[name], run.batch_size)
+    better = fitted({"batch_size": AUTO, "local_epochs": AUTO, "rounds": 1}, [counts[name]], run.batch_size, "")
     advice = f"--batch-size {better['batch_size']} --local-epochs {better['local_epochs']}"
     return f"{line}; few at {name}, which has {counts[name]} training images: more are had with {advice}"
 

@@ -34,7 +34,7 @@ from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
 from medfl.runs import initial_weights, text_record
-from medfl.runs.pace import fitted
+from medfl.runs.pace import fitted, why
 from medfl.runs.public_data import PublicPlan, plan_public
 
 
@@ -122,8 +122,8 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         name: protocol[name] if (value := getattr(request, name)) is None else value
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
     }
-    schedule = {"rounds": int(chosen["rounds"])} if methods.has_option(request.method, "rounds") else {}
-    method = methods.load(request.method, {**schedule, **options_for(protocol, request.method), **request.options})
+    given = {**options_for(protocol, request.method), **request.options}
+    methods.load(request.method, given)  # refused before the images are looked for
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
     seed, split = request.seed, protocol["split"]
@@ -139,7 +139,9 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
     )
     held = partition.to_ids(sections)
     sizes = {name: len(ids["train"]) for name, ids in held.items()}
-    chosen = fitted(chosen, min(sizes.values()), bundle.batch_size)
+    settled = fitted(chosen, sizes.values(), bundle.batch_size, bundle.task)
+    schedule = {"rounds": int(settled["rounds"])} if methods.has_option(request.method, "rounds") else {}
+    method = methods.load(request.method, {**schedule, **given})
     asked, method = methods.values_of(method), methods.settled(method, sizes)
     for own in {repr(own): own for own in methods.site_networks(method, [*held]).values() if own}.values():
         without_data(request.bundle, {**config, **own}, device, policy)
@@ -162,16 +164,16 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         public=public.record if public else None,
         text=text,
         adapted=bundle.adapted,
-        cohort=float(chosen["cohort"]),
-        rounds=int(chosen["rounds"]),
-        local_epochs=int(chosen["local_epochs"]),
-        batch_size=int(chosen["batch_size"] or bundle.batch_size),
-        lr=None if chosen["lr"] is None else float(chosen["lr"]),
-        lr_decay=float(chosen["lr_decay"]),
+        cohort=float(settled["cohort"]),
+        rounds=int(settled["rounds"]),
+        local_epochs=int(settled["local_epochs"]),
+        batch_size=int(settled["batch_size"] or bundle.batch_size),
+        lr=None if settled["lr"] is None else float(settled["lr"]),
+        lr_decay=float(settled["lr_decay"]),
         **{**as_asked, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
     )
     taken = tuple(f"{name}={options[name]}, by the sites' sizes" for name in options if options[name] != asked[name])
-    notes = opened.notes + taken + tuple(public.notes(bundle, sections) if public else ())
+    notes = opened.notes + taken + why(chosen, run) + tuple(public.notes(bundle, sections) if public else ())
     return Plan(run, bundle, method, notes, public)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import medfl
 from medfl.bundle import starter
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
@@ -195,6 +196,19 @@ def test_a_bundle_that_cannot_be_divided_is_refused(done: tuple, tmp_path: Path)
         file.write_text(file.read_text().replace("splitting: null", "split: null"))
     with pytest.raises(InputError, match="does not make folds"):
         folds.cross_validate(str(other), 3, requested={**SMALL, "data": str(data)}, out=tmp_path / "out")
+
+
+def test_another_fault_about_a_split_keeps_its_own_words(done: tuple, tmp_path: Path) -> None:
+    data, bundle, _, _ = done
+    asked = {"requested": {**SMALL, "data": str(data)}, "config": {"'split'": 1}, "out": tmp_path / "out"}
+    with pytest.raises(InputError, match=r"^configuration id \"'split'\" of bundle 'mine'"):
+        folds.cross_validate(str(bundle), 3, **asked)
+
+
+def test_folds_in_python_are_a_call_of_their_own(done: tuple) -> None:
+    for call in (lambda: medfl.run("mednist", folds=5), lambda: medfl.compare("mednist", ["fedavg"], out="x", folds=5)):
+        with pytest.raises(InputError, match=r"^folds=5; a cross-validation .* use medfl\.runs\.cross_validate\("):
+            call()
 
 
 def test_sections_of_a_table_are_no_folds(done: tuple, tmp_path: Path) -> None:

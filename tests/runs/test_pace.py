@@ -14,6 +14,7 @@ from medfl.runs.launch import federate
 from medfl.runs.pace import AUTO, FEW, fitted, steps, still_rising
 
 OPEN = {"batch_size": AUTO, "local_epochs": AUTO, "rounds": 10}
+TASK = "segmentation"
 
 
 @pytest.mark.parametrize(
@@ -21,15 +22,31 @@ OPEN = {"batch_size": AUTO, "local_epochs": AUTO, "rounds": 10}
     [(7, 8, 2, 5), (1, 8, 2, 10), (0, 8, 2, 10), (40, 8, 8, 4), (210, 8, 8, 1), (5000, 8, 8, 1), (9, 2, 2, 4)],
 )
 def test_batch_and_epochs_give_the_smallest_site_steps(smallest: int, most: int, batch: int, epochs: int) -> None:
-    values = fitted(OPEN, smallest, most)
+    values = fitted(OPEN, [smallest, 5000], most, TASK)
     assert values == {"batch_size": batch, "local_epochs": epochs, "rounds": 10}
     if smallest >= 4:
         assert epochs * math.ceil(smallest / batch) >= FEW
 
 
 def test_what_is_given_stays() -> None:
-    assert fitted({"batch_size": 8, "local_epochs": 1}, 7, 8) == {"batch_size": 8, "local_epochs": 1}
-    assert fitted({"batch_size": 8, "local_epochs": AUTO}, 7, 8) == {"batch_size": 8, "local_epochs": 10}
+    given = {"batch_size": 8, "local_epochs": 1, "rounds": 3}
+    assert fitted(given, [7], 8, TASK) == given
+    assert fitted({**given, "local_epochs": AUTO}, [7], 8, TASK) == {**given, "local_epochs": 10}
+    assert fitted({**OPEN, "rounds": AUTO, "local_epochs": 1}, [7], 8, TASK)["rounds"] == 30
+
+
+@pytest.mark.parametrize(
+    ("sizes", "task", "rounds"),
+    [
+        ([7, 7, 7], "segmentation", 12),  # 20 steps a round
+        ([180, 180, 180], "classification", 28),  # 23
+        ([0, 8], "classification", 30),
+        ([5000, 9000], "classification", 5),  # 625
+        ([10] * 100, "segmentation", 5),  # 4000 images a round
+    ],
+)
+def test_rounds_give_the_smallest_site_steps_within_limits(sizes: list[int], task: str, rounds: int) -> None:
+    assert fitted({**OPEN, "rounds": AUTO}, sizes, 8, task)["rounds"] == rounds
 
 
 def a_run(counts: dict[str, int], batch: int, epochs: int, method: str = "fedavg") -> SimpleNamespace:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import struct
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,52 @@ def test_nothing_imports_it_unasked(folder: RunFolder, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
     importlib.reload(wandb_runs)
     assert play(folder, None, range(1, 3)) == []
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a .wandb file: after 7 bytes a log in blocks of 32 KiB of chunks, as LevelDB writes them."""
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        if (left := 2**15 - at % 2**15) < 7 or not kind:
+            at += left
+            continue
+        whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or the last of several
+            yield whole
+            whole = b""
+
+
+def offline(folder: RunFolder) -> tuple[dict[str, Any], dict[int, dict[str, float]], list[int]]:
+    """Read what the real package wrote offline, by its own schema: settings, numbers by round, and exit codes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    config, told, ended = dict[str, Any](), dict[int, dict[str, float]](), list[int]()
+    for file in sorted(folder.path.glob("wandb/offline-run-*/run-*.wandb")):
+        for record in map(Record.FromString, records(file.read_bytes())):
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            if row:
+                told[record.history.step.num] = {name: v for name, v in row.items() if not name.startswith("_")}
+            ended += [record.exit.exit_code] if record.HasField("exit") else []
+    return config, told, ended
+
+
+def test_the_package_itself_writes_the_numbers_and_settings(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("wandb", reason="Weights & Biases is not installed: pip install 'medfl[wandb]'")
+    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("CACHE_DIR", str(tmp_path / "cache"))):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    assert len(play(folder, "wandb:lungs", range(1, 3))) == 1
+    assert len(play(folder, None, range(3, 5))) == 1
+    config, told, ended = offline(folder)
+    assert told == {round_: pytest.approx(scalars(entry(round_))) for round_ in range(1, 5)}
+    assert (config["options.mu"], config["sites"], config["runtime"], config["method"]) == (
+        0.1,
+        3,
+        "simulator",
+        "fedprox",
+    )
+    assert not any(text in json.dumps(config) for text in ("/data/toy", "/bundles/toy"))
+    assert ended == [0, 0]

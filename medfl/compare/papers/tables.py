@@ -45,6 +45,7 @@ from medfl.compare.grid import Grid
 from medfl.compare.papers import ROOT, check_name
 from medfl.core.errors import InputError
 from medfl.report import RunFiles
+from medfl.runs.pace import AUTO
 
 AVERAGE = "average"
 """The partition of figures that are means over all partitions."""
@@ -173,6 +174,8 @@ def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid
     full = grid.requested.get("rounds")
     if full is None:
         full = resolved(grid.bundle, protocol, grid.requested.get("presets", ()))["rounds"]
+    if full == AUTO:
+        raise InputError(f"--scale {factor:g} of rounds that are fitted", "a number of rounds", "add --rounds N")
     rounds = max(1, math.ceil(factor * int(full) - 1e-9))
     text = f"{rounds} of {full} rounds" if rounds < int(full) else f"all {full} rounds"
     requested = {**grid.requested, "rounds": rounds}
