@@ -6,7 +6,7 @@ its own, twice: with 1 round and with 1 + N. The difference gives the seconds of
 the short run is start-up: interpreter, imports, data, the first round's extra work, saving. The accuracy of each
 system's final weights on the pooled test images is in the row, so that nobody is fast by doing something else.
 
-    pip install 'medfl[bench,flare]'
+    pip install 'medfl-monai[bench,flare]'
     python benchmarks/peers.py [--json] [--rounds 5] [--repeats 3] [--networks small_cnn,resnet18] [--systems ...]
 """
 

@@ -9,7 +9,7 @@ is the largest resident size of any process of its kind. Bytes on the wire are w
 own processes took in between the first and the last round, FLARE's own talk among them, over the encoded messages of
 these rounds; other traffic does not count.
 
-    pip install 'medfl[flare]'
+    pip install 'medfl-monai[flare]'
     python benchmarks/runtime_cost.py [--json] [--rounds 6] [--networks resnet18,unet8] [--runtimes ...] [--images 60]
 """
 

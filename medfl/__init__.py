@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from medfl.core.importing import lazy_names
+from medfl.core.release import VERSION
 
 if TYPE_CHECKING:
     from medfl.bundle.bundle import Bundle as Bundle
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from medfl.training.site import Host as Host
     from medfl.training.site import Site as Site
 
+__version__ = VERSION
 __all__, _load = lazy_names(__name__)
 
 

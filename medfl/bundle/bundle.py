@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from medfl.bundle.prompts import Text, read_text
 from medfl.bundle.sections import SECTIONS, Section, Sections, check_labels
 from medfl.core.errors import InputError
 from medfl.core.places import cache_folder
+from medfl.core.release import version_of
 from medfl.core.seeding import stream
 from medfl.data.disk_cache import DiskCache, budget, sample_key
 from medfl.data.prepare import prepare
@@ -232,7 +232,7 @@ class Bundle:
         if not (source.is_list and source.fixed):
             return None
         overrides = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
-        versions = {name: version(name) for name in ("medfl", "monai", "torch")}
+        versions = {name: version_of(name) for name in ("medfl", "monai", "torch")}
         parts = [self.sha256, overrides, "train" if section == "train" else "evaluate", versions]
         return DiskCache(cache_folder("prepared"), lambda index: sample_key(parts, source.entries[index]), budget())
 

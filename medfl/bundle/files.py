@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -27,8 +26,9 @@ _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it w
 
 
 def shipped_root() -> Path | None:
-    """Return the folder of the shipped bundles: beside the package in a checkout, under the prefix when installed."""
-    folders = Path(__file__).resolve().parents[2] / "bundles", Path(sys.prefix) / "share" / "medfl" / "bundles"
+    """Return the folder of the shipped bundles: in the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    folders = package / "shipped", package.parent / "bundles"
     return next((folder for folder in folders if folder.is_dir()), None)
 
 

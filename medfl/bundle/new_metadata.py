@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+from medfl.core.release import version_of
 
 if TYPE_CHECKING:
     from medfl.bundle.starter import Survey
@@ -37,7 +38,7 @@ def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]
         "dtype": "float32", "value_range": [0, 1], "is_patch_data": seen.kind == "volumes",
         "channel_def": {str(index): text for index, text in enumerate(seen.classes)},
     }  # fmt: skip
-    known = {package: metadata.version(package) for package in ("medfl", "monai", "torch", "numpy")}
+    known = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
     return {
         "schema": SCHEMA,
         "version": "0.1.0",

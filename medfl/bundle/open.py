@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from medfl.bundle.parts import PartsBundle, opened
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.places import cache_folder
+from medfl.core.release import VERSION
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
@@ -39,7 +39,7 @@ _INSTEAD = {
 
 def phantom_folder(name: str) -> Path:
     """Return the phantom cohort of a data set, drawn once per user into the cache folder ($XDG_CACHE_HOME/medfl)."""
-    folder = cache_folder("phantom") / f"{name}-{metadata.version('medfl')}"
+    folder = cache_folder("phantom") / f"{name}-{VERSION}"
     if not datasets.is_phantom(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         datasets.write_phantom(name, folder)

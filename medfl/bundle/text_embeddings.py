@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from medfl.bundle.prompts import Text
 from medfl.core.errors import InputError
 from medfl.core.places import cache_folder
+from medfl.core.release import pip_install
 from medfl.core.seeding import stream
 from medfl.core.storage import weights_sha256, write_atomic
 
@@ -247,7 +248,7 @@ def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool
         raise InputError(
             f"{what} needs {error.name or error}",
             f"it is read with {reader}",
-            f"pip install 'medfl[teachers]', or {instead}",
+            f"{pip_install('teachers')}, or {instead}",
         ) from error
     except Exception as error:  # hub, safetensors, tokenizers and network errors have no common base
         text = " ".join(str(error).replace(";", ",").split())

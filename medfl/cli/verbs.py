@@ -10,12 +10,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import metadata
 from typing import Any
 
 from medfl.cli import catalogue, compare, concepts, data, export, flare, new, predict, report, run, site, subgroups
 from medfl.cli.parser import Parser, warn
 from medfl.core.errors import MedflError
+from medfl.core.release import VERSION
 
 EXAMPLES = """\
 examples
@@ -84,7 +84,7 @@ def parser() -> Parser:
         description="Federated training of MONAI bundles across sites that may not share data.",
         epilog=EXAMPLES,
     )
-    whole.add_argument("--version", action="version", version=f"medfl {metadata.version('medfl')}")
+    whole.add_argument("--version", action="version", version=f"medfl {VERSION}")
     whole.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verbs = whole.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
     for module in VERBS:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import numpy as np
 
@@ -24,18 +24,21 @@ from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Record, Rule, W
 from medfl.datasets.readers.tables import Layout, Table, several
 
 
-class Item(TypedDict):
-    """One entry of a data list. `group` is the patient or lesion, or `id` where it is not known.
-
-    `label` is the class, or in segmentation where the reference mask lies; `size` the number of pixels or voxels.
-    """
-
+class _Item(TypedDict):
     image: str
     label: int | str
     id: str
     centre: str
     group: str
-    size: NotRequired[int]
+
+
+class Item(_Item, total=False):
+    """One entry of a data list. `group` is the patient or lesion, or `id` where it is not known.
+
+    `label` is the class, or in segmentation where the reference mask lies; `size` the number of pixels or voxels.
+    """
+
+    size: int
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.new_metadata import SCHEMA
 from medfl.bundle.open import PHANTOM
+from medfl.core.release import version_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_rows
 from medfl.evaluation.mask_metrics import KINDS, slug
@@ -193,7 +194,7 @@ _PACKAGES = {"monai": "monai", "pytorch": "torch", "numpy": "numpy"}
 
 def _version(package: str) -> str:
     try:
-        return metadata.version(package).partition("+")[0]
+        return version_of(package).partition("+")[0]
     except metadata.PackageNotFoundError:
         return ""
 

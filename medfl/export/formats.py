@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError
+from medfl.core.release import pip_install
 from medfl.core.storage import write_atomic
 
 LIMITS = {"torchscript": 1e-5, "onnx": 1e-4}
 """Format -> the largest allowed difference of a probability (in other tasks: of an output)."""
 FILES = {"torchscript": "models/model.ts", "onnx": "models/model.onnx"}
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
-_EXTRA = 'pip install "medfl[export]"'
 
 Inferer = Callable[..., Any]
 Activation = Callable[[Tensor], Tensor]
@@ -48,7 +48,9 @@ def parse_formats(text: str) -> tuple[str, ...]:
     if missing:
         others = ",".join(name for name in names if name != "onnx") or "none"
         raise InputError(
-            f"--formats onnx without {', '.join(missing)}", _EXTRA, f"install it, or use --formats {others}"
+            f"--formats onnx without {', '.join(missing)}",
+            pip_install("export"),
+            f"install it, or use --formats {others}",
         )
     return names
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError, RunError
+from medfl.core.release import pip_install
 from medfl.core.run import Run
 from medfl.core.run_documents import read_summary
 from medfl.core.terminal import Print
@@ -39,7 +40,7 @@ def require_flare() -> None:
     try:
         import nvflare  # noqa: F401
     except ImportError as error:
-        raise InputError("the runtime flare", "it needs NVIDIA FLARE", "pip install 'medfl[flare]'") from error
+        raise InputError("the runtime flare", "it needs NVIDIA FLARE", pip_install("flare")) from error
 
 
 def recipe(run: Run, carried: Sequence[Path], clients: list[str], controller: Any, executor: Any, least: int) -> Any:

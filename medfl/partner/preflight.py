@@ -24,6 +24,7 @@ from medfl.bundle.sections import SECTIONS
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.places import cache_folder
+from medfl.core.release import version_of
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.untrusted import printable
 from medfl.data import on_device
@@ -192,7 +193,7 @@ def _check_packages(report: Preflight, bundle: Bundle) -> None:
     wanted |= {str(k): str(v) for k, v in (bundle.metadata.get("required_packages_version") or {}).items()}
     for package, least in wanted.items():
         try:
-            here = metadata.version(package)
+            here = version_of(package)
         except metadata.PackageNotFoundError:
             advice = f"install {printable(package)} {printable(least)}"
             report.add("versions", WARNING, f"{printable(package)} is not installed", advice)

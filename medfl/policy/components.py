@@ -6,7 +6,7 @@ be a listed object, compared by identity however it was spelled. That object, no
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -79,7 +79,9 @@ def component(target: str) -> Callable[..., Any]:
     module, _, name = target.rpartition(".")
     found = listed.get(id(_in_module(module, name)))
     if found is None:
-        raise refused
+        package = module.partition(".")[0]
+        absent = package in _PACKAGES and importlib.util.find_spec(package) is None
+        raise Refused(f"_target_ {printable(target)!r} of {package}, which is not installed") if absent else refused
     return found
 
 
@@ -159,6 +161,8 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
                 identities[id(found)] = found
     for path in COMPONENTS:
         module_name, _, name = path.rpartition(".")
+        if importlib.util.find_spec(module_name.partition(".")[0]) is None:
+            continue  # torchvision is optional
         found = getattr(importlib.import_module(module_name), name, None)
         if _of_package(found, path.partition(".")[0]):
             identities[id(found)] = found

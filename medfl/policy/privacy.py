@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError, RunError
+from medfl.core.release import pip_install
 from medfl.core.storage import write_atomic
 from medfl.core.untrusted import Refused, json_values, printable
 
@@ -46,7 +47,7 @@ def epsilon_of(replies: Mapping[float, int], delta: float) -> float:
         from dp_accounting import rdp
     except ImportError as error:
         raise InputError(
-            "a policy with clip and noise", "dp_accounting computes epsilon", "pip install medfl[privacy]"
+            "a policy with clip and noise", "dp_accounting computes epsilon", pip_install("privacy")
         ) from error
     if not any(replies.values()):
         return 0.0

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.forms import device
+from medfl.core.release import version_of
 from medfl.core.run import PartitionRecord, Run
 from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits
 from medfl.core.terminal import Print
@@ -281,7 +281,7 @@ def _recorded_data(run: Run, known: bool) -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    return {name: metadata.version(name) for name in ("medfl", "torch", "monai", "numpy")}
+    return {name: version_of(name) for name in ("medfl", "torch", "monai", "numpy")}
 
 
 def _items(bundle: Bundle) -> dict[str, list[Any]]:

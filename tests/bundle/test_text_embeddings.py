@@ -314,7 +314,7 @@ def test_a_missing_model_gives_the_two_ways_out(
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "open_clip", None)
     pytest.importorskip("huggingface_hub")
-    with pytest.raises(InputError, match=r"'clip' needs open_clip; .*; pip install 'medfl\[teachers\]'"):
+    with pytest.raises(InputError, match=r"'clip' needs open_clip; .*; pip install 'medfl-monai\[teachers\]'"):
         build("clip", TEXT)
 
 

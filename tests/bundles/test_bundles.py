@@ -7,7 +7,6 @@ import csv
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from medfl.core.task import Task
 from medfl.datasets import own as own_data
 from medfl.methods import load
 from medfl.networks.heads import feature_size
+from tests.support.packaged import packaged_files
 from tests.support.programs import python_path
 from tests.support.sweeps import mostly_slow
 
@@ -120,26 +120,25 @@ def test_families_are_found_by_the_names_of_their_bundles(tmp_path: Path, monkey
     assert Bundle(str(BUNDLES / "natural" / "cifar10")).is_shipped
     with pytest.raises(InputError, match="bundle 'natural'; shipped bundles are brain_tissue, cifar10, cifar100"):
         Bundle("natural")
-    shutil.copytree(BUNDLES / "natural" / "mnist", tmp_path / "share" / "medfl" / "bundles" / "natural" / "mnist")
-    assert not Bundle(str(tmp_path / "share" / "medfl" / "bundles" / "natural" / "mnist")).is_shipped
-    monkeypatch.setattr(bundle_files, "shipped_root", lambda: tmp_path / "share" / "medfl" / "bundles")
+    installed = tmp_path / "medfl" / "shipped"
+    shutil.copytree(BUNDLES / "natural" / "mnist", installed / "natural" / "mnist")
+    assert not Bundle(str(installed / "natural" / "mnist")).is_shipped
+    monkeypatch.setattr(bundle_files, "shipped_root", lambda: installed)
     assert shipped() == ("mnist",)
     assert Bundle("mnist").root.is_relative_to(tmp_path)
     assert Bundle("mnist").is_shipped
 
 
 def test_every_file_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """setup.py puts all files of each bundle into the same place below share/medfl, and nothing else."""
-    told: dict[str, list[tuple[str, list[str]]]] = {}
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("setuptools.setup", lambda **options: told.update(options))
-    runpy.run_path("setup.py")
-    installed = {Path(folder, Path(file).name): Path(file) for folder, files in told["data_files"] for file in files}
-    assert all(target == "share" / Path("medfl") / file for target, file in installed.items())
+    """The package `medfl.shipped` has all files of each bundle where they lie in bundles/, and nothing else."""
+    installed = packaged_files(monkeypatch)
+    shipped_files = {path for path in installed if path.parts[:2] == ("medfl", "shipped")}
     written = {"models", "output"}
-    for root in FOLDERS.values():
-        files = {path for path in root.rglob("*") if path.is_file() and path.relative_to(root).parts[0] not in written}
-        assert {path.relative_to(ROOT) for path in files} <= set(installed.values())
+    wanted = set()
+    for root in [*FOLDERS.values(), BUNDLES / "medsam_teacher"]:
+        files = [path for path in root.rglob("*") if path.is_file() and path.relative_to(root).parts[0] not in written]
+        wanted |= {Path("medfl/shipped", path.relative_to(BUNDLES)) for path in files}
+    assert shipped_files == wanted
 
 
 @every_bundle

@@ -457,7 +457,7 @@ def test_formats_are_a_list_of_what_is_installed(monkeypatch: pytest.MonkeyPatch
         parse_formats("tensorrt")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert parse_formats("torchscript") == ("torchscript",)
-    with pytest.raises(InputError, match=r'without onnx, .*; pip install "medfl\[export\]"; install it, or use '):
+    with pytest.raises(InputError, match=r"without onnx, .*; pip install .medfl-monai\[export\].; install it, or use "):
         parse_formats("torchscript,onnx")
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 pytest.importorskip("nvflare")
-pytest.importorskip("tenseal", reason="homomorphic encryption needs TenSEAL: pip install 'medfl[encryption]'")
+pytest.importorskip("tenseal", reason="homomorphic encryption needs TenSEAL: pip install 'medfl-monai[encryption]'")
 
 import tenseal as ts
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable

@@ -207,7 +207,7 @@ def test_without_mlflow_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
     for name in [name for name in sys.modules if name == "mlflow" or name.startswith("mlflow.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(InputError, match=r"--track mlflow; it needs MLflow; pip install 'medfl\[mlflow\]'"):
+    with pytest.raises(InputError, match=r"--track mlflow; it needs MLflow; pip install 'medfl-monai\[mlflow\]'"):
         parse("mlflow")
 
 

@@ -119,7 +119,7 @@ def test_what_is_cut_short_is_said(folder: RunFolder, server: Server) -> None:
 
 def test_without_it_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r"--track wandb; it needs Weights & Biases; pip install 'medfl\[wandb\]'"):
+    with pytest.raises(InputError, match=r"--track wandb; it needs .*; pip install 'medfl-monai\[wandb\]'"):
         parse("wandb")
     with pytest.raises(InputError, match="mlflow or mlflow:URI, wandb or wandb:PROJECT"):
         parse("wandb:")

@@ -4,7 +4,7 @@ Provisions a FLARE federation with keys for homomorphic encryption, starts a ser
 own with TLS on 127.0.0.1, trains a shipped bundle on drawn images, compares the mean that a site decrypts at the end
 with the simulator's, and says what the server had, how large it was and how long it took. See docs/deploy.md.
 
-    pip install 'medfl[flare,encryption]'
+    pip install 'medfl-monai[flare,encryption]'
     python docs/examples/encrypted/run.py [--json] [--method fedavg] [--network small_cnn] [--sites 2] [--rounds 2]
         [--out runs/encrypted]
 """
@@ -28,6 +28,7 @@ import torch
 from medfl import methods
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.places import require_unused
+from medfl.core.release import pip_install
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_weights
 from medfl.flare.files import participants
@@ -59,7 +60,7 @@ def executed(
     """
     require_flare()
     if find_spec("tenseal") is None:
-        raise InputError("encrypted averages", "they need TenSEAL", "pip install 'medfl[encryption]'")
+        raise InputError("encrypted averages", "they need TenSEAL", pip_install("encryption"))
     import tenseal  # type: ignore[import-untyped]
     from encrypted_server import BUILDER, NEEDED, SERVER_KEYS, SITE_KEYS, job
     from encrypted_site import MEAN, RULES, SITES, EncryptedSite

@@ -3,7 +3,7 @@
 FLARE's server knows nothing of medfl: it averages tensors. Its first model is a file of the run's initial weights; the
 recipe asks for a module besides, of which it takes the class name only. See docs/deploy.md.
 
-    pip install 'medfl[flare]'
+    pip install 'medfl-monai[flare]'
     python docs/examples/stock_flare/job.py [--json] [--bundle mednist] [--config id=value ...] [--sites 2] [--rounds 2]
         [--out runs/stock_flare]
 """

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.release import pip_install
 from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
 from medfl.runtimes.output.events import scalars
@@ -123,7 +124,7 @@ def parse(text: str) -> tuple[type[Tracker], str | None]:
     try:
         importlib.import_module(module)
     except ImportError as error:
-        raise InputError(f"--track {text}", f"it needs {words}", f"pip install 'medfl[{kind}]'") from error
+        raise InputError(f"--track {text}", f"it needs {words}", pip_install(kind)) from error
     return made, place or None
 
 

@@ -216,7 +216,7 @@ def test_masks_are_not_for_clip(tmp_path: Path) -> None:
 def test_a_missing_package_is_told(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    text = r"teacher 'biomedclip' needs open_clip; .*; pip install 'medfl\[teachers\]', or let a run stand in"
+    text = r"teacher 'biomedclip' needs open_clip; .*; pip install 'medfl-monai\[teachers\]', or let a run stand in"
     with pytest.raises(InputError, match=text):
         foundation.open_clip_teacher("biomedclip", "", bundle, CPU)
 

@@ -1,0 +1,26 @@
+"""What this release is called, and its version.
+
+The distribution is not called like the package: `medfl` on the Python Package Index is MEDfl, another project.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+DISTRIBUTION = "medfl-monai"
+VERSION = "0.6.0"
+"""Read by setup.cfg too. Part of every run's hash."""
+
+
+def pip_install(*extras: str) -> str:
+    """Return the command that installs medfl with these extras."""
+    return f"pip install '{DISTRIBUTION}{'[' + ','.join(extras) + ']' if extras else ''}'"
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed distribution; of `medfl` ours, also where MEDfl is installed beside it.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: it is not installed.
+    """
+    return VERSION if package in ("medfl", DISTRIBUTION) else metadata.version(package)
