@@ -10,7 +10,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.terminal import bar
 from medfl.datasets import own
-from medfl.datasets.readers import pairs, volumes
+from medfl.datasets.readers import own_folder, pairs, volumes
 from medfl.datasets.readers.checking import CheckReport, counted, warnings_of
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
@@ -94,6 +94,7 @@ def _notes(place: Path, ids: Mapping[str, Any], found: own.Found, records: Seque
     unknown = bool(records) and all(record.group == record.id for record in records)
     groups = len({record.group for record in records})
     patients = (own.UNKNOWN_PATIENTS,) if unknown else (f"{groups} patients, each in one section",) if records else ()
+    patients = (*own_folder.odd(place), *patients)
     if ids.get("masks") or ids.get("labels"):
         return (*found.notes, *patients)
     return (*found.notes, *own.beside_classes(place, found.records), *patients)

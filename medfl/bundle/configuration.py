@@ -28,6 +28,7 @@ from medfl.bundle.files import read
 from medfl.bundle.guarded import guarded_parser
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import stream
+from medfl.core.untrusted import printable
 from medfl.policy.policy import Policy
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
@@ -113,6 +114,8 @@ class Configuration:
     def _harmless(self, node: Any, key: str = "") -> Any:
         if isinstance(node, list):
             return [self._harmless(value) for value in node]
+        if isinstance(node, str) and node.startswith("%") and not self._policy.trusted:
+            self._refuse_file(node)
         if not isinstance(node, Mapping):
             return habits.on_device(key, node, self._device) if isinstance(node, str) else node
         safe, target = {key: self._harmless(value, key) for key, value in node.items()}, target_name(node)
@@ -130,6 +133,12 @@ class Configuration:
             self.dropped.add(target)
             return {"_target_": node["_target_"], "_disabled_": True}
         return safe
+
+    def _refuse_file(self, macro: str) -> None:
+        if ConfigParser.split_path_id(macro[1:])[0]:
+            raise InputError(
+                f"{printable(macro)!r}, a part of another file", "ids of this configuration", "write it out"
+            )
 
     # Looking without evaluating
 

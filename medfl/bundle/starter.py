@@ -213,7 +213,7 @@ def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:
     divided = own.sections_of(place, found, group_by)
     tested = {record.label for record, section in divided if section == "test"}
     untested = [f"{name} ({counts[k]})" for k, name in enumerate(found.classes) if k not in tested]
-    notes = [*found.notes, *depths(seen), *repeats(seen, found.records)]
+    notes = [*found.notes, *own_folder.odd(place), *depths(seen), *repeats(seen, found.records)]
     if not layout.labels:
         notes[:0] = own.beside_classes(place, found.records)
     notes += [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
@@ -278,7 +278,7 @@ def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progr
     counts = tuple(sum(k in one for one in present) for k in range(len(names)))
     absent = [str(k) for k, count in enumerate(counts) if k and not count]
     endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
-    notes = own_folder.of_pairs(place, other, records, endings)
+    notes = (*own_folder.of_pairs(place, other, records, endings), *own_folder.odd(layout.folder))
     notes += (f"no mask has the values {', '.join(absent)}",) if absent else ()
     shown = [one for _, one in seen]
     notes += repeats(shown, records)

@@ -14,6 +14,7 @@ from tabulate import LATEX_ESCAPE_RULES, tabulate
 
 from medfl.compare.comparison import Column, Comparison, MeanSd, PairedTest, Row
 from medfl.compare.cost_curves import cost_curves
+from medfl.core.names import as_cell
 from medfl.core.run_folder import safe_file_name
 from medfl.core.storage import write_atomic
 from medfl.evaluation import metrics
@@ -100,7 +101,7 @@ def as_csv(comparison: Comparison) -> str:
             values = [column.read(run) for column in comparison.columns]
             source, run_hash = run.record["data"]["source"], (run.summary or {}).get("run_hash", "")
             about = [row.partition, row.method, seed, source, run_hash, str(run.path)]
-            writer.writerow([*about, *("" if value is None else repr(value) for value in values)])
+            writer.writerow([*map(as_cell, about), *("" if value is None else repr(value) for value in values)])
     return file.getvalue()
 
 

@@ -20,7 +20,8 @@ from medfl.core.untrusted import printable
 _UNFIT = re.compile(r'[%/\\:*?"<>|\x00-\x1f\x7f]|^\.|[. ]$')
 """What cannot stand in a file name on some system, a name's first or last dot, and what marks that it was replaced."""
 _LONGEST = 180  # bytes of a file name, endings not counted
-_FORMULA = re.compile(r"[=@]|[+-].*[(|]")
+_FORMULA = re.compile(r"\s*(?:[=@]|[+-].*[(|])", re.DOTALL)
+_AS_TEXT = "'"  # before what a spreadsheet would compute
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _ANY = "*"
 _named: set[str] = set()
@@ -56,6 +57,17 @@ def is_plain_text(text: str) -> bool:
 def is_formula(text: str) -> bool:
     """Tell whether a spreadsheet would compute a text instead of showing it."""
     return bool(_FORMULA.match(text))
+
+
+def as_cell(value: Any) -> Any:
+    """Return a value as a cell of a table: a formula, perhaps the name of somebody's file or centre, as text."""
+    is_code = isinstance(value, str) and is_formula(value.lstrip(_AS_TEXT))
+    return f"{_AS_TEXT}{value}" if is_code else value
+
+
+def from_cell(text: str) -> str:
+    """Invert `as_cell`."""
+    return text[1:] if text[:1] == _AS_TEXT and is_formula(text.lstrip(_AS_TEXT)) else text
 
 
 def readable_file_name(name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from medfl.core.errors import InputError
-from medfl.core.names import refuse_unnamed
+from medfl.core.names import from_cell, refuse_unnamed
 from medfl.core.run import Run
 from medfl.core.type_checks import Count, type_errors
 from medfl.core.untrusted import Refused, printable, read_bytes, read_json, read_json_bytes, read_table
@@ -207,7 +207,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[s
     for number, row in rows:
         if None in row or (path.name == "sites.csv" and not row.get("site")):
             raise damaged(path, f"line {number} does not fit its header")
-    return [(number, {name: cell or "" for name, cell in row.items()}) for number, row in rows]
+    return [(number, {name: from_cell(cell or "") for name, cell in row.items()}) for number, row in rows]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

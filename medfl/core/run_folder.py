@@ -24,7 +24,7 @@ import torch
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
-from medfl.core.names import readable_file_name
+from medfl.core.names import as_cell, readable_file_name
 from medfl.core.places import require_run, require_unused
 from medfl.core.run import Run
 from medfl.core.run_documents import MANIFEST, read_manifest, read_round, read_run, round_lines
@@ -267,12 +267,12 @@ class RunFolder:
         self._json("summary.json", summary)
 
     def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a CSV file with the columns of all rows in order of appearance."""
+        """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""
         columns = list(dict.fromkeys(key for row in rows for key in row))
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({key: as_cell(value) for key, value in row.items()} for row in rows)
         write_atomic(self.path / name, text.getvalue().encode())
 
     def write_picture(self, name: str, png: bytes) -> None:

@@ -175,7 +175,7 @@ def notes(folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[s
     if used != {record.image for record in found.records}:
         return ()
     unknown = grouping.are_unknown(items)
-    return (*found.notes, *((UNKNOWN_PATIENTS,) if unknown else ()))
+    return (*found.notes, *own_folder.odd(root), *((UNKNOWN_PATIENTS,) if unknown else ()))
 
 
 NO_PATIENTS = (

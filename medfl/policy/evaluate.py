@@ -259,6 +259,8 @@ class Evaluator:
             raise Refused(f"{printable(place)}, a URL: nothing is fetched")
         if not any(path.is_relative_to(root) for root in self.roots):
             raise ElsewhereRefused(f"the path {printable(place)}, which is neither below the bundle nor below its data")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise Refused(f"the path {printable(place)}, a pipe or a device, which would be waited for")
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,7 @@ from medfl.core.places import require_unused
 from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
 from medfl.data.prepared import Geometry, Prepared, Shard
+from medfl.datasets.readers import own_folder
 from medfl.datasets.readers.unlabelled import without_ending
 from medfl.datasets.readers.volumes import is_nifti
 from medfl.evaluation import save_masks
@@ -98,6 +99,9 @@ def predict(
     folder = Path(out).expanduser()
     require_unused(folder, advice="give a new folder")
     predictor = open_predictor(model, which, site, device, say)
+    for place in [images] if isinstance(images, str | Path) else images:
+        for line in own_folder.odd(Path(place).expanduser()) if isinstance(place, str | Path) else ():
+            say(f"note: {place}: {line}")
     with new_images.as_files(images, predictor.metadata) as files:
         known = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):

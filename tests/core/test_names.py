@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.core.names import check_name, is_name, readable_file_name
+from medfl.core.names import as_cell, check_name, from_cell, is_name, readable_file_name
 from medfl.core.places import default_run_folder
 from medfl.runs import launch
 
@@ -64,3 +64,16 @@ def test_long_names_become_files_and_stay_apart(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / f"{readable_file_name(name)}.nii.gz").write_text(name)
     assert len(list(tmp_path.iterdir())) == len(names)
+
+
+@pytest.mark.parametrize("text", ["=1+1", "@x", " =1", "\t=1", "-2+cmd|' /C x'!A0", "+a(1)", "'=1", "''@"])
+def test_a_cell_of_a_table_is_no_formula_and_is_read_back(text: str) -> None:
+    written = as_cell(text)
+    assert written == f"'{text}"
+    assert from_cell(written) == text
+
+
+@pytest.mark.parametrize("value", ["-1.5", "+3", "north", "'quoted'", "", 7, None, -0.5])
+def test_other_cells_stay(value: object) -> None:
+    assert as_cell(value) == value
+    assert not isinstance(value, str) or from_cell(value) == value

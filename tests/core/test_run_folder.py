@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from medfl.core.errors import InputError, RunError
+from medfl.core.run_documents import read_rows
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights, save_state
 from tests.support.toy import bits, run_record
@@ -259,6 +260,12 @@ def test_a_full_disk_while_appending_is_our_own_error(folder: RunFolder) -> None
 def test_tables_have_the_columns_of_all_rows(folder: RunFolder) -> None:
     folder.write_table("t.csv", [{"site": "a, b", "x": 1}, {"site": "c", "y": 2.5}])
     assert (folder.path / "t.csv").read_text() == 'site,x,y\n"a, b",1,\nc,,2.5\n'
+
+
+def test_no_cell_is_a_formula_and_names_come_back(folder: RunFolder) -> None:
+    folder.write_table("sites.csv", [{"site": "=cmd()", "x": -1.5}, {"site": "north", "x": 2}])
+    assert (folder.path / "sites.csv").read_text() == "site,x\n'=cmd(),-1.5\nnorth,2\n"
+    assert [row["site"] for _, row in read_rows(folder.path / "sites.csv")] == ["=cmd()", "north"]
 
 
 def test_weights_and_summary(folder: RunFolder) -> None:

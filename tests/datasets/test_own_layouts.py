@@ -15,6 +15,7 @@ from PIL import Image
 
 from medfl.bundle import own_layouts, starter
 from medfl.core.errors import InputError
+from medfl.datasets import own
 from medfl.datasets.own import listed, paired
 from medfl.datasets.readers import conventions, label_table
 from medfl.datasets.readers.volumes import read_pair, read_volume
@@ -329,13 +330,24 @@ def test_a_table_says_each_thing_once(tmp_path: Path) -> None:
         label_table.read(tmp_path / "table.csv", ["a.png"])
 
 
-def test_files_without_a_text_for_a_name_and_pipes_are_told(tmp_path: Path) -> None:
+def test_pipes_and_files_without_a_text_for_a_name_are_left_out_and_told(tmp_path: Path) -> None:
     for folder in ("one", "other"):
         for index in range(5):
             picture(tmp_path / folder / f"{index}.png")
+    plain = starter.survey(tmp_path)
     os.mkfifo(tmp_path / "one" / "pipe.png")
-    with pytest.raises(InputError, match="is a pipe or a device"):
-        starter.survey(tmp_path)
-    os.rename(tmp_path / "one" / "pipe.png", os.path.join(os.fsencode(tmp_path), b"one/\xff.png"))
-    with pytest.raises(InputError, match="names in UTF-8"):
+    (tmp_path / "one" / "zero.png").symlink_to("/dev/zero")
+    picture(tmp_path / "one" / "two | names.png")
+    (tmp_path / "other" / "4.png").rename(tmp_path / "other" / os.fsdecode(b"\xff.png"))
+    found = starter.survey(tmp_path)
+    assert (found.counts, plain.counts) == ((5, 4), (5, 5))
+    told = [note for note in found.notes if note.startswith("4 pipes, devices, or names")]
+    assert told[0].endswith("left out, first one/pipe.png")
+    found_by = own.found_by(tmp_path, {"classes": ["one", "other"]})
+    items = [{"id": record.id, "image": record.image, "group": record.group} for record in found_by.records]
+    assert told[0] in own.notes(tmp_path, items, {"classes": ["one", "other"]})
+    for index in range(5):
+        (tmp_path / "one" / f"{index}.png").unlink()
+    (tmp_path / "one" / "two | names.png").unlink()
+    with pytest.raises(InputError, match="a folder for each class"):
         starter.survey(tmp_path)

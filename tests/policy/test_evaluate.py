@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from medfl.bundle.bundle import Bundle
 from medfl.bundle.configuration import Configuration
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused
@@ -258,3 +259,18 @@ def test_the_word_scripts_lets_a_bundle_s_own_python_run(tmp_path: Path) -> None
     assert configuration(root, content, Policy(allow=frozenset({"scripts"}))).content("y") == 3
     with pytest.raises(InputError, match=r"mine\.Thing, which is not on the list"):
         configuration(root, content).content("y")
+
+
+@pytest.mark.parametrize("text", ["open(@file)", "json.load(open(@file))", "Path(@file).read_text()"])
+def test_a_pipe_is_not_waited_for(text: str, places: dict[str, Path]) -> None:
+    os.mkfifo(places["inside"] / "dataset.json")
+    with pytest.raises(Refused, match="a pipe or a device"):
+        evaluated(text, places, file=str(places["inside"] / "dataset.json"))
+
+
+@pytest.mark.parametrize("value", ["%{}::x", {"a": ["%{}"]}, "%./{}::x"])
+def test_no_setting_takes_a_part_of_another_file(value: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "other.json")
+    text = json.dumps(value).replace("{}", str(tmp_path / "other.json"))
+    with pytest.raises(InputError, match="a part of another file"):
+        Bundle("mednist", {"image_size": json.loads(text)})

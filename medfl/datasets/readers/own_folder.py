@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.untrusted import printable
 from medfl.datasets.readers import matching, tables
-from medfl.datasets.readers.reading import JOINED, is_hidden
+from medfl.datasets.readers.reading import JOINED, is_hidden, is_odd, is_text
 from medfl.datasets.readers.splitting import Record
 
 _KNOWN = ("cases.csv", "dataset.json", "dataset_description.json")
@@ -66,7 +67,7 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
         folders[:] = sorted(n for n in folders if not is_hidden(n) and os.path.join(base, n) not in known)
         for name in sorted(n for n in files if not is_hidden(n)):
             path = Path(base, name)
-            if str(path) not in known and (path.parent != place or name not in _KNOWN):
+            if str(path) not in known and not is_odd(str(path)) and (path.parent != place or name not in _KNOWN):
                 image = name.lower().endswith(tuple(endings))
                 (images if image else others).append(path.relative_to(place).as_posix())
     return tuple(
@@ -74,6 +75,17 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
         for files, kind in ((images, f"images {what}"), (others, f"files that do not end in {', '.join(endings)}"))
         if files
     )
+
+
+def odd(place: Path) -> tuple[str, ...]:
+    """Return a line about what no reader takes of a folder, where it holds such: pipes, and names that are no text."""
+    found = []
+    for base, folders, files in os.walk(place):
+        found += [os.path.join(base, name) for name in folders if not is_text(name)]
+        folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
+        found += [path for path in (os.path.join(base, name) for name in files if not is_hidden(name)) if is_odd(path)]
+    told = f"{len(found)} pipes, devices, or names that are not in UTF-8 or have {JOINED!r}: left out, first "
+    return (told + printable(os.path.relpath(min(found), place)),) if found else ()
 
 
 def of_pairs(images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]) -> tuple[str, ...]:

@@ -71,9 +71,19 @@ def _version(path: str | Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
+def is_text(name: str) -> bool:
+    """Tell whether a file's name is text, and would not be read as those of several files."""
+    return JOINED not in name and not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def is_odd(path: str) -> bool:
+    """Tell whether what was found in a folder is passed over, and told: a pipe, a device, or what no text names."""
+    return not is_text(os.path.basename(path)) or (not os.path.isfile(path) and os.path.exists(path))
+
+
 def require_text(name: str) -> None:
     """Raise an InputError if a file's name is no text, or would be read as those of several files."""
-    if JOINED in name or any("\ud800" <= character <= "\udfff" for character in name):
+    if not is_text(name):
         raise InputError(f"file {printable(name, 300)}", f"names in UTF-8 without {JOINED!r}", "rename it")
 
 
@@ -130,16 +140,17 @@ def is_hidden(name: str) -> bool:
 
 
 def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return (relative path, URI) of the files with these endings, in any case, below a folder or in a zip, sorted."""
+    """Return (relative path, URI) of the files with these endings, in any case, below a folder or in a zip, sorted.
+
+    What `is_odd` is passed over.
+    """
     if root.is_file():
         return [(name, f"{root}!{name}") for name in sorted(archive(root).namelist()) if _counts(name, endings)]
     names = []
     for base, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not is_hidden(name)]
-        paths = (os.path.relpath(os.path.join(base, name), root).replace(os.sep, "/") for name in files)
-        names += [path for path in paths if _counts(path, endings)]
-    for name in names:
-        require_text(name)
+        folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
+        paths = [os.path.join(base, name) for name in files if _counts(name, endings)]
+        names += [os.path.relpath(path, root).replace(os.sep, "/") for path in paths if not is_odd(path)]
     return [(name, str(root / name)) for name in sorted(names)]
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from medfl.core.errors import InputError
+from medfl.core.names import as_cell
 from medfl.datasets.readers import volumes
 from medfl.datasets.readers.pairs import Shape, read_image, read_pair
 from medfl.datasets.readers.reading import Pixels, read_pixels, split_uri
@@ -258,7 +259,7 @@ class WriteClassesd(MapTransform):
                     "give as many names as the network has outputs",
                 )
             best = self.classes[numbers.index(max(numbers))]
-            self._write([str(data.get("id", "")), best, *(f"{number:.9g}" for number in numbers)])
+            self._write([as_cell(str(data.get("id", ""))), best, *(f"{number:.9g}" for number in numbers)])
         return dict(data)
 
     def _write(self, row: list[str]) -> None:

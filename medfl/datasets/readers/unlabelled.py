@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from medfl.core.errors import InputError
-from medfl.core.names import is_formula
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import (
     JOINED,
@@ -17,8 +16,8 @@ from medfl.datasets.readers.reading import (
     array_shape,
     files_below,
     is_hidden,
-    require_file,
-    require_text,
+    is_odd,
+    is_text,
 )
 from medfl.datasets.readers.tables import IMAGE_SUFFIXES
 from medfl.datasets.readers.volumes import SUFFIXES
@@ -69,7 +68,6 @@ def named(places: Iterable[str | Path], series: bool = True) -> dict[str, str]:
     names: dict[str, str] = {}
     for form in forms:
         ident = next((text for level, text in enumerate(form) if times[level][text] == 1), form[2])
-        ident = f"./{ident}" if is_formula(ident) else ident
         names[f"{ident}#{len(names)}" if ident in names else ident] = form[2]
     return names
 
@@ -121,11 +119,11 @@ def without_ending(name: str) -> str:
 def _below(root: Path, series: bool) -> list[tuple[str, str]]:
     found = []
     for base, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        folders[:] = sorted(name for name in folders if not is_hidden(name) and is_text(name))
         for path in (Path(base, name) for name in files if not is_hidden(name)):
             name = path.relative_to(root).as_posix()
-            require_text(name)
-            require_file(str(path))
+            if is_odd(str(path)):
+                continue
             if name.lower().endswith(ENDINGS):
                 found.append((name, str(path)))
             elif path.suffix in _ARCHIVES:
