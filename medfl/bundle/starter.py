@@ -31,7 +31,7 @@ from medfl.core.storage import write_atomic
 from medfl.core.terminal import bar
 from medfl.datasets import own
 from medfl.datasets.readers import conventions, grouping, own_folder, pairs, tables, volumes
-from medfl.datasets.readers.reading import read_pixels, require_text
+from medfl.datasets.readers.reading import is_text, read_pixels
 from medfl.datasets.readers.splitting import Record
 from medfl.evaluation.mask_metrics import check_structures
 
@@ -158,9 +158,9 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
     if seen.kind == "volumes" and size is not None:
         raise InputError(f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out")
     for text in (*seen.classes, seen.images, seen.masks, seen.labels, seen.group_by or ""):
-        if text[:1] in ("$", "@", "%"):
-            raise InputError(f"{text!r}", "names that do not begin with $ @ %: a bundle evaluates these", "rename it")
-        require_text(text)
+        if text[:1] in ("$", "@", "%") or not is_text(text):
+            names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
+            raise InputError(f"{text!r}", names, "rename it")
     words = {
         **asdict(seen),
         "items": seen.items,

@@ -25,7 +25,6 @@ from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import printable
 from medfl.datasets.readers import dicom, png16, stacks
 
 Pixels = NDArray[Any]
@@ -79,12 +78,6 @@ def is_text(name: str) -> bool:
 def is_odd(path: str) -> bool:
     """Tell whether what was found in a folder is passed over, and told: a pipe, a device, or what no text names."""
     return not is_text(os.path.basename(path)) or (not os.path.isfile(path) and os.path.exists(path))
-
-
-def require_text(name: str) -> None:
-    """Raise an InputError if a file's name is no text, or would be read as those of several files."""
-    if not is_text(name):
-        raise InputError(f"file {printable(name, 300)}", f"names in UTF-8 without {JOINED!r}", "rename it")
 
 
 def require_file(path: str) -> None:
