@@ -86,6 +86,8 @@ def read_options(method: str, forms: Mapping[str, OptionForm], options: Mapping[
 
 
 def _typed(value: Any, wanted: list[str]) -> Any:
+    if value == "None" and "None" in wanted:
+        return None
     if isinstance(value, str) and "str" not in wanted:
         with suppress(Refused):  # not YAML: it stays text, which is refused
             value = typed_value(value)
