@@ -19,7 +19,7 @@ from medfl.core.message import Message
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.robust import Aggregation
 
-RULES = ("median", "trimmed:0.2", "krum:2", "multikrum:2")
+RULES = ("clip:auto", "median", "trimmed:0.2", "krum:2", "multikrum:2")
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -38,11 +38,11 @@ def compare(rule: str, count: int, numbers: int, repeats: int) -> dict[str, obje
         )
         for i in range(count)
     }
-    robust = Aggregation.parse(rule)
+    robust, before = Aggregation.parse(rule), {"w": torch.zeros(numbers)}
     ratios, took = [], []
     for _ in range(repeats):
         mean = seconds(lambda: weighted_mean(replies, "weights", sample_shares(replies)))
-        took.append(seconds(lambda: robust.combined(replies, "weights")))
+        took.append(seconds(lambda: robust.combined(replies, "weights", before)))
         ratios.append(took[-1] / mean)
     return {
         "name": f"aggregation/{rule}-{count}-replies",

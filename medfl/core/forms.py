@@ -7,7 +7,7 @@ import math
 from medfl.core.errors import InputError, did_you_mean
 
 MESSAGES = ("lossless", "float16", "bfloat16", "int8", "topk")
-AGGREGATIONS = ("mean", "median", "trimmed", "krum", "multikrum")
+AGGREGATIONS = ("mean", "clip", "median", "trimmed", "krum", "multikrum")
 DISTANCES = ("hd95", "surface_dice")
 """The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
 ALL = "all"
@@ -36,27 +36,33 @@ def messages(text: str) -> tuple[str, float]:
     return kind, fraction
 
 
-def aggregation(text: str) -> tuple[str, float, int]:
-    """Return the kind of `--aggregation`, of `trimmed` its fraction, and of Krum how many bad sites there may be.
+def aggregation(text: str) -> tuple[str, float, int, float | None]:
+    """Return what `--aggregation` says: kind, fraction of `trimmed`, bad sites of Krum, bound of `clip` (None: auto).
 
     Raises:
         InputError: it is something else.
     """
     kind, colon, number = text.partition(":")
     if kind not in AGGREGATIONS or (kind in ("mean", "median")) == bool(colon):
-        allowed = "mean, median, trimmed:FRACTION, krum:F or multikrum:F"
+        allowed = "mean, clip:C, clip:auto, median, trimmed:FRACTION, krum:F or multikrum:F"
         raise InputError(f"--aggregation {text}", allowed, "choose one, for example trimmed:0.2 or krum:1")
     if not colon:
-        return kind, 0.0, 0
+        return kind, 0.0, 0, None
+    if kind == "clip":
+        bound = None if number == "auto" else _number(number)
+        if bound is not None and not 0 < bound < math.inf:
+            allowed = "the largest norm of a site's change, above 0, or auto: the round's middle one"
+            raise InputError(f"--aggregation {text}", allowed, "as clip:auto or clip:2.5")
+        return kind, 0.0, 0, bound
     if kind == "trimmed":
         fraction = _number(number)
         if not 0 <= fraction < 0.5:
             allowed = "a fraction from 0 and below 0.5 is dropped at each end"
             raise InputError(f"--aggregation {text}", allowed, "as trimmed:0.2")
-        return kind, fraction, 0
+        return kind, fraction, 0, None
     if not (number.isascii() and number.isdecimal()):
         raise InputError(f"--aggregation {text}", "a whole number of bad sites", f"for example {kind}:1")
-    return kind, 0.0, int(number)
+    return kind, 0.0, int(number), None
 
 
 def device(text: str) -> tuple[str, int]:

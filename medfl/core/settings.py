@@ -135,10 +135,11 @@ class GeneralSettings:
         group=TRAINING, default=LOSSLESS, later=True, form=forms.messages,
     )  # fmt: skip
     aggregation: str = setting(
-        "mean (default); or for methods that keep FedAvg's server half, counting every site the same: median "
-        "(stands fewer than half of n sites bad; time n log n; loses what a minority knows), trimmed:FRACTION (stands "
-        "that share; loses less), krum:F (stands F of 2F+3 or more; time n^2; learns from one site a round), "
-        "multikrum:F (as krum, from n-F-2 sites)", "RULE",
+        "mean (default); or for methods that keep FedAvg's server half: clip:C (the mean of changes of at most this "
+        "norm; clip:auto: the round's middle one); or, counting every site the same, median (stands fewer than half of "
+        "n sites bad; time n log n; loses what a minority knows), trimmed:FRACTION (stands that share; loses less), "
+        "krum:F (stands F of 2F+3 or more; time n^2; learns from one site a round), multikrum:F (as krum, from n-F-2 "
+        "sites)", "RULE",
         group=ROBUSTNESS, default=MEAN, later=True, form=forms.aggregation,
     )  # fmt: skip
     max_share: float | None = setting(

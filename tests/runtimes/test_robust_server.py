@@ -379,7 +379,7 @@ def test_the_command_line_takes_and_records_them(
             ["--aggregation=krum:0", "--min-replies=2"],
             "--min-replies 2 with --aggregation krum:0; krum:0 needs at least 3",
         ),
-        (["--aggregation=best"], "--aggregation best; mean, median"),
+        (["--aggregation=best"], "--aggregation best; mean, clip:C"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(
@@ -417,16 +417,19 @@ class Poisoned(type(load("fedprox"))):
         return state, reply
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed:0.25", "krum:2", "multikrum:2", "mean"])
+@pytest.mark.parametrize("rule", ["clip:auto", "median", "trimmed:0.25", "krum:2", "multikrum:2", "mean"])
 def test_two_bad_sites_of_nine_spoil_the_mean_alone(tmp_path: Path, rule: str) -> None:
     settings = {"partition": nine(), "aggregation": rule, "method": "fedprox", "rounds": 6, "lr": 0.05, "lr_decay": 1.0}
     bad = run(tmp_path / "bad", Poisoned(), **settings)
     good = run(tmp_path / "good", load("fedprox"), **settings)
     spoilt = bad.summary["last"]["loss"] - good.summary["last"]["loss"]
     assert spoilt > 1 if rule == "mean" else spoilt < 0.3
+    told = [entry.get("observed", {}) for entry in bad.rounds]
+    assert all({"clip", "norm/s2", "share/s2"} <= one.keys() for one in told) == (rule == "clip:auto")
+    assert all(one["norm/s2"] > one["clip"] > 0 and one["share/s2"] == 1 / 9 for one in told if one)
 
 
-@pytest.mark.parametrize("rule", ["median", "multikrum:1"])
+@pytest.mark.parametrize("rule", ["median", "multikrum:1", "clip:auto"])
 def test_law1_robust_runs_depend_neither_on_workers_nor_on_a_resume(tmp_path: Path, rule: str) -> None:
     settings = {"partition": nine(), "aggregation": rule}
     alone = run(tmp_path / "alone", load("fedper"), **settings)
@@ -440,6 +443,10 @@ def test_law1_robust_runs_depend_neither_on_workers_nor_on_a_resume(tmp_path: Pa
 def test_a_robust_rule_is_said_and_hashed() -> None:
     made = Federation(ToyBundle(), load("fedavg"), run_record(aggregation="median"))
     assert made.policy().endswith("; aggregation: median, every reply counts the same, whatever its number of images")
+    clipped = Federation(ToyBundle(), load("fedavg"), run_record(aggregation="clip:auto")).policy()
+    assert clipped.endswith(
+        "; aggregation: clip:auto, replies count by their images, no change is longer than the bound"
+    )
     assert made.run.run_hash != run_record().run_hash == run_record(aggregation="mean").run_hash
 
 

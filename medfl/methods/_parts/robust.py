@@ -3,6 +3,10 @@
 n replies, d numbers in each; what each stands, how long it takes, and what it loses when nobody is bad.
 
     mean        FedAvg's own. Stands no bad site: one that sends x1000 moves it as far as it likes. Time n d.
+    clip:C      FedAvg's mean, by sample counts, of changes whose L2 norm is at most C: a longer one is shortened to
+                w + C (w_k - w) / |w_k - w| (as Sun et al., 2019, "Can you really backdoor federated learning?", bound
+                norms). `auto`: C is the median of the round's norms. One bad site moves the result by at most its
+                share of C, wherever it likes. Time 2 n d. Loses length of the sites that go far.
     median      Coordinate-wise median (Yin et al., 2018, Alg. 1, option I). Stands fewer than n/2 bad sites. Time
                 n log n d. Its variance is up to pi/2 of the mean's, and what only a minority of sites knows, as a class
                 that few have, is lost.
@@ -16,8 +20,9 @@ n replies, d numbers in each; what each stands, how long it takes, and what it l
 
 In time they cost the mean ten to some tens of times over, more with more replies: `benchmarks/aggregation_cost.py`.
 
-All but `mean` ignore sample counts, which a site could make up: every reply counts the same. Distances are over all
-floating tensors. Integers, which count batches, take the middle value, or that of the chosen replies.
+All but `mean` and `clip` ignore sample counts, which a site could make up: every reply counts the same. Distances and
+norms are over all floating tensors, BatchNorm's statistics among them, for these move a network as well. Integers,
+which count batches, take the middle value, or that of the chosen replies; of `mean` and `clip` the maximum.
 
 Departure: Yin et al. aggregate gradients of one step, here it is weights after local training, as in FedAvg.
 """
@@ -25,6 +30,7 @@ Departure: Yin et al. aggregate gradients of one step, here it is weights after 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +40,7 @@ from torch import Tensor
 from medfl.core import forms
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
-from medfl.methods._parts.aggregation import slices, uniform_shares, weighted_mean
+from medfl.methods._parts.aggregation import sample_shares, slices, uniform_shares, weighted_mean
 
 _BLOCK = 2**22  # numbers of all replies together that are looked at at a time
 
@@ -47,11 +53,13 @@ class Aggregation:
         kind: one of `forms.AGGREGATIONS`.
         fraction: of `trimmed`, the share of the replies that is dropped at each end.
         bad: of `krum` and `multikrum`, how many bad sites there may be.
+        bound: of `clip`, the largest norm of a change; None: the median of the round's.
     """
 
     kind: str = "mean"
     fraction: float = 0.0
     bad: int = 0
+    bound: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Aggregation:
@@ -66,6 +74,8 @@ class Aggregation:
         """Return what `parse` reads."""
         if self.kind == "trimmed":
             return f"trimmed:{self.fraction!r}"
+        if self.kind == "clip":
+            return "clip:auto" if self.bound is None else f"clip:{self.bound!r}"
         return f"{self.kind}:{self.bad}" if self.least > 1 else self.kind
 
     @property
@@ -74,12 +84,17 @@ class Aggregation:
         return self.kind == "mean"
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether a reply counts by its number of items, so that this number has to be true."""
+        return self.kind in ("mean", "clip")
+
+    @property
     def least(self) -> int:
         """Replies that it needs: 2F + 3 for Krum."""
         return 2 * self.bad + 3 if self.kind in ("krum", "multikrum") else 1
 
-    def combined(self, replies: Mapping[str, Message], group: str) -> dict[str, Tensor]:
-        """Return one tensor group made of the replies'; their order is of no matter.
+    def combined(self, replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, Tensor]:
+        """Return one tensor group made of the replies' and of what it was before; their order is of no matter.
 
         A block of coordinates of all replies is read at a time, so that those that lie on disk need not fit in memory.
 
@@ -91,6 +106,8 @@ class Aggregation:
                 f"--aggregation {self} with {len(replies)} replies: it needs at least {self.least}; the last good "
                 "round is kept"
             )
+        if self.kind == "clip":
+            return self._clipped(replies, group, before)
         parts = [replies[name].tensors[group] for name in sorted(replies)]
         if self.least > 1:
             chosen = {name: replies[name] for name in self._nearest(sorted(replies), parts)}
@@ -99,12 +116,49 @@ class Aggregation:
         cut = (count - 1) // 2 if self.kind == "median" else math.floor(self.fraction * count + 1e-9)  # 0.29 * 100
         return {name: _middle(parts, name, cut) for name in parts[0]}
 
+    def observed(self, replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, float]:
+        """Return the bound of `clip` in a round, and of each site the norm of its change and its share of the mean."""
+        if self.kind != "clip":
+            return {}
+        norms, shares = change_norms(replies, group, before), sample_shares(replies)
+        told = {f"norm/{name}": norm for name, norm in norms.items()} | {f"share/{n}": p for n, p in shares.items()}
+        return {"clip": self._limit(norms), **told}
+
+    def _limit(self, norms: Mapping[str, float]) -> float:
+        return statistics.median(norms.values()) if self.bound is None else self.bound
+
+    def _clipped(self, replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, Tensor]:
+        """Return the mean of the shortened changes: what a site loses of its share, the weights before gain."""
+        norms = change_norms(replies, group, before)
+        limit = self._limit(norms)
+        shares = {
+            name: share if norms[name] <= limit else share * (limit / norms[name])
+            for name, share in sample_shares(replies).items()
+        }
+        if all(norm <= limit for norm in norms.values()):
+            return weighted_mean(replies, group, shares)
+        rest = {"": Message({group: {name: before[name] for name in next(iter(replies.values()))[group]}})}
+        return weighted_mean({**replies, **rest}, group, {**shares, "": 1 - math.fsum(shares.values())})
+
     def _nearest(self, names: Sequence[str], parts: Sequence[Weights]) -> list[str]:
         """Return the sites that Krum chooses; of equal ones the first by name."""
         distances = _distances(parts)
         near = distances.sort(1).values[:, 1 : len(names) - self.bad - 1]  # without the 0 to itself
         order = near.sum(1).sort(stable=True).indices.tolist()
         return [names[i] for i in order[: 1 if self.kind == "krum" else len(names) - self.bad - 2]]
+
+
+def change_norms(replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, float]:
+    """Return the L2 norm of each reply's change of a group, over its floating tensors, in float64."""
+    norms: dict[str, float] = {}
+    for site in sorted(replies):
+        squares, weights = [], replies[site].tensors[group]
+        for name, old in before.items():
+            if old.is_floating_point():
+                pair = zip(_blocks([weights], name, old), _blocks([{name: old}], name, old), strict=True)
+                squares += [float((new[0] - was[0]).square().sum()) for (_, new), (_, was) in pair]
+        norms[site] = math.sqrt(math.fsum(squares))
+    return norms
 
 
 def _middle(parts: Sequence[Weights], name: str, cut: int) -> Tensor:

@@ -43,7 +43,7 @@ def check_counts(federation: Federation, name: str, message: Message, most: int)
     Raises:
         RunError: one is not; names the site, the number and what it may be.
     """
-    if not federation.aggregation.is_mean:
+    if not federation.aggregation.counts_samples:
         return
     for what, low, values in _counts(message, min(1, most)):
         whole = bool((values == values.round()).all())
@@ -78,7 +78,7 @@ def far_replies(
         site -> why.
     """
     reasons: dict[str, str] = {}
-    if len(replies) < _SEVERAL or not federation.aggregation.is_mean:
+    if len(replies) < _SEVERAL or not federation.aggregation.counts_samples:
         return reasons
     for group in sorted({group for message in replies.values() for group in message.tensors}):
         sent = {name: message.tensors[group] for name, message in replies.items() if group in message.tensors}
@@ -123,7 +123,7 @@ def check_shares(federation: Federation, what: str, replies: Mapping[str, Messag
         InputError: one has more; names it.
     """
     counts = {name: reply.scalars["samples"] for name, reply in replies.items() if "samples" in reply.scalars}
-    uniform = getattr(federation.method, "weights", "") == "uniform" or not federation.aggregation.is_mean
+    uniform = getattr(federation.method, "weights", "") == "uniform" or not federation.aggregation.counts_samples
     if most is None or uniform or len(counts) < _SEVERAL:
         return
     name, total = max(counts, key=lambda one: counts[one]), sum(counts.values())

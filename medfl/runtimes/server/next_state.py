@@ -199,7 +199,7 @@ def _checked_state(federation: Federation, round_: int, server: State, replies: 
     with federation.networks.scope():
         for name in replies:
             federation.method.broadcast(federation.host(round_ + 1), after, name)
-        return NextState(after, replies, dict(federation.method.observed(after, replies)))
+        return NextState(after, replies, federation.observed(server, after, replies))
 
 
 # Whose fault it is

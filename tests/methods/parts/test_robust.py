@@ -12,15 +12,16 @@ from scipy.stats import trim_mean
 from torch import Tensor
 
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message
+from medfl.core.message import Message, Weights
 from medfl.methods._parts import robust
 from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods._parts.robust import Aggregation
 from medfl.runtimes.spilled_replies import Replies
 from tests.support.toy import bits
 
-ROBUST = ("median", "trimmed:0.2", "trimmed:0.4", "krum:2", "multikrum:2")
-every_rule = pytest.mark.parametrize("rule", ROBUST)
+ALIKE = ("median", "trimmed:0.2", "trimmed:0.4", "krum:2", "multikrum:2")
+CLIPPED = ("clip:0.3", "clip:auto")
+every_rule = pytest.mark.parametrize("rule", ALIKE + CLIPPED)
 
 
 def replies(count: int = 9, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Message]:
@@ -39,8 +40,10 @@ def replies(count: int = 9, dtype: torch.dtype = torch.float32, seed: int = 0) -
     return made
 
 
-def combined(rule: str, given: Mapping[str, Message]) -> dict[str, Tensor]:
-    return Aggregation.parse(rule).combined(given, "weights")
+def combined(rule: str, given: Mapping[str, Message], before: Weights | None = None) -> dict[str, Tensor]:
+    """Apply a rule to changes from `before`, or from 0."""
+    before = before or {name: torch.zeros_like(tensor) for name, tensor in given[min(given)]["weights"].items()}
+    return Aggregation.parse(rule).combined(given, "weights", before)
 
 
 def stacked(given: Mapping[str, Message], name: str) -> np.ndarray:
@@ -113,6 +116,52 @@ def test_a_counter_takes_the_middle_value() -> None:
         assert combined(rule, given)["batches"] == 15, "of 11 to 18 and 2**62"
 
 
+def changed(moves: Mapping[str, tuple[float, ...]], samples: Mapping[str, int]) -> dict[str, Message]:
+    """Replies whose one tensor was (1, 1) before."""
+    return {
+        name: Message({"weights": {"w": 1 + torch.tensor(move, dtype=torch.float64)}}, {"samples": samples[name]})
+        for name, move in moves.items()
+    }
+
+
+BEFORE = {"w": torch.ones(2).double()}
+
+
+def test_long_changes_are_shortened_and_weigh_as_before() -> None:
+    """a: 1 image, change (3, 4) of norm 5, at most 2.5: (1.5, 2); b: 3 images, (0, -2), as it is.
+
+    1 + (1.5, 2) / 4 + 3 (0, -2) / 4 = (1.375, 0). The middle norm is 3.5: (2.1, 2.8), and 1 + (0.525, 0.7 - 1.5).
+    """
+    given = changed({"a": (3.0, 4.0), "b": (0.0, -2.0)}, {"a": 1, "b": 3})
+    expected = {"clip:2.5": (1.375, 0.0), "clip:auto": (1.525, 0.2), "clip:5": (1.75, 0.5)}
+    for rule, weights in expected.items():
+        torch.testing.assert_close(
+            combined(rule, given, BEFORE)["w"], torch.tensor(weights, dtype=torch.float64), rtol=0, atol=1e-15
+        )
+    told = Aggregation.parse("clip:auto").observed(given, "weights", BEFORE)
+    assert told == {"clip": 3.5, "norm/a": 5.0, "norm/b": 2.0, "share/a": 0.25, "share/b": 0.75}
+    assert not Aggregation.parse("median").observed(given, "weights", BEFORE)
+
+
+def test_a_bound_that_nobody_reaches_is_fedavg_bit_for_bit() -> None:
+    given = replies()
+    assert bits(combined("clip:1e6", given)) == bits(weighted_mean(given, "weights", sample_shares(given)))
+
+
+def test_where_most_sites_stand_still_none_moves_the_mean() -> None:
+    given = changed({"a": (0.0, 0.0), "b": (0.0, 0.0), "c": (1e9, 0.0)}, {"a": 1, "b": 1, "c": 100})
+    torch.testing.assert_close(combined("clip:auto", given, BEFORE)["w"], BEFORE["w"], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e30, 1e300])
+def test_a_bad_site_moves_a_clipped_mean_by_its_share_of_the_bound(size: float) -> None:
+    moves = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (0.6, 0.8)}
+    samples = dict.fromkeys(moves, 10)
+    honest = combined("clip:auto", changed(moves, samples), BEFORE)["w"]
+    spoilt = combined("clip:auto", changed({**moves, "c": (-size, size)}, samples), BEFORE)["w"]
+    assert (spoilt - honest).norm() <= 2 * 1.0 / 3 + 1e-12
+
+
 # What must not matter
 
 
@@ -157,7 +206,7 @@ def test_of_a_reply_on_disk_only_a_block_is_read_at_a_time(tmp_path: Path, monke
 
     monkeypatch.setattr(TensorStore, "part", counted)
     monkeypatch.setattr(robust, "_BLOCK", 30)
-    combined("median", filed)
+    combined("median", filed, {"w": torch.zeros(100)})
     assert sorted(read) == [10] * 30 + [100], "once whole, for its form"
 
 
@@ -198,7 +247,10 @@ def test_one_bad_site_moves_the_mean_as_far_as_it_likes(kind: str) -> None:
 # What is asked for
 
 
-@pytest.mark.parametrize("text", ["mean", "median", "trimmed:0.0", "trimmed:0.25", "krum:0", "krum:12", "multikrum:1"])
+@pytest.mark.parametrize(
+    "text",
+    ["mean", "clip:auto", "clip:2.5", "median", "trimmed:0.0", "trimmed:0.25", "krum:0", "krum:12", "multikrum:1"],
+)
 def test_a_rule_reads_what_it_writes(text: str) -> None:
     assert str(Aggregation.parse(text)) == text
 
@@ -206,12 +258,14 @@ def test_a_rule_reads_what_it_writes(text: str) -> None:
 def test_a_fraction_is_written_in_one_way() -> None:
     assert str(Aggregation.parse("trimmed:2e-1")) == "trimmed:0.2"
     assert str(Aggregation.parse("krum:03")) == "krum:3"
+    assert str(Aggregation.parse("clip:1")) == "clip:1.0"
 
 
 @pytest.mark.parametrize(
     "text",
     ["average", "mean:1", "median:", "trimmed", "trimmed:", "trimmed:x", "trimmed:0.5", "trimmed:-0.1",
-     "trimmed:nan", "krum", "krum:", "krum:-1", "krum:1.5", "krum:²", "multikrum:x"],
+     "trimmed:nan", "krum", "krum:", "krum:-1", "krum:1.5", "krum:²", "multikrum:x",
+     "clip", "clip:", "clip:0", "clip:-1", "clip:nan", "clip:inf", "clip:x"],
 )  # fmt: skip
 def test_another_rule_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=f"^--aggregation {text}"):
@@ -222,6 +276,6 @@ def test_another_rule_is_refused(text: str) -> None:
 def test_krum_needs_two_f_and_three_replies(kind: str) -> None:
     rule = Aggregation.parse(f"{kind}:2")
     assert rule.least == 7
-    rule.combined(replies(7), "weights")
+    combined(str(rule), replies(7))
     with pytest.raises(RunError, match=rf"--aggregation {kind}:2 with 6 replies: it needs at least 7"):
-        rule.combined(replies(6), "weights")
+        combined(str(rule), replies(6))
