@@ -13,10 +13,11 @@ searches eta for each task; 1 of sgd (FedAvg's) and 0.01 of the others are ours 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
@@ -24,7 +25,7 @@ from medfl.methods._parts.aggregation import sample_shares, step_towards, traine
 from medfl.methods.base import Method, option
 from medfl.training import Host
 
-_SQUARES = {
+_SQUARES: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "adagrad": lambda v, d2, _: v + d2,
     "adam": lambda v, d2, b2: b2 * v + (1 - b2) * d2,
     "yogi": lambda v, d2, b2: v - (1 - b2) * d2 * torch.sign(v - d2),
