@@ -294,9 +294,7 @@ class Federation:
         text = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
         text += f"; besides them leave: {', '.join(besides)}" if besides else ""
         if not self.aggregation.is_mean:
-            same = "every reply counts the same, whatever its number of images"
-            counted = "replies count by their images, no change is longer than the bound"
-            text += f"; aggregation: {self.aggregation}, {counted if self.aggregation.counts_samples else same}"
+            text += f"; aggregation: {self.aggregation.described}"
         if self.messages.lossless:
             return text
 
@@ -371,11 +369,6 @@ class Federation:
             if not self.aggregation.is_mean and server.get("weights") != {}:
                 return {**server, "weights": self.aggregation.combined(replies, "weights", server["weights"])}
             return self.method.aggregate(self.host(round_), server, replies, len(self.participants))
-
-    def observed(self, before: State, after: State, replies: Mapping[str, Message]) -> dict[str, float]:
-        """Return what method and aggregation tell of a round."""
-        clipped = self.aggregation.observed(replies, "weights", before["weights"]) if before.get("weights") else {}
-        return {**clipped, **self.method.observed(after, replies)}
 
     def leave_out(self, names: Collection[str]) -> None:
         """Go on without some participants: they are in no cohort, and are asked for nothing."""

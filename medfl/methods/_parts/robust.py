@@ -79,6 +79,13 @@ class Aggregation:
         return f"{self.kind}:{self.bad}" if self.least > 1 else self.kind
 
     @property
+    def described(self) -> str:
+        """The rule, and what a reply counts."""
+        same = "every reply counts the same, whatever its number of images"
+        counted = "replies count by their images, no change is longer than the bound"
+        return f"{self}, {counted if self.counts_samples else same}"
+
+    @property
     def is_mean(self) -> bool:
         """Whether it is FedAvg's own."""
         return self.kind == "mean"

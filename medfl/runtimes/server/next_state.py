@@ -199,7 +199,10 @@ def _checked_state(federation: Federation, round_: int, server: State, replies: 
     with federation.networks.scope():
         for name in replies:
             federation.method.broadcast(federation.host(round_ + 1), after, name)
-        return NextState(after, replies, federation.observed(server, after, replies))
+        clipped = (
+            federation.aggregation.observed(replies, "weights", server["weights"]) if server.get("weights") else {}
+        )
+        return NextState(after, replies, {**clipped, **federation.method.observed(after, replies)})
 
 
 # Whose fault it is
