@@ -18,6 +18,16 @@ def _no_embeddings(plm: str) -> Tensor:
     raise InputError(f"text embeddings {plm!r}", "this bundle ships none", "see medfl concepts")
 
 
+Constants = tuple[tuple[float, ...], tuple[float, ...]]
+"""Mean and standard deviation, of one number or one for each channel: x = (u - mean) / sd, u from 0 to 1."""
+
+
+def _no_intensities() -> Constants:
+    raise InputError(
+        "images without transforms", "how their intensities were scaled is read from these", "say it: normalise=MEAN/SD"
+    )
+
+
 @dataclass(frozen=True)
 class Task:
     """A bundle's problem.
@@ -25,12 +35,16 @@ class Task:
     Attributes:
         kind: classification, segmentation or other.
         classes: class names in label order, () where there are none.
+        intensities: mean and standard deviation by which pictures of 0..1 become what a network is given, one number
+            or one a channel; InputError where they cannot be read.
         embeddings: language model's name -> unit-norm prompt embeddings (K, M, D); InputError where there are none.
     """
 
     kind: str = "classification"
     classes: tuple[str, ...] = ()
     embeddings: Callable[[str], Tensor] = field(default=_no_embeddings, compare=False)
+
+    intensities: Callable[[], Constants] = field(default=_no_intensities, compare=False)
 
     @property
     def num_classes(self) -> int:

@@ -7,9 +7,9 @@ against the new global model: L_G = L_sem + lambda_div L_div + lambda_dis L_dis 
 y uniform. At each local step a site adds `synthetic_batch` images G(z) of all classes to its batch, one forward pass,
 one mean (eq. 11). G is sent only to a site whose copy is stale.
 
-Where paper and public code differ, the code's way is the default if the paper is silent or contradicts itself; each
-option says which is which. Departures: text dropout is off; logits are scaled by tau in testing too; class names are
-the bundle's, so no site sends its own; G is also trained after the last round, so that a run can be continued;
+Where paper and public code differ, the code's way is the default; each option says which is which, and the bundles'
+preset `paper` takes the paper's. Departures: text dropout is off; logits are scaled by tau in testing too; class names
+are the bundle's, so no site sends its own; G is also trained after the last round, so that a run can be continued;
 embeddings of all-MiniLM-L6-v2, which the bundles ship, instead of BiomedCLIP's (`plm=biomedclip`).
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive, stream
 from medfl.core.storage import State
-from medfl.core.task import Task
+from medfl.core.task import Constants, Task
 from medfl.methods._parts.extras import MakesImages, Synthetic
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods._parts.synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
@@ -34,11 +34,12 @@ from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import Group, option
 from medfl.networks.generator import (
-    NORMALISATIONS,
     Augmentation,
     Generator,
     check_images,
+    check_size,
     diversity_loss,
+    normalisation,
     statistics_gap,
 )
 from medfl.networks.heads import features_and_output, frozen, head
@@ -71,14 +72,21 @@ class FedBM(MakesImages, TextClassified):
     z_covariance: str = option("full", "covariance of z: full (code) or diag", choices=("full", "diag"))
     augment: str = option("batch", "one crop and flip for a batch of generated images (code), or for each image",
                           choices=("batch", "image"))  # fmt: skip
-    normalise: str = option("imagenet", "of generated images, as the bundle does it with real ones",
-                            choices=tuple(NORMALISATIONS))  # fmt: skip
+    normalise: str = option(
+        "read", "of generated images: as the bundle's transforms do it with real ones, imagenet, half, none or MEAN/SD"
+    )
 
     paper = (
         "FedBM: Stealing Knowledge from Pre-trained Language Models for Heterogeneous Federated Learning "
         "(Zhu et al., 2025)"
     )
     shown = {"g_start": 0, "g_iterations": 1, "g_batch": 2, "normalise": "none"}
+
+    def __post_init__(self) -> None:
+        """Refuse a normalisation of no known form."""
+        super().__post_init__()
+        if self.normalise != "read":
+            normalisation(self.normalise)
 
     def groups(self) -> tuple[Group, ...]:
         """Declare the text embeddings, which each site gets once, and the generator."""
@@ -95,17 +103,25 @@ class FedBM(MakesImages, TextClassified):
 
     def check(self, site: Site) -> None:
         """Refuse items that are no images, and images that the generator cannot make."""
-        sizes = self.introduce(site).scalars
-        if sizes:
-            check_images([int(sizes[axis]) for axis in AXES], self.normalise)
+        if (images := self._first(site)) is not None:
+            shape_of(images, site.name)
+            check_size(*images.shape[2:])
+            check_images(images, self._constants(site.task))
+
+    def _constants(self, task: Task) -> Constants:
+        return task.intensities() if self.normalise == "read" else normalisation(self.normalise)
 
     # Server half
 
     def introduce(self, site: Site) -> Message:
         """Tell the shape of the site's images."""
+        images = self._first(site)
+        return Message() if images is None else Message(scalars=shape_of(images, site.name))
+
+    def _first(self, site: Site) -> Tensor | None:
         first = replace(site.train, indices=site.train.indices[:1])
         batch = next(iter(first.batches(1)), None) if self.generator else None
-        return Message() if batch is None else Message(scalars=shape_of(batch[0], site.name))
+        return None if batch is None else batch[0]
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights; no site has embeddings, nobody a generator.
@@ -148,7 +164,7 @@ class FedBM(MakesImages, TextClassified):
         """Train G for `g_iterations` steps against the frozen global model (eqs. 6 to 10)."""
         teacher = frozen(host.model(server["weights"]))
         teacher.zero_grad()
-        source = self._source(embeddings_of(teacher), draws)
+        source = self._source(host.task, embeddings_of(teacher), draws)
         network = Generator(source.dimension, *server["image"]).to(host.device)
         if server["generator"]:
             network.load_state_dict(server["generator"])
@@ -193,16 +209,16 @@ class FedBM(MakesImages, TextClassified):
         """Return images of the generator that the sites have, neither cropped nor flipped; None before there is one."""
         if not server.get("generator"):
             return None
-        source = self._source(embeddings_of(host.model(server["weights"])), draws)
+        source = self._source(host.task, embeddings_of(host.model(server["weights"])), draws)
         network = Generator.restored(server["generator"], server["image"], host.device)
         with torch.no_grad():  # few at a time: their feature maps are large
             images = torch.cat([network(z.to(host.device)) for z in torch.split(source.conditions(labels), _AT_ONCE)])
         return Synthetic(images, source.augmentation.normalised(images))
 
-    def _source(self, embeddings: Tensor, draws: torch.Generator) -> Source:
+    def _source(self, task: Task, embeddings: Tensor, draws: torch.Generator) -> Source:
         """Return where z and augmentations come from, all of them on `draws`."""
         gaussians = Gaussians.of(embeddings.cpu(), self.tau, self.z_covariance)
-        augmentation = Augmentation(*NORMALISATIONS[self.normalise], per_image=self.augment == "image")
+        augmentation = Augmentation(*self._constants(task), per_image=self.augment == "image")
         return Source(gaussians, self.condition, augmentation, draws)
 
     # Site half
@@ -211,7 +227,7 @@ class FedBM(MakesImages, TextClassified):
         """Train body and projection on real and, once there is a generator, synthetic images."""
         model, state = self.opened(site, state, down)
         if "generator" in down:
-            dimension = self._source(embeddings_of(model), torch.Generator()).dimension
+            dimension = self._source(site.task, embeddings_of(model), torch.Generator()).dimension
             sizes = check_received(down, dimension, self.introduce(site).scalars)
             state = {"embeddings": embeddings_of(model), **state, "generator": down["generator"], **sizes}
         objective = text_objective() if self.built else None
@@ -224,7 +240,7 @@ class FedBM(MakesImages, TextClassified):
         What is generated is drawn on a stream of its own, so that real batches are those of a run without generator.
         """
         draws, seed = torch.Generator(), derive(site.seed, "synthetic")
-        source = self._source(state["embeddings"], draws)
+        source = self._source(site.task, state["embeddings"], draws)
         network = Generator.restored(state["generator"], [state[axis] for axis in AXES], site.device)
         steps, done = -(-len(site.train) // site.settings.batch_size), 0
 

@@ -6,6 +6,7 @@ Image Analysis 2025); the architecture is that of the authors' public code, the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,19 +17,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from medfl.core.errors import InputError
+from medfl.core.task import Constants
 from medfl.networks.heads import frozen
 
 _STEPS = 16  # four doublings
 _WIDTH = 128
 _PADDING = 4
 _EPSILON = 1e-5
+_BEYOND = 0.25  # of 0..1 that resampled pictures may be
 
-NORMALISATIONS = {
+NORMALISATIONS: Mapping[str, Constants] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5,), (0.5,)),
     "none": ((0.0,), (1.0,)),
 }
-"""Name -> mean and standard deviation of the channels, as the bundle's transforms normalise real images."""
+"""Name -> mean and standard deviation of the channels, as a bundle's transforms normalise real images."""
 
 
 class Generator(nn.Module):
@@ -87,22 +90,52 @@ def check_size(height: int, width: int) -> None:
         )
 
 
-def check_images(shape: Sequence[int], normalisation: str) -> None:
-    """See that the generator can make images of this shape (channels, height, width), normalised as real ones are.
+def normalisation(text: str) -> Constants:
+    """Return mean and standard deviation of a name of `NORMALISATIONS`, or of MEAN/SD, each a number a channel.
 
     Raises:
-        InputError: it cannot make the size, or the normalisation has means of another number of channels.
+        InputError: it is neither.
     """
-    channels, height, width = shape
-    check_size(height, width)
-    wanted = len(NORMALISATIONS[normalisation][0])
-    if wanted not in (1, channels):
-        fitting = [name for name, (mean, _) in NORMALISATIONS.items() if len(mean) in (1, channels)]
+    if text in NORMALISATIONS:
+        return NORMALISATIONS[text]
+    try:
+        mean, sd = (tuple(float(number) for number in part.split(",")) for part in text.split("/"))
+    except ValueError:
+        mean, sd = (), ()
+    if not mean or len(mean) != len(sd) or not all(map(math.isfinite, (*mean, *sd))) or min(sd) <= 0:
         raise InputError(
-            f"normalise={normalisation} for images of {channels} channel{'s' if channels != 1 else ''}",
-            f"{normalisation} has means for {wanted}",
-            f"take --set normalise={' or '.join(fitting)}, as the bundle's transforms do",
+            f"normalise={text}", f"read, {', '.join(NORMALISATIONS)} or MEAN/SD with a number for each channel",
+            "for example normalise=0.5/0.25",
+        )  # fmt: skip
+    return mean, sd
+
+
+def check_images(images: Tensor, constants: Constants) -> None:
+    """See that the generator can make images like these (B, C, H, W), normalised by these constants.
+
+    Raises:
+        InputError: the constants are of another number of channels or other intensities.
+    """
+    channels = images.shape[1]
+    if len(constants[0]) not in (1, channels):
+        raise InputError(
+            f"normalise={_told(constants)} for images of {channels} channel{'s' if channels != 1 else ''}",
+            f"it has means for {len(constants[0])}",
+            "leave normalise out, or say what the bundle's transforms do",
         )
+    mean, sd = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in constants)
+    units = images.double() * sd + mean
+    low, high = float(units.min()), float(units.max())
+    if low < -_BEYOND or high > 1 + _BEYOND:
+        raise InputError(
+            f"normalise={_told(constants)} for images that it brings back to {low:.3g}..{high:.3g}",
+            "pictures are 0..1 before they are normalised",
+            "say what the bundle's transforms do with --set normalise=MEAN/SD",
+        )
+
+
+def _told(constants: Constants) -> str:
+    return "/".join(",".join(f"{number:g}" for number in part) for part in constants)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,19 @@ def test_images_are_between_0_and_1_and_of_the_size_asked_for() -> None:
         assert 0 < images.min() <= images.max() < 1
 
 
+def test_layers_in_their_order() -> None:
+    """Four doublings, each convolution followed by BatchNorm and LeakyReLU of slope 0.2, a sigmoid at the end."""
+    network = Generator(12, 3, 32, 32).eval()
+    body = [type(layer).__name__ for layer in network.body]
+    block = ["Conv2d", "BatchNorm2d", "LeakyReLU"]
+    assert body == [*block, *4 * ["Upsample", *block], "Conv2d", "Sigmoid"]
+    z = normal(2, 12, dtype=torch.float32)
+    x = network.linear(z).view(2, 128, 2, 2)
+    for layer in network.body[:-1]:
+        x = torch.where(x > 0, x, 0.2 * x) if isinstance(layer, nn.LeakyReLU) else layer(x)
+    torch.testing.assert_close(network(z), x.sigmoid())
+
+
 @pytest.mark.parametrize(("size", "advice"), [(28, 32), (8, 16), (200, 192)])
 def test_a_side_that_is_no_multiple_of_16_is_refused(size: int, advice: int) -> None:
     text = (
