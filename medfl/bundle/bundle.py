@@ -35,6 +35,7 @@ from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared, moved
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.evaluation.metrics import KEY_METRICS
+from medfl.networks.initialisation import INIT_WEIGHTS, drawn
 from medfl.policy import admission
 from medfl.policy.policy import Policy
 from medfl.training.loss_checks import mean_loss
@@ -131,8 +132,7 @@ class Bundle:
         """Build the network anew; two calls share nothing."""
         if self.own_trainer:
             return own_iteration.OwnIteration(self._config, self._trainer).model.to(self.device)
-        network: nn.Module = self._network_with()[0]
-        return network
+        return drawn(self._network_with()[0], {} if INIT_WEIGHTS in self._config else self._overrides)
 
     def _network_with(self, *keys: str) -> list[Any]:
         """Return a new network, and what ids make of it."""

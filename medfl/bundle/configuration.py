@@ -29,6 +29,7 @@ from medfl.bundle.guarded import guarded_parser
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
+from medfl.networks.initialisation import INIT_WEIGHTS
 from medfl.policy.policy import Policy
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
@@ -241,9 +242,11 @@ class Configuration:
 def meant(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
     """Return overrides by the ids that they are of: `network=NAME` of `network_name`, in a bundle that has this id.
 
-    A network of MONAI is the component of its class (`medfl.bundle.monai_networks`).
+    A network of MONAI is the component of its class (`medfl.bundle.monai_networks`); `init_weights` is read by
+    `Bundle.network`.
     """
     values = monai_networks.replaced(values, content)
+    values = {key: value for key, value in values.items() if key != INIT_WEIGHTS or key in content}
     by_name = "network_name" in content and isinstance(name := values.get("network"), str) and name[:1] not in "$@%"
     return {"network_name" if by_name and key == "network" else key: value for key, value in values.items()}
 

@@ -1,0 +1,32 @@
+"""Initial weights of a network's convolutions and linear layers, drawn as PyTorch draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from medfl.core.errors import InputError
+
+INIT_WEIGHTS = "init_weights"
+"""Name of the choice among ids of a bundle's configuration that are overridden."""
+_DRAWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def drawn(network: nn.Module, overrides: Mapping[str, Any]) -> nn.Module:
+    """Return a network whose weights are by whom the overrides say.
+
+    "monai", the default: by the network's own code, in most of MONAI's networks Kaiming's normal distribution by
+    fan-out. "pytorch": by PyTorch's convolutions and linear layers, uniform within 1/sqrt(fan-in).
+
+    Raises:
+        InputError: they say something else.
+    """
+    by = overrides.get(INIT_WEIGHTS, "monai")
+    if by not in ("monai", "pytorch"):
+        raise InputError(f"--config {INIT_WEIGHTS}={by}", "monai or pytorch", "choose one of them")
+    for layer in network.modules() if by == "pytorch" else ():
+        if isinstance(layer, _DRAWN):
+            layer.reset_parameters()
+    return network
