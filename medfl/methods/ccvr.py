@@ -39,7 +39,8 @@ class CCVR(Method):
     virtual: int = option(200, "virtual features a class (public code: 200)", minimum=1)
     calibration_epochs: int = option(10, "passes over the virtual features (ours)", minimum=0)
     calibration_batch: int = option(64, "virtual features a step (ours)", minimum=1)
-    calibration_lr: float = option(0.01, "rate of the head's SGD with momentum 0.9 (ours)", minimum=0.0)
+    calibration_lr: float = option(0.01, "rate of the head's SGD (ours)", minimum=0.0)
+    calibration_momentum: float = option(0.9, "its momentum (ours)", minimum=0.0, maximum=1.0)
 
     paper = (
         "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data (Luo et al., 2021)"
@@ -89,7 +90,7 @@ class CCVR(Method):
             drawn = [statistics.sample(c, self.virtual, generator).to(kind) for c in classes]
             x = torch.cat(drawn).to(host.device)
             y = torch.tensor(classes, device=host.device).repeat_interleave(self.virtual)
-            optimizer = torch.optim.SGD(layer.parameters(), self.calibration_lr, momentum=0.9)
+            optimizer = torch.optim.SGD(layer.parameters(), self.calibration_lr, self.calibration_momentum)
             fit_head(layer, optimizer, x, y, self.calibration_epochs, self.calibration_batch, generator)
         name = head_name(network)
         retrained = {

@@ -13,12 +13,13 @@ Server:  w <- sum_c n_c w_c / sum_c n_c over surrogates and proxies.
 In segmentation L and R are cross-entropies of pixels weighted by beta (eq. 8-11, medfl.methods._parts.weight_map),
 without Dice. Judged by the small site's network, or by the large one, after local training and before aggregation.
 
-Departures, and what the paper leaves open. Sums over a data set are means of mini-batches (`loss_reduction`). The proxy
-sees no label (`proxy_ce`); both networks step together on the same forward passes (`schedule`). The larger divergence's
-teacher side is constant. alpha's rule is ours (medfl.methods._parts.teacher_weights); its rows see the gradient of KL
-alone, so their rate takes no part in lambda_J. Public batches use their own BatchNorm statistics and leave the running
-ones alone (`public_bn`). Optimisers start anew each round. There is no early stopping: the best round is reported
-beside the last.
+Departures, and what the paper leaves open. Sums over a data set are means of mini-batches (`loss_reduction`; as printed
+the public loss of a small site would weigh P/K_i times as much, 3 to 11 times lambda_J's 0.2), with a public batch
+beside each private one (`public_schedule`); the bundles' preset `paper` has both as printed. The proxy sees no label
+(`proxy_ce`); both networks step together on the same forward passes (`schedule`). The larger divergence's teacher side
+is constant. alpha's rule is ours (medfl.methods._parts.teacher_weights); its rows see the gradient of KL alone, so
+their rate takes no part in lambda_J. Public batches use their own BatchNorm statistics and leave the running ones alone
+(`public_bn`). Optimisers start anew each round (the run's `keep_optimizer`). Early stopping is the run's `patience`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
-from medfl.methods._parts.aggregation import shares_by, weighted_mean
 from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.extras import SiteNetworks, deal
@@ -45,7 +45,7 @@ from medfl.methods._parts.public import public_data
 from medfl.methods._parts.public_lesson import Lesson, LessonOptions
 from medfl.methods._parts.weight_map import pixel_loss
 from medfl.methods.base import option
-from medfl.training import Host, Site, fit, snapshot
+from medfl.training import Site, fit, snapshot
 
 SizedLoss = Callable[[Tensor, Any], Tensor]
 """(logits, targets) -> mean loss of a batch."""
@@ -78,7 +78,6 @@ class FedHelp(LessonOptions, SiteNetworks):
     schedule: str = option(
         "joint", "both networks in one step, or in turns of an epoch, as FedType", choices=("joint", "alternate")
     )
-    weights: str = option("samples", "aggregate by samples (paper), or uniformly", choices=("samples", "uniform"))
 
     paper = (
         "Asymmetrical Reciprocity-based Federated Learning for Resolving Disparities in Medical Diagnosis "
@@ -160,12 +159,6 @@ class FedHelp(LessonOptions, SiteNetworks):
                 "teachers tell a foreground from the background",
                 "name other public data, or teachers= for none",
             )
-
-    # Server half
-
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
-        """Average surrogates and proxies."""
-        return {**server, "weights": weighted_mean(replies, "weights", shares_by(self.weights, replies))}
 
     # Site half
 

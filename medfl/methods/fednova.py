@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from medfl.core.errors import RunError
+from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.aggregation import sample_shares, weighted_mean
@@ -38,6 +38,13 @@ class FedNova(Method):
 
     paper = "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization (Wang et al., 2020)"
     takes_prototypes = True
+
+    def check(self, site: Site) -> None:
+        """Refuse optimisers that go on from round to round: a_k is how far a new one gets."""
+        if site.optimizers is not None:
+            raise InputError(
+                "--keep-optimizer with method 'fednova'", "it counts the steps of a new optimiser", "leave it out"
+            )
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights, and velocity 0 if the server has momentum."""

@@ -3,9 +3,11 @@
 One body, two heads on its feature f. The generic head g is trained with the body by balanced softmax, the loss of
 z_g + gamma log n with n the site's class counts; both are averaged by samples. The personal head h stays; the loss of
 z_g + h(f), with z_g and f held constant, trains h only. Global prediction z_g, personal prediction z_g + h(f).
+h starts as a copy of g (`personal_start=zero`: at 0, so that a site that never took part predicts as g, at the cost of
+slow first rounds).
 Departures. Both losses come from one forward pass and the bundle's optimiser takes both steps; the public code steps h
-by plain SGD. h starts at 0, so that a site that never took part predicts as g. The bundle's loss stands for
-cross-entropy. The variant that predicts h from the class distribution (a hypernetwork) is left out.
+by plain SGD. The bundle's loss stands for cross-entropy. The variant that predicts h from the class distribution (a
+hypernetwork) is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from medfl.training import FitReport, Host, Site, fit, merged
 
 
 class TwoHeads(nn.Linear):
-    """A generic head under the names of the layer that it replaces, and a personal one that starts at 0.
+    """A generic head under the names of the layer that it replaces, and a personal one, here 0.
 
     In evaluation mode the output is the sum of both, in training mode the generic head's alone.
     """
@@ -49,6 +51,10 @@ class TwoHeads(nn.Linear):
 class FedROD(Method):
     """A body with a generic head for everybody and a personal head for the site's own class distribution."""
 
+    personal_start: str = option(
+        "generic", "the personal head begins as a copy of the generic one (authors' code), or at 0",
+        choices=("generic", "zero"),
+    )  # fmt: skip
     gamma: float = option(1.0, "strength of the balanced softmax (1 in the paper's and FedBM's runs)", minimum=0.0)
 
     paper = "On Bridging Generic and Personalized Federated Learning for Image Classification (Chen and Chao, 2022)"
@@ -64,6 +70,13 @@ class FedROD(Method):
         prefix = next(name for name, module in network.named_modules() if isinstance(module, TwoHeads)) + ".personal."
         return frozenset(name for name in network.state_dict() if name.startswith(prefix.removeprefix(".")))
 
+    def init_site(self, site: Site) -> State:
+        """Start the personal head."""
+        state, initial = super().init_site(site), site.initial_weights
+        if self.personal_start == "generic":
+            state["weights"] = {name: initial[name.replace("personal.", "")].clone() for name in state["weights"]}
+        return state
+
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train body and generic head by balanced softmax, the personal head on top of them."""
         heads = next(module for module in model.modules() if isinstance(module, TwoHeads))
@@ -77,7 +90,7 @@ class FedROD(Method):
         return fit(model, site, objective=objective)
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
-        """Return body and generic head; the personal one is 0 as at the start."""
+        """Return body and generic head; the personal one is 0."""
         return host.model(merged(host.networks.initial, server["weights"]))
 
 

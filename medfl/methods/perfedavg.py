@@ -46,6 +46,10 @@ class PerFedAvg(Method):
         "first", "second derivatives: none, or by finite differences", choices=("first", "hessian_free")
     )
     delta: float = option(1e-3, "step of the finite difference of hessian_free, above 0", minimum=1e-9)
+    adapted: str = option(
+        "global", "what a site adapts: the newest global model (paper), or its own after local training",
+        choices=("global", "own"),
+    )  # fmt: skip
     finetune_steps: int = option(1, "steps of rate alpha on a training batch before a site is judged", minimum=0)
     weights: str = option(
         "uniform", "mean over participants: 1/S (paper), or by samples", choices=("uniform", "samples")
@@ -56,6 +60,11 @@ class PerFedAvg(Method):
         "(Fallah et al., 2020)"
     )
     judged = "personal"
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train as `train` does; keep the model where that is what is adapted."""
+        state, reply = super().local_update(site, state, down)
+        return ({"own": dict(reply["weights"])} if self.adapted == "own" else state), reply
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with the gradient after a step: the loss is taken at w+, the optimiser steps from w."""
@@ -99,8 +108,8 @@ class PerFedAvg(Method):
         return {"weights": weighted_mean(replies, "weights", shares)}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return w adapted to the site's training data."""
-        model = site.model(down["weights"])
+        """Return w, or the site's own, adapted to its training data."""
+        model = site.model(state.get("own", down["weights"]))
         for step in range(self.finetune_steps if site.num_samples else 0):
             with stream(site.seed, "finetune", step) as generator:
                 inner_step(model, site, draw(site, generator), self.alpha)

@@ -40,6 +40,10 @@ class PFedMe(Method):
     inner_steps: int = option(5, "K, steps on theta a batch (public code: 5)", minimum=1)
     eta: float = option(0.005, "learning rate of w_i; theta has the run's (public code: 0.005)", minimum=0.0)
     beta: float = option(1.0, "the server's step towards the sites' mean (public code: 1 or 2)", minimum=0.0)
+    judge: str = option(
+        "theta", "a site's model: theta_i (paper), or w_i, which follows it slowly (as public code has it)",
+        choices=("theta", "w"),
+    )  # fmt: skip
     weights: str = option(
         "uniform", "mean over participants: 1/S (paper), or by samples", choices=("uniform", "samples")
     )
@@ -72,7 +76,9 @@ class PFedMe(Method):
         personal = snapshot(model)
         with torch.no_grad():
             torch._foreach_copy_(theta, own)
-        return {"personal": personal}, Message({"weights": snapshot(model)}, {"samples": site.num_samples})
+        reply = snapshot(model)
+        judged = {"personal": personal if self.judge == "theta" else reply}
+        return judged, Message({"weights": reply}, {"samples": site.num_samples})
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move w by beta towards the mean of the w_i."""
@@ -81,7 +87,7 @@ class PFedMe(Method):
         return {"weights": step_towards(old, mean, self.beta, trained_names(host.model(old)))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return theta_i; w for a site that never took part."""
+        """Return theta_i or w_i; w for a site that never took part."""
         return site.model(state.get("personal", down["weights"]))
 
 

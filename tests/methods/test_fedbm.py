@@ -202,14 +202,9 @@ def test_aggregation() -> None:
         )
 
     server = simulate(method, toy, 0).server
-    for weights, wanted in (("samples", 4.0), ("uniform", 3.0)):
-        with toy.networks.scope():
-            after = replace(method, weights=weights).aggregate(
-                toy.host(), server, {"b": reply(5.0, 300), "a": reply(1.0, 100)}, 3
-            )
-        assert all(
-            set(after["weights"][k].flatten().tolist()) == {wanted} for k in ("0.weight", "1.running_var", "5.bias")
-        )
+    with toy.networks.scope():
+        after = method.aggregate(toy.host(), server, {"b": reply(5.0, 300), "a": reply(1.0, 100)}, 3)
+    assert all(set(after["weights"][k].flatten().tolist()) == {4.0} for k in ("0.weight", "1.running_var", "5.bias"))
 
 
 def test_sites_outside_the_cohort_have_no_influence() -> None:
@@ -225,9 +220,7 @@ def test_sites_outside_the_cohort_have_no_influence() -> None:
 # States, wire and repetition, with the generator on (the contract tests run without images)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"keep_optimizer": True, "decay_per": "epoch", "pool_per_round": True, "g_start": 0, "g_every": 2}]
-)
+@pytest.mark.parametrize("options", [{}, {"pool_per_round": True, "g_start": 0, "g_every": 2}])
 def test_it_repeats_over_the_wire_and_continues_from_files(options: dict, tmp_path: Path) -> None:
     method = quick(**options)
     toy = federation(method, optimizer=adam(0.01), lr_decay=0.9, epochs=2)
@@ -254,7 +247,7 @@ def test_it_repeats_over_the_wire_and_continues_from_files(options: dict, tmp_pa
 
 
 def test_it_changes_nothing_that_it_is_given() -> None:
-    method = quick(keep_optimizer=True)
+    method = quick()
     toy = federation(method, optimizer=adam(0.01))
     two, three = simulate(method, toy, 2), simulate(method, toy, 3)
     kept = bits([two.server, two.states, dict(toy.networks.initial)])
@@ -298,17 +291,42 @@ def test_bad_input(classes: Toy) -> None:
     for size in (28, 8):
         with pytest.raises(InputError, match="multiples of 16"):
             method.check(replace(toy, data=images({"a": 4}, size)).site("a"))
+    toy = replace(toy, data=unit({"a": 4}))
     quick().check(toy.site("a"))
-    with pytest.raises(InputError, match="normalise=imagenet for images of 1 channel; .* normalise=half or none"):
+    with pytest.raises(InputError, match="images without transforms; .* normalise=MEAN/SD"):
         load("fedbm").check(toy.site("a"))
+    with pytest.raises(InputError, match=r"normalise=0.485,0.456,0.406/0.229,.* for images of 1 channel; .* for 3"):
+        load("fedbm", normalise="imagenet").check(toy.site("a"))
     quick(normalise="none").check(toy.site("a"))
-    load("fedbm").check(replace(toy, data=images({"a": 4}, channels=3)).site("a"))
+    colours = replace(toy, data=unit({"a": 4}, channels=3)).site("a")
+    load("fedbm", normalise="imagenet").check(colours)
+    for text in ("quarter", "0.5", "0.5/0", "0.5,0.5/0.5", "/", "nan/1", "0.5/0.5/0.5"):
+        with pytest.raises(InputError, match=f"normalise={text}; read, imagenet, half, none or MEAN/SD"):
+            load("fedbm", normalise=text)
     for options, text in (({"prompt_fraction": 2}, "prompt_fraction=2;"), ({"tau": 0}, "tau=0; .* above 0")):
         with pytest.raises(InputError, match=text):
             load("fedbm", options)
     with pytest.raises(InputError, match="no site has a training image"):
         method.init_server(toy.host(), toy.networks.initial, {"a": Message()})
     assert method.tasks == ("classification",)
+
+
+def unit(counts: dict[str, int], **form: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    return {name: (x.clamp(0, 1), y) for name, (x, y) in images(counts, **form).items()}
+
+
+def test_images_that_the_constants_do_not_bring_back_are_refused() -> None:
+    """Of (x - 0.5) / 0.25 a site's pixels are -2 to 2: imagenet's constants would make -0.5 to 1 of them."""
+    ramp = torch.linspace(-2, 2, 256).view(1, 1, 16, 16).repeat(4, 1, 1, 1)
+    site = replace(federation(quick()), data={"a": (ramp, torch.zeros(4).long())}).site("a")
+    quick(normalise="0.5/0.25").check(site)
+    with pytest.raises(InputError, match=r"normalise=0.5/0.5 for images that it brings back to -0.5..1.5; pictures"):
+        quick(normalise="half").check(site)
+    known = replace(site, task=replace(site.task, intensities=lambda: ((0.5,), (0.25,))))
+    read = quick(normalise="read")
+    read.check(known)
+    source = read._source(known.task, torch.eye(12).reshape(3, 4, 12), torch.Generator())
+    assert source.augmentation.normalised(torch.tensor([0.0, 1.0]).view(2, 1, 1, 1)).flatten().tolist() == [-2, 2]
 
 
 # What a site takes of a server

@@ -551,19 +551,40 @@ def test_what_travels_is_resnet20() -> None:
     assert round(100 * cut, 2) == 84.40
 
 
-def test_shares_of_the_fed_isic_sites_and_equal_models() -> None:
-    """9930, 3163, 2690, 655, 351, 180 images; averaging equal models changes nothing."""
-    counts = {"1": 9930, "2": 3163, "3": 2690, "4": 655, "5": 351, "6": 180}
-    weights = toy().initial
-    replies = {name: Message({"weights": weights}, {"samples": n}) for name, n in counts.items()}
-    from medfl.methods._parts.aggregation import sample_shares
+def test_a_learned_share_leaves_one_half() -> None:
+    """An item is visited about once a round: after 20 rounds the teacher that agrees with the student counts most."""
+    state, answers = Contribution.start("table", 4, 2, 3), torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]])
+    for _ in range(20):
+        contribution = Contribution("table", state, 2, methods.load("fedhelp").lr_alpha)
+        contribution.mix(torch.tensor([2]), torch.zeros(1, 3), answers, answers[0].log(), torch.tensor([0]))
+        state = contribution.state
+    shares = state["table"].softmax(1)[:, 0]
+    assert shares[2] > 0.9
+    assert shares[[0, 1, 3]].tolist() == [0.5] * 3
 
-    found = [round(share, 4) for share in sample_shares(replies).values()]
-    assert found == [0.5852, 0.1864, 0.1585, 0.0386, 0.0207, 0.0106]
-    for weigh in ("samples", "uniform"):
-        merged = fedhelp(weights=weigh).aggregate(toy().host(), {"weights": weights}, replies, 6)["weights"]
-        for name, tensor in merged.items():
-            torch.testing.assert_close(tensor, weights[name])
+
+def test_the_printed_defaults() -> None:
+    """Sections 4.1.2 and 5.2; Omega has 3 classes, 1 of two."""
+    method = methods.load("fedhelp")
+    printed = {"lambda_r": 0.1, "lambda_j": 0.2, "lambda_f": 1.0, "lambda_b": 0.2, "top": 0, "temperature": 1.0}
+    assert {name: getattr(method, name) for name in printed} == printed
+    assert [method._size(torch.zeros(1, classes)) for classes in (8, 4, 3, 2)] == [3, 3, 2, 1]
+    assert method._size(torch.zeros(1, 4, 5, 5)) == 1
+
+
+def test_the_fed_isic_sites_count_by_their_images() -> None:
+    """9930, 3163, 2690, 655, 351, 180 images; site i sends the initial weights times 10^i."""
+    counts = {"0": 9930, "1": 3163, "2": 2690, "3": 655, "4": 351, "5": 180}
+    shares = (0.58516, 0.18639, 0.15852, 0.03860, 0.02068, 0.01061)
+    weights = {name: t.double() for name, t in toy().initial.items() if t.is_floating_point()}
+    replies = {
+        name: Message({"weights": {key: t * 10 ** int(name) for key, t in weights.items()}}, {"samples": n})
+        for name, n in counts.items()
+    }
+    merged = fedhelp().aggregate(toy().host(), {"weights": weights}, replies, 6)["weights"]
+    factor = sum(share * 10**i for i, share in enumerate(shares))
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, weights[name] * factor, rtol=1e-3, atol=0)
 
 
 def test_communication_leaves_large_networks_untouched() -> None:

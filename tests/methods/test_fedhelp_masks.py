@@ -19,6 +19,7 @@ from medfl.methods._parts.public import untracked
 from medfl.methods._parts.public_lesson import Lesson
 from medfl.methods._parts.weight_map import Border, beta, class_balance
 from medfl.networks.heads import features_and_output
+from medfl.training import fit
 from tests.methods.test_segmentation_contract import federation, segmenting
 from tests.support.toy import Toy, bits, simulate
 
@@ -72,6 +73,24 @@ def test_a_small_site_without_public_data_trains_on_weighted_pixels() -> None:
     z = made.network()(x)
     by_hand = (beta(y[:, 0], balance, Border()) * cross_entropy(z, y[:, 0], reduction="none")).mean()
     torch.testing.assert_close(loss(z, y), by_hand)
+
+
+@pytest.mark.parametrize("schedule", ["joint", "alternate"])
+def test_a_large_site_trains_on_weighted_pixels(schedule: str) -> None:
+    """Without what the two networks say to each other the large one learns by the mean of beta CE alone."""
+    made = toy(2)
+    method = methods.load("fedhelp", large="a", lambda_f=0, lambda_b=0, schedule=schedule)
+    site, down = made.site("a"), Message({"weights": made.initial})
+    balance, network = class_balance([made.data["a"][1]], 2), made.site("a").network()
+    state, _ = method.local_update(site, method.init_site(site), down)
+
+    def by_hand(net: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (beta(y[:, 0], balance, Border()) * cross_entropy(net(x), y[:, 0], reduction="none")).mean()
+
+    fit(network, made.site("a"), objective=by_hand)
+    for name, tensor in network.state_dict().items():
+        torch.testing.assert_close(state["weights"][name], tensor)
+    assert bits(state["weights"]) != bits(made.initial)
 
 
 def test_the_balance_is_that_of_whole_masks() -> None:

@@ -14,7 +14,7 @@ from medfl.methods._parts.prototypes import class_prior
 from medfl.training.site import snapshot
 from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
 
-METHOD = load("fedrod")
+METHOD, ZERO = load("fedrod"), load("fedrod", personal_start="zero")
 PERSONAL = {"4.personal.weight", "4.personal.bias"}
 
 
@@ -43,7 +43,7 @@ def test_one_step_by_hand() -> None:
     data = {"a": (torch.ones(4, 1).double(), torch.tensor([0, 0, 1, 0]))}
     toy = Toy(data, Identity, cross_entropy, sgd(1.0)).adapted(METHOD)
     toy.networks.initial["head.weight"].zero_()
-    outcome = simulate(METHOD, toy)
+    outcome = simulate(ZERO, toy)
     torch.testing.assert_close(
         outcome.server["weights"]["head.weight"][:, 0], torch.zeros(3).double(), rtol=0, atol=1e-7
     )
@@ -84,8 +84,11 @@ def test_the_personal_step_reaches_the_personal_head_only(toy: Toy) -> None:
         for key, tensor in outcome.replies[name]["weights"].items():
             assert "running" in key or "tracked" in key or bits(tensor) == bits(toy.initial[key])
         assert all(tensor.any() for tensor in outcome.states[name]["weights"].values())
-    frozen = simulate(METHOD, replace(toy, optimizer=sgd(0.0)))
-    assert not any(tensor.any() for tensor in frozen.states["a"]["weights"].values())
+    for method in (METHOD, ZERO):
+        kept = simulate(method, replace(toy, optimizer=sgd(0.0))).states["a"]["weights"]
+        for name, tensor in kept.items():
+            start = toy.initial[name.replace("personal.", "")]
+            assert torch.equal(tensor, start if method is METHOD else torch.zeros_like(start))
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.01}])
@@ -113,14 +116,14 @@ def test_the_generic_head_follows_the_prior_and_the_personal_one_the_site() -> N
 
 def test_predictions(toy: Toy) -> None:
     """Personal z_g + h(f), global z_g; a site that never took part has h = 0."""
-    outcome = simulate(METHOD, toy, 2, [["a", "b"]] * 2)
+    outcome = simulate(ZERO, toy, 2, [["a", "b"]] * 2)
     x = toy.data["c"][0]
     with toy.networks.scope():
         whole = METHOD.global_predictor(toy.host(), outcome.server).eval()
         personal = {}
         for name in toy.names:
             site, down = toy.site(name), METHOD.broadcast(toy.host(), outcome.server, name)
-            personal[name] = METHOD.predictor(site, outcome.states.get(name) or METHOD.init_site(site), down).eval()
+            personal[name] = ZERO.predictor(site, outcome.states.get(name) or ZERO.init_site(site), down).eval()
         feature = whole[:4](x)
         generic = nn.functional.linear(
             feature, outcome.server["weights"]["4.weight"], outcome.server["weights"]["4.bias"]

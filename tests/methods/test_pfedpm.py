@@ -19,6 +19,7 @@ from medfl.methods import load, pfedpm
 from medfl.methods._parts.prototype_exchange import average_prototypes, pull, table
 from medfl.methods._parts.relation_head import Relation, relation_loss, relation_step
 from medfl.methods.pfedpm import class_distance, mix
+from medfl.networks import build
 from medfl.networks.heads import feature_size, features_and_output, head_name
 from medfl.training.network_pool import Networks
 from medfl.training.site import Site, snapshot
@@ -470,18 +471,7 @@ def test_the_upload_is_own_classes_times_d() -> None:
             assert sum(t.numel() for t in message.flat().values()) == 50 * len(outcome.server["prototypes"])
 
 
-class Digits(nn.Module):
-    """The paper's networks for MNIST (28 x 28) and FEMNIST (128 x 128)."""
-
-    def __init__(self, channels: int = 20, kernel: int = 5, entering: int = 16, classes: int = 10) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 10, kernel), nn.Conv2d(10, channels, 5)
-        self.fc1, self.fc2 = nn.Linear(channels * entering, 50), nn.Linear(50, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for conv in (self.conv1, self.conv2):
-            x = nn.functional.max_pool2d(conv(x), 2).relu()
-        return self.fc2(self.fc1(x.flatten(1)).relu())
+MH = ("two_conv_18", "two_conv", "two_conv_22")
 
 
 def size(*modules: nn.Module) -> int:
@@ -489,13 +479,17 @@ def size(*modules: nn.Module) -> int:
 
 
 def test_the_papers_numbers_of_parameters() -> None:
-    """Checks 10 and 11."""
-    mnist, femnist = Digits(), Digits(kernel=3, entering=29 * 29, classes=62)
-    assert [size(Digits(channels)) for channels in (18, 20, 22)] == [19738, 21840, 23942]
-    assert (20 * size(mnist), 20 * size(mnist.conv1, mnist.conv2)) == (436800, 105600)
-    assert (size(femnist), 20 * size(femnist.conv1, femnist.conv2)) == (849332, 102400)
-    assert feature_size(mnist) == feature_size(femnist) == 50
+    """Checks 10 and 11, of the networks that bundles name: -mh deals them to sites 0-6, 7-13 and 14-19."""
+    made = {name: build(name, 1, 10) for name in MH}
+    assert [size(network) for network in made.values()] == [19738, 21840, 23942]
+    assert {feature_size(network) for network in made.values()} == {50}
+    mnist = made["two_conv"]
+    convolutions = [layer for layer in mnist.modules() if isinstance(layer, nn.Conv2d)]
+    assert (20 * size(mnist), 20 * size(*convolutions)) == (436800, 105600)
     assert round(20 * size(mnist) / (20 * 4 * 50)) == 109
+    names = [f"site-{i}" for i in range(20)]
+    dealt = load("pfedpm", bodies=",".join(MH)).site_networks(names)
+    assert [config["network"] for config in dealt.values()] == [MH[0]] * 7 + [MH[1]] * 7 + [MH[2]] * 6
 
 
 class Bodies(Toy):
@@ -503,8 +497,8 @@ class Bodies(Toy):
 
     def site(self, name: str, round_: int = 1) -> Site:
         self.pools = getattr(self, "pools", {})
-        factory = {"a": lambda: Digits(18), "b": lambda: Digits(20), "c": lambda: Digits(22)}[name]
-        pool = self.pools.setdefault(name, Networks(factory, 0, torch.device("cpu")))
+        body = load("pfedpm", bodies=",".join(MH)).site_networks(self.names)[name]["network"]
+        pool = self.pools.setdefault(name, Networks(lambda: build(body, 1, 10), 0, torch.device("cpu")))
         return replace(super().site(name, round_), networks=pool)
 
 
@@ -516,13 +510,12 @@ def digits() -> dict:
 @pytest.mark.parametrize("predict", ["decision", "relation"])
 def test_sites_with_other_networks_share_features(predict: str) -> None:
     """Check 11: bodies of 18, 20 and 22 channels."""
-    toy = Bodies(digits(), Digits, cross_entropy, sgd(0.01), batch_size=3)
-    method = load("pfedpm", predict=predict, bodies="18,20,22")
+    toy = Bodies(digits(), lambda: build("two_conv", 1, 10), cross_entropy, sgd(0.01), batch_size=3)
+    method = load("pfedpm", predict=predict, bodies=",".join(MH))
     outcome = simulate(method, toy, 2, wire=True)
     assert sorted(outcome.server["prototypes"]) == ["0", "1", "2"]
-    assert {name: s["weights"]["conv2.weight"].shape[0] for name, s in outcome.states.items()} == {
-        "a": 18, "b": 20, "c": 22
-    }  # fmt: skip
+    entering = {name: state["weights"]["fc1.weight"].shape[1] for name, state in outcome.states.items()}
+    assert entering == {"a": 18 * 16, "b": 20 * 16, "c": 22 * 16}
     for name in toy.names:
         network = method.predictor(toy.site(name), outcome.states[name], Message())
         assert network(toy.data[name][0]).shape == (6, 10)

@@ -76,13 +76,14 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
         turns: epoch -> its turns, asked for one after the other.
     """
     once, reports = replace(site.for_epochs(1), journal=[]), list[FitReport]()
-    memory: dict[int, State] = {}
+    memory: dict[str, State] = {} if site.optimizers is None else site.optimizers
     for epoch in range(site.settings.epochs):
         purpose = f"local {epoch}" if epoch else "local"
         for place, (network, other, settings) in enumerate(turns(epoch)):
             with evaluating(other):
-                report = fit(network, once, **settings, purpose=purpose, optimizer_state=memory.get(place, {}))
-            memory[place] = report.optimizer_state or {}
+                before = memory.get(f"turn {place}", {})
+                report = fit(network, once, **settings, purpose=purpose, optimizer_state=before)
+            memory[f"turn {place}"] = report.optimizer_state or {}
             reports += [] if place else [report]
     site.journal.append(summed(reports))
 

@@ -38,7 +38,7 @@ class LessonOptions(PublicData, PixelWeights):
     )
     lambda_r: float = option(0.1, "weight of the teachers in it (paper), 0: FedHelp--", minimum=0.0)
     alpha: str = option("table", "how much each teacher counts on each public item", choices=RULES)
-    lr_alpha: float = option(0.01, "rate of alpha (ours)", minimum=0.0)
+    lr_alpha: float = option(0.1, "rate of alpha (ours; an item's moves by this much a round)", minimum=0.0)
     temperature: float = option(1.0, "of both divergences, with its square as a factor (paper: none)", minimum=0.01)
     public_bn: str = option(
         "no_track",

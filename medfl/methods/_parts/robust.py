@@ -204,3 +204,11 @@ def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple
     for start in range(0, like.numel(), size):
         stop = min(start + size, like.numel())
         yield start, torch.stack([read(start, stop).to(wide) for read in reads])
+
+
+def evenly(replies: Mapping[str, Message]) -> dict[str, Message]:
+    """Return replies that say of one item each, so that a mean by numbers of items counts all sites the same."""
+    return {
+        name: Message(reply.tensors, {**reply.scalars, "samples": 1.0}) if "samples" in reply.scalars else reply
+        for name, reply in replies.items()
+    }

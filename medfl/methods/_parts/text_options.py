@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from medfl.core.errors import InputError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.aggregation import shares_by, weighted_mean
+from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.extras import TextEmbeddings
 from medfl.methods._parts.text_classifier import CLASSIFIERS, adapt, embeddings_for, embeddings_of, install
 from medfl.methods.base import Group, Method, class_head, option
@@ -36,11 +36,6 @@ class TextClassified(TextEmbeddings, Method):
         False,
         "F / tau in evaluation, as the authors' code: the same predictions with other probabilities (AUROC, loss)",
     )
-    weights: str = option(
-        "samples", "of the sites: by samples (code), or the same (FedBM)", choices=("samples", "uniform")
-    )
-    keep_optimizer: bool = option(False, "keep each site's optimiser over the rounds (code)")
-    decay_per: str = option("round", "the rate decays by round (code) or epoch (paper)", choices=("round", "epoch"))
 
     tasks = ("classification",)
 
@@ -93,7 +88,7 @@ class TextClassified(TextEmbeddings, Method):
     def averaged(self, host: Host, server: State, replies: Mapping[str, Message]) -> dict[str, Tensor]:
         """Average the replies' weights; a frozen head stays as it is, bit for bit."""
         fixed = head_names(host.model(host.networks.initial)) if self.classifier == "random_frozen" else ()
-        mean = weighted_mean(replies, "weights", shares_by(self.weights, replies))
+        mean = weighted_mean(replies, "weights", sample_shares(replies))
         return {**mean, **{name: server["weights"][name] for name in fixed}}
 
     # Site half
@@ -120,16 +115,8 @@ class TextClassified(TextEmbeddings, Method):
     def trained(
         self, model: nn.Module, site: Site, state: State, objective: Objective | None, feed: Feed | None = None
     ) -> tuple[State, Message]:
-        """Train; return the next State, with the optimiser's if that is kept, and the reply."""
-        factor = 1.0
-        if self.decay_per == "epoch":  # counted over all rounds
-            settings, factor = site.settings, site.settings.lr_decay
-            done = (site.round - 1) * settings.epochs
-            site = replace(site, settings=replace(settings, lr_factor=factor**done))
-        before = state.get("optimizer", {}) if self.keep_optimizer else None
-        report = fit(model, site, objective=objective, feed=feed, optimizer_state=before, epoch_factor=factor)
-        if self.keep_optimizer:
-            state = {**state, "optimizer": report.optimizer_state}
+        """Train; return the next State and the reply."""
+        fit(model, site, objective=objective, feed=feed)
         return state, Message({"weights": snapshot(model)}, {"samples": site.num_samples})
 
 
