@@ -10,7 +10,8 @@ from medfl.report import RunFiles
 from medfl.report.formatting import setting
 
 _SETTINGS = (
-    "bundle", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "cohort", "amp", "messages", "aggregation"
+    "bundle", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer",
+    "cohort", "amp", "messages", "aggregation",
 )  # fmt: skip
 
 

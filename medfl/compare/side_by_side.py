@@ -21,7 +21,10 @@ from medfl.report.page import context, environment
 from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
 from medfl.report.run_files import KINDS
 
-_SETTINGS = ("rounds", "local_epochs", "batch_size", "lr", "lr_decay", "cohort", "eval_every", "messages", "device")
+_SETTINGS = (
+    "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer", "cohort",
+    "eval_every", "messages", "device",
+)  # fmt: skip
 
 
 def write_page(folders: Sequence[Path], file: Path) -> Path:

@@ -304,7 +304,7 @@ def test_presets_of_fedmr(name: str) -> None:
         assert (found["sites"], found["partition"]) == (sites, f"classes:{classes}")
         assert found["cohort"] * sites == min(sites, 10)
     assert resolved(name, content, ["iid"])["partition"] == "dirichlet:100000"
-    assert set(content["presets"]) - {"pfedpm"} == {*ROWS[name], "iid"}
+    assert set(content["presets"]) - {"pfedpm", "paper"} == {*ROWS[name], "iid"}
 
 
 def test_presets_of_pfedpm() -> None:

@@ -40,7 +40,16 @@ def test_a_part_of_a_table_runs_and_stands_beside_the_published_figures(
     assert told.out.splitlines()[-1] == "PHANTOM data, drawn by a program: kvasir_v2"
     assert "FedETF" in told.out
     assert "FedProx" not in "".join(line for line in told.out.splitlines() if line.startswith("| dirichlet"))
-    assert (tmp_path / "out" / "published.md").read_text().startswith("# FedBM")
+    text = (tmp_path / "out" / "published.md").read_text()
+    assert text.startswith("# FedBM")
+    ours = text.split("## What is ours and not the paper's\n")[1].splitlines()
+    assert sum(line.startswith("- fedetf: Departures: the bundle's loss stands for") for line in ours) == 1
+    assert any(line.startswith("- bundle kvasir_v2: FedBM") for line in ours)
+    assert any("text embeddings are all-MiniLM-L6-v2's unless" in line for line in ours)
+    assert not any(line.startswith("- fedprox") for line in ours), "of what ran only"
+    record = json.loads(next((tmp_path / "out").rglob("run.json")).read_text())
+    assert (record["decay_per"], record["site_weights"]) == ("epoch", "uniform")
+    assert record["config"]["init_weights"] == "pytorch"
     assert table(lesions, tmp_path / "out", *PART, "--json") == 0
     captured = capsys.readouterr()
     assert "2 runs, 2 of them there already" in captured.err

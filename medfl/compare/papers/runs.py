@@ -13,6 +13,7 @@ from medfl.compare import papers
 from medfl.compare.comparison import Comparison
 from medfl.compare.grid import Grid, compare
 from medfl.compare.papers import tables as paper_tables
+from medfl.compare.papers.departures import departures
 from medfl.compare.papers.tables import PaperTable
 from medfl.compare.tables import rendered, write_tables
 from medfl.core.errors import InputError
@@ -20,6 +21,8 @@ from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.methods import load, values_of
 
+PAPER = "paper"
+"""The preset with what a bundle's paper prints, which its tables' runs have."""
 _HEADS = ("partition", "method", "metric, %", "ours", "published", "difference")
 
 
@@ -73,12 +76,14 @@ def run(
             f"partitions {', '.join(dict.fromkeys(_spec(grid, p) for grid in table.grids for p in grid.partitions))}",
             "give --methods and --partition from these lists, and one of the bundles",
         )
-    lines, code = [f"# {table.paper}: {table.title}", *(f"note: {note}" for note in table.notes)], 0
+    lines, code = [f"# {table.paper}: {table.title}"], 0
     collected: list[tuple[Comparison, dict[str, str]]] = []
     document: dict[str, Any] = {"paper": table.key, "folder": str(out), "failed": {}, "rows": []}
     for number, grid in grids:
         grid, rounds = paper_tables.scaled(grid, scale, Bundle(grid.bundle).protocol)
         all_presets = [*grid.requested.get("presets", ()), *requested.get("presets", ())]
+        if PAPER in Bundle(grid.bundle).protocol.get("presets", {}) and PAPER not in all_presets:
+            all_presets.insert(0, PAPER)
         presets = {"presets": all_presets} if all_presets else {}
         grid = replace(
             grid,
@@ -102,15 +107,22 @@ def run(
             collected.append((found, _labels(grid, found)))
             rows = paper_tables.beside(table, *collected[-1])
             document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in rows]
-            lines += [rendered(_HEADS, rows, "md"), f"tables: {folder / 'tables.md'}", found.describe()]
+            lines += [rendered(_HEADS, rows, "md"), f"tables: {folder / 'tables.md'}"]
         lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
         code = 1 if failed else code
     if collected and (averaged := paper_tables.averages(table, collected)):
         lines += ["", "## Averages over the partitions", rendered(_HEADS, averaged, "md")]
         document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in averaged]
+    lines += ["", "## What is ours and not the paper's", *_ours(table, [grid for _, grid in grids]), ""]
+    lines += dict.fromkeys(found.describe() for found, _ in collected)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "published.md", ("\n".join(lines) + "\n").encode())
     return lines, code, document
+
+
+def _ours(table: PaperTable, grids: Sequence[Grid]) -> list[str]:
+    protocols = {grid.bundle: Bundle(grid.bundle).protocol for grid in grids}
+    return departures((entry.method for grid in grids for entry in grid.entries), protocols, table.notes)
 
 
 def published(found: Comparison) -> list[str]:

@@ -1,0 +1,32 @@
+"""What is ours and not the paper's in a published table's runs: from the methods' own docstrings and options."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from medfl.methods import method_class, options_of
+
+_OURS = re.compile(r"\(ours\b|\bours[;)]")
+
+
+def departures(methods: Iterable[str], protocols: Mapping[str, Mapping[str, Any]], notes: Iterable[str]) -> list[str]:
+    """Return lines of a list: the notes, each bundle's protocol and presets, and each method's departures.
+
+    Args:
+        methods: names; each counts once.
+        protocols: name of a bundle -> the values of its federated.yaml.
+        notes: the table's.
+    """
+    lines = [f"- {note}" for note in notes]
+    lines += [f"- bundle {name}: {values['protocol']}" for name, values in protocols.items() if values.get("protocol")]
+    for name in dict.fromkeys(methods):
+        paragraphs = (inspect.getdoc(importlib.import_module(method_class(name).__module__)) or "").split("\n\n")
+        told = [" ".join(part[part.index("Departures") :].split()) for part in paragraphs if "Departures" in part]
+        lines += [f"- {name}: {text}" for text in told]
+        chosen = [one for one in options_of(method_class(name)) if _OURS.search(one["help"])]
+        lines += [f"- {name}: {one['name']}={one['default']}: {one['help']}" for one in chosen]
+    return lines or ["- nothing that is known"]
