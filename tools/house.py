@@ -33,16 +33,16 @@ FIGURES: dict[str, tuple[int | None, int]] = {
     "files that name a runtime": (1, 2),
     "lines of setup.cfg that name a data set": (0, 0),
     "files opened to understand FedProx": (4, 6),
-    "code lines opened to understand FedProx": (450, 450),
+    "code lines opened to understand FedProx": (450, 460),
     "files opened to understand SCAFFOLD": (4, 6),
-    "code lines opened to understand SCAFFOLD": (550, 501),
+    "code lines opened to understand SCAFFOLD": (550, 511),
     "hooks of Method": (14, 14),
     "facts of Method": (None, 6),
     "method files over 120 lines": (8, 8),
     "lines of the longest method file": (300, 293),
     "lines of the longest module": (400, 400),
     "words of the README": (1200, 1200),
-    "lines of the product": (None, 59408),
+    "lines of the product": (None, 59726),
 }
 
 

@@ -13,7 +13,8 @@ from medfl.core.errors import InputError, did_you_mean
 
 _DEFAULTS: Mapping[str, Any] = {
     "sites": 4, "partition": "iid", "cohort": 1.0, "rounds": 10, "local_epochs": 1, "batch_size": None, "lr": None,
-    "lr_decay": 1.0, "split": None, "methods": {}, "config": {},
+    "lr_decay": 1.0, "decay_per": "round", "site_weights": "samples", "keep_optimizer": False, "patience": 0,
+    "split": None, "methods": {}, "config": {},
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from medfl.core.errors import InputError, did_you_mean
 
@@ -10,8 +11,21 @@ MESSAGES = ("lossless", "float16", "bfloat16", "int8", "topk")
 AGGREGATIONS = ("mean", "clip", "median", "trimmed", "krum", "multikrum")
 DISTANCES = ("hd95", "surface_dice")
 """The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
+DECAYS = ("round", "epoch")
+SITE_WEIGHTS = ("samples", "uniform")
 ALL = "all"
 """What `--metrics` takes for every one of them."""
+
+
+def one_of(flag: str, allowed: tuple[str, ...]) -> Callable[[str], str]:
+    """Return what reads the text of a flag that takes one of some words, and raises an InputError for any other."""
+
+    def read(text: str) -> str:
+        if text not in allowed:
+            raise InputError(f"{flag} {text}", " or ".join(allowed), did_you_mean(text, allowed, "choose one"))
+        return text
+
+    return read
 
 
 def messages(text: str) -> tuple[str, float]:

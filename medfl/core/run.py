@@ -14,9 +14,9 @@ from medfl.core.settings import ADDED_LATER, SETTINGS, GeneralSettings, Protocol
 from medfl.core.type_checks import Count, read_record
 
 _OPTIONAL = ("public", "text", "adapted")
-_NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts", "max_share", "metrics")
-"""Where things lie, what was said about them, what may end a run, and what its test items are scored by beside Dice
-cannot change a weight."""
+_NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts", "max_share", "metrics", "score_trained")
+"""Where things lie, what was said about them, what may end a run, and how it is scored beside Dice cannot change a
+weight."""
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,10 @@ class GeneralSettings:
         "rounds between evaluations; 0: after the last only; default 1", "N",
         group=TRAINING, default=1, least=0, most=2**63 - 1,
     )  # fmt: skip
+    score_trained: bool = setting(
+        "of a method judged by its global model, score this at the end after one more local training at each site too",
+        group=TRAINING, default=False, later=True,
+    )  # fmt: skip
     init: str = setting(
         "weights to begin with, of the same network; default: drawn from the seed", "FILE|run:DIR|bundle:DIR",
         group=TRAINING, default="", later=True,
@@ -163,6 +167,23 @@ class ProtocolSettings:
     lr_decay: float = setting(
         "what one round multiplies the learning rate with; 1 keeps it", "G", group=TRAINING, above=0, most=1
     )
+    patience: int = setting(
+        "rounds without a better validation metric after which a run ends; default: it has all its rounds", "N",
+        group=TRAINING, default=0, later=True, least=0, most=_MOST,
+    )  # fmt: skip
+    decay_per: str = setting(
+        "what --lr-decay is of: a round (default), or a local epoch, counted over all rounds", "round|epoch",
+        group=TRAINING, default="round", later=True, form=forms.one_of("--decay-per", forms.DECAYS),
+    )  # fmt: skip
+    site_weights: str = setting(
+        "how sites count where a method averages by number of images: samples (default), or uniform: all the same",
+        "samples|uniform",
+        group=TRAINING, default="samples", later=True, form=forms.one_of("--site-weights", forms.SITE_WEIGHTS),
+    )  # fmt: skip
+    keep_optimizer: bool = setting(
+        "each site keeps its optimisers' states from round to round, instead of new ones in each",
+        group=TRAINING, default=False, later=True,
+    )  # fmt: skip
 
 
 def _declared() -> dict[str, Setting]:

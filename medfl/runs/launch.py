@@ -294,8 +294,10 @@ def _refuse_objects(plan: Plan, callbacks: Sequence[Callback], runtime: str) -> 
     if what and registry.load(runtime).remote:
         allowed = "its server and sites are processes of their own"
         raise InputError(f"{what} with --runtime {runtime}", allowed, "use the runtime simulator or monai-fl")
-    if plan.run.eval_every == 0 and any(isinstance(one, EarlyStopping) for one in callbacks):
-        raise InputError("EarlyStopping with eval_every 0", "rounds that are evaluated", "leave eval_every out")
+    early = plan.run.patience or any(isinstance(one, EarlyStopping) for one in callbacks)
+    if plan.run.eval_every == 0 and early:
+        given = "EarlyStopping or --patience with eval_every 0"
+        raise InputError(given, "rounds that are evaluated", "leave eval_every out")
 
 
 def _division(plan: Plan) -> str:

@@ -46,7 +46,7 @@ class Request(GeneralSettings):
         config: ids of the bundle's configuration to override; values may be text as typed.
         data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
         presets: names of presets of the bundle's protocol, laid over it in this order.
-        cohort, rounds, local_epochs, batch_size, lr, lr_decay: as in `medfl.core.settings.ProtocolSettings`.
+        cohort ... keep_optimizer: as in `medfl.core.settings.ProtocolSettings`.
     """
 
     bundle: str
@@ -62,6 +62,10 @@ class Request(GeneralSettings):
     batch_size: int | None = None
     lr: float | None = None
     lr_decay: float | None = None
+    patience: int | None = None
+    decay_per: str | None = None
+    site_weights: str | None = None
+    keep_optimizer: bool | None = None
     presets: Sequence[str] = ()
 
 
@@ -122,6 +126,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         name: protocol[name] if (value := getattr(request, name)) is None else value
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
     }
+    check_limits({name: str(chosen[name]) for name in ("decay_per", "site_weights")})
     given = {**options_for(protocol, request.method), **request.options}
     methods.load(request.method, given)  # refused before the images are looked for
     spec = request.partition or str(protocol["partition"])
@@ -170,6 +175,10 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         batch_size=int(settled["batch_size"] or bundle.batch_size),
         lr=None if settled["lr"] is None else float(settled["lr"]),
         lr_decay=float(settled["lr_decay"]),
+        patience=int(settled["patience"]),
+        decay_per=str(settled["decay_per"]),
+        site_weights=str(settled["site_weights"]),
+        keep_optimizer=bool(settled["keep_optimizer"]),
         **{**as_asked, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
     )
     taken = tuple(f"{name}={options[name]}, by the sites' sizes" for name in options if options[name] != asked[name])

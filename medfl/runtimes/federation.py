@@ -23,11 +23,12 @@ from medfl.core.run import Run
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.data.intensities import constants
 from medfl.data.on_device import Free, free_memory, hold
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
 from medfl.evaluation.mask_metrics import asked
-from medfl.methods._parts.robust import Aggregation
+from medfl.methods._parts.robust import Aggregation, evenly
 from medfl.methods.base import Method
 from medfl.runtimes.beginning import begun, refuse_dealt
 from medfl.training import Host, LocalSettings, Networks, Site
@@ -99,7 +100,9 @@ class Federation:
                 "see medfl methods",
             )
         self.bundle, self.method, self.run = bundle, method, run
-        self.task = Task(bundle.task, bundle.classes, bundle.embeddings)
+        self.task = Task(
+            bundle.task, bundle.classes, bundle.embeddings, lambda: constants(bundle.section("train").source.transforms)
+        )
         self.names = list(run.partition.sites)
         self.participants = [POOLED] if method.pools_data else self.names
         self.aggregation = self._aggregation()
@@ -249,21 +252,19 @@ class Federation:
 
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
-        run, body = self.run, self._bodies[name]
+        run, body, by_epoch = self.run, self._bodies[name], self.run.decay_per == "epoch"
         bundle, first = body.bundle, max(0, round_ - 1) * run.local_epochs
         settings = LocalSettings(
-            epochs=run.local_epochs,
-            batch_size=run.batch_size,
-            optimizer=partial(bundle.optimizer, lr=run.lr, epoch=first),
-            lr_factor=run.lr_decay ** (round_ - 1),
-            amp=run.amp,
-            lr_decay=run.lr_decay,
+            run.local_epochs, run.batch_size, partial(bundle.optimizer, lr=run.lr, epoch=first),
+            lr_factor=run.lr_decay ** (first if by_epoch else round_ - 1), amp=run.amp, lr_decay=run.lr_decay,
             rates=(lambda epoch: bundle.rates(first + epoch, run.lr)) if bundle.is_scheduled else None,
-        )
+            epoch_factor=run.lr_decay if by_epoch else 1.0,
+        )  # fmt: skip
         train, validate, test = (self.work(name, section) for section in SECTIONS)
         return Site(
             name, derive(run.seed, "round", round_, name), train, validate, test, self.bundle.loss, settings,
             body.networks, round_, self.task, common=self.networks, public=self.public, method=run.method,
+            optimizers={} if run.keep_optimizer else None,
         )  # fmt: skip
 
     @contextmanager
@@ -366,6 +367,7 @@ class Federation:
             RunError: there are too few replies.
         """
         with self.scope():
+            replies = evenly(replies) if self.run.site_weights == "uniform" else replies
             if not self.aggregation.is_mean and server.get("weights") != {}:
                 return {**server, "weights": self.aggregation.combined(replies, "weights", server["weights"])}
             return self.method.aggregate(self.host(round_), server, replies, len(self.participants))
@@ -395,5 +397,4 @@ def prepared_sections(bundle: Bundle, *, jobs: int = 1, progress: bool = False) 
 
 
 def _span(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low} to {high}"
+    return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)} to {max(numbers)}"

@@ -20,7 +20,7 @@ from medfl.core.run_documents import MANIFEST
 from medfl.core.run_integrity import verified_manifest
 from medfl.core.storage import State, write_atomic
 from medfl.runtimes import profiling
-from medfl.runtimes.callbacks import RoundEnd, asked_to_stop
+from medfl.runtimes.callbacks import Callback, EarlyStopping, RoundEnd, asked_to_stop
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.output.events import Events
@@ -65,6 +65,8 @@ class Simulator:
         self.recorder = profiling.Recorder(self.run.device) if execution.profile else None
         self.server: State = {}
         self.done, self.stopped = 0, ""
+        patience = execution.federation.run.patience
+        self.callbacks: tuple[Callback, ...] = (*execution.callbacks, *([EarlyStopping(patience)] if patience else []))
         self.record: dict[str, Any] = {
             "best": None,
             "best_test": None,
@@ -178,7 +180,7 @@ class Simulator:
                 entry, results = self._train(training or self._start_training(round_, bar))
                 self._note(results)
                 # the first commit of a process removes what a kill has left: all States that it does not know
-                overlaps = self.workers.overlaps and first < round_ < self.run.rounds and not self.execution.callbacks
+                overlaps = self.workers.overlaps and first < round_ < self.run.rounds and not self.callbacks
                 training = self._start_training(round_ + 1, bar) if overlaps else None
                 self._evaluate(entry, results, training)
                 self._show(bar, entry)
@@ -194,14 +196,14 @@ class Simulator:
 
     def _stops(self, entry: Mapping[str, Any]) -> bool:
         """Call the callbacks after a round, and tell whether the run ends with it."""
-        if not self.execution.callbacks:
+        if not self.callbacks:
             return False
         known = [(past["round"], past["val"]) for past in self.folder.rounds() if past["val"]]
         ended = RoundEnd(
             entry["round"], self.run.rounds, entry["val"], entry["train_loss"], known, self.key, self.folder.path,
             lambda: self.server.get("weights") or {},
         )  # fmt: skip
-        self.stopped = asked_to_stop(self.execution.callbacks, ended)
+        self.stopped = asked_to_stop(self.callbacks, ended)
         if self.stopped and self.done < self.run.rounds:
             self.say(f"stopped after round {self.done} of {self.run.rounds}: {self.stopped}")
         return bool(self.stopped)

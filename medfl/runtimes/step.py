@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from medfl.runtimes.rules import check_update
 from medfl.training.loop import summed
 from medfl.training.site import Site
 
-UNSENT = "unsent"
-"""Key of a site's State under which its error feedback is kept; no method sees it."""
+UNSENT, OPTIMIZERS = "unsent", "optimizers"
+"""Keys of a site's State under which its error feedback and the optimisers that it keeps are; no method sees them."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,14 @@ def site_step(
         judge: sections.
     """
     method, site, messages = federation.method, federation.site(name, round_), federation.messages
+    if site.optimizers is not None:
+        site = replace(site, optimizers=dict((state or {}).get(OPTIMIZERS, {})))
     received, bytes_down = _delivered(federation, round_, name, down)
     unsent = (state or {}).get(UNSENT, {})
     with federation.scope():
         result = method.local_update(site, _own(federation, site, state), received)
         state, reply = check_update(federation.run.method, site, result)
-        assert UNSENT not in state, f"a method's State has no key {UNSENT!r}"
+        assert not {UNSENT, OPTIMIZERS} & state.keys(), f"a method's State has no keys {UNSENT!r} and {OPTIMIZERS!r}"
         federation.check(name, reply)
         cases = {}
         if judge and "weights" in reply:
@@ -84,7 +86,8 @@ def site_step(
         if not messages.lossless:
             federation.check(name, arrived)
     report = summed(site.journal)
-    next_state = {**state, UNSENT: unsent} if unsent else state
+    beside = {UNSENT: unsent, OPTIMIZERS: site.optimizers or {}}
+    next_state = {**state, **{key: kept for key, kept in beside.items() if kept}}
     return StepResult(next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down, report.eager)
 
 
@@ -151,8 +154,8 @@ def _delivered(federation: Federation, round_: int, name: str, down: Message) ->
 
 
 def _own(federation: Federation, site: Site, state: State | None) -> State:
-    """Return the State that the method knows: without the error feedback; the first one where nothing else is left."""
-    own = {key: value for key, value in (state or {}).items() if key != UNSENT}
+    """Return the State that the method knows: without what is kept beside it; the first one where nothing is left."""
+    own = {key: value for key, value in (state or {}).items() if key not in (UNSENT, OPTIMIZERS)}
     return own if own or state == {} else federation.method.init_site(site)
 
 

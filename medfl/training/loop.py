@@ -60,7 +60,6 @@ def fit(
     feed: Feed | None = None,
     purpose: str = "local",
     optimizer_state: State | None = None,
-    epoch_factor: float = 1.0,
 ) -> FitReport:
     """Train `model` in place on the site's data for its local epochs.
 
@@ -76,8 +75,7 @@ def fit(
             cannot.
         purpose: name of the random stream.
         optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh
-            optimiser, not kept.
-        epoch_factor: multiplies every learning rate after each local epoch.
+            optimiser, not kept; or where the site keeps optimisers the one of this visit's same call in its last round.
 
     Raises:
         InputError: the bundle's trainer takes its steps by itself, and this asks for more than another gradient.
@@ -85,7 +83,7 @@ def fit(
     """
     own: Any = vars(model).get("own_iteration")
     if own is not None:  # the bundle's trainer takes the steps
-        kept = optimizer_state is not None or epoch_factor != 1
+        kept = optimizer_state is not None or site.optimizers is not None or site.settings.epoch_factor != 1
         changed = "the loss" if objective or feed or site.penalty else "the optimiser" if kept else ""
         report: FitReport = own.fit(site, purpose, gradient_hook, changed)
         return report
@@ -107,13 +105,16 @@ def fit(
             optimizer.step()
         return loss.detach()
 
-    do_step = runner_of_visit(step, optimizer, site, epoch_factor)
+    do_step, name = runner_of_visit(step, optimizer, site), f"{purpose} {len(site.journal)}"
+    keeps = optimizer_state is None and site.optimizers is not None
+    if keeps:
+        optimizer_state = (site.optimizers or {}).get(name, {})
     if optimizer_state:
         restore_state(optimizer, optimizer_state)
     losses: list[Tensor] = []
     with stream(site.seed, purpose) as generator:
         for epoch in range(site.settings.epochs):
-            set_rates(optimizer, site.settings, epoch, epoch_factor)
+            set_rates(optimizer, site.settings, epoch)
             epoch_start = len(losses)
             for x, y in site.train.batches(site.settings.batch_size, generator):
                 batch: tuple[Any, ...] = moved(x, site.device), moved(y, site.device)
@@ -126,6 +127,8 @@ def fit(
         do_step.finish()
     mean_loss = float(torch.stack(losses).mean()) if losses else float("nan")
     state = None if optimizer_state is None else saved_state(optimizer)
+    if keeps and site.optimizers is not None:
+        site.optimizers[name] = state
     report = FitReport(len(losses), mean_loss, state, do_step.replayed, do_step.eager)
     site.journal.append(report)
     return report

@@ -24,17 +24,17 @@ def restore_state(optimizer: Optimizer, state: State) -> None:
     optimizer.load_state_dict(whole)
 
 
-def set_rates(optimizer: Optimizer, settings: LocalSettings, epoch: int, factor: float) -> None:
+def set_rates(optimizer: Optimizer, settings: LocalSettings, epoch: int) -> None:
     """Change the learning rates where a local epoch begins, the first (0) excepted.
 
     Args:
         optimizer: of the visit.
         settings: with the schedule, if there is one.
         epoch: the local epoch.
-        factor: multiplies every learning rate after each epoch.
     """
     if epoch == 0:
         return
+    factor = settings.epoch_factor
     for group in optimizer.param_groups if factor != 1 else ():
         group["lr"] = group["lr"] * factor
     for group, rate in zip(optimizer.param_groups, settings.rates(epoch) if settings.rates else (), strict=False):

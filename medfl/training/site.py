@@ -46,8 +46,9 @@ class LocalSettings:
         batch_size: items per step; the last batch may be smaller.
         optimizer: builds the optimiser of a network's trainable parameters.
         lr_factor: multiplies every learning rate this round (decay).
+        epoch_factor: multiplies it after each local epoch.
         amp: automatic mixed precision.
-        lr_decay: what one decay multiplies; `lr_factor` has it once for each round that is over.
+        lr_decay: what one decay multiplies; `lr_factor` has it once for each round, or local epoch, that is over.
         rates: (local epoch, from 0) -> the optimiser's learning rates in it before decay, one for each parameter group;
             None where they stay.
     """
@@ -59,6 +60,7 @@ class LocalSettings:
     amp: bool = False
     lr_decay: float = 1.0
     rates: Callable[[int], Sequence[float]] | None = None
+    epoch_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Site(_WithNetworks):
         round: the round, from 1; 0 before the first.
         task: the bundle's problem: kind, classes, class texts.
         journal: what `fit` did in this step (its reports, in order); stays at the site.
+        optimizers: states of optimisers that go on from round to round, by `fit`'s name for each; None: each is new.
         penalty: what `fit` adds to any method's loss; set by `replace` where a method shapes the features.
         common: the pool of the bundle's own network, also where this site's network is another.
         public: the run's public data, for the methods that use some.
@@ -96,6 +99,7 @@ class Site(_WithNetworks):
     common: Networks | None = None
     public: Public | None = None
     method: str = ""
+    optimizers: dict[str, Any] | None = None
 
     @property
     def still(self) -> Shard:
@@ -122,9 +126,14 @@ class Site(_WithNetworks):
     def learning_rate(self, model: nn.Module) -> float:
         """Return the learning rate of this round (of the first parameter group, the mean over the epochs)."""
         settings = self.settings
-        if settings.rates is None:
-            return float(self.optimizer(model).param_groups[0]["lr"])
-        return settings.lr_factor * sum(settings.rates(e)[0] for e in range(settings.epochs)) / settings.epochs
+        first, rates = float(self.optimizer(model).param_groups[0]["lr"]), settings.rates
+        if rates is None and settings.epoch_factor == 1:
+            return first
+        each = (
+            (rates(e)[0] * settings.lr_factor if rates else first) * settings.epoch_factor**e
+            for e in range(settings.epochs)
+        )
+        return sum(each) / settings.epochs
 
     def for_epochs(self, epochs: int) -> Site:
         """Return the same site with another number of local epochs."""

@@ -189,7 +189,8 @@ def test_embeddings_that_are_not_there_or_no_embeddings(refused: Refused, tmp_pa
         ("fedcb", ("loss=finite", "classifier=trainable"), "loss=finite with classifier=trainable; eq. 1 is over"),
         ("fedcb", ("swap=DR,MH",), f"swap=DR,MH; two of the classes {CLASSES}; "),
         ("fedbm", ("condition=text",), "condition=text for method 'fedbm'; condition is one of concept, noise, "),
-        ("fedbm", ("normalise=imagenet",), "normalise=imagenet for images of 1 channel; imagenet has means for 3"),
+        ("fedbm", ("normalise=0,0,0/1,1,1",), "normalise=0,0,0/1,1,1 for images of 1 channel; it has means for 3"),
+        ("fedbm", ("normalise=quarter",), "normalise=quarter; read, imagenet, half, none or MEAN/SD"),
         ("fednh", ("rho=2",), "rho=2 for method 'fednh'; rho is float >= 0 and <= 1"),
         ("fedetf", ("dimension=3",), "dimension=3 for method 'fedetf' with 6 classes; a simplex of K classes"),
     ],
@@ -236,8 +237,8 @@ def test_fedbm_goes_on_bit_for_bit_after_an_interruption(
     """Stopped after its sites trained in round 3, with all that survives a round: a generator and its version, pools of
     images, optimisers, a learning rate counted in epochs over all rounds."""
     settings = (
-        "--rounds", "4", "--local-epochs", "2", "--set", "g_start=0", "--set", "g_every=2", "--set", "decay_per=epoch",
-        "--set", "keep_optimizer=true", "--set", "pool_per_round=true", "--eval-every", "0",
+        "--rounds", "4", "--local-epochs", "2", "--set", "g_start=0", "--set", "g_every=2", "--decay-per", "epoch",
+        "--keep-optimizer", "--set", "pool_per_round=true", "--eval-every", "0",
     )  # fmt: skip
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     _run(scans, whole, *settings)

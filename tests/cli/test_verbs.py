@@ -67,10 +67,10 @@ def endoscopy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(chest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two rounds, with the Local reference."""
+    """A run of two rounds, with the Local reference and scores after one more local training."""
     out = tmp_path_factory.mktemp("finished") / "run"
     run = ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--rounds", "2", "--with-local", "--quiet"]
-    assert cli.main([*run, "--out", str(out)]) == 0
+    assert cli.main([*run, "--score-trained", "--out", str(out)]) == 0
     return out
 
 

@@ -40,6 +40,10 @@ CHANGES = {
     "channels_last": True,
     "adapted": ("numpy.product",),
     "init": "sha256:" + "8" * 64,
+    "decay_per": "epoch",
+    "site_weights": "uniform",
+    "keep_optimizer": True,
+    "patience": 5,
 }
 PUBLIC = PublicRecord(
     "pictures", "3" * 64, {"image_size": 32}, DataRecord("real", "/data/p", "4" * 64, "official", {"test": 9}),
@@ -63,6 +67,11 @@ LATER = (
     "metrics",
     "init",
     "adapted",
+    "decay_per",
+    "site_weights",
+    "keep_optimizer",
+    "score_trained",
+    "patience",
 )
 """Settings that older records do not have."""
 
@@ -76,7 +85,7 @@ def with_partition(**changes) -> Run:
 
 
 def test_every_field_is_looked_at_here() -> None:
-    others = {"bundle_path", "data", "partition", "public", "text", "max_share", "metrics"}
+    others = {"bundle_path", "data", "partition", "public", "text", "max_share", "metrics", "score_trained"}
     assert {f.name for f in dataclasses.fields(Run)} == {*CHANGES, *others}
     assert {f.name for f in dataclasses.fields(DataRecord)} == {*DATA, "folder", "counts", "notes"}
     assert {f.name for f in dataclasses.fields(PartitionRecord)} == {*PARTITION, "notes"}
@@ -91,6 +100,7 @@ def test_a_setting_changes_the_hash_and_is_named(name: str) -> None:
 
 
 def test_what_a_run_is_scored_by_is_named_and_changes_no_hash() -> None:
+    assert run_record(score_trained=True).run_hash == RUN.run_hash
     other = run_record(metrics="dice")
     assert other.run_hash == RUN.run_hash
     assert other.difference(RUN) == ['metrics: "dice" was "all"']

@@ -24,7 +24,8 @@ from tests.support.toy import run_record
 OTHER: dict[str, Any] = {
     "cohort": 0.5, "rounds": 3, "local_epochs": 2, "batch_size": 5, "lr": 0.003, "lr_decay": 0.9, "seed": 7,
     "device": "cpu", "threads": 2, "eval_every": 2, "messages": "int8", "aggregation": "median", "pack": 4,
-    "max_share": 0.6, "metrics": "dice", "init": "start.safetensors",
+    "max_share": 0.6, "metrics": "dice", "init": "start.safetensors", "decay_per": "epoch", "site_weights": "uniform",
+    "patience": 3,
 }  # fmt: skip
 """A value of each setting that is not its default; switches are True."""
 VERBS = {
@@ -101,7 +102,8 @@ def test_settings_that_came_later_leave_older_records_as_they_were() -> None:
     record = run_record()
     assert not ADDED_LATER.keys() & record.to_dict().keys()
     later = {"messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile", "max_share", "metrics"}
-    assert set(ADDED_LATER) == {*later, "init"}
+    later |= {"init", "decay_per", "site_weights", "keep_optimizer", "score_trained", "patience"}
+    assert set(ADDED_LATER) == later
 
 
 @pytest.mark.parametrize("name", SETTINGS)

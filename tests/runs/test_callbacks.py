@@ -123,7 +123,7 @@ def test_a_callback_that_fails_is_named_and_the_round_kept(parts: medfl.Parts, t
 
 
 def test_stopping_by_metrics_needs_rounds_that_are_evaluated(parts: medfl.Parts, tmp_path: Path) -> None:
-    with pytest.raises(medfl.InputError, match="EarlyStopping with eval_every 0"):
+    with pytest.raises(medfl.InputError, match="EarlyStopping or --patience with eval_every 0"):
         medfl.run(parts, eval_every=0, out=tmp_path / "a", callbacks=[medfl.EarlyStopping(2)], **QUIET)
     with pytest.raises(medfl.InputError, match="callbacks with --runtime flare"):
         medfl.run("mednist", data="phantom", out=tmp_path / "a", runtime="flare", callbacks=[print], **QUIET)

@@ -89,6 +89,88 @@ def test_settings_seed_and_round_reach_the_site() -> None:
     assert site.seed == federation().site("x", 4).seed
 
 
+def test_the_learning_rate_decays_per_round_or_per_local_epoch() -> None:
+    """0.01 * 0.99^199 = 1.353330e-3 in round 200; per epoch of two, round 2 begins at decay^2."""
+    seen: list[float] = []
+
+    class Recorded(ToyBundle):
+        def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
+            made = super().optimizer(network, lr, epoch)
+            made.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+            return made
+
+    for decay_per, round_, exponents in (
+        ("round", 200, [199, 199]),
+        ("epoch", 1, [0, 1]),
+        ("epoch", 2, [2, 3]),
+    ):
+        seen.clear()
+        settings = {"lr": 0.01, "lr_decay": 0.99, "local_epochs": 2, "batch_size": 8, "decay_per": decay_per}
+        made = Federation(Recorded(), load("fedcb", classifier="trainable"), run_record(**settings))
+        site_step(made, round_, "x", None, Message({"weights": made.networks.initial}))
+        assert seen == pytest.approx([0.01 * 0.99**e for e in exponents], rel=1e-12)
+        site = made.site("x", round_)
+        assert site.learning_rate(site.network()) == pytest.approx(sum(seen) / 2, rel=1e-12)
+        if round_ == 200:
+            assert seen == pytest.approx([1.353330e-3] * 2, rel=1e-6)
+
+
+def test_what_follows_the_rate_in_a_method_decays_with_the_local_epochs() -> None:
+    made = federation(lr_decay=0.5, local_epochs=3, decay_per="epoch")
+    assert [made.site("x", round_).settings.lr_factor for round_ in (0, 1, 2)] == [1, 1, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("method", "calls"), [("fedavg", 1), ("fedbm", 1), ("ditto", 2), ("fedrep", 2), ("fedtype", 2)]
+)
+def test_a_site_keeps_its_optimisers_over_the_rounds(method: str, calls: int) -> None:
+    options = {"fedbm": {"generator": False, "classifier": "trainable"}}.get(method, {})
+    kept, fresh = (
+        Federation(ToyBundle(), load(method, options), run_record(method=method, lr_decay=1.0, keep_optimizer=keep))
+        for keep in (True, False)
+    )
+    down = Message({"weights": kept.networks.initial})
+    results = {}
+    for name, made in (("kept", kept), ("fresh", fresh)):
+        first = site_step(made, 1, "y", None, down)
+        before = bits(first.state)
+        results[name] = first, site_step(made, 2, "y", first.state, down)
+        assert bits(first.state) == before
+    assert bits(results["kept"][0].reply) == bits(results["fresh"][0].reply), "the first round is the same"
+    assert bits(results["kept"][1].reply) != bits(results["fresh"][1].reply)
+    memory = results["kept"][1].state["optimizers"]
+    assert len(memory) == calls
+    assert all("momentum_buffer" in part for state in memory.values() for part in state.values())
+    assert "optimizers" not in results["fresh"][1].state
+    site_judge(kept, 2, "y", results["kept"][1].state, down, ["test"])
+
+
+def test_fednova_takes_new_optimisers_only() -> None:
+    with pytest.raises(InputError, match="--keep-optimizer with method 'fednova'; .*; leave it out"):
+        federation("fednova", keep_optimizer=True)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedhelp", "fedcb", "fedprox", "fednova", "scaffold"])
+def test_sites_count_the_same_where_the_run_says_so(method: str) -> None:
+    options = {"fedcb": {"classifier": "trainable"}, "fedhelp": {"lambda_j": 0, "large": "x", "large_network": ""}}
+    made, even = (
+        Federation(ToyBundle(), load(method, options.get(method, {})), run_record(method=method, site_weights=by))
+        for by in ("samples", "uniform")
+    )
+    server = made.method.init_server(made.host(0), made.networks.initial, {})
+    down = made.method.broadcast(made.host(1), server, "x")
+    replies = {name: site_step(made, 1, name, None, down).reply for name in ("x", "y")}
+    results = [f.aggregate(1, server, replies)["weights"] for f in (made, even)]
+    name = "0.weight"
+    mean = (replies["x"]["weights"][name] + replies["y"]["weights"][name]) / 2 if "weights" in replies["x"] else None
+    if method == "scaffold":  # its own rule is the plain mean
+        assert bits(results[0]) == bits(results[1])
+        return
+    assert bits(results[0]) != bits(results[1])
+    if method in ("fedavg", "fedhelp", "fedcb", "fedprox"):
+        torch.testing.assert_close(results[1][name], mean, rtol=0, atol=1e-7)
+
+
 def test_pooling_methods_have_one_participant_with_everybodys_items() -> None:
     made = federation("central")
     assert made.participants == ["central"]

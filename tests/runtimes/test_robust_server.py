@@ -267,7 +267,8 @@ def test_scores_are_of_those_who_answer(tmp_path: Path, method: str) -> None:
     def unscored(task: Task) -> bool:
         return isinstance(task, RoundTask) and not isinstance(task, Train) and task.site == "y"
 
-    ran = run(tmp_path / "run", load(method), absent_at(unscored), Tolerance(1), rounds=1, eval_every=1)
+    asked = {"rounds": 1, "eval_every": 1, "score_trained": True}
+    ran = run(tmp_path / "run", load(method), absent_at(unscored), Tolerance(1), **asked)
     assert "scores: without site 'y': no answer" in ran.said
     assert ran.summary["last"]["accuracy"] >= 0
     table = [line.split(",") for line in (ran.out / "sites.csv").read_text().splitlines()]
@@ -276,7 +277,7 @@ def test_scores_are_of_those_who_answer(tmp_path: Path, method: str) -> None:
     sites = {name.split("/")[0] for name in load_weights(ran.out / "weights.safetensors")}
     assert method == "fedavg" or sites == {"x", "z"} or "y" not in sites
     with pytest.raises(RunError, match="^site 'y': no answer$"):
-        run(tmp_path / "strict", load(method), absent_at(unscored), rounds=1, eval_every=1)
+        run(tmp_path / "strict", load(method), absent_at(unscored), **asked)
 
 
 def test_somebody_has_to_be_scored(tmp_path: Path) -> None:

@@ -154,12 +154,26 @@ def test_without_evaluations_only_the_last_cohort_is_trained_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = tasks_run(TrainToScore, monkeypatch)
-    simulate(tmp_path / "off", "fedavg", eval_every=0)
+    unasked = simulate(tmp_path / "unasked", "fedavg")
+    assert (unasked["personal"], unasked.get("personal_model")) == (None, None)
+    assert not tasks
+    simulate(tmp_path / "off", "fedavg", eval_every=0, score_trained=True)
     cohort = left(tmp_path / "off")["rounds"][-1]["cohort"]
     assert [task.site for task in tasks] == [name for name in cohort if int(name[1:]) < 12]
     tasks.clear()
-    simulate(tmp_path / "on", "fedavg")
+    simulate(tmp_path / "on", "fedavg", score_trained=True)
     assert [task.site for task in tasks] == [f"s{i}" for i in range(12)]
+
+
+def test_patience_ends_a_run_and_a_resumed_one_stays_ended(tmp_path: Path) -> None:
+    """At a rate of nearly 0 no round is better than the first: the third is the last of ten."""
+    still = {"lr": 1e-12, "lr_decay": 1.0, "rounds": 10}
+    ended = simulate(tmp_path / "patient", "fedavg", patience=2, **still)
+    assert (ended["rounds"], ended["status"]) == (3, "stopped")
+    assert "has not become better than" in ended["stopped"]
+    assert len(left(tmp_path / "patient")["rounds"]) == 3
+    plain = simulate(tmp_path / "plain", "fedavg", **{**still, "rounds": 3})
+    assert plain["weights_sha256"] == ended["weights_sha256"]
 
 
 @pytest.mark.parametrize(
@@ -169,9 +183,9 @@ def test_without_evaluations_only_the_last_cohort_is_trained_once_more(
 def test_a_site_of_a_globally_judged_method_is_scored_by_its_own_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], own: bool
 ) -> None:
-    """By its `predictor` where that is one, else by the global model after one more local training."""
+    """By its `predictor` where that is one, else, where asked for, by the global model after more local training."""
     scored, trained = (tasks_run(kind, monkeypatch) for kind in (ScoreSite, TrainToScore))
-    summary = simulate(tmp_path / "run", method, options=options)
+    summary = simulate(tmp_path / "run", method, options=options, score_trained=True)
     used, unused = (scored, trained) if own else (trained, scored)
     assert [(task.site, task.round) for task in used] == [(f"s{i}", 3 if own else 4) for i in range(12)]
     assert not unused

@@ -20,6 +20,10 @@ def refuse_other_servers(federation: Federation) -> None:
         raise InputError(
             f"--messages {run.messages} with a plain averaging host", "it takes lossless ones", "leave it out"
         )
+    if run.site_weights != "samples":
+        raise InputError(
+            f"--site-weights {run.site_weights} with a plain averaging host", "it weighs by samples", "leave it out"
+        )
     if not federation.aggregation.is_mean:
         raise InputError(
             f"--aggregation {run.aggregation} with a plain averaging host", "it takes the mean", "leave it out"

@@ -123,7 +123,8 @@ def check_shares(federation: Federation, what: str, replies: Mapping[str, Messag
         InputError: one has more; names it.
     """
     counts = {name: reply.scalars["samples"] for name, reply in replies.items() if "samples" in reply.scalars}
-    uniform = getattr(federation.method, "weights", "") == "uniform" or not federation.aggregation.counts_samples
+    by = {getattr(federation.method, "weights", ""), federation.run.site_weights}
+    uniform = "uniform" in by or not federation.aggregation.counts_samples
     if most is None or uniform or len(counts) < _SEVERAL:
         return
     name, total = max(counts, key=lambda one: counts[one]), sum(counts.values())

@@ -171,7 +171,7 @@ class Scoring:
             "best": best_global if judged == "global" else best_personal,
             "global": {"last": last_global, "best": best_global} if last_global else None,
             "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
-            "personal_model": _OWN if methods.has_site_models(self.method) else _TRAINED_ONCE_MORE,
+            **self._personal_model(),
             "site_models": self._site_models(last, server) if judged == "personal" and whole is None else None,
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
@@ -241,10 +241,10 @@ class Scoring:
     def _final_personal(self, last: int, server: State) -> Judged:
         """Score the personal models of all sites on test items.
 
-        For globally judged methods the personal model is the site's own where there is one (`SiteModels`), else
-        the final global one after one more local training, of which nothing is sent. Sites outside the last cohort have
-        one too then, unless evaluations are off (`eval_every` 0): of 10,000 sites it would take as long as 100 rounds
-        with 100 of them.
+        For globally judged methods the personal model is the site's own where there is one (`SiteModels`), else,
+        where the run asks for it (`score_trained`), the final global one after one more local training, of which
+        nothing is sent. Sites outside the last cohort have one too then, unless evaluations are off (`eval_every` 0):
+        of 10,000 sites it would take as long as 100 rounds with 100 of them.
         """
         if self.method.judged == "personal":
             return self._personal(last, server, ("test",))
@@ -254,9 +254,18 @@ class Scoring:
         names = [name for name in among if len(self.federation.shard(name, "test"))]
         if methods.has_site_models(self.method):
             return self._personal(last, server, ("test",), names)
+        if not self.run.score_trained:
+            return {}
         task = partial(tasks.TrainToScore, sections=("test",))
         by_site = _in_order(names, self.dispatcher.at_sites(task, last + 1, server, names, ("train",)))
         return {name: cases for name, cases in by_site.items() if cases}
+
+    def _personal_model(self) -> dict[str, str]:
+        """Say what the personal model is, where one is scored."""
+        own = methods.has_site_models(self.method)
+        if own or (self.run.score_trained and not self.method.pools_data):
+            return {"personal_model": _OWN if own else _TRAINED_ONCE_MORE}
+        return {}
 
     def _site_models(self, last: int, server: State) -> dict[str, Metrics] | None:
         """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""

@@ -349,19 +349,19 @@ class StepRunner:
         return self._step
 
 
-def runner_of_visit(step: Step, optimizer: Optimizer, site: Site, epoch_factor: float) -> StepRunner:
+def runner_of_visit(step: Step, optimizer: Optimizer, site: Site) -> StepRunner:
     """Return the runner of `fit`'s steps at a site, which decides how many are expected and what obstacle there is."""
     settings = site.settings
     expected = settings.epochs * max(1, len(site.train) // settings.batch_size)
     changes = settings.lr_decay != 1 or settings.rates is not None
-    return StepRunner(step, optimizer, site.device, expected, visit_obstacle(site, epoch_factor), changes)
+    return StepRunner(step, optimizer, site.device, expected, visit_obstacle(site), changes)
 
 
-def visit_obstacle(site: Site, epoch_factor: float) -> str:
+def visit_obstacle(site: Site) -> str:
     """Return why the steps of a visit cannot be captured, as far as the settings tell, "" for no reason."""
     if site.settings.amp and site.device.type == "cuda":
         return "mixed precision in float16 reads back whether gradients are finite"
-    if (epoch_factor != 1 or site.settings.rates) and site.settings.epochs > 1:
+    if (site.settings.epoch_factor != 1 or site.settings.rates) and site.settings.epochs > 1:
         return "the learning rate changes within a visit"
     return ""
 
