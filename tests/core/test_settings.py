@@ -58,6 +58,7 @@ def flags(one: Setting) -> list[str]:
     return [one.flag] if one.kind is bool else [one.flag, str(value_of(one))]
 
 
+@pytest.mark.usefixtures("start")
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_flag_that_a_verb_takes_is_not_lost(name: str, verb: str) -> None:
