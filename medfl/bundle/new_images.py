@@ -135,8 +135,7 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
         images: as of `prepared`.
         metadata: of the bundle. Where it is silent, images are volumes of one channel: a folder of DICOM files is one.
     """
-    image = metadata.get("network_data_format", {}).get("inputs", {}).get("image", {})
-    series, channels = len(image.get("spatial_shape") or ()) != 2, int(image.get("num_channels") or 1)
+    series, channels = len(_format(metadata).get("spatial_shape") or ()) != 2, channels_of(metadata)
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
         places = [
@@ -148,6 +147,16 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
         if not places:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
         yield joined(named(places, series), channels)
+
+
+def channels_of(metadata: Mapping[str, Any]) -> int:
+    """Return how many channels an image has, by a bundle's metadata."""
+    return int(_format(metadata).get("num_channels") or 1)
+
+
+def _format(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    image: Mapping[str, Any] = metadata.get("network_data_format", {}).get("inputs", {}).get("image", {})
+    return image
 
 
 def _written(pixels: NDArray[Any], path: Path) -> Path:

@@ -228,6 +228,10 @@ def _class_folders(place: Path) -> own.Found:
     classes = own.class_folders(place)
     if classes:
         own_folder.refuse_other_folders(place, classes)
+    if not classes and any(volumes.is_nifti(path.name) for path in place.rglob("*")):
+        allowed = "masks in a folder of their own (--masks DIR), or NAME.nii.gz beside NAME_seg.nii.gz"
+        advice = "name them so, and the channels of one image NAME_0000, NAME_0001, ..."
+        raise InputError(f"{place} has volumes whose masks are not found by their names", allowed, advice)
     if len(classes) < _LEAST:
         raise InputError(
             f"{place} has {len(classes)} folders with pictures",

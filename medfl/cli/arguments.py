@@ -203,3 +203,11 @@ def names(text: str) -> list[str]:
 def typed(value: Any) -> str:
     """Return a value as it is typed on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def seeds(text: str) -> tuple[int, ...]:
+    """Read the flag that names seeds, once each."""
+    try:
+        return tuple(dict.fromkeys(int(seed) for seed in text.split(",")))
+    except ValueError as error:
+        raise InputError(f"--seeds {text}", "whole numbers, as 0,1,2", "write only digits and commas") from error

@@ -40,6 +40,11 @@ def add(verbs: Any) -> None:
         "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
         help="one more method with options of its own; may be repeated, also with the same name",
     )  # fmt: skip
+    what.add_argument(
+        "--tuned", type=Path, metavar="DIR",
+        help="folder of medfl tune, or of several: each method with the settings found there; all of them, or those "
+        "of --methods",
+    )  # fmt: skip
     text = "seeds, which also draw the partitions; default 0,1,2, or the published table's"
     what.add_argument("--seeds", metavar="0,1,2", help=text)
     arguments.what(what, "option of every method that has it; may be repeated")
@@ -71,10 +76,14 @@ def _compare(options: Any) -> int:
         raise InputError(f"--scale {options.scale:g} without --paper", "it reduces a published table", "use --rounds")
     if options.bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
-    shared, seeds = _shared(options), _seeds(options.seeds or "0,1,2")
+    shared, seeds = _shared(options), arguments.seeds(options.seeds or "0,1,2")
     from medfl.compare.entry import Entry
+    from medfl.compare.search import chosen
 
-    entries = [Entry.read(text) for text in dict.fromkeys(arguments.names(options.methods) + options.entries)]
+    tuned = chosen(options.tuned) if options.tuned else {}
+    named = list(dict.fromkeys(arguments.names(options.methods))) or ([] if options.entries else [*tuned])
+    entries = [tuned[name] if name in tuned else Entry.read(name) for name in named]
+    entries += [Entry.read(text) for text in dict.fromkeys(options.entries)]
     if not entries:
         raise InputError("no methods", "--methods A,B,... or --method 'NAME OPTION=VALUE ...'", "add one of these")
     for entry in entries:
@@ -83,12 +92,12 @@ def _compare(options: Any) -> int:
         from medfl.compare.grid import Grid, compare
         from medfl.compare.tables import write_tables
 
-    grid = Grid(
-        options.bundle, tuple(entries), tuple(options.partition or (None,)), tuple(dict.fromkeys(seeds)), **shared
-    )
+    grid = Grid(options.bundle, tuple(entries), tuple(options.partition or (None,)), seeds, **shared)
     tests = {"against": options.against, "target": options.target}
     comparison, failed = compare(grid, options.out, at_once=options.jobs, **telling(options), **tests)
     document: dict[str, Any] = {"folder": str(options.out), "failed": failed}
+    if tuned:
+        document["trials"] = {one.label: one.trials or 0 for one in entries}
     if comparison is None:
         show(options, document, lambda: "no run finished")
         return 1
@@ -100,6 +109,8 @@ def _compare(options: Any) -> int:
 
         document["published"] = published(comparison)
         lines += ["", "## Beside the papers' figures", *document["published"]]
+    counts = (f"{label}: {count}" for label, count in document.get("trials", {}).items())
+    lines += [f"trials of the settings: {', '.join(counts)}"] if tuned else []
     lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
     show(options, document, lambda: "\n".join([*lines, comparison.describe()]))
     return 1 if failed else 0
@@ -107,7 +118,12 @@ def _compare(options: Any) -> int:
 
 def _paper(options: Any) -> int:
     papers.check_name(options.paper)
-    for flag, value in (("--against", options.against), ("--target", options.target), ("--method", options.entries)):
+    for flag, value in (
+        ("--against", options.against),
+        ("--target", options.target),
+        ("--method", options.entries),
+        ("--tuned", options.tuned),
+    ):
         if value:
             raise InputError(f"{flag} with --paper", "a published table has its own rows and tests", "leave it out")
     with without_gc():
@@ -118,7 +134,7 @@ def _paper(options: Any) -> int:
         options.out,
         bundle=options.bundle,
         methods=arguments.names(options.methods),
-        seeds=None if options.seeds is None else _seeds(options.seeds),
+        seeds=None if options.seeds is None else arguments.seeds(options.seeds),
         partitions=options.partition,
         scale=1.0 if options.scale is None else options.scale,
         at_once=options.jobs,
@@ -141,10 +157,3 @@ def _shared(options: Any) -> dict[str, Any]:
 def _no_folds(text: str) -> None:
     advice = "cross-validate each method: medfl run BUNDLE --method NAME --folds K"
     raise InputError(f"--folds {text}", "runs of a comparison differ by their seeds", advice)
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(seed) for seed in text.split(","))
-    except ValueError as error:
-        raise InputError(f"--seeds {text}", "whole numbers, as 0,1,2", "write only digits and commas") from error

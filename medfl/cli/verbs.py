@@ -12,7 +12,21 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from medfl.cli import catalogue, compare, concepts, data, export, flare, new, predict, report, run, site, subgroups
+from medfl.cli import (
+    catalogue,
+    compare,
+    concepts,
+    data,
+    export,
+    flare,
+    new,
+    predict,
+    report,
+    run,
+    site,
+    subgroups,
+    tune,
+)
 from medfl.cli.parser import Parser, warn
 from medfl.core.errors import MedflError
 from medfl.core.release import VERSION
@@ -30,6 +44,7 @@ VERBS = (
     run,  # federate a bundle with a method
     catalogue,  # methods, bundles: what there is to choose from
     compare,  # a grid of methods, partitions and seeds
+    tune,  # a search for the settings of a method
     data,  # make, fetch or check the images of a bundle
     concepts,  # the text embeddings of a bundle's classes
     new,  # a bundle for images of one's own

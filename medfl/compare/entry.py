@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name
@@ -12,11 +13,21 @@ from medfl.core.names import check_method_name
 
 @dataclass(frozen=True)
 class Entry:
-    """A method of the grid with its options; `label` is what the user typed."""
+    """A method of the grid.
+
+    Attributes:
+        label: what the user typed.
+        method: its name.
+        options: of the method.
+        settings: of the run, where they are its own.
+        trials: of the search that has chosen them (`medfl tune`); None: there was none.
+    """
 
     label: str
     method: str
     options: Mapping[str, str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    trials: int | None = None
 
     @classmethod
     def read(cls, text: str) -> Entry:

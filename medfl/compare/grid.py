@@ -33,6 +33,7 @@ from medfl.compare.scheduling import Schedule, Start, kind_title
 from medfl.core import gpu_memory, terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import name_module
+from medfl.core.places import TRIAL
 from medfl.core.run_documents import read_run, read_summary
 from medfl.core.run_folder import safe_file_name
 from medfl.core.storage import write_atomic
@@ -50,6 +51,7 @@ class Cell:
     partition: str | None
     seed: int
     folder: Path
+    untested: bool = False
 
     @property
     def title(self) -> str:
@@ -73,7 +75,7 @@ class Cell:
 
     def done(self, rounds: int | None) -> bool:
         """Tell whether the run is finished, with at least `rounds` rounds."""
-        summary = self._summary()
+        summary, rounds = self._summary(), self.entry.settings.get("rounds", rounds)
         return summary.get("status") == "finished" and (rounds is None or summary["rounds"] >= rounds)
 
     def _summary(self) -> dict[str, Any]:
@@ -82,8 +84,13 @@ class Cell:
         Raises:
             InputError: it is damaged.
         """
-        path = self.folder / "summary.json"
+        path = self.folder / (TRIAL if self.untested else "summary.json")
         return read_summary(path) if path.is_file() else {}
+
+    def validated(self, key: str) -> float | None:
+        """Return a trial's best validation metric, None where there is none."""
+        best = self._summary().get("best") or {}
+        return best.get(key)
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ class Grid:
         options: for all methods that have them.
         config: ids of the bundle's configuration.
         requested: other settings of all runs (see `runs.plan.Request`).
+        search: what is searched, as text, where the runs are trials, which are validated and not tested; else "".
     """
 
     bundle: str
@@ -107,11 +115,12 @@ class Grid:
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     requested: Mapping[str, Any] = field(default_factory=dict)
+    search: str = ""
 
     def cells(self, out: Path) -> list[Cell]:
         """Return the runs, seed by seed, so that an interrupted grid has whole rows of the first seeds."""
         return [
-            Cell(entry, partition, seed, out.joinpath(*map(safe_file_name, names), f"seed-{seed}"))
+            Cell(entry, partition, seed, out.joinpath(*map(safe_file_name, names), f"seed-{seed}"), bool(self.search))
             for seed in self.seeds
             for partition in self.partitions
             for entry in self.entries
@@ -120,7 +129,8 @@ class Grid:
 
     def settings(self) -> dict[str, Any]:
         """Return what all runs of a folder share, as plain JSON values."""
-        shared = {"bundle": self.bundle, "options": self.options, "config": self.config, "requested": self.requested}
+        requested = {**self.requested, **({"grid": self.search} if self.search else {})}
+        shared = {"bundle": self.bundle, "options": self.options, "config": self.config, "requested": requested}
         document: dict[str, Any] = json.loads(json.dumps(shared, default=str))
         return document
 
@@ -153,6 +163,21 @@ def compare(
     Raises:
         InputError: a folder of other settings, or anything that a run would refuse.
     """
+    cells, failed = run_missing(grid, out, at_once, against, target, progress, say)
+    finished = [cell.folder for cell in cells if cell.done(grid.requested.get("rounds"))]
+    return (read(finished) if finished else None), failed
+
+
+def run_missing(
+    grid: Grid,
+    out: Path,
+    at_once: int | None = None,
+    against: str | None = None,
+    target: str | None = None,
+    progress: bool = False,
+    say: Print = str,
+) -> tuple[list[Cell], dict[str, str]]:
+    """Run what is missing of a grid; return its runs, and title -> error of those that failed. As `compare`."""
     if at_once is not None and at_once < 1:
         raise InputError(f"--jobs {at_once}", "a whole number of at least 1", "leave it out to use all cores")
     checks.check_folder(grid.settings(), out)
@@ -179,15 +204,13 @@ def compare(
     write_atomic(out / checks.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     say(f"{len(cells)} runs, {len(cells) - len(missing)} of them there already")
     measured = [cell for cell in cells if cell not in missing]
-    failed = _run_all(grid, missing, measured, shared, at_once or os.cpu_count() or 1, gpu, progress, say)
-    finished = [cell.folder for cell in cells if cell.done(rounds)]
-    return (read(finished) if finished else None), failed
+    return cells, _run_all(grid, missing, measured, shared, at_once or os.cpu_count() or 1, gpu, progress, say)
 
 
 def _request(grid: Grid, cell: Cell) -> Request:
     own = {name: value for name, value in grid.options.items() if methods.has_option(cell.entry.method, name)}
     partition = {"partition": cell.partition} if cell.partition else {}
-    requested = {**grid.requested, **partition, "method": cell.entry.method, "seed": cell.seed}
+    requested = {**grid.requested, **cell.entry.settings, **partition, "method": cell.entry.method, "seed": cell.seed}
     return Request(grid.bundle, options={**own, **cell.entry.options}, config=grid.config, **requested)
 
 
@@ -283,6 +306,7 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
                 resume=resume,
                 jobs=1,
                 shared=shared,
+                untested=cell.untested,
                 command=f"a run of medfl compare {grid.bundle}",
                 say=partial(print, file=log, flush=True),
             )

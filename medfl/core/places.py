@@ -17,6 +17,9 @@ BESIDE = ("local",)
 FOLDS = "folds.json"
 """What a cross-validation's folder has, and no run's: what was asked for."""
 
+TRIAL = "trial.json"
+"""What is said of a run that was validated only, in the place of summary.json."""
+
 _WEIGHTS = {
     "run": ("the weights of a run that is finished", ("weights.safetensors",)),
     "bundle": ("a bundle's weights", ("models/model.safetensors", "models/model.pt")),

@@ -25,7 +25,7 @@ import torch
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
 from medfl.core.names import as_cell, readable_file_name
-from medfl.core.places import require_run, require_unused
+from medfl.core.places import TRIAL, require_run, require_unused
 from medfl.core.run import Run
 from medfl.core.run_documents import MANIFEST, read_manifest, read_round, read_run, round_lines
 from medfl.core.storage import (
@@ -265,6 +265,10 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
         self._json("summary.json", summary)
+
+    def write_trial(self, found: Mapping[str, Any]) -> None:
+        """Write trial.json, of a run that is not tested."""
+        self._json(TRIAL, found)
 
     def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""

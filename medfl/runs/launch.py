@@ -98,6 +98,7 @@ def federate(
     min_replies: int | None = None,
     deadline: float | None = None,
     callbacks: Sequence[Callback] = (),
+    untested: bool = False,
     progress: bool = False,
     command: str = "medfl.federate(...)",
     say: Print = str,
@@ -125,6 +126,8 @@ def federate(
         min_replies: sites of a cohort that have to reply in a round; the others are left out of it. None: all.
         deadline: seconds that the sites have for a round, with the runtime "flare".
         callbacks: called after each round with a `medfl.RoundEnd`; one that returns True or a reason ends the run.
+        untested: end before anything is scored on test items, with trial.json in the place of summary.json: the best
+            round by the validation metric. With `resume` it can be tested later.
         progress: show bars on stderr.
         command: what run.json says about how it was made.
         say: where lines for the user go.
@@ -146,6 +149,8 @@ def federate(
     )
     chosen = registry.load(runtime)
     chosen.check(runtime, jobs=jobs, profile=profile, deadline=deadline)
+    if untested and (with_local or chosen.remote):
+        raise InputError("untested with a Local reference or on FLARE", "a run in this process alone", "leave it out")
     if track is not None:
         tracking.parse(track)
     tolerance = Tolerance(min_replies, deadline)
@@ -207,10 +212,17 @@ def federate(
                 say(f"now {run.method}")
         if callbacks:
             opened[0].add_to_run({"callbacks": named(callbacks)})
-        output: dict[str, Any] = {"save_predictions": save_predictions, "profile": profile, "track": track}
+        output: dict[str, Any] = {
+            "save_predictions": save_predictions,
+            "profile": profile,
+            "track": track,
+            "untested": untested,
+        }
         summary = execute(federation, *opened, callbacks=callbacks, **output)
         if with_local:
             summary = _add_local(path)
+    if untested:
+        return {**summary, "folder": str(path)}
     write_report(path)
     rows = [json.loads(row) for row in (path / "rounds.jsonl").read_text("utf-8").splitlines()]
     scores = [row["val"][key] for row in rows if (key := plan.bundle.key_metric) in row.get("val", {})]

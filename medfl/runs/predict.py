@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
 from medfl.data.prepared import Geometry, Prepared, Shard
 from medfl.datasets.readers import own_folder
-from medfl.datasets.readers.unlabelled import without_ending
+from medfl.datasets.readers.unlabelled import is_channel, without_ending
 from medfl.datasets.readers.volumes import is_nifti
 from medfl.evaluation import save_masks
 from medfl.evaluation.evaluators import ClassEvaluator, Masks
@@ -169,9 +170,18 @@ class _Writer:
                 yield from self._outcomes(part, labels)
             return
         (ident,) = files
-        self.found.failed[ident] = error
+        self.found.failed[ident] = self._one_channel(ident) or error
         if labels:
             yield from self._outcomes(files, {})
+
+    def _one_channel(self, ident: str) -> InputError | None:
+        """Return the error of a file that is one channel of an image of several, named like it but alone."""
+        count, uri = new_images.channels_of(self.predictor.metadata), self.files[ident]
+        named = count > 1 and is_channel(ident) and is_nifti(uri)
+        if not (named and self._is_read(ident, uri, {}) and len(nib.load(uri).shape) < 4):  # type: ignore[attr-defined]
+            return None
+        allowed = f"{count} channels an image: one file of them, or NAME_0000, NAME_0001, ... beside each other"
+        return InputError(f"{ident} is one channel", allowed, "give the others too")
 
     def _is_read(self, ident: str, uri: str, labels: Mapping[str, int | str]) -> bool:
         try:

@@ -41,7 +41,7 @@ class Execution:
         tolerance: how many sites may fail to answer, and how long they have.
         progress: show a bar on stderr.
         say: where lines for the user go.
-        save_predictions, profile, track, callbacks: as `medfl.federate`.
+        save_predictions, profile, track, callbacks, untested: as `medfl.federate`.
     """
 
     federation: Federation
@@ -55,6 +55,7 @@ class Execution:
     profile: bool = False
     track: str | None = None
     callbacks: Sequence[Callback] = ()
+    untested: bool = False
 
 
 @dataclass(frozen=True)

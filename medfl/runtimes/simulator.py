@@ -105,8 +105,9 @@ class Simulator:
             self.workers.together = self._together()
             self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
+            self.scoring.untested = self.execution.untested
             summary = self._execute(bool(manifest))
-        self.folder.write_summary(summary)
+        (self.folder.write_trial if self.execution.untested else self.folder.write_summary)(summary)
         if self.recorder is not None:
             self.say(self.recorder.table())
             write_atomic(self.folder.path / "profile.json", json.dumps(self.recorder.trace()).encode())
@@ -126,6 +127,8 @@ class Simulator:
                 pictures.begin()
             with self._bar() as bar:
                 self._rounds(events, pictures, bar)
+            if self.execution.untested:
+                return self._validated()
             summary, cases = self._finish()
             masks, written = self.scoring.masks(self.server, cases, self.save_predictions)
             if written is not None:
@@ -334,6 +337,15 @@ class Simulator:
             "run_hash": run.run_hash,
         }
         return Final(summary, cases)
+
+    def _validated(self) -> dict[str, Any]:
+        """Return what is said of a run that is not tested: its best round by the validation metric, and its cost."""
+        best = self.record["best"]
+        return {
+            "rounds": self.done, "status": "finished", "seconds": self.record["seconds"],
+            "best": best and {"round": best["round"], self.key: best["value"]}, "run_hash": self.run.run_hash,
+            **gpu_memory.peak_memory(self.run.device),
+        }  # fmt: skip
 
     def _missing(self) -> Iterator[str]:
         """Say which sites' work is not in the result."""

@@ -23,6 +23,9 @@ QUICK = (
     )],
     *[(words.split(), 2) for words in (
         "run", "compare mednits --methods fedavg --out g", "compare mednist --methods fedavg,fedporx --out g",
+        "tune mednist --method fedprox --out g", "tune mednist --method fedprox --grid nu=1,2 --out g",
+        "tune mednist --method fedprox --grid lr=0,1 --out g", "tune mednist --method fedprox --grid mu=1,1 --out g",
+        "tune mednist --method fedprox --grid mu=1,2 --trials 3 --out g", "compare mednist --tuned gone --out g",
         "compare mednist --out g", "compare mednist --method fedprox,mu=1 --out g", "compare --paper fedbm/x --out g",
         "compare mednist --methods fedavg --partition ii --out g",
         "compare mednist --methods fedavg --init gone --out g", "compare mednist --methods fedavg --folds 3 --out g",

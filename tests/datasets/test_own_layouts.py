@@ -150,6 +150,16 @@ def test_volumes_and_masks_in_one_folder(tmp_path: Path) -> None:
     assert seen.notes == ("1 images without a mask: left out, first lone.nii.gz",)
 
 
+def test_volumes_of_several_files_a_mask_are_told_what_to_be_called(tmp_path: Path) -> None:
+    for number in range(2):
+        for kind in ("t1", "flair", "seg"):
+            volume(tmp_path / f"B{number}" / f"B{number}_{kind}.nii.gz", 2)
+    with pytest.raises(
+        InputError, match="has volumes whose masks are not found by their names; .*NAME_0000, NAME_0001"
+    ):
+        starter.survey(tmp_path)
+
+
 def test_endings_in_upper_case_are_endings(tmp_path: Path) -> None:
     for number in range(3):
         volume(tmp_path / "images" / f"H{number}.nii.gz").rename(tmp_path / "images" / f"H{number}.NII.GZ")

@@ -48,15 +48,20 @@ def trained(folder: Path, name: str, data: Path, **settings: Any) -> Path:
     return folder
 
 
-def with_weights(name: str, root: Path) -> Path:
+def with_weights(name: str, root: Path, channels: int | None = None) -> Path:
     """Return a shipped bundle's folder with weights that were drawn, as somebody hands one on."""
     folder = Path(shutil.copytree(BUNDLES / name, root / f"{name} drawn"))
-    network, dimensions, channels, classes = SMALL[name]
+    network, dimensions, own, classes = SMALL[name]
+    channels = channels or own
     for file in (folder / "configs").glob("*.yaml"):
         text = file.read_text()
         content = yaml.safe_load(text)
         if "network_name" in content:
-            file.write_text(text.replace(f"network_name: {content['network_name']}", f"network_name: {network}"))
+            text = text.replace(f"network_name: {content['network_name']}", f"network_name: {network}")
+            file.write_text(text.replace(f"in_channels: {own}", f"in_channels: {channels}"))
+    metadata = json.loads((folder / "configs/metadata.json").read_text())
+    metadata["network_data_format"]["inputs"]["image"]["num_channels"] = channels
+    (folder / "configs/metadata.json").write_text(json.dumps(metadata))
     with stream(3, "weights"):
         made = networks.build(network, channels, classes, spatial_dims=dimensions)
     (folder / "models").mkdir()
@@ -193,6 +198,18 @@ def test_channels_and_masks_are_found_by_the_names_of_nnunet(bundles: Callable[[
         "b.nii": "/b_0000.nii | /b_0001.nii", "a_0000.nii": "/a_0000.nii", "c.nii": "/c.nii",
         "x/a_0001.nii": "/x/a_0001.nii",
     }  # fmt: skip
+
+
+def test_a_channel_alone_is_told_as_what_it_is(tmp_path: Path) -> None:
+    for name in ("case_0000", "case_0001"):
+        save(tmp_path / f"{name}.nii.gz", np.arange(26 * 42 * 25).reshape(26, 42, 25).astype(np.int16))
+    two = with_weights("hippocampus", tmp_path, channels=2)
+    told = r"case_0001.nii.gz is one channel; 2 channels an image: .*; give the others too"
+    with pytest.raises(InputError, match=told):
+        predict(two, tmp_path / "case_0001.nii.gz", tmp_path / "out")
+    both = predict(two, [tmp_path / "case_0000.nii.gz", tmp_path / "case_0001.nii.gz"], tmp_path / "out")
+    assert both["failed"] == []
+    assert [row["id"] for row in rows(tmp_path / "out/predictions.csv")] == ["case.nii.gz"]
 
 
 def test_real_radiographs_of_all_sizes_get_masks_of_theirs(

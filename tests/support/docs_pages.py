@@ -37,6 +37,7 @@ FLARE = ("--runtime flare", "medfl flare ", "nvflare ", "medfl site serve")
 SHORTER = {
     "run": "--rounds 2 --eval-every 2 --config image_size=32 --jobs 1 --quiet",
     "compare": "--rounds 1 --config image_size=32 --quiet",
+    "tune": "--rounds 1 --config image_size=32 --quiet",
     "subgroups": "--by centre",  # of phantoms nothing else is known
 }
 OTHERWISE = {
@@ -63,6 +64,7 @@ BESIDES = {
     "run pneumonia": "--local-epochs 1 --config network=small_cnn",
     "run isic19": "--local-epochs 1 --config network=two_conv --batch-size 32",
     "run fmnist": "--rounds 1 --local-epochs 1 --config network=small_cnn",
+    "tune pneumonia": "--local-epochs 1 --config network=small_cnn",
     "compare pneumonia": "--seeds 0,1 --local-epochs 1 --config network=small_cnn",
 }
 """And besides, for commands with these words."""

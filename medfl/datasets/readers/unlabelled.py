@@ -87,6 +87,11 @@ def joined(files: Mapping[str, str], channels: int) -> dict[str, str]:
     }
 
 
+def is_channel(ident: str) -> bool:
+    """Tell whether a file is named like a channel of an image, as <name>_0000."""
+    return _CHANNEL.fullmatch(ident) is not None
+
+
 def images_at(place: Path, series: bool) -> list[tuple[str, str]]:
     """Return (name, URI) of the images at one place, sorted; a file of another kind is for its reader to refuse.
 

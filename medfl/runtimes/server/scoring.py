@@ -64,6 +64,8 @@ class Scoring:
         self.method, self.run, self.key = federation.method, federation.run, federation.bundle.key_metric
         self.last = self.run.rounds
         """The round after which the run ends."""
+        self.untested = False
+        """Whether nothing is to be scored on test items."""
 
     @property
     def names(self) -> list[str]:
@@ -106,7 +108,7 @@ class Scoring:
         weights = self._judged_weights(round_, server)
         self.folder.write_weights("best", weights)
         self.folder.save_best(round_, server)
-        if self.method.judged == "personal":
+        if self.method.judged == "personal" and not self.untested:
             tested = [cases["test"] for cases in self._personal(round_, server, ("test",)).values()]
             self.record["best_test"] = summarise(Cases.concat(tested))
 

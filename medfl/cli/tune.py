@@ -1,0 +1,86 @@
+"""The verb `medfl tune`: search for the settings of a method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from medfl.cli import arguments
+from medfl.cli.method_pages import check_options
+from medfl.cli.parser import add_verb, show, telling
+from medfl.core.importing import without_gc
+
+_EXAMPLES = """\
+examples
+  medfl tune mednist --data phantom --method fedprox --grid mu=0.001,0.01,0.1 --rounds 3 --out tuned/fedprox
+      three trials, chosen by the validation metric; then one run that is tested
+  medfl tune mednist --data phantom --method moon --grid mu=0.1,1,5 --grid lr=0.001,0.01 --trials 4 --out tuned/moon
+      four of the six, drawn by the seed; called again it runs only what is missing
+  medfl compare mednist --data phantom --tuned tuned --out grids/tuned
+      both with the settings found"""
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    tune = add_verb(verbs, "tune", "search for the settings of a method", _tune, _EXAMPLES)
+    text = "name of a shipped bundle, or the folder of any"
+    tune.add_argument("bundle", type=arguments.bundle, metavar="BUNDLE", help=text)
+    what = tune.add_argument_group("what")
+    what.add_argument("--method", required=True, metavar="NAME", help="a method, or the dotted path of your own")
+    what.add_argument(
+        "--grid", action="append", default=[], metavar="OPTION=A,B,C",
+        help="values to try of an option of the method, or of lr, lr_decay, local_epochs, batch_size, rounds or "
+        "cohort; may be repeated: all combinations are tried",
+    )  # fmt: skip
+    arguments.number(what, "--trials", "N", "try so many of the combinations, drawn by the first seed; default: all")
+    text = "seeds of each trial, whose mean counts; default 0"
+    what.add_argument("--seeds", default="0", metavar="0,1,2", help=text)
+    arguments.what(what, "option of all trials; may be repeated")
+    arguments.partition(arguments.sites(tune))
+    arguments.training(tune, seed=False)
+    machine = arguments.machine(tune)
+    arguments.trust(machine)
+    arguments.jobs(machine, "runs at the same time, on a GPU no more than fit its memory; they change no result")
+    output = tune.add_argument_group("output")
+    output.add_argument(
+        "--out", type=Path, required=True, metavar="DIR",
+        help="folder of the trials and best.json; what is there already is not run again",
+    )  # fmt: skip
+    arguments.quiet(output)
+
+
+def _tune(options: Any) -> int:
+    from medfl.compare import search
+
+    requested = arguments.requested(options, "presets", "data", "sites")
+    values, given = search.values_of(options.grid), arguments.pairs("--set", options.options)
+    seeds = arguments.seeds(options.seeds)
+    entries = search.trials(options.method, values, options.trials, seeds[0])
+    for one in entries:
+        check_options(options.method, {**given, **one.options})
+    with without_gc():
+        from medfl.compare.grid import Grid
+        from medfl.compare.tables import write_tables
+        from medfl.compare.tune import tune
+    text = " ".join(f"{name}={','.join(listed)}" for name, listed in values.items())
+    text += f" ({options.trials} of them, seed {seeds[0]})" if options.trials else ""
+    grid = Grid(
+        options.bundle, entries, (options.partition,), seeds, given, arguments.pairs("--config", options.config),
+        {**requested, "method": options.method}, text,
+    )  # fmt: skip
+    document, comparison, failed = tune(grid, options.out, at_once=options.jobs, **telling(options))
+    if comparison is not None:
+        document["tables"] = str(write_tables(comparison, options.out / "best")["md"])
+    show(options, document, lambda: _text(document, comparison, failed, options.out))
+    return 1 if failed else 0
+
+
+def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
+    found = [f"{name}={value}" for part in document["settings"].values() for name, value in part.items()]
+    lines = [f"trials: {document['trials']}", f"best: {' '.join([document['method'], *found])}"]
+    lines += [f"validation {document['metric']}: {document['validation']:.4f}"]
+    if comparison is not None:
+        lines += ["", Path(document["tables"]).read_text()]
+    lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
+    lines += [f"settings: {out / 'best.json'}", f"next: medfl compare ... --tuned {out}"]
+    return "\n".join([*lines, *([comparison.describe()] if comparison is not None else [])])

@@ -1,0 +1,125 @@
+"""What a search over a method's settings tries, and the settings that one has chosen; needs no PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from medfl.compare.entry import Entry
+from medfl.core.errors import InputError
+from medfl.core.names import check_method_name, refuse_unnamed
+from medfl.core.settings import SETTINGS, ProtocolSettings, check_limits
+from medfl.core.type_checks import type_errors
+from medfl.core.untrusted import Refused, json_values
+
+BEST = "best.json"
+"""What a search has chosen."""
+_RUN = tuple(one.name for one in fields(ProtocolSettings))
+_FORM: Mapping[str, Any] = {
+    "method": str, "trials": int,
+    "settings": {"options": dict[str, str], "requested": dict[str, float]},
+}  # fmt: skip
+
+
+def values_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the values of each name in `NAME=A,B,C`.
+
+    Raises:
+        InputError: a text of another form, a name twice, or a value twice.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, _, listed = text.partition("=")
+        values = tuple(value.strip() for value in listed.split(","))
+        if not name or not all(values) or name in found or len(set(values)) < len(values):
+            raise InputError(f"--grid {text}", "OPTION=A,B,C, each option and value once", "write it so")
+        found[name] = values
+    if not found:
+        raise InputError("no --grid", "--grid OPTION=A,B,C, an option of the method or lr, rounds, ...", "add one")
+    return found
+
+
+def trials(method: str, values: Mapping[str, Sequence[str]], count: int | None, seed: int) -> tuple[Entry, ...]:
+    """Return what is tried: all combinations of the values, or so many of them, drawn by the seed.
+
+    Raises:
+        InputError: no such method, a run setting of another form, or a count that is none.
+    """
+    points = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+    if count is not None and not 1 <= count <= len(points):
+        allowed = f"1 to {len(points)}, the combinations of the values"
+        raise InputError(f"--trials {count}", allowed, "change it, or leave it out to try all")
+    if count is not None:  # the order of the hashes is one drawn by the seed
+        points = sorted(points, key=lambda point: sha256(f"{seed} {point}".encode()).digest())[:count]
+    return tuple(entry(method, point) for point in points)
+
+
+def entry(method: str, point: Mapping[str, Any]) -> Entry:
+    """Return a method with options and run settings of its own.
+
+    Raises:
+        InputError: no such method, or a run setting of another form.
+    """
+    check_method_name(method)
+    settings = {name: _number(name, value) for name, value in point.items() if name in _RUN}
+    check_limits(settings)
+    options = {name: str(value) for name, value in point.items() if name not in _RUN}
+    return Entry(" ".join([method, *(f"{name}={value}" for name, value in point.items())]), method, options, settings)
+
+
+def _number(name: str, value: Any) -> int | float:
+    try:
+        number: int | float = SETTINGS[name].kind(value)
+    except ValueError as error:
+        raise InputError(f"{name}={value}", f"{name} is {SETTINGS[name].allowed}", "write it in digits") from error
+    return number
+
+
+def chosen(folder: Path) -> dict[str, Entry]:
+    """Return method -> what a search chose, of the folder of one or of several of these.
+
+    Raises:
+        InputError: there is none, one is damaged, or two are of the same method.
+    """
+    files = [folder / BEST] if (folder / BEST).is_file() else sorted(folder.glob(f"*/{BEST}"))
+    found: dict[str, Entry] = {}
+    for file in files:
+        one = _read(file)
+        if one.method in found:
+            raise InputError(f"--tuned {folder} with two searches of {one.method}", "one a method", "move one away")
+        found[one.method] = one
+    if not found:
+        raise InputError(
+            f"--tuned {folder}, in which no {BEST} is", "the folder of medfl tune, or of several", "name it"
+        )
+    return found
+
+
+def _read(file: Path) -> Entry:
+    allowed = "what medfl tune writes"
+    try:
+        document = json_values(file)
+    except Refused as error:
+        raise InputError(f"{file}: {error}", allowed, "tune anew") from error
+    if told := _wrong(document):
+        raise InputError(f"{file} {told}", allowed, "tune anew")
+    refuse_unnamed(document["method"], "method", file)
+    point = {**document["settings"]["options"], **document["settings"]["requested"]}
+    return replace(entry(document["method"], point), trials=document["trials"])
+
+
+def _wrong(document: Any) -> str:
+    """Return what is wrong with the content of best.json, "" where nothing is."""
+    if not isinstance(document, dict):
+        return "is no object"
+    settings = document.get("settings", {})
+    if wrong := next(type_errors(document, _FORM), ""):
+        return wrong
+    if not (_FORM.keys() <= document.keys() and {"options", "requested"} <= settings.keys()):
+        return "lacks entries"
+    odd = sorted(settings["requested"].keys() - {*_RUN})
+    return f"has {odd[0]!r} under settings.requested, where {', '.join(_RUN)} belong" if odd else ""

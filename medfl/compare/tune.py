@@ -1,0 +1,76 @@
+"""Search for a method's settings: trials that are validated and not tested, and one whole run of the chosen one."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medfl.compare.comparison import Comparison
+from medfl.compare.entry import Entry
+from medfl.compare.grid import Cell, Grid, compare, run_missing
+from medfl.compare.search import BEST
+from medfl.core.errors import RunError
+from medfl.core.run_documents import read_run
+from medfl.core.storage import write_atomic
+from medfl.core.terminal import Print
+from medfl.evaluation.metrics import higher_is_better
+
+TESTED = "best"
+"""Folder of the chosen settings' runs, the only ones that are tested."""
+
+
+def tune(
+    grid: Grid, out: Path, *, at_once: int | None = None, progress: bool = False, say: Print = str
+) -> tuple[dict[str, Any], Comparison | None, dict[str, str]]:
+    """Run what is missing of a search in a folder, write best.json, and run the chosen settings whole.
+
+    Of several seeds the mean of the validation metric's best round counts; of equal trials the first one.
+
+    Args:
+        grid: with the trials as its entries, and `search`.
+        out: folder; a new one, or one of the same search.
+        at_once: as for `compare`.
+        progress: likewise.
+        say: likewise.
+
+    Returns:
+        The content of best.json; the comparison of the chosen settings' runs; title -> error of runs that failed.
+
+    Raises:
+        InputError: a folder of another search, or anything that a run would refuse.
+        RunError: no trial could be validated.
+    """
+    cells, failed = run_missing(grid, out, at_once, progress=progress, say=say)
+    done = [cell for cell in cells if cell.done(None)]
+    key = str(read_run(done[0].folder / "run.json")[1]["key_metric"]) if done else ""
+    figures = [_mean([cell for cell in cells if cell.entry == entry], key) for entry in grid.entries]
+    known = [figure for figure in figures if figure is not None]
+    if not known:
+        raise RunError("no trial was validated: " + ("; ".join(failed.values()) or "no validation images"))
+    best = (max if higher_is_better(key) else min)(known)
+    winner = grid.entries[figures.index(best)]
+    document = {
+        "bundle": grid.bundle, "method": winner.method, "metric": key, "validation": best, "trials": len(grid.entries),
+        "settings": _settings(grid.options, winner), "search": grid.search, "seeds": grid.seeds, "failed": failed,
+        "tried": [{**_settings({}, entry), "validation": v} for entry, v in zip(grid.entries, figures, strict=True)],
+        "tested": TESTED,
+    }  # fmt: skip
+    write_atomic(out / BEST, (json.dumps(document, indent=1) + "\n").encode())
+    say(f"best of {len(known)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test")
+    whole = replace(grid, entries=(winner,), search="")
+    comparison, more = compare(whole, out / TESTED, at_once=at_once, progress=progress, say=say)
+    return document, comparison, {**failed, **more}
+
+
+def _mean(cells: Sequence[Cell], key: str) -> float | None:
+    """Return the mean of the validation figures of a trial's seeds, None unless all have one."""
+    values = [cell.validated(key) if cell.done(None) else None for cell in cells]
+    return None if None in values else statistics.fmean(value for value in values if value is not None)
+
+
+def _settings(options: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
+    return {"options": {**options, **entry.options}, "requested": dict(entry.settings)}
