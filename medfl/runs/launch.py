@@ -212,12 +212,8 @@ def federate(
                 say(f"now {run.method}")
         if callbacks:
             opened[0].add_to_run({"callbacks": named(callbacks)})
-        output: dict[str, Any] = {
-            "save_predictions": save_predictions,
-            "profile": profile,
-            "track": track,
-            "untested": untested,
-        }
+        output: dict[str, Any] = {"save_predictions": save_predictions, "profile": profile, "track": track}
+        output["untested"] = untested
         summary = execute(federation, *opened, callbacks=callbacks, **output)
         if with_local:
             summary = _add_local(path)
