@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import jinja2
@@ -110,6 +111,7 @@ def context(run: RunFiles) -> dict[str, Any]:
         "learning": round_charts.learning_curves(run),
         "costs": round_charts.costs(run),
         "traffic": _traffic(run),
+        "changes": _changes(run),
         "class_counts": _class_counts(run),
         "partition_picture": _encoded(picture.read_bytes()) if picture.is_file() else None,
         **_predicted(run),
@@ -187,6 +189,19 @@ def _traffic(run: RunFiles) -> dict[str, Any] | None:
         "before": before if run.finished and before > 0 else 0,
         "messages": run.record.get("messages", "lossless"),
     }
+
+
+def _changes(run: RunFiles) -> list[tuple[str, float, float, int, int]]:
+    """Return site, median norm of its changes, mean share of the mean, rounds shortened and rounds, of `clip` only."""
+    told = [entry["observed"] for entry in run.rounds if "clip" in (entry.get("observed") or {})]
+    rows = []
+    for site in run.site_names:
+        norms = [(one[f"norm/{site}"], one[f"share/{site}"], one["clip"]) for one in told if f"norm/{site}" in one]
+        if norms:
+            lengths, shares, _ = zip(*norms, strict=True)
+            shortened = sum(norm > bound for norm, _, bound in norms)
+            rows.append((site, median(lengths), fmean(shares), shortened, len(norms)))
+    return rows
 
 
 def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:

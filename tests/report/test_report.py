@@ -98,6 +98,25 @@ def test_phantom_is_said_loudly_and_only_then(make: Make, source: str) -> None:
     assert last.startswith("PHANTOM data" if source == "phantom" else "real data")
 
 
+def test_shortened_changes_stand_in_the_page(make: Make) -> None:
+    folder = make(aggregation="clip:auto", sites=2, rounds=3)
+    entries = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for entry, norm in zip(entries, (2.0, 4.0, 6.0), strict=True):
+        entry["observed"] = {
+            "clip": 3.0,
+            "norm/site-1": norm,
+            "share/site-1": 0.25,
+            "norm/site-2": 1,
+            "share/site-2": 0.75,
+        }
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    words = " ".join(render(folder)[1].text.split())
+    assert "The rule clip:auto shortens" in words
+    assert "site-1425.0 %2 of 3 rounds" in words
+    assert "site-2175.0 %0 of 3 rounds" in words
+    assert "shortens" not in render(make("plain"))[1].text
+
+
 def test_names_of_users_are_text(make: Make) -> None:
     bad = "<script>alert('x')</script>"
     sites = [bad, 'a"b onload="x', "$\\frac{1}{0}$", "医院"]
