@@ -122,7 +122,8 @@ class Bundle:
     def sha256(self) -> str:
         """Hash of what the bundle does: configuration without overrides, class texts, embeddings, its own Python.
 
-        Of federated.yaml only the class texts count: its other values are defaults, and a Run names what it took.
+        Files of the bundle that its configuration names count too: weights of a searched network, lists, labels. Of
+        federated.yaml only the class texts count: its other values are defaults, and a Run names what it took.
         """
         return sha256_of(self.root, self.protocol)
 

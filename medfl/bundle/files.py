@@ -15,12 +15,13 @@ import yaml
 from medfl import datasets
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.type_checks import type_errors
-from medfl.core.untrusted import printable
+from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 
 _FORMAT = {
     "num_channels": int, "spatial_shape": list[int | str], "channel_def": dict[str, str], "format": str,
 }  # fmt: skip
 """Entries that metadata.json may have of an input or output, and that are read."""
+_BYTES = 1 << 20
 _INDEX = re.compile("[0-9]{1,6}")
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: eight times as fast
 
@@ -82,9 +83,23 @@ def config_file(root: Path, stem: str) -> Path | None:
 
 
 def protocol_of(name_or_path: str) -> Mapping[str, Any]:
-    """Return the content of a bundle's federated.yaml, empty if there is none; InputError if there is no bundle."""
-    path = config_file(find(name_or_path), "federated")
-    return read(path) if path else {}
+    """Return the content of a bundle's federated.yaml, empty if there is none.
+
+    It is read before the bundle is inspected: of one that does not ship as plain values, bounded as those of a job.
+
+    Raises:
+        InputError: there is no bundle, or the file is not valid.
+    """
+    root = find(name_or_path)
+    path = config_file(root, "federated")
+    if path is None or root in shipped_folders().values():
+        return read(path) if path else {}
+    try:
+        text = decode_text(read_bytes(path, _BYTES))
+        found = read_plain(text, is_json=path.suffix == ".json", nodes=20_000, depth=40)
+        return dict(found or {})
+    except (Refused, TypeError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}", "plain JSON or YAML, by names", "repair it") from error
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -128,7 +143,25 @@ def sha256_of(root: Path, protocol: Mapping[str, Any]) -> str:
     for path in sorted([*folders, *root.glob("*.py"), *root.glob("*/**/*.py")]):
         if path.suffix in (".json", ".yaml", ".yml", ".py", ".safetensors") and path.stem != "federated":
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in _named_files(root):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def _named_files(root: Path) -> list[Path]:
+    """Return the other files whose names stand in the configurations that a run reads: weights, lists, labels.
+
+    The bundle's own weights count only where something is loaded: they are what MONAI's training writes.
+    """
+    read_by_run = [file for stem in ("train", "evaluate") if (file := config_file(root, stem))]
+    text = "".join(file.read_text("utf-8", "replace") for file in read_by_run)
+    counted = {root / "configs", root / "embeddings"}
+    return [
+        path
+        for path in sorted(root.rglob("*"))
+        if path.name in text and path.suffix != ".py" and not counted & {*path.parents} and path.is_file()
+        and (path.parent.name != "models" or path.stem != "model" or "torch.load" in text)
+    ]  # fmt: skip
 
 
 def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:

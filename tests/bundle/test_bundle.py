@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from medfl import datasets
-from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.bundle import Bundle, protocol_of, shipped
 from medfl.core.errors import InputError
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator
 from medfl.evaluation.metrics import KEY_METRICS, higher_is_better
 from medfl.policy.policy import Policy
+from medfl.runs.plan import Request, make_plan
 
 Edit = Callable[[dict[str, Any]], object]
 
@@ -364,3 +365,40 @@ def test_shipped(name: str) -> None:
     sides = (28,) * (3 if isinstance(convolution, nn.Conv3d) else 2)
     images = torch.rand(2, int(bundle.get("in_channels")), *sides)
     assert bundle.network()(images).shape == (2, bundle.get("num_classes"), *(sides if task == "segmentation" else ()))
+
+
+def test_a_bundle_s_hash_is_of_every_file_that_its_configuration_names(tmp_path: Path) -> None:
+    config = {**content(), "side": "$@bundle_root + '/models/search_code.pt'", "ckpt": "models/model.pt"}
+    folder = written(tmp_path, config)
+    (folder / "models").mkdir()
+    seen = [Bundle(str(folder)).sha256]
+    for name, counts in {
+        "models/search_code.pt": True, "models/model.pt": False, "models/other.pt": False, "notes.txt": False,
+    }.items():  # fmt: skip
+        for text in ("one", "other"):
+            (folder / name).write_text(text)
+            now = Bundle(str(folder)).sha256
+            assert (now != seen[-1]) is counts, name
+            seen.append(now)
+    (folder / "models" / "search_code.pt").rename(folder / "search_code.pt")
+    assert Bundle(str(folder)).sha256 != seen[-1]
+    config["_desc_"] = "weights by torch.load"
+    folder = written(tmp_path, config)
+    before = Bundle(str(folder)).sha256
+    (folder / "models" / "model.pt").write_text("third")
+    assert Bundle(str(folder)).sha256 != before
+
+
+BOMB = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])
+
+
+@pytest.mark.parametrize(
+    "text", [BOMB, "[" * 5000, "x: !!python/object/apply:os.system [true]", "- 1", "x: " + "1" * 10_000, "#" * 2**21]
+)
+def test_what_is_read_before_the_gate_is_plain_and_bounded(text: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, content())
+    (folder / "configs" / "federated.yaml").write_text(text)
+    for read in (lambda: protocol_of(str(folder)), lambda: make_plan(Request(str(folder)))):
+        with pytest.raises(InputError, match=r"federated.yaml cannot be read") as caught:
+            read()
+        assert len(str(caught.value)) < 600

@@ -20,6 +20,8 @@ from tests.zoo.build import ZOO
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = Path(os.environ.get("MEDFL_DATA", ROOT.parent / "shared" / "data")).parent / "zoo"
+REAL = PUBLIC.parent / "data" / "montgomery_jsrt_demo"
+SHORT = ["--rounds", "1", "--jobs", "2", "--device", "cpu", "--sites", "2", "--partition", "iid"]
 
 _RUN = """
 import json, os, sys
@@ -66,16 +68,32 @@ LISTED = {
     "torchvision",
 }
 """Libraries that a run may import while it goes on; Python's own modules beside them."""
+EXPORTING = {
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "onnx_ir",
+    "ml_dtypes",
+    "networkx",
+    "sympy",
+    "triton",
+    "tabulate",
+    "wcwidth",
+}
+"""Likewise what an export takes besides."""
 
 
 def outside(place: Path, *runs: list[str]) -> dict[str, Any]:
-    """Run `medfl run` with each of these in one process; return exit codes, what changed outside, what was imported."""
+    """As `watched`, of `medfl run` with each of these."""
+    return watched(place, *(["run", *given, "--out", f"{place}/out/{n}", *SHORT] for n, given in enumerate(runs)))
+
+
+def watched(place: Path, *commands: list[str]) -> dict[str, Any]:
+    """Run these in one process; return exit codes, what changed outside of `place`/out, what was imported."""
     places = [str(place / "out"), str(place / "cache"), str(place / "tmp"), "/dev/shm"]  # noqa: S108
     for folder in places[1:3]:
         Path(folder).mkdir()
-    always = ["--rounds", "1", "--jobs", "2", "--device", "cpu", "--sites", "2", "--partition", "iid"]
-    whole = [["run", *arguments, "--out", f"{places[0]}/{n}", *always] for n, arguments in enumerate(runs)]
-    script = _RUN.format(root=str(ROOT), places=places, runs=whole, may=MAY)
+    script = _RUN.format(root=str(ROOT), places=places, runs=list(commands), may=MAY)
     environment = {**os.environ, "XDG_CACHE_HOME": places[1], "TMPDIR": places[2], "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": str(ROOT), "MPLCONFIGDIR": places[1]}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=1800, env=environment)
@@ -89,7 +107,7 @@ def check(found: dict[str, Any]) -> None:
     errors = [line for line in found["stderr"].splitlines() if line.startswith("error")]
     assert not any(found["codes"]), errors
     assert found["seen"] == []
-    unknown = set(found["imported"]) - LISTED - set(sys.stdlib_module_names)
+    unknown = set(found["imported"]) - LISTED - EXPORTING - set(sys.stdlib_module_names)
     assert not {name for name in unknown if not name.startswith("_")}, unknown
 
 
@@ -100,6 +118,36 @@ def settings(config: Mapping[str, str]) -> list[str]:
 def test_an_accepted_bundle_of_the_zoo_s_kind_changes_nothing_outside(tmp_path: Path) -> None:
     bundle = ZOO["seg2d_csv_flat"](tmp_path / "zoo")
     check(outside(tmp_path, [str(bundle.path), *settings(bundle.overrides)]))
+
+
+def after(run: Path, *images: Path) -> list[list[str]]:
+    """The verbs that follow a run; each writes where it was told."""
+    out, given = run.parent, [*map(str, images)]
+    return [
+        ["report", str(run)],
+        ["export", str(run), "--out", f"{out}/exported"],
+        ["site", "inspect", f"{out}/exported"],
+        ["predict", str(run), *given, "--out", f"{out}/predicted"],
+        ["predict", f"{out}/exported", *given, "--out", f"{out}/predicted again"],
+    ]
+
+
+@pytest.mark.slow
+def test_nor_do_report_export_inspection_and_prediction(tmp_path: Path) -> None:
+    bundle = ZOO["cls2d_glob_yaml"](tmp_path / "zoo")
+    images = sorted((tmp_path / "zoo").rglob("*.jpeg"))[:2]
+    run = ["run", str(bundle.path), *settings(bundle.overrides), "--out", f"{tmp_path}/out/run", *SHORT]
+    check(watched(tmp_path, ["site", "inspect", str(bundle.path)], run, *after(tmp_path / "out" / "run", *images)[:4]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"no chest X-rays in {REAL}")
+def test_nothing_of_a_clinician_s_day_on_real_images_changes_anything_outside(tmp_path: Path) -> None:
+    new, run = tmp_path / "out" / "lungs", tmp_path / "out" / "run"
+    write = ["new", str(new), "--images", str(REAL / "images"), "--masks", str(REAL / "masks"), "--size", "32"]
+    train = ["run", str(new), "--data", str(REAL), "--config", "network=unet8", "--out", str(run), *SHORT]
+    images = sorted((REAL / "images").iterdir())[:2]
+    check(watched(tmp_path, write, ["site", "inspect", str(new)], train, *after(run, *images)))
 
 
 @pytest.mark.slow

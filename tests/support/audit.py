@@ -54,7 +54,7 @@ class Watch:
             elif event == "open" and self._changes(arguments):
                 self._place(event, arguments[0])
             elif event in _CHANGES:
-                for place in arguments[:2]:
+                for place in arguments[event.startswith("shutil.copy") : 2]:
                     self._place(event, place)
         finally:
             self._on = True
