@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.release import VERSION
 from medfl.core.run import Run
 from medfl.core.run_documents import MANIFEST, read_run, require_plain, round_lines
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import file_sha256, state_round
+from medfl.core.untrusted import printable
 
 _SETTLED = 10**9  # ns since a file's last change, after which another change has another time
 _ANEW = "restore it, or start the run anew in another folder"
@@ -31,10 +33,12 @@ def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
     run, document = read_run(path)
     recorded = document.get("run_hash", run.run_hash)
     if recorded != run.run_hash:
+        writer = str(document.get("medfl", VERSION))
+        other = "" if writer == VERSION else f", or read it with the medfl that wrote it, {printable(writer, 20)}"
         raise InputError(
             f"{path}, whose settings give the run hash {run.run_hash[:12]} and not its own, {str(recorded)[:12]}",
             "a recorded run as medfl wrote it: its settings are not edited",
-            "restore the file, or start a run with these settings",
+            f"restore the file{other}, or start a run with these settings",
         )
     return run, document
 

@@ -1,0 +1,92 @@
+"""What the two minor versions before wrote is read: a run's folder, a site's policy, a FLARE job and a startup kit.
+
+tests/upgrade/VERSION was written by that version's own commands (SCAFFOLD over two sites, two rounds, a network of 1,400
+numbers, drawn pictures); in its files the folder is called @HERE@.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from medfl import cli, load_run
+from medfl.core.storage import load_weights
+
+KEPT = Path(__file__).resolve().parents[1] / "upgrade"
+VERSIONS = ("0.5.0", "0.6.0")
+
+
+@pytest.fixture(params=VERSIONS)
+def old(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what a version wrote, with its pictures, as the current folder."""
+    shutil.copytree(KEPT / request.param, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(KEPT / "pictures", tmp_path / "pictures")
+    for name in ("run/run.json", "kit/local/medfl.yaml"):
+        path = tmp_path / name
+        path.write_text(path.read_text().replace("@HERE@", str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_weights(path)
+
+
+def close(a: Path, b: Path) -> bool:
+    """Whether weights agree as far as two kinds of processor do."""
+    ours, theirs = weights(a), weights(b)
+    return ours.keys() == theirs.keys() and all(
+        np.allclose(ours[name].numpy(), theirs[name].numpy(), atol=1e-4) for name in ours
+    )
+
+
+def test_a_run_is_read_repeated_and_continued(old: Path) -> None:
+    before = load_run("run")
+    assert before.summary["rounds"] == 2
+    assert before.run.run_hash == json.loads((old / "run" / "run.json").read_text())["run_hash"]
+    assert cli.main(["report", "run"]) == 0
+    assert cli.main(["run", "--from", "run/run.json", "--out", "again"]) == 0
+    assert close(old / "again" / "weights.safetensors", old / "run" / "weights.safetensors")
+    assert cli.main(["run", "--resume", "--out", "run", "--rounds", "3"]) == 0
+    after = load_run("run")
+    assert (after.summary["rounds"], len(after.rounds)) == (3, 3)
+    assert after.rounds[0]["train_loss"] == before.rounds[0]["train_loss"]
+
+
+def test_a_record_of_a_newer_version_is_refused_and_says_which(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A setting that this version does not know is part of the hash of the one that wrote it."""
+    path = old / "run" / "run.json"
+    document = {**json.loads(path.read_text()), "medfl": "0.9.0", "run_hash": "f" * 64}
+    path.write_text(json.dumps(document))
+    assert cli.main(["run", "--resume", "--out", "run", "--rounds", "3"]) == 2
+    assert "read it with the medfl that wrote it, 0.9.0" in capsys.readouterr().err
+    assert not (old / "run" / "state" / "000003-server.safetensors").exists()
+
+
+def test_a_policy_still_accepts_what_it_pinned(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["site", "inspect", "bundle", "--policy", "policy.yaml"]) == 0
+    assert "ACCEPTED" in capsys.readouterr().out
+    (old / "bundle" / "docs" / "README.md").write_text("another")
+    assert cli.main(["site", "inspect", "bundle", "--policy", "policy.yaml"]) == 2
+
+
+def test_a_job_is_accepted_by_a_site_and_its_kit_starts(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("nvflare")
+    from medfl.flare.files import read_run
+    from medfl.flare.parts import ALLOWED
+    from medfl.flare.site_config import SiteConfig, accepted_run
+
+    assert cli.main(["site", "serve", "--kit", "kit", "--check"]) == 0
+    assert "as: site" in capsys.readouterr().out
+    config = SiteConfig.read(old / "kit" / "local" / "medfl.yaml")
+    (app,) = old.glob("job/*/app")
+    run = accepted_run(read_run(app), "north", config)
+    assert (run.method, run.rounds, sorted(run.partition.sites)) == ("scaffold", 2, ["north", "south"])
+    assert app.parent.name == f"medfl-{run.run_hash[:16]}"
+    named = [(app / "config" / f"config_fed_{who}.json").read_text() for who in ("server", "client")]
+    assert all(any(path in text for path in ALLOWED) for text in named)
