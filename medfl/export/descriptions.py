@@ -23,7 +23,7 @@ from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.new_metadata import SCHEMA
 from medfl.bundle.open import PHANTOM
-from medfl.core.release import version_of
+from medfl.core.release import pip_install, version_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_rows
 from medfl.evaluation.mask_metrics import KINDS, slug
@@ -270,6 +270,7 @@ def readme(
     text = environment.get_template("export_readme.md.j2").render(
         meta=meta,
         run=run,
+        install=pip_install(),
         site=model.site,
         round=model.round,
         which=result.which,

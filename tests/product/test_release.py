@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 import medfl
 from medfl.core import release
@@ -95,6 +96,73 @@ def test_torchvision_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         components.component("torchvision.models.resnet18")
     with pytest.raises(Refused, match="not on the list"):
         components.component("os.system")
+
+
+# The project's papers
+
+
+def test_workflows_call_targets_that_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"dist", "sbom", "lock", "compat", "gpu-kit"} <= targets
+    called = set()
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        steps = [step for job in yaml.safe_load(path.read_text())["jobs"].values() for step in job["steps"]]
+        for command in [step["run"] for step in steps if "run" in step]:
+            program, *words = command.split()
+            assert program == "make", command
+            called |= {word for word in words if "=" not in word}
+    assert called == {"test", "lint", "lint-files", "dist", "sbom", "compat", "site"}
+    assert called <= targets
+
+
+def test_citation_and_changelog_are_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["cff-version"], citation["version"]) == ("1.2.0", release.VERSION)
+    versions = re.findall(r"^## (\S+)(?: \((\d{4}-\d\d-\d\d)\))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in versions] == ["Unreleased", *(f"0.{minor}.0" for minor in range(6, 0, -1))]
+    assert (release.VERSION, str(citation["date-released"])) == versions[1]
+
+
+def test_what_the_docs_name_is_there() -> None:
+    """Links of files that no page of the site has: GitHub's, and the changelog's."""
+    pages = [*ROOT.glob(".github/*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    for page in pages:
+        for link in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), (page, link)
+
+
+def test_locks_are_exact_and_name_no_host() -> None:
+    docker = ROOT / "docker"
+    lines = (docker / "requirements-cpu.txt").read_text().splitlines()
+    pinned = [line for line in lines if line and not line.startswith((" ", "#"))]
+    assert len(pinned) > 80
+    assert all(re.match(r"[a-z0-9._-]+==\S+", line) and line.endswith("\\") for line in pinned)
+    text = "\n".join([*lines, (docker / "torch.txt").read_text()])
+    assert not re.search(r"://|--(extra-)?index-url|nvidia-", text)
+    assert {"nvflare", "monai", "dp-accounting", "tenseal"} <= {line.partition("==")[0] for line in pinned}
+
+
+def test_a_container_runs_without_rights() -> None:
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    assert len(services) == 3
+    for one in services.values():
+        assert one["read_only"]
+        assert one["cap_drop"] == ["ALL"]
+        assert one["command"][:2] == ["site", "serve"]
+    last = (ROOT / "docker" / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    assert re.search(r"^USER 10001", last, re.MULTILINE)
+    assert "HEALTHCHECK" in last
+
+
+def test_the_health_of_a_container_is_that_flare_runs(tmp_path: Path) -> None:
+    """`docker/healthy.sh` finds FLARE's process by its module, and not itself."""
+    script = (ROOT / "docker" / "healthy.sh").read_text().replace("/proc", str(tmp_path))
+    (tmp_path / "17").mkdir()
+    command = tmp_path / "17" / "cmdline"
+    command.write_bytes(b"grep\0-qs\0[n]vflare\\.private\0")
+    assert subprocess.run(["sh", "-c", script]).returncode == 1
+    command.write_bytes(b"python3\0-u\0-m\0nvflare.private.fed.app.client.client_train\0-m\0/kit\0")
+    assert subprocess.run(["sh", "-c", script]).returncode == 0
 
 
 # The packages

@@ -1,7 +1,7 @@
 """What the two minor versions before wrote is read: a run's folder, a site's policy, a FLARE job and a startup kit.
 
-tests/upgrade/VERSION was written by that version's own commands (SCAFFOLD over two sites, two rounds, a network of 1,400
-numbers, drawn pictures); in its files the folder is called @HERE@.
+tests/upgrade/VERSION was written by that version's own commands: SCAFFOLD over two sites, two rounds, a network of
+1,400 numbers, drawn pictures. In its files the folder is called @HERE@.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def offline(folder: RunFolder) -> tuple[dict[str, Any], dict[int, dict[str, floa
 def test_the_package_itself_writes_the_numbers_and_settings(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("wandb", reason="Weights & Biases is not installed: pip install 'medfl[wandb]'")
+    pytest.importorskip("wandb", reason="Weights & Biases is not installed: pip install 'medfl-monai[wandb]'")
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("CACHE_DIR", str(tmp_path / "cache"))):
         monkeypatch.setenv(f"WANDB_{name}", value)
     assert len(play(folder, "wandb:lungs", range(1, 3))) == 1
