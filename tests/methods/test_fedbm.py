@@ -25,6 +25,7 @@ from medfl.networks.generator import Generator
 from medfl.networks.heads import head
 from medfl.runtimes.federation import Federation
 from tests.support.grey_squares import EMBEDDINGS, federation, images, quick, run
+from tests.support.options import numbers
 from tests.support.toy import Toy, ToyBundle, adam, bits, cross_entropy, run_record, sgd, simulate
 
 # Reductions
@@ -118,7 +119,7 @@ def test_every_message_is_the_cards_table() -> None:
         stale = method.broadcast(toy.host(), server, "a")
     w_fe = 4 * (11_176_512 + 513 * 512 + 9_600) + 20 * 8
     assert w_fe == 45_795_232
-    for message, groups, numbers in (
+    for message, groups, scalars in (
         (first, {"weights": w_fe, "text": 4 * 8 * 28 * 512}, {}),
         (later, {"weights": w_fe}, {}),
         (stale, {"weights": w_fe, "generator": 19_036_980}, {"version": 1, "channels": 3, "height": 128, "width": 128}),
@@ -128,10 +129,10 @@ def test_every_message_is_the_cards_table() -> None:
             group: sum(t.numel() * t.element_size() for t in tensors.values())
             for group, tensors in message.tensors.items()
         }
-        assert (sizes, dict(message.scalars)) == (groups, numbers)
+        assert (sizes, dict(message.scalars)) == (groups, scalars)
         encoded = message.encode()
         header = int.from_bytes(encoded[:8], "little")
-        assert message.num_bytes == len(encoded) == 8 + header + sum(groups.values()) + 8 * len(numbers)
+        assert message.num_bytes == len(encoded) == 8 + header + sum(groups.values()) + 8 * len(scalars)
         assert header < 0.001 * len(encoded)
     assert set(state) == {"embeddings"}
 
@@ -368,3 +369,19 @@ def test_what_does_not_fit_the_site_is_refused(group: str, change, scalars: dict
     assert caught.value.safe_to_send
     state, _ = method.local_update(toy.site("b"), {}, Message(down.tensors, {**down.scalars, "more": 1.0}))
     assert set(state) == {"embeddings", "generator", "version", "channels", "height", "width"}
+
+
+def test_the_cards_defaults_and_limits() -> None:
+    assert numbers("fedbm") == {
+        "generator": (True,), "synthetic_batch": (16, 1), "pool_per_round": (False,), "g_every": (5, 1),
+        "g_start": (5, 0), "g_iterations": (100, 1), "g_batch": (64, 1), "g_lr": (3e-4, 0.0),
+        "lambda_div": (1.0, 0.0), "lambda_dis": (0.1, 0.0),
+        "tau": (12.5, 0.0), "prompt_fraction": (1.0, 0.0), "renormalise_mean": (False,), "raw_test_logits": (False,),
+    }  # fmt: skip
+
+
+def test_text_is_asked_for_by_head_or_generator() -> None:
+    for classifier, generator, wanted in (
+        ("trainable", True, "minilm"), ("text_mean", False, "minilm"), ("trainable", False, "")
+    ):  # fmt: skip
+        assert load("fedbm", classifier=classifier, generator=generator).language_model == wanted

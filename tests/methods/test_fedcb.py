@@ -17,6 +17,7 @@ from medfl.methods._parts.robust import evenly
 from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings_of
 from medfl.networks import build
 from medfl.networks.heads import head
+from tests.support.options import numbers
 from tests.support.toy import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
 
 CLASSES = ("p", "q", "r")
@@ -258,3 +259,19 @@ def test_bad_input() -> None:
     with pytest.raises(InputError, match="one prompt a class"):
         METHOD.adapt(nn.Sequential(nn.Linear(8, 3)), single)
     assert METHOD.tasks == ("classification",)
+
+
+# Defaults
+
+
+def test_the_cards_defaults_and_limits() -> None:
+    assert numbers("fedcb") == {
+        "tau": (12.5, 0.0), "prompt_fraction": (1.0, 0.0), "renormalise_mean": (False,), "raw_test_logits": (False,),
+    }  # fmt: skip
+    assert (METHOD.covariance, METHOD.loss, METHOD.classifier) == ("full", "surrogate", "text_distribution")
+
+
+def test_text_is_asked_for_where_the_head_is_built_from_it() -> None:
+    wanted = {"text_distribution": "minilm", "text_mean": "minilm", "trainable": "", "random_frozen": ""}
+    assert {name: load("fedcb", classifier=name).language_model for name in wanted} == wanted
+    assert load("fedcb", plm="bert").language_model == "bert"

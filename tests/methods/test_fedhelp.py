@@ -23,6 +23,7 @@ from medfl.networks import build
 from medfl.runs.public_data import plan_public
 from medfl.training.network_pool import Networks
 from medfl.training.site import snapshot
+from tests.support.options import numbers
 from tests.support.toy import Toy, adam, bits, blobs, classifier, public_blobs, sgd, simulate
 
 LARGE = ("a",)
@@ -566,8 +567,11 @@ def test_a_learned_share_leaves_one_half() -> None:
 def test_the_printed_defaults() -> None:
     """Sections 4.1.2 and 5.2; Omega has 3 classes, 1 of two."""
     method = methods.load("fedhelp")
-    printed = {"lambda_r": 0.1, "lambda_j": 0.2, "lambda_f": 1.0, "lambda_b": 0.2, "top": 0, "temperature": 1.0}
-    assert {name: getattr(method, name) for name in printed} == printed
+    assert numbers("fedhelp") == {
+        "lambda_j": (0.2, 0.0), "lambda_f": (1.0, 0.0), "lambda_b": (0.2, 0.0), "top": (0, 0), "proxy_ce": (0.0, 0.0),
+        "lambda_r": (0.1, 0.0), "lr_alpha": (0.1, 0.0), "temperature": (1.0, 0.01), "public_items": (0, 0),
+        "public_size": (0, 0), "beta_0": (10.0, 0.0), "sigma": (5.0, 0.01), "inside": (False,),
+    }  # fmt: skip
     assert [method._size(torch.zeros(1, classes)) for classes in (8, 4, 3, 2)] == [3, 3, 2, 1]
     assert method._size(torch.zeros(1, 4, 5, 5)) == 1
 

@@ -15,6 +15,7 @@ from medfl.methods import load
 from medfl.methods._parts.prototypes import collect
 from medfl.networks.heads import features_and_output
 from medfl.training.site import snapshot
+from tests.support.options import numbers
 from tests.support.toy import WHOLE, Outcome, Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
 
 METHOD, FEDAVG = load("fedmr"), load("fedavg")
@@ -388,3 +389,10 @@ def test_averaging_two_class_optima_turns_the_head() -> None:
     torch.testing.assert_close(mean, expected, rtol=0, atol=1e-12)
     angle = torch.rad2deg(torch.acos(torch.cosine_similarity(mean[1], torch.tensor([-root / 2, 0.5]).double(), dim=0)))
     assert angle.item() == pytest.approx(45.0)
+
+
+def test_the_cards_defaults_and_limits() -> None:
+    assert numbers("fedmr") == {
+        "mu1": (0.1, 0.0), "mu2": (0.1, 0.0), "margin": (True,), "min_count": (2, 2), "lite": (0, 0),
+        "share_prototypes": (1.0, 0.0), "one_hot": (False,),
+    }  # fmt: skip

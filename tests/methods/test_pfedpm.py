@@ -23,6 +23,7 @@ from medfl.networks import build
 from medfl.networks.heads import feature_size, features_and_output, head_name
 from medfl.training.network_pool import Networks
 from medfl.training.site import Site, snapshot
+from tests.support.options import numbers
 from tests.support.toy import Toy, bits, blobs, classifier, judged, sgd, simulate
 
 METHOD = load("pfedpm")
@@ -590,3 +591,9 @@ def test_bad_input() -> None:
         load("pfedpm", a=1.5)
     with pytest.raises(InputError, match="each of the 3 classes"):
         METHOD.adapt(nn.Linear(4, 1), CLASSES)
+
+
+def test_the_cards_defaults_and_limits() -> None:
+    assert numbers("pfedpm") == {
+        "a": (0.4, 0.0, 1.0), "lam": (1.0, 0.0), "mask_to_local": (False,), "same_init": (True,), "feature_size": (0, 0)
+    }  # fmt: skip

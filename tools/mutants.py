@@ -1,0 +1,149 @@
+"""One-line mutants of the methods' files, and which of each method's own tests kills them.
+
+    python tools/mutants.py NAME... [--sample N] [--seed S] [--out FILE]
+
+A mutant changes one operator, comparison, constant, condition or statement of medfl/methods/NAME.py. It is killed where
+a test of tests/methods/test_NAME*.py that is not slow fails or takes too long. Each runs in a fork of a process that
+has imported all else. FILE gets a line of JSON a mutant; those that it has are not tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SWAPS: dict[type, str] = {
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Pow: "*", ast.Mod: "*", ast.FloorDiv: "*",
+    ast.BitAnd: "|", ast.BitOr: "&", ast.MatMult: "-", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">",
+    ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
+}  # fmt: skip
+
+
+def replacements(node: ast.AST, text: str) -> Iterator[tuple[ast.AST, str]]:
+    """Yield what stands in the place of a node: (node, new text)."""
+
+    def told(one: ast.AST) -> str:
+        return f"({ast.get_source_segment(text, one)})"
+
+    if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
+        yield node, f"{told(node.left)} {SWAPS[type(node.op)]} {told(node.right)}"
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS and len(node.ops) == 1:
+        yield node, f"{told(node.left)} {SWAPS[type(node.ops[0])]} {told(node.comparators[0])}"
+    elif isinstance(node, ast.BoolOp):
+        yield node, (" or " if isinstance(node.op, ast.And) else " and ").join(map(told, node.values))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+        yield node, told(node.operand)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield node, str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield node, repr(node.value + 1 if isinstance(node.value, int) else node.value * 2.5 or 0.5)
+    elif isinstance(node, ast.IfExp):
+        yield node, f"({told(node.orelse)} if {told(node.test)} else {told(node.body)})"
+    elif isinstance(node, ast.Expr | ast.AugAssign) and not isinstance(getattr(node, "value", None), ast.Constant):
+        yield node, "pass"
+
+
+def mutants(path: Path) -> list[dict[str, Any]]:
+    """Return the mutants of a file: line, the line as it becomes, and the changed source; help texts are left out."""
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    starts = [sum(map(len, lines[:i])) for i in range(len(lines) + 1)]
+    nodes, found = list(ast.walk(ast.parse(text))), []
+    types_of = [getattr(node, "annotation", None) or getattr(node, "returns", None) for node in nodes]
+    skipped = {part for one in types_of if one is not None for part in ast.walk(one)}
+    for node in nodes:
+        if getattr(node, "lineno", 0) != getattr(node, "end_lineno", 1) or node in skipped:
+            continue
+        for place, new in replacements(node, text):
+            first, last = (starts[place.lineno - 1] + at for at in (place.col_offset, place.end_col_offset))
+            changed = text[:first] + new + text[last:]
+            line = changed.splitlines()[place.lineno - 1].strip()
+            with contextlib.suppress(SyntaxError):
+                compile(changed, str(path), "exec")
+                found.append({"line": place.lineno, "mutant": line, "source": changed})
+    return sorted(found, key=lambda one: (one["line"], one["mutant"]))
+
+
+def outcome(name: str, path: Path, source: str, seconds: float) -> str:
+    """Run a method's tests on a source in a fork; return the test that fails, "too long", or "" if all pass."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        signal.alarm(int(seconds))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.write(write, _run(name, path, source).encode()[:2000])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        failed, (_, status) = pipe.read(), os.waitpid(child, 0)
+    return failed if status == 0 else "too long" if status == signal.SIGALRM else f"status {status}"
+
+
+def _run(name: str, path: Path, source: str) -> str:
+    failed: list[str] = []
+    first = types.ModuleType("first")
+    first.pytest_runtest_logreport = lambda report: failed.append(report.nodeid) if report.failed else None
+    module = types.ModuleType(f"medfl.methods.{name}")
+    sys.modules[module.__name__] = module
+    setattr(importlib.import_module("medfl.methods"), name, module)
+    try:
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    except Exception as error:  # whatever a mutant raises
+        return f"import: {type(error).__name__}"
+    tests = map(str, sorted((ROOT / "tests" / "methods").glob(f"test_{name}*.py")))
+    how = ("-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--assert=plain")
+    code = pytest.main([*tests, *how], plugins=[first])
+    return failed[0].partition("::")[2] if failed else "" if code == 0 else f"pytest {int(code)}"
+
+
+def main() -> None:
+    """Try the mutants that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+")
+    for flag, kind, default in (("--sample", int, None), ("--seed", int, 0), ("--out", Path, Path("mutants.jsonl"))):
+        parser.add_argument(flag, type=kind, default=default)
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    for needed in ("medfl.networks", "medfl.runtimes.simulator", "tests.support.toy"):
+        importlib.import_module(needed)
+    from medfl.core.seeding import stream
+
+    options.out.touch()
+    done = [{**json.loads(line), "killed_by": None} for line in options.out.read_text().splitlines()]
+    for name in options.names:
+        path = ROOT / "medfl" / "methods" / f"{name}.py"
+        made, started = mutants(path), time.monotonic()
+        if why := outcome(name, path, path.read_text(), 90):
+            raise SystemExit(f"{name}: its tests fail without a mutant: {why}")
+        limit = 10 + 4 * (time.monotonic() - started)
+        with stream(options.seed, name) as generator:
+            order = torch.randperm(len(made), generator=generator).tolist()
+        chosen = [made[i] for i in sorted(order[: options.sample])]
+        print(f"{name}: {len(chosen)} of {len(made)} mutants, at most {limit:.0f} s each", flush=True)
+        for one in chosen:
+            row = {"file": path.name, "line": one["line"], "mutant": one["mutant"], "killed_by": None}
+            if row not in done:
+                row["killed_by"] = outcome(name, path, one["source"], limit)
+                with options.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print("  SURVIVES" if not row["killed_by"] else "  killed", one["line"], one["mutant"], flush=True)
+
+
+if __name__ == "__main__":
+    main()
