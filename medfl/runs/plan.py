@@ -34,7 +34,7 @@ from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
 from medfl.runs import initial_weights, text_record
-from medfl.runs.pace import fitted, why
+from medfl.runs.pace import AUTO, fitted, why
 from medfl.runs.public_data import PublicPlan, plan_public
 
 
@@ -123,10 +123,10 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
     bundle = without_data(request.bundle, config, device, policy)
     init = initial_weights.take(bundle, request.init)
     chosen = {
-        name: protocol[name] if (value := getattr(request, name)) is None else value
+        name: _typed(name, protocol[name] if (value := getattr(request, name)) is None else value)
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
     }
-    check_limits({name: str(chosen[name]) for name in ("decay_per", "site_weights")})
+    check_limits({name: value for name, value in chosen.items() if value != AUTO})
     given = {**options_for(protocol, request.method), **request.options}
     methods.load(request.method, given)  # refused before the images are looked for
     spec = request.partition or str(protocol["partition"])
@@ -169,16 +169,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         public=public.record if public else None,
         text=text,
         adapted=bundle.adapted,
-        cohort=float(settled["cohort"]),
-        rounds=int(settled["rounds"]),
-        local_epochs=int(settled["local_epochs"]),
-        batch_size=int(settled["batch_size"] or bundle.batch_size),
-        lr=None if settled["lr"] is None else float(settled["lr"]),
-        lr_decay=float(settled["lr_decay"]),
-        patience=int(settled["patience"]),
-        decay_per=str(settled["decay_per"]),
-        site_weights=str(settled["site_weights"]),
-        keep_optimizer=bool(settled["keep_optimizer"]),
+        **{**settled, "batch_size": settled["batch_size"] or bundle.batch_size},
         **{**as_asked, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
     )
     taken = tuple(f"{name}={options[name]}, by the sites' sizes" for name in options if options[name] != asked[name])
@@ -295,6 +286,20 @@ def versions() -> dict[str, str]:
 
 def _items(bundle: Bundle) -> dict[str, list[Any]]:
     return {section: bundle.items(section) for section in SECTIONS}
+
+
+def _typed(name: str, value: Any) -> Any:
+    """Return a setting's value, asked for or of federated.yaml, in the setting's kind; None and "auto" as they are.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    one = SETTINGS[name]
+    try:
+        return value if value in (None, AUTO) else one.kind(value)
+    except (TypeError, ValueError) as error:
+        given = f"{name} {str(value)!r:.40} in the bundle's federated.yaml"
+        raise InputError(given, one.allowed, "correct it there, or give " + one.flag) from error
 
 
 def _value(value: Any) -> Any:

@@ -80,6 +80,33 @@ def test_a_bundle_without_a_protocol_gets_plain_defaults(chest: str, other_bundl
     assert not [note for note in made.notes if "names no test data" in note]
 
 
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ("patience: soon", "patience 'soon' in the bundle's federated.yaml; a whole number of at least 0"),
+        ("rounds: [3]", r"rounds '\[3\]' in the bundle's federated.yaml; a whole number of at least 1"),
+        ("decay_per: batch", "--decay-per batch; round or epoch; choose one"),
+        ("site_weights: 3", "--site-weights 3; samples or uniform; choose one"),
+        ("cohort: 2", "--cohort 2; a number above 0 and at most 1"),
+    ],
+)
+def test_a_protocol_of_another_form_is_refused_in_one_line(chest: str, other_bundle: str, said: str, text: str) -> None:
+    (Path(other_bundle) / "configs" / "federated.yaml").write_text(said + "\n")
+    with pytest.raises(InputError, match=text):
+        make_plan(Request(other_bundle, "fedavg", data=chest))
+
+
+def test_a_protocol_has_the_settings_of_the_schedule(chest: str, other_bundle: str) -> None:
+    said = "decay_per: epoch\nsite_weights: uniform\nkeep_optimizer: true\npatience: 4\nlr: 1\n"
+    (Path(other_bundle) / "configs" / "federated.yaml").write_text(said)
+    run = make_plan(Request(other_bundle, "fedavg", data=chest)).run
+    assert (run.decay_per, run.site_weights, run.keep_optimizer, run.patience) == ("epoch", "uniform", True, 4)
+    assert isinstance(run.lr, float)
+    asked = make_plan(Request(other_bundle, "fedavg", data=chest, lr=1, decay_per="round", patience=0)).run
+    assert (asked.decay_per, asked.patience, asked.site_weights) == ("round", 0, "uniform")
+    assert isinstance(asked.lr, float)
+
+
 def test_data_of_a_bundle_that_is_not_ours(chest: str, other_bundle: str) -> None:
     given = make_plan(Request(other_bundle, config=CONFIG, data=chest)).run
     assert given.data.folder == chest
