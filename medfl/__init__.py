@@ -1,8 +1,8 @@
 """medfl: federated training of MONAI bundles across sites that may not share data.
 
-`run` trains, `load_run` opens what a run left, `compare` runs several methods; `methods.names()` and `bundles()` say
-what there is. A method of one's own is a `Method` with `option` fields; it sees a `Site` or a `Host`, `Message` and
-`State`, and trains with `fit`.
+`run` trains, `load_run` opens what a run left, `compare` runs several methods, `tune` searches for settings;
+`methods.names()` and `bundles()` say what there is. A method of one's own is a `Method` with `option` fields; it sees
+a `Site` or a `Host`, `Message` and `State`, and trains with `fit`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from medfl.cli.api import bundles as bundles
     from medfl.cli.api import compare as compare
     from medfl.cli.api import run as run
+    from medfl.cli.api import tune as tune
     from medfl.core.errors import InputError as InputError
     from medfl.core.errors import RunError as RunError
     from medfl.core.message import Message as Message

@@ -1,4 +1,4 @@
-"""What notebooks and scripts call: `medfl.run`, `medfl.compare`, `medfl.bundles`."""
+"""What notebooks and scripts call: `medfl.run`, `medfl.compare`, `medfl.tune`, `medfl.bundles`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from medfl.compare.comparison import Comparison
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid
 from medfl.compare.grid import compare as run_grid
+from medfl.compare.search import values_of
 from medfl.compare.tables import write_tables
+from medfl.compare.tune import searched
+from medfl.compare.tune import tune as run_search
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
@@ -132,6 +135,60 @@ def compare(
         raise RunError(f"{len(failed)} runs failed, the others are kept in {out}: {failures}")
     write_tables(comparison, Path(out))
     return comparison
+
+
+@check_arguments
+def tune(
+    bundle: str | Path | Parts,
+    method: str,
+    grid: Mapping[str, Sequence[Any]],
+    *,
+    out: str | Path,
+    trials: int | None = None,
+    seeds: Sequence[int] = (0,),
+    partition: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    jobs: int | None = None,
+    trust: bool = False,
+    say: Print = print,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Search for a method's settings, as `medfl tune` does, and return the content of best.json.
+
+    Args:
+        bundle: a shipped bundle's name, the folder of any, or `medfl.Parts`.
+        method: its name, or the dotted path of a module of your own.
+        grid: values to try, as `{"mu": [0.01, 0.1], "lr": [0.001, 0.01]}`: of options of the method, or of lr,
+            lr_decay, local_epochs, batch_size, rounds, cohort. Trials are validated and not tested; the best is
+            run whole.
+        out: folder; a new one, or that of the same search.
+        trials: so many of the combinations, drawn by the first seed; None: all.
+        seeds: of each trial, whose mean counts.
+        partition: of all trials; default: the bundle's own.
+        options: of all trials.
+        config: ids of the bundle's configuration to override.
+        jobs: runs at the same time; default: the cores.
+        trust: run a bundle that inspection refuses; its code then runs with your rights.
+        say: where lines for the user go; `str` says nothing.
+        settings: as for `run`, but for seed.
+
+    Raises:
+        InputError: bad input.
+        RunError: no trial, or not the chosen run, was finished.
+    """
+    requested = _known(settings, ("seed", "partition"))
+    values = values_of(f"{name}={','.join(map(str, listed))}" for name, listed in grid.items())
+    search = searched(
+        given(bundle), method, values, trials, tuple(seeds), partition, options or {}, config or {}, requested
+    )
+    with trusting(trust):
+        best, comparison, failed = run_search(
+            search, Path(out), at_once=jobs, progress=sys.stderr.isatty(), say=say
+        )  # fmt: skip
+    if comparison is None:
+        raise RunError(f"the chosen run failed; the trials are kept in {out}: {'; '.join(failed.values())}")
+    return best
 
 
 def bundles() -> tuple[str, ...]:

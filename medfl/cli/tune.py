@@ -55,19 +55,15 @@ def _tune(options: Any) -> int:
     requested = arguments.requested(options, "presets", "data", "sites")
     values, given = search.values_of(options.grid), arguments.pairs("--set", options.options)
     seeds = arguments.seeds(options.seeds)
-    entries = search.trials(options.method, values, options.trials, seeds[0])
-    for one in entries:
+    for one in search.trials(options.method, values, options.trials, seeds[0]):
         check_options(options.method, {**given, **one.options})
     with without_gc():
-        from medfl.compare.grid import Grid
         from medfl.compare.tables import write_tables
-        from medfl.compare.tune import tune
-    text = " ".join(f"{name}={','.join(listed)}" for name, listed in values.items())
-    text += f" ({options.trials} of them, seed {seeds[0]})" if options.trials else ""
-    grid = Grid(
-        options.bundle, entries, (options.partition,), seeds, given, arguments.pairs("--config", options.config),
-        {**requested, "method": options.method}, text,
-    )  # fmt: skip
+        from medfl.compare.tune import searched, tune
+    config = arguments.pairs("--config", options.config)
+    grid = searched(
+        options.bundle, options.method, values, options.trials, seeds, options.partition, given, config, requested
+    )
     document, comparison, failed = tune(grid, options.out, at_once=options.jobs, **telling(options))
     if comparison is not None:
         document["tables"] = str(write_tables(comparison, options.out / "best")["md"])

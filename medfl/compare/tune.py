@@ -12,7 +12,7 @@ from typing import Any
 from medfl.compare.comparison import Comparison
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Cell, Grid, compare, run_missing
-from medfl.compare.search import BEST
+from medfl.compare.search import BEST, trials
 from medfl.core.errors import RunError
 from medfl.core.run_documents import read_run
 from medfl.core.storage import write_atomic
@@ -21,6 +21,24 @@ from medfl.evaluation.metrics import higher_is_better
 
 TESTED = "best"
 """Folder of the chosen settings' runs, the only ones that are tested."""
+
+
+def searched(
+    bundle: str,
+    method: str,
+    values: Mapping[str, Sequence[str]],
+    count: int | None,
+    seeds: tuple[int, ...],
+    partition: str | None,
+    options: Mapping[str, Any],
+    config: Mapping[str, Any],
+    requested: Mapping[str, Any],
+) -> Grid:
+    """Return the grid of a search's trials; `values` and `count` as of `search.trials`, the others as of `Grid`."""
+    text = " ".join(f"{name}={','.join(listed)}" for name, listed in values.items())
+    text += f" ({count} of them, seed {seeds[0]})" if count else ""
+    entries = trials(method, values, count, seeds[0])
+    return Grid(bundle, entries, (partition,), seeds, options, config, {**requested, "method": method}, text)
 
 
 def tune(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import medfl
 from medfl import datasets
 from medfl.cli import verbs as cli
 from medfl.compare import search
@@ -121,6 +122,15 @@ def test_a_comparison_takes_the_settings_and_says_how_many_trials(
     assert lr["fedavg"] != lr["fedprox"] or best["requested"]["lr"] == 0.001
     mu = next(record["options"]["mu"] for record in records if record["method"] == "fedprox")
     assert mu == float(best["options"]["mu"])
+
+
+def test_in_python_it_is_the_same_search(scans: Path, done: Path) -> None:
+    asked = {"config": CONFIG, "data": str(scans), "sites": 2, "rounds": 1, "say": str}
+    grid = {"mu": [0.01, 1], "lr": [0.0001, 0.01]}
+    best = medfl.tune("mednist", "fedprox", grid, out=done, jobs=1, **asked)
+    assert best["validation"] == read(done / "best.json")["validation"]
+    with pytest.raises(InputError, match="mu=0.01,2"):
+        medfl.tune("mednist", "fedprox", {"mu": [0.01, 2]}, out=done, **asked)
 
 
 def test_some_of_the_combinations_are_drawn_by_the_seed() -> None:
