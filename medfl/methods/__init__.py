@@ -64,7 +64,7 @@ def method_class(name: str) -> type[Method]:
     found = getattr(module, "METHOD", None)
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise InputError(f"module {path!r}", "a method module has METHOD = <subclass of medfl.Method>", "add that line")
-    _refuse_old_hooks(name, found)
+    _refuse_odd_hooks(name, found)
     loose = [key for key, value in vars(found).items() if isinstance(value, dataclasses.Field)]
     if loose and "__dataclass_fields__" not in vars(found):
         raise InputError(
@@ -166,8 +166,10 @@ def prototype_options(cls: type[Method]) -> list[dict[str, Any]]:
     return _described(Sharing) if cls.takes_prototypes else []
 
 
-def _refuse_old_hooks(name: str, cls: type[Method]) -> None:
-    """Raise an InputError if a method defines a hook that no runtime would ask for."""
+def _refuse_odd_hooks(name: str, cls: type[Method]) -> None:
+    """Raise an InputError if a method defines a hook that no runtime would ask for, or lacks one that they ask for."""
+    if lacking := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise InputError(f"method {name!r} without {lacking[0]!r}", "hooks that its base class asks for", "write it")
     kinds = (SiteNetworks, SiteModels, PublicData, TextEmbeddings, MakesImages)
     owners = {hook: kind for kind in kinds for hook in vars(kind) if not hook.startswith("_")}
     unasked = [hook for hook, kind in owners.items() if hasattr(cls, hook) and not issubclass(cls, kind)]

@@ -202,8 +202,11 @@ class _Inspector:
             self._target(node)
         elif name == "_mode_" and node != "default":
             raise Refused(f"_mode_ {printable(node, 40)!r}, where only 'default' is")
-        if stem == "federated" and name in _BUNDLES and isinstance(node, str) and not _NAMES.fullmatch(node):
+        names = stem == "federated" and isinstance(node, str) and {*_BUNDLES} & {*place}
+        if names and not _NAMES.fullmatch(str(node)):
             raise Refused(f"{printable(node, 40)!r}, where a bundle names others by their names only")
+        if stem == "federated" and name == "partition" and str(node).startswith("file:"):
+            raise Refused(f"{printable(node, 40)!r}, a table that only a user names")
         value = self._resolved(node)
         for part in () if _is_free(place, stem) else place:  # also of `x#reader#0`
             read_as_false = part == "pretrained" and value is True and stem == "inference"  # weights follow

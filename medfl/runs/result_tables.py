@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from medfl.core.errors import InputError, did_you_mean, without_package
@@ -16,20 +17,20 @@ if TYPE_CHECKING:
 TABLES = ("rounds", "site_rounds", "sites", "predictions")
 
 
-class ResultTables:
+class ResultTables(ABC):
     """What `medfl.Result` makes of its lists of records."""
 
     run: Any
 
     @property
+    @abstractmethod
     def rounds(self) -> list[Record]:
         """One record a round."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def site_rounds(self) -> list[Record]:
         """One record a round and site."""
-        raise NotImplementedError
 
     def to_frame(self, table: str = "rounds") -> pandas.DataFrame:
         """Return one of the run's tables as a pandas DataFrame.
@@ -89,9 +90,9 @@ class ResultTables:
         return axes
 
     @property
+    @abstractmethod
     def _key(self) -> str:
         """The metric by which the best round is chosen."""
-        raise NotImplementedError
 
     def _column(self, name: str) -> str:
         known = [key for key, value in self.rounds[-1].items() if isinstance(value, int | float) and key != "round"]

@@ -252,6 +252,16 @@ HOSTILE: dict[str, Hostile] = {
     "teacher_by_a_path": Hostile(
         "by their names only", files={"configs/federated.yaml": "methods: {fedhelp: {teachers: 'bundle:inner'}}\n"}
     ),
+    "public_data_in_a_list": Hostile(
+        "by their names only", files={"configs/federated.yaml": "methods: {fedmd: {public: [data/inner]}}\n"}
+    ),
+    "teacher_of_a_preset_in_a_list": Hostile(
+        "by their names only",
+        files={"configs/federated.yaml": "presets: {p: {methods: {fedhelp: {teachers: {a: ['run:x']}}}}}\n"},
+    ),
+    "partition_by_a_path": Hostile(
+        "a table that only a user names", files={"configs/federated.yaml": "partition: file:/etc/passwd\n"}
+    ),
     "deleted_files": _runs("os.remove('a')", "os.remove"),
     "moved_files": _runs("os.replace('a', 'b')", "os.replace"),
     "moved_by_a_path": _runs("@bundle_root.replace('b')", "would move a file"),

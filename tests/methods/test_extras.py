@@ -47,3 +47,23 @@ def test_a_hook_that_nobody_would_call_is_refused(
     monkeypatch.setitem(sys.modules, "tests_own", ModuleType("tests_own"))
     with pytest.raises(InputError, match=f"{name}.*{todo}"):
         methods.load("tests_own.method")
+
+
+@pytest.mark.parametrize(
+    ("base", "hook"),
+    [
+        (methods.SiteNetworks, "site_networks"),
+        (methods.TextEmbeddings, "language_model"),
+        (methods.MakesImages, "synthetic"),
+    ],
+)
+def test_a_method_without_a_hook_of_its_base_class_is_refused(
+    base: type, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("tests_own_method")
+    module.METHOD = dataclass(frozen=True)(type("Own", (base, Method), {}))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tests_own.method", module)
+    monkeypatch.setitem(sys.modules, "tests_own", ModuleType("tests_own"))
+    methods.method_class.cache_clear()
+    with pytest.raises(InputError, match=f"without '{hook}'"):
+        methods.load("tests_own.method")

@@ -5,6 +5,7 @@ A runtime asks for one with `medfl.methods.extra(method, SiteNetworks)` and gets
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from medfl.methods.base import option
 from medfl.training import Host
 
 
-class SiteNetworks:
+class SiteNetworks(ABC):
     """The sites need not have the same network."""
 
     def settled(self, sizes: Mapping[str, int]) -> SiteNetworks:
@@ -30,6 +31,7 @@ class SiteNetworks:
         """
         return self
 
+    @abstractmethod
     def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
         """Return, for each site, the ids of the bundle's configuration that its network is built with.
 
@@ -39,7 +41,6 @@ class SiteNetworks:
         Raises:
             InputError: what the method's options say does not fit these sites.
         """
-        raise NotImplementedError
 
     def keeps_network(self, config: Mapping[str, Any]) -> bool:
         """Tell whether a site with a network of this configuration keeps it whole, and sends one of the server's kind.
@@ -95,13 +96,13 @@ class PublicData:
         return True
 
 
-class TextEmbeddings:
+class TextEmbeddings(ABC):
     """Learns from text embeddings of its task's prompts."""
 
     @property
+    @abstractmethod
     def language_model(self) -> str:
         """The model that embeds them, "" where the options need none."""
-        raise NotImplementedError
 
 
 class SiteModels:
@@ -134,15 +135,15 @@ class Synthetic:
     inputs: Tensor
 
 
-class MakesImages:
+class MakesImages(ABC):
     """Its server makes images, of which pictures are drawn."""
 
+    @abstractmethod
     def synthetic(self, host: Host, server: State, labels: Tensor, draws: torch.Generator) -> Synthetic | None:
         """Return an image for each label (N,), None while there are none.
 
         All that is random comes from `draws`, so that the same labels and draws compare over the rounds.
         """
-        raise NotImplementedError
 
 
 def deal(spec: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
