@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,21 @@ def test_a_search_that_was_cut_off_goes_on_to_the_same_winner(
     assert hashes[0] == hashes[1]
     assert call(scans, out, "--method", "fedprox", "--grid", "mu=0.01,2") == 2
     assert "grid mu=0.01,1 lr=0.0001,0.01" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_search_that_is_killed_goes_on_to_the_same_winner(scans: Path, done: Path, tmp_path: Path) -> None:
+    out, given = tmp_path / "killed", ("--method", "fedprox", *GRID, "--jobs", "1")
+    words = ["tune", "mednist", "--data", str(scans), *SMALL, "--out", str(out), *given, "--quiet"]
+    process = subprocess.Popen([sys.executable, "-m", "medfl", *words])
+    while not trials(out):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert not (out / "best.json").exists()
+    assert call(scans, out, *given) == 0
+    assert read(out / "best.json") == read(done / "best.json")
 
 
 def test_a_comparison_takes_the_settings_and_says_how_many_trials(
