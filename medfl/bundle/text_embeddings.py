@@ -290,8 +290,10 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    model: Any = transformers.AutoModel.from_pretrained(source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        source, trust_remote_code=False
+    )  # else it would ask the user
+    model: Any = transformers.AutoModel.from_pretrained(source, trust_remote_code=False)
 
     def encode(texts: Sequence[str]) -> Tensor:
         tokens = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")

@@ -354,3 +354,17 @@ def test_bad_arguments_are_one_line(arguments: list[str], text: str, capsys: pyt
     assert text in error
     assert error.count("\n") == 1
     assert text_embeddings.names() == ("minilm", "bert", "roberta", "biomedclip", "clip")
+
+
+def test_a_language_model_s_folder_brings_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    own = {"AutoConfig": "own.C", "AutoModel": "own.M", "AutoTokenizer": ["own.T", None]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": own}))
+    (tmp_path / "own.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    asked = list[str]()
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    with pytest.raises(InputError, match="is not at hand"):
+        obtain(str(tmp_path), TEXT)
+    assert not asked
+    assert not (tmp_path / "ran").exists()

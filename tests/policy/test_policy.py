@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pydoc
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,3 +149,11 @@ def test_every_border_has_a_function_that_exists(entry: dict[str, str]) -> None:
     assert callable(pydoc.locate(entry["validator"]))
     assert entry["checks"]
     assert entry["remains"]
+
+
+def test_every_test_that_the_security_page_names_is_there() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "security.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/.]+)`", page))
+    assert len(named) > 15
+    assert not [name for name in named if not (root / name).is_file()]
