@@ -263,7 +263,7 @@ def test_fedbm_goes_on_bit_for_bit_after_an_interruption(
     server, *sites = (states[0][name] for name in sorted(files, key=lambda name: "server" not in name))
     assert (server["version"], len(sites)) == (3, 2)
     assert server["generator"].keys() == sites[0]["generator"].keys()
-    assert all(site["version"] == 2 and site["optimizer"] for site in sites)
+    assert all(site["version"] == 2 and site["optimizers"] for site in sites)
 
 
 def test_bytes_of_each_round_are_the_cards(scans: Path, tmp_path: Path) -> None:

@@ -547,7 +547,7 @@ def test_masks_in_three_dimensions_are_those_of_the_run(workplace: Path) -> None
 
 @pytest.mark.slow
 def test_fedbm_with_its_generator_in_all_formats(data: Path, workplace: Path) -> None:
-    options = {"g_start": 1, "g_iterations": 2, "g_batch": 4, "synthetic_batch": 2, "normalise": "none"}
+    options = {"g_start": 1, "g_iterations": 2, "g_batch": 4, "synthetic_batch": 2}
     run = trained(workplace / "run", data, "fedbm", config={**SMALL, "image_size": 16}, options=options)
     done = export(run, workplace / "bundle")["bundles"][0]
     assert done["agreement"]["onnx"]["probabilities"] <= 1e-4

@@ -45,6 +45,20 @@ def test_one_calibration_by_hand() -> None:
     torch.testing.assert_close(calibrated["1.bias"], torch.zeros(2))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_heads_momentum(momentum: float) -> None:
+    """Two steps: the second gradient is -sigmoid(-1) on class 0, the velocity has the first one's -1/2 besides."""
+    x, y = torch.tensor([[1.0], [1], [-1], [-1]]), torch.tensor([0, 0, 1, 1])
+    toy = Toy({"a": (x, y)}, lambda: nn.Sequential(nn.Identity(), nn.Linear(1, 2)), cross_entropy)
+    for tensor in toy.networks.initial.values():
+        tensor.zero_()
+    options = {"virtual": 2, "calibration_epochs": 2, "calibration_lr": 1.0, "calibration_momentum": momentum}
+    calibrated = simulate(load("ccvr", options), toy).server["calibrated"]
+    second = torch.sigmoid(torch.tensor(-1.0)).item()
+    assert calibrated["1.weight"][0].item() == pytest.approx(0.5 + second + momentum * 0.5, abs=1e-5)
+    assert load("ccvr").calibration_momentum == 0.9
+
+
 def test_the_pooled_statistics_are_those_of_all_features_together() -> None:
     """Check 1, 1e-12 in float64 over the messages of unequal sites, one of a single item."""
     data = {n: (x.double(), y) for n, (x, y) in blobs({"a": 1, "b": 8, "c": 11, "d": 20}).items()}

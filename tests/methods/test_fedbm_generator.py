@@ -304,12 +304,12 @@ def test_noise_knows_no_label_and_onehot_does() -> None:
     labels = torch.arange(3000) % 3
     draws = torch.Generator()
     for kind in ("noise", "noise+onehot"):
-        z = quick(condition=kind)._source(EMBEDDINGS, draws.manual_seed(0)).conditions(labels)
+        z = quick(condition=kind)._source(Task(), EMBEDDINGS, draws.manual_seed(0)).conditions(labels)
         noise = z[:, :12]
         assert (noise.T.cov() - torch.eye(12)).abs().max() < 0.1
         assert max(noise[labels == c].mean(0).abs().max() for c in range(3)) < 0.12
         assert torch.equal(z[:, 12:], nn.functional.one_hot(labels, 3).float()[:, : z.shape[1] - 12])
-    concept = quick()._source(EMBEDDINGS, draws.manual_seed(0)).conditions(labels)
+    concept = quick()._source(Task(), EMBEDDINGS, draws.manual_seed(0)).conditions(labels)
     assert torch.equal(torch.cdist(concept, EMBEDDINGS.mean(1)).argmin(1), labels)
 
 
@@ -334,7 +334,7 @@ def test_the_generator_works_with_every_classifier(classifier: str) -> None:
 def test_the_covariance_of_z(covariance: str, off_diagonal: bool) -> None:
     """Sigma_y + 1e-4 I, or its diagonal."""
     embeddings = torch.tensor([[[1.0, 0, 0], [0, 1, 0]], [[0, 0.6, 0.8], [0, 0.8, 0.6]]])
-    source = quick(z_covariance=covariance)._source(embeddings, torch.Generator().manual_seed(0))
+    source = quick(z_covariance=covariance)._source(Task(), embeddings, torch.Generator().manual_seed(0))
     z = source.conditions(torch.zeros(40_000, dtype=torch.int64))
     expected = torch.cov(embeddings[0].T)
     assert expected[0, 1] == -0.5
@@ -345,7 +345,7 @@ def test_the_covariance_of_z(covariance: str, off_diagonal: bool) -> None:
 @pytest.mark.parametrize(("augment", "crops"), [("batch", 1), ("image", 20)])
 def test_one_crop_for_all_images_or_for_each(augment: str, crops: int) -> None:
     """At the server, which draws places, and at a site."""
-    source = quick(augment=augment)._source(EMBEDDINGS, torch.Generator().manual_seed(0))
+    source = quick(augment=augment)._source(Task(), EMBEDDINGS, torch.Generator().manual_seed(0))
     places = source.places(20, [1, 16, 16], torch.device("cpu"))
     assert len(places) == crops
     image = torch.arange(256.0).reshape(1, 1, 16, 16).expand(20, 1, 16, 16)

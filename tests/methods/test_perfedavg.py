@@ -295,3 +295,18 @@ def test_frozen_and_unused_parameters_stay() -> None:
     outcome = simulate(load("perfedavg", order="hessian_free", alpha=0.5), toy, 2)
     for layer, stays in (("frozen", True), ("unused", True), ("used", False)):
         assert (bits(outcome.server["weights"][f"{layer}.weight"]) == bits(toy.initial[f"{layer}.weight"])) == stays
+
+
+def test_a_site_adapts_the_global_model_or_its_own(classes: Toy) -> None:
+    whole, own = (load("perfedavg", adapted=name, finetune_steps=0) for name in ("global", "own"))
+    first, second = simulate(whole, classes, 2), simulate(own, classes, 2, [["a", "b", "c"], ["a"]])
+    for name in classes.names:
+        assert bits(judged(whole, classes, first, name)) == bits(dict(first.server["weights"]))
+    assert bits(judged(own, classes, second, "a")) == bits(dict(second.replies["a"]["weights"]))
+    once = simulate(own, classes, 1)
+    assert bits(judged(own, classes, second, "b")) == bits(dict(once.replies["b"]["weights"])), "as it was trained last"
+    stepped = judged(load("perfedavg", adapted="own"), classes, second, "a")
+    assert bits(stepped) != bits(dict(second.replies["a"]["weights"]))
+    assert bits(judged(own, classes, simulate(own, classes, 1, [["a"]]), "c")) == bits(
+        dict(simulate(own, classes, 1, [["a"]]).server["weights"])
+    )

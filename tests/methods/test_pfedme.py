@@ -249,3 +249,13 @@ def test_sites_part_from_each_other_and_from_w() -> None:
                 losses.append(cross_entropy(toy.site(name).model(weights)(x), y).item())
     for mine, foreign, shared in zip(own, other, common, strict=True):
         assert mine < shared < foreign
+
+
+def test_a_site_is_judged_by_theta_or_by_what_follows_it(classes: Toy) -> None:
+    theta, follower = (simulate(load("pfedme", judge=name), classes, 2) for name in ("theta", "w"))
+    assert bits(theta.server) == bits(follower.server), "what is judged changes no training"
+    for name in classes.names:
+        sent = bits(dict(theta.replies[name]["weights"]))
+        assert bits(judged(load("pfedme", judge="w"), classes, follower, name)) == sent
+        assert bits(judged(METHOD, classes, theta, name)) != sent
+    assert METHOD.judge == "theta"

@@ -50,7 +50,9 @@ class Images(ToyBundle):
         y = torch.arange(48 if section == "test" else 12) % 3
         noise = 0.3 * torch.randn(len(y), 1, 16, 16, generator=torch.Generator().manual_seed(SECTIONS.index(section)))
         return Stacked(
-            [{"id": f"{section}{i}", "label": int(c)} for i, c in enumerate(y)], noise + y[:, None, None, None], y
+            [{"id": f"{section}{i}", "label": int(c)} for i, c in enumerate(y)],
+            (noise + y[:, None, None, None] - 1).clamp(-1, 1),
+            y,
         )
 
 

@@ -26,7 +26,7 @@ def images(counts: dict[str, int], size: int = 16, channels: int = 1) -> dict[st
     for name, count in counts.items():
         y = torch.arange(count) % 3
         noise = 0.3 * torch.randn(count, channels, size, size, generator=draws)
-        data[name] = (noise + (y - 1.0)[:, None, None, None], y)
+        data[name] = ((noise + (y - 1.0)[:, None, None, None]).clamp(-1, 1), y)
     return data
 
 
