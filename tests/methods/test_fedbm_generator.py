@@ -129,6 +129,18 @@ def test_a_pool_per_round_is_the_same_in_every_local_epoch() -> None:
     assert bits(fresh[3:]) != bits(rows[3:])
 
 
+def test_a_pool_begins_again_after_each_pass_of_four_steps_and_no_sooner() -> None:
+    method = quick(synthetic_batch=5, pool_per_round=True)
+    site, state = federation(method).site("c", 2), run(method, 2).states["c"]
+    site = replace(site, settings=replace(site.settings, batch_size=2))
+    site = replace(site, train=replace(site.train, indices=torch.arange(7)))
+    mix, x, y = method.mixing(site, state), torch.zeros(1, 1, 16, 16), torch.zeros(1).long()
+    made = [mix(x, y)[0][1:] for _ in range(9)]
+    assert bits(made[:4]) == bits(made[4:8])
+    assert torch.equal(made[8], made[0])
+    assert len({str(bits([one])) for one in made}) == 4
+
+
 def test_what_is_mixed_in_is_the_generator_in_evaluation_mode() -> None:
     """Rebuilt from the parts: draws from the site's own stream, running statistics, no gradient."""
     method = quick()
