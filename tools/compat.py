@@ -34,9 +34,10 @@ def tried(uv: str, wheel: Path, python: str, resolution: str, cpu: bool) -> list
         subprocess.run([uv, "venv", "--quiet", "--python", python, str(folder / "env")], check=True)
         within = ["--quiet", "--python", str(folder / "env" / "bin" / "python")]
         build = ["--torch-backend", "cpu"] if cpu else []
-        install = [uv, "pip", "install", *within, *build, "--resolution", resolution, str(wheel)]
-        subprocess.run(install, check=True)
-        subprocess.run([uv, "pip", "install", *within, "pytest", "hypothesis"], check=True)
+        install = [uv, "pip", "install", "--compile-bytecode", *within]
+        subprocess.run([*install, *build, "--resolution", resolution, "-r", "setup.py"], cwd=ROOT, check=True)
+        subprocess.run([*install, "--no-deps", str(wheel)], check=True)
+        subprocess.run([*install, "pytest", "hypothesis"], check=True)
         listed = subprocess.run([uv, "pip", "freeze", *within], check=True, **quiet).stdout
         versions = [re.search(rf"^{name}==(\S+)$", listed, re.MULTILINE)[1] for name in SHOWN]  # type: ignore[index]
         run = subprocess.run([folder / "env" / "bin" / "medfl", *RUN], cwd=folder, **quiet)
