@@ -96,6 +96,8 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
         InputError: not such a file, or made for other concepts or prompts than `text`.
     """
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise ValueError("there is no plain file")
         with safetensors.safe_open(path, framework="pt") as file:
             header, values = file.metadata() or {}, file.get_tensor("embeddings")
         stored = Text(tuple(json.loads(header["concepts"])), tuple(json.loads(header["prompts"])))
@@ -188,7 +190,11 @@ def build(
     network, encode, digest = _open(plm, model, download, masked)
     flat = [line for lines in text.filled() for line in lines]
     network.train(dropout is not None)
-    with torch.no_grad(), stream(dropout, "text dropout") if dropout is not None else nullcontext():
+    drawn = stream(dropout, "text dropout") if dropout is not None else nullcontext()
+    fits = at_hand(
+        f"language model {plm!r}", "transformers", "see that tokenizer and network fit", "take made embeddings"
+    )
+    with fits, torch.no_grad(), drawn:
         parts = [encode(flat[i : i + _BATCH]).float().cpu() for i in range(0, len(flat), _BATCH)]
     values = unit(torch.cat(parts)).reshape(len(text.concepts), len(text.prompts), -1)
     pooling = ("masked mean" if masked else "unmasked mean") if plm not in _OPEN_CLIP else "text tower"

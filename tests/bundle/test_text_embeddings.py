@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import safetensors
+import safetensors.torch
 import torch
 import yaml
 from torch import Tensor, nn
@@ -368,3 +370,20 @@ def test_a_language_model_s_folder_brings_no_code(tmp_path: Path, monkeypatch: p
         obtain(str(tmp_path), TEXT)
     assert not asked
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_pipe_of_embeddings_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "e.safetensors")
+    with pytest.raises(InputError, match="no plain file"):
+        obtain(str(tmp_path / "e.safetensors"), TEXT)
+
+
+def test_a_tokenizer_of_more_words_than_the_network_is_told(bert: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(bert, tmp_path / "model"))
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    words = "embeddings.word_embeddings.weight"
+    safetensors.torch.save_file({**weights, words: weights[words][:2].clone()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 2}))
+    with pytest.raises(InputError, match="IndexError.*see that tokenizer and network fit"):
+        build(str(folder), TEXT)
