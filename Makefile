@@ -8,7 +8,7 @@ TEST := .venv-test
 TOOLS := .venv-tools
 PIP = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 TORCH_CPU = $(if $(filter cpu,$(TORCH)),$(call PIP,$(1)) torch --index-url https://download.pytorch.org/whl/cpu,true)
-SOURCES := setup.cfg pyproject.toml
+SOURCES := setup.cfg setup.py pyproject.toml
 WORKERS := -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test test-all lint bench gpu-kit docs site dist sbom lock compat lint-files clean
