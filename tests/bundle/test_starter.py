@@ -21,8 +21,10 @@ from PIL import Image
 import medfl
 from medfl import datasets
 from medfl.bundle import files, starter
+from medfl.bundle.bundle import Bundle
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
+from medfl.data.intensities import constants
 from medfl.datasets import own
 from medfl.export.bundle_writer import export
 from medfl.policy.inspection import inspect
@@ -122,6 +124,20 @@ def test_labelled_pictures_become_a_bundle_that_runs(labelled: Path, tmp_path: P
     assert set(answer) == {"id", "predicted", "p_no", "p_yes, it is"}
     (row,) = predicted_without_its_images(run, labelled, labelled / "no" / "03.png")
     assert set(row) == {"id", "prediction", "no", "yes, it is"}
+
+
+def test_fedbms_generator_knows_the_constants_that_were_written(labelled: Path, tmp_path: Path) -> None:
+    """(x - 0.5) / 0.25 makes -2 to 2 of pictures; a bundle whose transforms do something else is refused before."""
+    bundle = starter.write(tmp_path / "mine", starter.survey(labelled), size=32)
+    config = {"network": "small_cnn", "image_size": 16}
+    read = constants(Bundle(str(bundle), {**config, "dataset_dir": str(labelled)}).section("train").source.transforms)
+    assert read == ((0.5,), (0.25,))
+    file = bundle / "configs" / "train.yaml"
+    changed = file.read_text().replace("_target_: NormalizeIntensityd", "_target_: AdjustContrastd")
+    file.write_text(changed.replace("    subtrahend: 0.5\n    divisor: 0.25\n", "    gamma: 2.0\n"))
+    other = Bundle(str(bundle), {**config, "dataset_dir": str(labelled)}).section("train").source.transforms
+    with pytest.raises(InputError, match="^transform AdjustContrastd; .*; say which they are with --set normalise="):
+        constants(other)
 
 
 def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Path) -> None:
