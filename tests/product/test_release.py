@@ -187,7 +187,8 @@ def without_checkout(folder: Path) -> Path:
     venv.create(folder / "env", symlinks=True)
     (site_packages,) = (folder / "env" / "lib").glob("python*/site-packages")
     into = [*pip, "--python", str(folder / "env" / "bin" / "python"), "install", *offline, str(wheel)]
-    subprocess.run(into, check=True, capture_output=True)
+    alone = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}  # a checkout may look installed
+    subprocess.run(into, cwd=folder, env=alone, check=True, capture_output=True)
     (site_packages / "rest.pth").write_text(sysconfig.get_path("purelib"))  # path files in there are not read
     return folder / "env" / "bin" / "medfl"
 
