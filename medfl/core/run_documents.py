@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypedDict
 
 from medfl.core.errors import InputError
 from medfl.core.names import from_cell, refuse_unnamed
+from medfl.core.older_records import upgraded
 from medfl.core.run import Run
 from medfl.core.type_checks import Count, type_errors
 from medfl.core.untrusted import Refused, printable, read_bytes, read_json, read_json_bytes, read_table
@@ -132,7 +133,7 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
         InputError: the file is missing or damaged, or names a module that the user has not named.
     """
     document = read_run_document(path)
-    run = Run.from_dict(document)
+    run = upgraded(Run.from_dict(document))
     refuse_unnamed(run.method, "method", path)
     return run, document
 

@@ -31,12 +31,13 @@ def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
         InputError: the file is missing or damaged, or its settings do not give the hash in it.
     """
     run, document = read_run(path)
-    recorded = document.get("run_hash", run.run_hash)
-    if recorded != run.run_hash:
+    written = Run.from_dict(document)  # of an earlier version perhaps, under whose names the hash was made
+    recorded = document.get("run_hash", written.run_hash)
+    if recorded != written.run_hash:
         writer = str(document.get("medfl", VERSION))
         other = "" if writer == VERSION else f", or read it with the medfl that wrote it, {printable(writer, 20)}"
         raise InputError(
-            f"{path}, whose settings give the run hash {run.run_hash[:12]} and not its own, {str(recorded)[:12]}",
+            f"{path}, whose settings give the run hash {written.run_hash[:12]} and not its own, {str(recorded)[:12]}",
             "a recorded run as medfl wrote it: its settings are not edited",
             f"restore the file{other}, or start a run with these settings",
         )
