@@ -43,7 +43,6 @@ class FedOpt(Method):
     tau: float = option(1e-3, "least denominator of adam, yogi and adagrad (paper)", minimum=1e-12)
 
     paper = "Adaptive Federated Optimization (Reddi et al., ICLR 2021)"
-    takes_prototypes = True
 
     @property
     def _rate(self) -> float:

@@ -169,7 +169,7 @@ def test_embeddings_made_for_other_classes(refused: Refused, tmp_path: Path, met
 
 def test_embeddings_that_are_not_there_or_no_embeddings(refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "mine.safetensors"
-    assert f"{path} is not a file of text embeddings (No such file" in refused(
+    assert f"{path} is not a file of text embeddings (there is no plain file" in refused(
         "mednist", "fedcb", "--set", f"plm={path}"
     )
     path.write_bytes(b"nonsense" * 9)

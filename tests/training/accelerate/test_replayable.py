@@ -151,7 +151,8 @@ def test_an_optimiser_that_reads_its_counter_runs_eagerly() -> None:
 
 
 def test_a_learning_rate_that_changes_within_the_visit_runs_eagerly() -> None:
-    report = compared(make(), lambda model: {"epoch_factor": 0.5})
+    site = make().site("a")
+    report = compared(make(), site=replace(site, settings=replace(site.settings, epoch_factor=0.5)))
     assert (report.replayed, report.eager) == (0, "the learning rate changes within a visit")
 
 
@@ -159,8 +160,8 @@ def test_scaled_gradients_are_an_obstacle() -> None:
     site = make().site("a")
     on_gpu = replace(site, networks=Networks(classifier(), 0, torch.device("cuda")))
     with_amp = [replace(one, settings=replace(one.settings, amp=True)) for one in (site, on_gpu)]
-    assert [bool(visit_obstacle(one, 1.0)) for one in (site, on_gpu, *with_amp)] == [False, False, False, True]
-    assert "float16" in visit_obstacle(with_amp[1], 1.0)
+    assert [bool(visit_obstacle(one)) for one in (site, on_gpu, *with_amp)] == [False, False, False, True]
+    assert "float16" in visit_obstacle(with_amp[1])
 
 
 def test_steps_that_somebody_listens_to_run_eagerly() -> None:
