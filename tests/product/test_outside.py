@@ -96,6 +96,7 @@ def watched(place: Path, *commands: list[str]) -> dict[str, Any]:
     script = _RUN.format(root=str(ROOT), places=places, runs=list(commands), may=MAY)
     environment = {**os.environ, "XDG_CACHE_HOME": places[1], "TMPDIR": places[2], "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": str(ROOT), "MPLCONFIGDIR": places[1]}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # PyTorch sets it in whatever process has compiled something
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=1800, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
