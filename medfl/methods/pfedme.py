@@ -13,8 +13,8 @@ Result:  a site is judged by the theta_i of its last participation, which never 
 batch to batch; R is the number of batches in the local epochs (public code: 20). A decay over the rounds is one of eta
 too. Keep eta lambda below 1; at 1 w_i is theta.
 Buffers are theta's, at the server their mean: neither pulled nor mixed by beta.
-In public code theta_i shares its tensors with the network, which holds w_i when a round ends, so that what is judged
-there is w_i: `judge=w`. It follows theta_i slowly, and is several points worse in the first rounds.
+In a public library (PFLlib) theta_i shares its tensors with the network, which holds w_i when a round ends, so that
+what is judged there is w_i: `judge=w`. It follows theta_i slowly, and was several points worse in ten rounds here.
 Departures from the public code: no weight decay of its own (0.001), and sites that were not drawn do not train.
 """
 
