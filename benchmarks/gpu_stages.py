@@ -40,8 +40,10 @@ def environment(day: Day) -> None:
 
     import torch
 
+    from medfl.core.release import DISTRIBUTION, version_of
+
     lacking = []
-    for requirement in metadata.requires("medfl") or []:
+    for requirement in metadata.requires(DISTRIBUTION) or []:
         if "extra ==" not in requirement:
             name = requirement.split(">")[0].split("<")[0].split("=")[0].strip()
             try:
@@ -49,7 +51,7 @@ def environment(day: Day) -> None:
             except metadata.PackageNotFoundError:
                 lacking.append(name)
     names = ("medfl", "torch", "torchvision", "monai", "numpy", "triton")
-    versions = {name: metadata.version(name) for name in names if importlib.util.find_spec(name)}
+    versions = {name: version_of(name) for name in names if importlib.util.find_spec(name)}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     day.save(python=sys.version.split()[0], versions=versions, device=gpu or "CPU", cores=os.cpu_count())
     day.add({"name": "missing packages", "found": lacking, "allowed": ["SimpleITK"]})
