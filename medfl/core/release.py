@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import metadata
 
 DISTRIBUTION = "medfl-monai"
-VERSION = "0.6.0"
+VERSION = "0.7.0"
 """Read by setup.cfg too. Part of every run's hash."""
 
 
