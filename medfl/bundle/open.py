@@ -21,6 +21,7 @@ from medfl.core.release import VERSION
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
+from medfl.data.prepared import Prepared
 from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
 from medfl.policy.policy import Policy
@@ -196,3 +197,12 @@ def _paths(entry: object) -> Iterator[Path]:
         for part in value if isinstance(value, list | tuple) else (value,):
             if isinstance(part, str | os.PathLike):
                 yield from map(Path, str(part).split(JOINED))
+
+
+def prepared_sections(bundle: Bundle, *, jobs: int = 1, progress: bool = False) -> dict[str, Prepared]:
+    """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
+    sections: dict[str, Prepared] = {}
+    for section in SECTIONS:
+        shared = section == "test" and not bundle.has_test
+        sections[section] = sections["validate"] if shared else bundle.prepared(section, jobs=jobs, progress=progress)
+    return sections

@@ -2,6 +2,7 @@
 
 It holds a value for any setting of a run that a user leaves out (`rounds`, `lr`, ...), options by method (`methods`),
 ids of the bundle's configuration (`config`), and `presets`: name -> such values again, with `about`, what it is for.
+`sites` is their number, or says something of each: `{north: {labels: [liver, spleen]}, south: {labels: auto}}`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from medfl.core.errors import InputError, did_you_mean
 _DEFAULTS: Mapping[str, Any] = {
     "sites": 4, "partition": "iid", "cohort": 1.0, "rounds": 10, "local_epochs": 1, "batch_size": None, "lr": None,
     "lr_decay": 1.0, "decay_per": "round", "site_weights": "samples", "keep_optimizer": False, "patience": 0,
-    "split": None, "methods": {}, "config": {},
+    "split": None, "methods": {}, "config": {}, "site_labels": "", "partial_loss": "marginal",
 }  # fmt: skip
+_OF_SITES: Mapping[str, str] = {"labels": "site_labels"}
+"""What `sites` may say of a site -> the setting of the run that it becomes."""
 
 
 def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
     Raises:
         InputError: no such preset, or one that sets what no run has.
     """
-    settled, offered = {**_DEFAULTS, **values}, values.get("presets") or {}
+    settled, offered = {**_DEFAULTS, **_said_of_sites(bundle, values)}, values.get("presets") or {}
     for name in presets:
         if name not in offered:
             raise InputError(
@@ -46,10 +49,33 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
             )
         before, given = dict(settled), preset.get("methods") or {}
         options = {method: {**(settled["methods"].get(method) or {}), **given[method]} for method in given}
-        settled |= preset
+        settled |= _said_of_sites(bundle, preset)
         settled["methods"] = {**before["methods"], **options}
         settled["config"] = {**before["config"], **(preset.get("config") or {})}
     return settled
+
+
+def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values whose `sites` is a number, with what it said of each site as settings.
+
+    Raises:
+        InputError: it says what is not known of a site.
+    """
+    sites = values.get("sites")
+    if not isinstance(sites, Mapping):
+        return dict(values)
+    texts: dict[str, list[str]] = {}
+    for site, facts in sites.items():
+        for fact, names in facts.items() if isinstance(facts, Mapping) else [(str(facts), None)] if facts else ():
+            listed = [names] if isinstance(names, str) else names
+            if fact not in _OF_SITES or not isinstance(listed, list) or not listed:
+                raise InputError(
+                    f"{str(fact)!r:.60} of site {str(site)!r:.60} in the federated.yaml of bundle {bundle!r}",
+                    f"of a site it says {', '.join(_OF_SITES)}, each a list of names",
+                    f"as {next(iter(_OF_SITES))}: [NAME, NAME]",
+                )
+            texts.setdefault(_OF_SITES[fact], []).append(f"{site}={','.join(map(str, listed))}")
+    return {**values, "sites": len(sites), **{setting: ";".join(parts) for setting, parts in texts.items()}}
 
 
 def options_for(protocol: Mapping[str, Any], method: str) -> Mapping[str, Any]:

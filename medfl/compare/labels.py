@@ -11,7 +11,7 @@ from medfl.report.formatting import setting
 
 _SETTINGS = (
     "bundle", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer",
-    "cohort", "amp", "messages", "aggregation",
+    "cohort", "amp", "messages", "aggregation", "site_labels", "partial_loss",
 )  # fmt: skip
 
 

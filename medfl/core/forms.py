@@ -13,6 +13,9 @@ DISTANCES = ("hd95", "surface_dice")
 """The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
 DECAYS = ("round", "epoch")
 SITE_WEIGHTS = ("samples", "uniform")
+PARTIAL_LOSSES = ("marginal", "naive")
+FOUND = "auto"
+"""What `--site-labels` takes for the structures that a site's own training masks show."""
 ALL = "all"
 """What `--metrics` takes for every one of them."""
 
@@ -77,6 +80,29 @@ def aggregation(text: str) -> tuple[str, float, int, float | None]:
     if not (number.isascii() and number.isdecimal()):
         raise InputError(f"--aggregation {text}", "a whole number of bad sites", f"for example {kind}:1")
     return kind, 0.0, int(number), None
+
+
+def by_site(flag: str) -> Callable[[str], dict[str, tuple[str, ...]]]:
+    """Return what reads the text of a flag that says something of some sites, as `north=liver,spleen;south=auto`.
+
+    It gives site -> names, and raises an InputError for text of another form.
+    """
+
+    def read(text: str) -> dict[str, tuple[str, ...]]:
+        said: dict[str, tuple[str, ...]] = {}
+        for part in text.split(";") if text.strip() else []:
+            site, _, rest = (piece.strip() for piece in part.partition("="))
+            names = tuple(name.strip() for name in rest.split(","))
+            if not site or not all(names) or "=" in rest or site in said or len({*names}) < len(names):
+                raise InputError(
+                    f"{flag} {text}"[:200],
+                    "SITE=NAME,NAME;SITE=NAME, each site and each of its names once",
+                    f"as {flag} 'north=liver,spleen;south=kidney'",
+                )
+            said[site] = names
+        return said
+
+    return read
 
 
 def device(text: str) -> tuple[str, int]:

@@ -36,6 +36,7 @@ class Setting:
         least, above, most: limits of a number; `above` is exclusive.
         optional: whether a run may have None.
         form: of text: reads it, and raises an InputError where it is none of its form; None: any text.
+        longest: characters of text.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Setting:
     most: float | None = None
     optional: bool = False
     form: Callable[[str], object] | None = None
+    longest: int = 200
 
     @property
     def flag(self) -> str:
@@ -79,7 +81,7 @@ class Setting:
         limits = {name: value for name, value in bounds.items() if value is not None}
         kinds: Mapping[type, dict[str, Any]] = {
             bool: {"type": "boolean"},
-            str: {"type": "string", "maxLength": 200},
+            str: {"type": "string", "maxLength": self.longest},
             int: {"type": "integer", **limits},
             float: {"type": "number", **limits},
         }
@@ -183,6 +185,16 @@ class ProtocolSettings:
     keep_optimizer: bool = setting(
         "each site keeps its optimisers' states from round to round, instead of new ones in each",
         group=TRAINING, default=False, later=True,
+    )  # fmt: skip
+    site_labels: str = setting(
+        "which structures some sites annotate, of a segmentation; auto: those that the site's training masks show; "
+        "default: every site all", "SITE=NAME,...;...",
+        group=SITES, default="", later=True, form=forms.by_site("--site-labels"), longest=10_000,
+    )  # fmt: skip
+    partial_loss: str = setting(
+        "what a structure is to a site that does not annotate it: marginal (default): it may be wherever the site "
+        "sees background; or naive: it is nowhere", "marginal|naive",
+        group=SITES, default="marginal", later=True, form=forms.one_of("--partial-loss", forms.PARTIAL_LOSSES),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch.utils.data import default_collate
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
 from medfl.data.byte_codes import Coded, Column, plain, shape_of, stacked
+from medfl.data.known_labels import Known
 
 if TYPE_CHECKING:
     from medfl.data.batch_transforms import BatchRecipe
@@ -246,11 +247,17 @@ def as_plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Shard:
-    """The items of one site (or of a pooled set) in one section."""
+    """The items of one site (or of a pooled set) in one section.
+
+    Attributes:
+        prepared: the section.
+        indices: (N,) int64, positions in it.
+        shown: position -> what the item's mask shows, where this is not everything.
+    """
 
     prepared: Prepared
     indices: Tensor
-    """(N,) int64, positions in `prepared`."""
+    shown: Mapping[int, Known] = field(default_factory=dict)
 
     @classmethod
     def of(cls, prepared: Prepared, indices: Sequence[int]) -> Shard:

@@ -17,6 +17,7 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, MedflError, RunError
+from medfl.data.known_labels import Known
 from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
 from medfl.evaluation.metrics import Cases
@@ -115,8 +116,12 @@ class MaskEvaluator:
         for index, (logits, y) in zip(shard.indices.tolist(), self._outputs(network, shard, device), strict=True):
             (ident,) = shard.prepared.ids([index])
             prediction, reference, count = self._masks(ident, logits, y)
-            spacing = _spacing(shard.prepared, index, reference.ndim)
-            row = scores(prediction, reference, self._names(count), spacing, self.tolerance, distances=distances)
+            spacing, names = _spacing(shard.prepared, index, reference.ndim), self._names(count)
+            if (known := shard.shown.get(index)) is not None:  # what its mask does not show is not scored
+                prediction, reference = known.reference(prediction), known.reference(reference)
+                names = ("background", *(names[c] for c in known.classes))
+                logits, y = known.merged(logits), known.reference(y)
+            row = scores(prediction, reference, names, spacing, self.tolerance, distances=distances)
             with _naming_item(ident):
                 rows.append({**row, "loss": float(self.loss(logits, y))})
         return _cases(shard, rows)
@@ -211,10 +216,14 @@ class CaseEvaluator:
         outputs = self._outputs(network, shard, device)
         for index, (x, y, prediction, others) in zip(shard.indices.tolist(), outputs, strict=True):
             with _naming_item(*shard.prepared.ids([index])):
-                cases = self._processed(x, y, prediction, others)
+                cases, known = self._processed(x, y, prediction, others), shard.shown.get(index)
+                if known is not None:  # what its mask does not show is not scored
+                    cases = [_shown(case, known) for case in cases]
+                    y, prediction = known.reference(y), known.merged(prediction)
                 row = {self.name: self._score(cases, y, prediction)}
                 if self.tolerance is not None:
-                    row = {**self._mask_row(x, cases, shard.prepared, index, distances), **row}
+                    names = self.structures if known is None else known.named(self.structures)
+                    row = {**self._mask_row(x, cases, shard.prepared, index, distances, names), **row}
                 rows.append(row)
         return _cases(shard, rows)
 
@@ -243,13 +252,13 @@ class CaseEvaluator:
         return [self.postprocessing(case) if self.postprocessing else case for case in cases]
 
     def _mask_row(
-        self, x: Any, cases: Sequence[Any], prepared: Prepared, index: int, distances: Sequence[str]
+        self, x: Any, cases: Sequence[Any], prepared: Prepared, index: int, distances: Sequence[str], names: Names
     ) -> dict[str, float]:
         pair = _channels(x, cases)
         if pair is None or self.tolerance is None:
             return dict.fromkeys(("dice", "pixel_accuracy", *distances), math.nan)
         spacing = _spacing(prepared, index, x.ndim - 2)
-        return channel_scores(*pair, spacing, self.tolerance, distances=distances, names=self.structures)
+        return channel_scores(*pair, spacing, self.tolerance, distances=distances, names=names)
 
     def _score(self, cases: list[Any], y: Any, prediction: Any) -> float:
         if not hasattr(self._metric, "attach"):
@@ -303,6 +312,16 @@ def _channels(x: Any, cases: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
         return None
     prediction, label = (value.as_tensor() if isinstance(value, MetaTensor) else value for value in pair)
     return prediction.to(torch.uint8).cpu(), label.to(torch.uint8).cpu()
+
+
+def _shown(case: Any, known: Known) -> Any:
+    """Return a processed case whose binary channels are those that its reference shows."""
+    if not isinstance(case, Mapping):
+        return case
+    pair: dict[str, Any] = {key: case.get(key) for key in ("pred", "label")}
+    if any(not isinstance(value, Tensor) or len(value) != known.count for value in pair.values()):
+        return case
+    return {**case, **{key: known.reference(value[None])[0] for key, value in pair.items()}}
 
 
 def _indices(prediction: Tensor, reference: Tensor) -> Masks | None:

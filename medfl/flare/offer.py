@@ -22,6 +22,7 @@ from medfl.flare.site_config import needs_in_one_place
 from medfl.flare.wire import is_flare_name
 from medfl.runs import initial_weights, text_record
 from medfl.runs.plan import Request, make_plan
+from medfl.runtimes import site_labels
 from medfl.runtimes.attendance import Tolerance
 
 
@@ -53,7 +54,7 @@ def offer(
             f"site {odd[0]!r}", "letters, digits, - and _, at most 63, and not server, admin or relay", "rename it"
         )
     data = PHANTOM if bundle in shipped() else None
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data}
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, "site_labels": ""}
     made = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole))
     run, method = made.run, made.method
     if run.method not in methods.names():
@@ -62,12 +63,15 @@ def offer(
     if what := needs_in_one_place(method):
         raise InputError(f"method {run.method!r}, which needs {what}", "one that does without", "see medfl methods")
     methods.site_networks(method, sites)
+    labels = site_labels.said(bundle, requested or {})
+    site_labels.check(labels, made.bundle, method, sites)
     source = PHANTOM if rehearsal else "real"
     return replace(
         run,
         bundle_path="",
         data=DataRecord(source, "", "", "", {}),
         partition=PartitionRecord(OWN_IMAGES, run.seed, (), {name: {} for name in sites}),
+        site_labels=labels,
     )
 
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import prepared_sections
 from medfl.bundle.sections import SECTIONS
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Batch, Prepared, Stacked
 from medfl.flare.server import FlareWorkers
 from medfl.methods.base import Method
-from medfl.runtimes.federation import Federation, prepared_sections
+from medfl.runtimes.federation import Federation
 
 Reported = Mapping[str, float]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl import methods
 from medfl.bundle.files import shipped_folders
+from medfl.bundle.open import prepared_sections
 from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, refuse_unnamed
@@ -39,10 +40,10 @@ from medfl.runs.resume import (
     resumed_plan,
     with_notes,
 )
-from medfl.runtimes import registry
+from medfl.runtimes import registry, site_labels
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import Callback, EarlyStopping, named
-from medfl.runtimes.federation import Federation, prepared_sections
+from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
@@ -268,10 +269,11 @@ def site_algo(
     site_policy = None if policy is None else Policy.read(Path(policy))
     if site_policy is not None:
         inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require()
-    whole = {**(requested or {}), "sites": 1, "partition": "iid"}
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", "site_labels": ""}
+    labels = site_labels.of_one(name, bundle, requested or {})
     plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole), say, site_policy)
     (items,) = plan.run.partition.sites.values()
-    run = replace(plan.run, partition=replace(plan.run.partition, sites={name: items}))
+    run = replace(plan.run, partition=replace(plan.run.partition, sites={name: items}), site_labels=labels)
 
     def federation() -> Federation:
         public = plan.public.prepare(say=say) if plan.public else None

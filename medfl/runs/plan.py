@@ -36,6 +36,7 @@ from medfl.policy.policy import Policy
 from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fitted, why
 from medfl.runs.public_data import PublicPlan, plan_public
+from medfl.runtimes import site_labels
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Request(GeneralSettings):
         config: ids of the bundle's configuration to override; values may be text as typed.
         data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
         presets: names of presets of the bundle's protocol, laid over it in this order.
-        cohort ... keep_optimizer: as in `medfl.core.settings.ProtocolSettings`.
+        cohort ... partial_loss: as in `medfl.core.settings.ProtocolSettings`.
     """
 
     bundle: str
@@ -66,6 +67,8 @@ class Request(GeneralSettings):
     decay_per: str | None = None
     site_weights: str | None = None
     keep_optimizer: bool | None = None
+    site_labels: str | None = None
+    partial_loss: str | None = None
     presets: Sequence[str] = ()
 
 
@@ -144,6 +147,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
     )
     held = partition.to_ids(sections)
     sizes = {name: len(ids["train"]) for name, ids in held.items()}
+    site_labels.check(chosen["site_labels"], bundle, methods.load(request.method, given), held)
     settled = fitted(chosen, sizes.values(), bundle.batch_size, bundle.task)
     schedule = {"rounds": int(settled["rounds"])} if methods.has_option(request.method, "rounds") else {}
     method = methods.load(request.method, {**schedule, **given})

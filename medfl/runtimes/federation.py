@@ -14,6 +14,7 @@ from torch import nn
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import prepared_sections
 from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
@@ -30,6 +31,7 @@ from medfl.data.public import Public
 from medfl.evaluation.mask_metrics import asked
 from medfl.methods._parts.robust import Aggregation, evenly
 from medfl.methods.base import Method
+from medfl.runtimes import site_labels
 from medfl.runtimes.beginning import begun, refuse_dealt
 from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.capture import capture_steps
@@ -74,6 +76,7 @@ class Federation:
         aggregation: how the server makes one set of weights of the replies'.
         distances: the metrics of masks' surfaces that test items are scored by.
         sections: section -> prepared items, shared by all sites.
+        known: what the masks of each site show, of sites that do not annotate everything.
     """
 
     def __init__(
@@ -111,8 +114,11 @@ class Federation:
         self._bodies = self._dealt()
         self.public = public
         self.messages = self._messages()
+        site_labels.check(run.site_labels, bundle, method, self.names)
         self.sections = dict(prepared) if prepared else prepared_sections(bundle, jobs=jobs, progress=progress)
         self._shards = {section: self._divide(section) for section in SECTIONS}
+        self.known = site_labels.known_labels(bundle, method, run, self._shards["train"])
+        self._shards = {section: site_labels.marked(shards, self.known) for section, shards in self._shards.items()}
         for name in self.participants:
             method.check(self.site(name, 0))
 
@@ -248,7 +254,8 @@ class Federation:
 
     def pooled(self, section: str) -> Shard:
         """Return all held-out items of a section, whether or not a site has them."""
-        return Shard.of(self.sections[section], range(len(self.sections[section])))
+        whole = Shard.of(self.sections[section], range(len(self.sections[section])))
+        return replace(whole, shown={i: k for shard in self._shards[section].values() for i, k in shard.shown.items()})
 
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
@@ -261,10 +268,11 @@ class Federation:
             epoch_factor=run.lr_decay if by_epoch else 1.0,
         )  # fmt: skip
         train, validate, test = (self.work(name, section) for section in SECTIONS)
+        known = self.known.get(name)
         return Site(
-            name, derive(run.seed, "round", round_, name), train, validate, test, self.bundle.loss, settings,
-            body.networks, round_, self.task, common=self.networks, public=self.public, method=run.method,
-            optimizers={} if run.keep_optimizer else None,
+            name, derive(run.seed, "round", round_, name), train, validate, test,
+            site_labels.loss_at(self.bundle, run, known), settings, body.networks, round_, self.task, known=known,
+            common=self.networks, public=self.public, method=run.method, optimizers={} if run.keep_optimizer else None,
         )  # fmt: skip
 
     @contextmanager
@@ -294,8 +302,8 @@ class Federation:
         besides = sorted(group.name for group in self.method.groups() if group.up)
         text = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
         text += f"; besides them leave: {', '.join(besides)}" if besides else ""
-        if not self.aggregation.is_mean:
-            text += f"; aggregation: {self.aggregation.described}"
+        text += f"; aggregation: {self.aggregation.described}" if not self.aggregation.is_mean else ""
+        text += site_labels.described(self.known, self.bundle.structures if self.known else ())
         if self.messages.lossless:
             return text
 
@@ -385,15 +393,6 @@ class Federation:
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
         chosen: Sequence[int] = sorted(torch.randperm(len(self.participants), generator=generator)[:count].tolist())
         return [self.participants[i] for i in chosen]
-
-
-def prepared_sections(bundle: Bundle, *, jobs: int = 1, progress: bool = False) -> dict[str, Prepared]:
-    """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
-    sections: dict[str, Prepared] = {}
-    for section in SECTIONS:
-        shared = section == "test" and not bundle.has_test
-        sections[section] = sections["validate"] if shared else bundle.prepared(section, jobs=jobs, progress=progress)
-    return sections
 
 
 def _span(numbers: Sequence[int]) -> str:

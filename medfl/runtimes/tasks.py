@@ -17,7 +17,6 @@ from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.core.run_folder import StateFile
 from medfl.core.storage import State, load_state, save_state, to_device
-from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
 from medfl.runtimes import profiling
@@ -228,7 +227,7 @@ class ScoreGlobal(Task):
             if network is None:
                 return None
             pooled = federation.pooled(self.section)
-            part = Shard(pooled.prepared, pooled.indices[self.start : self.stop])
+            part = replace(pooled, indices=pooled.indices[self.start : self.stop])
             slow = federation.distances if self.section == "test" else ()
             return federation.bundle.evaluator(network, part, federation.networks.device, distances=slow)
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from medfl.core.message import Weights
 from medfl.core.task import Task
+from medfl.data.known_labels import Known
 from medfl.data.prepared import Shard
 from medfl.data.public import Public
 from medfl.training.network_pool import Networks
@@ -82,6 +83,7 @@ class Site(_WithNetworks):
         common: the pool of the bundle's own network, also where this site's network is another.
         public: the run's public data, for the methods that use some.
         method: the run's, for what is said of it.
+        known: the structures that its masks show, over which its loss is; None: all.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Site(_WithNetworks):
     public: Public | None = None
     method: str = ""
     optimizers: dict[str, Any] | None = None
+    known: Known | None = None
 
     @property
     def still(self) -> Shard:

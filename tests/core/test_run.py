@@ -44,6 +44,8 @@ CHANGES = {
     "site_weights": "uniform",
     "keep_optimizer": True,
     "patience": 5,
+    "site_labels": "a=liver",
+    "partial_loss": "naive",
 }
 PUBLIC = PublicRecord(
     "pictures", "3" * 64, {"image_size": 32}, DataRecord("real", "/data/p", "4" * 64, "official", {"test": 9}),
@@ -72,6 +74,8 @@ LATER = (
     "keep_optimizer",
     "score_trained",
     "patience",
+    "site_labels",
+    "partial_loss",
 )
 """Settings that older records do not have."""
 

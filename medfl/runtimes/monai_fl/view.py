@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class AtSite(Federation):
         _go_on(self._stop)
 
     def _watched(self, shard: Shard) -> Shard:
-        return _Watched(shard.prepared, shard.indices, self._stop)
+        return _Watched(shard.prepared, shard.indices, shard.shown, self._stop)
 
     # What arrives
 
@@ -156,7 +156,7 @@ def moved_message(message: Message, device: torch.device) -> Message:
 class _Watched(Shard):
     """Items of which no more batches come once somebody has said stop."""
 
-    stop: threading.Event
+    stop: threading.Event = field(default_factory=threading.Event)
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
         """Yield batches; Aborted in the place of the next one."""

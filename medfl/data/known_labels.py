@@ -1,0 +1,114 @@
+"""What the masks of a site show where it annotates some structures only: the others are part of its background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medfl.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Known:
+    """The structures that masks show, of all that a network tells apart.
+
+    Attributes:
+        classes: their channels of its output, ascending, the background's (0) not among them.
+        count: channels of its output, K.
+        exclusive: a pixel has one class (softmax), 0 is the background; else each channel is a yes or no (sigmoid).
+    """
+
+    classes: tuple[int, ...]
+    count: int
+    exclusive: bool = True
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Channels that the masks say nothing of: of the background too, where these are exclusive."""
+        return tuple(channel for channel in range(self.count) if channel not in self.classes)
+
+    def named(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the channels of `merged`, of names of all; () where these are not one a channel."""
+        if len(names) != self.count:
+            return ()
+        return (*names[: int(self.exclusive)], *(names[c] for c in self.classes))
+
+    def merged(self, output: Any) -> Any:
+        """Return logits of what the masks show: (B, R, ...), from (B, K, ...), or from each of a list of such.
+
+        Exclusive: channel 0 is the logarithm of the sum of the exponentials of background and unknown structures, whose
+        softmax is the probability that a pixel is any of these (marginal); then come the known ones. Else the unknown
+        channels are left out.
+
+        Raises:
+            InputError: the output has another number of channels.
+        """
+        if isinstance(output, list | tuple):
+            return [self.merged(each) for each in output]
+        if not isinstance(output, Tensor) or output.ndim < 3 or output.shape[1] != self.count:
+            raise InputError(
+                f"a network whose output is {list(getattr(output, 'shape', ())) or type(output).__name__}",
+                f"with --site-labels it has {self.count} channels, one for each structure that the bundle names",
+                "name in the bundle's metadata.json (channel_def) what each channel is",
+            )
+        channels = output.unbind(1)
+        known = [channels[c] for c in self.classes]
+        if not self.exclusive:
+            return torch.stack(known, 1)
+        return torch.stack([torch.stack([channels[c] for c in self.others], 1).logsumexp(1), *known], 1)
+
+    def reference(self, target: Tensor) -> Tensor:
+        """Return masks numbered as the channels of `merged`: class indices (B, 1, ...) or (B, ...), or binary channels.
+
+        Whatever they show of other structures becomes background.
+        """
+        if self._in_channels(target):
+            known = [target[:, c] for c in self.classes]
+            return torch.stack([self._rest(target), *known] if self.exclusive else known, 1)
+        found = torch.zeros_like(target)
+        for number, value in enumerate(self.classes, 1):
+            found = torch.where(target == value, number, found)
+        return found.to(target.dtype)
+
+    def hidden(self, target: Tensor) -> Tensor:
+        """Return masks with their own numbers, in which whatever they show of other structures is background."""
+        if self._in_channels(target):
+            known = [target[:, c] if c in self.classes else torch.zeros_like(target[:, c]) for c in range(self.count)]
+            if self.exclusive:
+                known[0] = self._rest(target)
+            return torch.stack(known, 1)
+        found = torch.zeros_like(target)
+        for value in self.classes:
+            found = torch.where(target == value, target, found)
+        return found
+
+    def _rest(self, target: Tensor) -> Tensor:
+        return torch.stack([target[:, c] for c in self.others], 1).amax(1)
+
+    def _in_channels(self, target: Tensor) -> bool:
+        return target.ndim > 3 and self.count > 1 and target.shape[1] == self.count
+
+
+@dataclass(frozen=True)
+class PartialLoss:
+    """A bundle's loss over what a site's masks show.
+
+    Attributes:
+        loss: the bundle's.
+        known: what they show.
+        naive: let the loss take what they do not show for background.
+    """
+
+    loss: Callable[..., Tensor]
+    known: Known
+    naive: bool = False
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """Return the loss of a batch."""
+        if self.naive:
+            return self.loss(output, self.known.hidden(target))
+        return self.loss(self.known.merged(output), self.known.reference(target))

@@ -1,0 +1,171 @@
+"""Which structures each site annotates: as the run says, or as the site's own training masks show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import protocol
+from medfl.bundle.protocol import resolved
+from medfl.core.errors import InputError, did_you_mean
+from medfl.core.forms import FOUND, by_site
+from medfl.core.run import Run
+from medfl.data.known_labels import Known, PartialLoss
+from medfl.data.prepared import Shard
+from medfl.evaluation.mask_metrics import slug
+from medfl.methods.base import Method
+
+_FLAG = "--site-labels"
+
+
+def read(text: str, structures: Sequence[str], sites: Collection[str]) -> dict[str, tuple[int, ...] | None]:
+    """Return site -> ascending positions of its structures among those of the bundle, None to look into its masks.
+
+    Args:
+        text: as `--site-labels` has it.
+        structures: names of the channels, () where they have none.
+        sites: of the run.
+
+    Raises:
+        InputError: a name is no structure, or no site of the run.
+    """
+    named = {slug(name): index for index, name in enumerate(structures) if slug(name) != "background"}
+    chosen: dict[str, tuple[int, ...] | None] = {}
+    for site, names in by_site(_FLAG)(text).items():
+        if site not in sites:
+            raise InputError(
+                f"{_FLAG} {site}=...",
+                f"the sites of the run are {', '.join(list(sites)[:10])}{', …' if len(sites) > 10 else ''}",
+                did_you_mean(site, list(sites), "name one of these"),
+            )
+        chosen[site] = None if names == (FOUND,) else tuple(sorted({_position(site, name, named) for name in names}))
+    return chosen
+
+
+def _position(site: str, name: str, named: Mapping[str, int]) -> int:
+    if slug(name) not in named:
+        raise InputError(
+            f"label {name!r:.80} of site {site!r}",
+            f"the structures of the bundle are {', '.join(named) or 'not named'}",
+            did_you_mean(slug(name), list(named), "choose among them, or auto: those that its masks show"),
+        )
+    return named[slug(name)]
+
+
+def said(bundle: str, requested: Mapping[str, Any]) -> str:
+    """Return what a request, or else the bundle's protocol, says of the sites' labels."""
+    given = requested.get("site_labels")
+    return str(
+        resolved(bundle, protocol(bundle), requested.get("presets", ()))["site_labels"] if given is None else given
+    )
+
+
+def of_one(site: str, bundle: str, requested: Mapping[str, Any]) -> str:
+    """Return what it says of one site, "" for nothing."""
+    names = by_site(_FLAG)(said(bundle, requested)).get(site)
+    return f"{site}={','.join(names)}" if names else ""
+
+
+def check(text: str, bundle: Bundle, method: Method, sites: Collection[str]) -> None:
+    """Raise an InputError where what a run says of the sites' labels does not fit its bundle, method or sites."""
+    if not text:
+        return
+    if bundle.task != "segmentation" or bundle.own_trainer:
+        kind = "a bundle whose trainer takes its steps by itself" if bundle.own_trainer else f"a {bundle.task} task"
+        raise InputError(f"{_FLAG} with {kind}", "it is for segmentation by a loss of MONAI's kind", "leave it out")
+    if method.pools_data:
+        raise InputError(
+            f"{_FLAG} with a method that pools the images", "each site's masks need the loss of this site",
+            "take another method, or leave it out: all masks are then taken for complete",
+        )  # fmt: skip
+    read(text, bundle.structures, sites)
+
+
+def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, Shard]) -> dict[str, Known]:
+    """Return what the masks of each site show; sites that annotate everything, or whose masks are elsewhere, lack.
+
+    Args:
+        bundle: names the structures.
+        method: the run's.
+        run: says what is known of the sites.
+        shards: the sites' training items.
+
+    Raises:
+        InputError: as for `check`; masks show none of the structures; or the bundle's loss cannot leave some out.
+    """
+    check(run.site_labels, bundle, method, shards)
+    if not run.site_labels:
+        return {}
+    structures, found = bundle.structures, {}
+    exclusive = slug(structures[0]) == "background" and not _is_sigmoid(bundle.loss)
+    everything = {index for index, name in enumerate(structures) if slug(name) != "background"}
+    for site, classes in read(run.site_labels, structures, shards).items():
+        if classes is None:
+            if not len(shards[site]):
+                continue  # its masks are on another machine
+            classes = tuple(sorted(_shown(shards[site], len(structures)) & everything))
+            if not classes:
+                raise InputError(
+                    f"{_FLAG} {site}={FOUND}, but none of its {len(shards[site])} training masks shows a structure",
+                    f"masks with some of {', '.join(structures[i] for i in sorted(everything))}",
+                    "give the site masks that it annotated, or leave it out",
+                )
+        if {*classes} != everything:
+            found[site] = Known(classes, len(structures), exclusive)
+            _try(bundle, site, found[site], shards[site], run.partial_loss == "naive")
+    return found
+
+
+def marked(shards: Mapping[str, Shard], known: Mapping[str, Known]) -> dict[str, Shard]:
+    """Return the sites' items of a section, which say what their masks show."""
+    return {
+        site: replace(shard, shown=dict.fromkeys(shard.indices.tolist(), known[site])) if site in known else shard
+        for site, shard in shards.items()
+    }
+
+
+def described(known: Mapping[str, Known], structures: Sequence[str]) -> str:
+    """Say which structures the sites annotate, "" where all annotate everything."""
+    each = [f"{site} {' and '.join(structures[c] for c in one.classes)}" for site, one in known.items()]
+    return f"; masks show: {', '.join(each)}" if each else ""
+
+
+def _shown(shard: Shard, count: int) -> set[int]:
+    """Return the values of a shard's masks, or the channels that are not empty."""
+    values: set[int] = set()
+    for _, y in shard.deterministic(whole=True).batches(1):
+        in_channels = y.ndim > 2 and y.shape[1] == count
+        values |= {c for c in range(count) if y[:, c].any()} if in_channels else {int(v) for v in torch.unique(y)}
+    return values
+
+
+def _is_sigmoid(loss: object) -> bool:
+    """Return whether a loss takes each channel for a yes or no."""
+    parts = [*loss.modules()] if isinstance(loss, nn.Module) else [loss]
+    return any(getattr(part, "sigmoid", False) is True or isinstance(part, nn.BCEWithLogitsLoss) for part in parts)
+
+
+def _try(bundle: Bundle, site: str, known: Known, shard: Shard, naive: bool) -> None:
+    """Raise an InputError if the bundle's loss cannot be had over a site's structures alone."""
+    for _, y in shard.batches(1) if len(shard) else ():
+        logits = torch.zeros(len(y), known.count, *y.shape[2:], device=bundle.device)
+        try:
+            PartialLoss(bundle.loss, known, naive)(logits, y.to(bundle.device))
+        except (RuntimeError, ValueError, IndexError) as error:
+            given, lost = f"{_FLAG} {site}=..., over whose structures the bundle's loss fails ({error})", known.others
+            raise InputError(
+                " ".join(given.split())[:300],
+                f"a loss of {known.count} channels that also takes {known.count - len(lost) + known.exclusive}",
+                "take a loss without weights of its channels, or --partial-loss naive",
+            ) from error
+        return
+
+
+def loss_at(bundle: Bundle, run: Run, known: Known | None) -> Callable[..., Tensor]:
+    """Return the loss of a site: the bundle's, or that over what its masks show."""
+    return bundle.loss if known is None else PartialLoss(bundle.loss, known, run.partial_loss == "naive")
