@@ -132,10 +132,8 @@ class Site(_WithNetworks):
         first, rates = float(self.optimizer(model).param_groups[0]["lr"]), settings.rates
         if rates is None and settings.epoch_factor == 1:
             return first
-        each = (
-            (rates(e)[0] * settings.lr_factor if rates else first) * settings.epoch_factor**e
-            for e in range(settings.epochs)
-        )
+        decay = settings.epoch_factor
+        each = [(rates(e)[0] * settings.lr_factor if rates else first) * decay**e for e in range(settings.epochs)]
         return sum(each) / settings.epochs
 
     def for_epochs(self, epochs: int) -> Site:
