@@ -79,8 +79,7 @@ def site_step(
         federation.check(name, reply)
         cases = {}
         if judge and "weights" in reply:
-            trained = site.model(reply["weights"])
-            cases = _scores(federation, trained, site, judge)
+            cases = _scores(federation, _trained(federation, site, state, received, reply), site, judge)
         wire, unsent = messages.reply(reply, received, derive(site.seed, "messages"), unsent)
         arrived = messages.opened_reply(wire, down, f"site {name!r}")
         if not messages.lossless:
@@ -89,6 +88,14 @@ def site_step(
     beside = {UNSENT: unsent, OPTIMIZERS: site.optimizers or {}}
     next_state = {**state, **{key: kept for key, kept in beside.items() if kept}}
     return StepResult(next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down, report.eager)
+
+
+def _trained(federation: Federation, site: Site, state: State, received: Message, reply: Message) -> nn.Module:
+    """Return the network as trained: that of a whole reply, or what the site would make of its own reply."""
+    if reply["weights"].keys() == site.initial_weights.keys():
+        return site.model(reply["weights"])
+    own = Message({**received.tensors, **reply.tensors}, {**received.scalars, **reply.scalars})
+    return federation.method.predictor(site, state, own)
 
 
 def site_judge(

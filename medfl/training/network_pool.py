@@ -22,7 +22,7 @@ class Networks:
 
     def __init__(self, factory: Callable[[], nn.Module], seed: int, device: torch.device) -> None:
         """Take the bundle's network factory; every network starts from the same weights, drawn on the run's stream."""
-        self._factory, self._seed, self.device = factory, seed, device
+        self._factory, self.seed, self.device = factory, seed, device
         self._free: list[_PooledNetwork] = []
         self._leased = _Leased()
         self._initial: dict[str, Tensor] | None = None
@@ -39,7 +39,7 @@ class Networks:
             path: names another draw of the weights, the same one in every round of the run; drawn also where the
                 run begins with given weights.
         """
-        with stream(self._seed, "network", *path):
+        with stream(self.seed, "network", *path):
             network = self._factory()
         if self._start is not None and not path:
             network.load_state_dict(self._start)

@@ -1,0 +1,82 @@
+"""Layers of a network chosen by a text: names, ends of names, patterns with * and ?, or kinds, with commas between."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from medfl.core.errors import InputError
+from medfl.networks.heads import head_name
+
+_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_MATRICES: tuple[type[nn.Module], ...] = (nn.Linear, *_CONV, nn.MultiheadAttention)
+_KINDS: Mapping[str, tuple[type[nn.Module], ...]] = {
+    "linear": (nn.Linear,),
+    "conv": _CONV,
+    "norm": (_NormBase, nn.GroupNorm, nn.LayerNorm),
+}
+_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+NONE = "none"
+
+
+def whole_layers(network: nn.Module, text: str) -> frozenset[str]:
+    """Return the state-dict names of the chosen layers, under all names that a shared tensor has.
+
+    Args:
+        network: whose.
+        text: which layers; the kinds are `head` and `norm`, "" and `none` are no layer.
+
+    Raises:
+        InputError: no such layer.
+    """
+    layers = {name: layer for name, layer in network.named_modules() if name and layer.state_dict()}
+    head = {"head": head_name(network)} if "head" in text.split(",") and "head" not in layers else {}
+    found = {head.get(name, name) for name in _chosen({**layers, **dict.fromkeys(head)}, text or NONE, "full")}
+    tensors = network.state_dict(keep_vars=True)
+    same = {id(tensor) for name, tensor in tensors.items() if any(name.startswith(f"{layer}.") for layer in found)}
+    return frozenset(name for name, tensor in tensors.items() if id(tensor) in same)
+
+
+def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return the weights of the chosen layers as matrices (first dimension, all others), by their names.
+
+    Args:
+        network: whose.
+        text: which layers; the kinds are `linear` and `conv`, "" is all that fit, `none` is no layer.
+        but: names of weights that are left out. So is a tensor of several layers: a change of one changes the others.
+
+    Raises:
+        InputError: no such layer; names those that fit.
+    """
+    ids = [id(parameter) for _, parameter in network.named_parameters(remove_duplicate=False)]
+    fitting: dict[str, dict[str, Tensor]] = {}
+    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, _MATRICES)}
+    for name, layer in layers.items():
+        own = {f"{name}.{key}".lstrip("."): layer._parameters.get(key) for key in _WEIGHTS}
+        found = {key: w.detach().flatten(1) for key, w in own.items() if w is not None and ids.count(id(w)) == 1}
+        if kept := {key: matrix for key, matrix in found.items() if key not in but}:
+            fitting[name] = kept
+    chosen = _chosen({name: layers[name] for name in fitting}, text, "layers")
+    return {key: matrix for name in chosen for key, matrix in fitting[name].items()}
+
+
+def _chosen(layers: Mapping[str, nn.Module | None], text: str, option: str) -> list[str]:
+    """Return the layers that a text chooses, in the network's order; all where it is empty."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts:
+        if part != NONE and not any(_is(part, name, layer) for name, layer in layers.items()):
+            names, kinds = [name for name in layers if name], "linear, conv" if option == "layers" else "head, norm"
+            raise InputError(
+                f"{option}={part}: no layer of the network that fits",
+                f"layers that fit are {', '.join(names)[:400] or 'none'}",
+                f"name some, all of a kind ({kinds}), or {NONE}",
+            )
+    return [name for name, layer in layers.items() if not parts or any(_is(part, name, layer) for part in parts)]
+
+
+def _is(part: str, name: str, layer: nn.Module | None) -> bool:
+    by_kind = part in _KINDS and isinstance(layer, _KINDS[part])
+    return by_kind or name == part or name.endswith(f".{part}") or fnmatchcase(name, part)

@@ -1,0 +1,124 @@
+"""Low-rank adapters of a network's weights: W = W0 + s B A, with W the matrix (first dimension, all others).
+
+A is (r, columns), B (rows, r); of a convolution's kernel (out, in, k, k) the columns are in k k. What is adapted is the
+tensor and not the layer, so kernels of any dimension, transposed and grouped ones, and the stacked projections of
+`nn.MultiheadAttention` are all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from medfl.core.errors import RunError
+from medfl.core.message import Weights
+
+Pairs = dict[str, tuple[Tensor, Tensor]]
+"""Name of an adapted tensor -> its A and B."""
+
+# Arithmetic
+
+
+def with_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return W + s B A, in the shape of W."""
+    return weight + (scale * (b @ a)).view_as(weight)
+
+
+@torch.no_grad()
+def merge(network: nn.Module, pairs: Pairs, scale: float) -> nn.Module:
+    """Put the adapters' products into a network's weights, in place."""
+    for name, (a, b) in pairs.items():
+        weight = network.get_parameter(name)
+        weight.copy_(with_product(weight, a, b, scale))
+    return network
+
+
+@torch.no_grad()
+def add(network: nn.Module, changes: Weights) -> None:
+    """Add matrices to the weights of these names, in place."""
+    for name, change in changes.items():
+        weight = network.get_parameter(name)
+        weight.add_(change.view_as(weight))
+
+
+def drawn(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return A uniform within 1 / sqrt(columns), as in LoRA's code, and B = 0, of the matrix's type and device."""
+    generator, columns = torch.Generator().manual_seed(seed), matrix.shape[1]
+    a = (2 * torch.rand(rank, columns, generator=generator) - 1) / columns**0.5
+    return a.to(matrix), matrix.new_zeros(len(matrix), rank)
+
+
+def mean_product(pairs: Mapping[str, tuple[Tensor, Tensor]], shares: Mapping[str, float]) -> Tensor:
+    """Return sum_k p_k B_k A_k as the product of the stacked factors, of any ranks; float64."""
+    b = torch.cat([shares[name] * pairs[name][1].double() for name in sorted(pairs)], 1)
+    return b @ torch.cat([pairs[name][0].double() for name in sorted(pairs)])
+
+
+def refactored(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return A = V^T and B = U S of the largest singular values; where one is 0, A is not, so that it can still learn.
+
+    The sign of each is such that the largest entry of its row of A is positive.
+    """
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    a, b = v[:rank], u[:, :rank] * s[:rank]
+    sign = a.gather(1, a.abs().argmax(1, keepdim=True)).sign()
+    return a * sign, b * sign.T
+
+
+# In messages
+
+
+def key(name: str, factor: str, rank: int) -> str:
+    """Return what a factor, "A" or "B", of a tensor's adapter is called; sites of one rank have the same names."""
+    return f"{name}.lora_{factor}.{rank}"
+
+
+def delta(name: str) -> str:
+    """Return what the sum of a tensor's products is called."""
+    return f"{name}.delta"
+
+
+def named(pairs: Pairs, factors: str) -> dict[str, Tensor]:
+    """Return the factors A, B or both under their names."""
+    return {key(n, f, len(pair[0])): pair[f == "B"] for n, pair in pairs.items() for f in factors}
+
+
+def read(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: int) -> Tensor:
+    """Return a factor of an adapter of a matrix.
+
+    Raises:
+        RunError: it is missing, or of another form.
+    """
+    found, wanted = tensors.get(key(name, factor, rank)), [rank, matrix.shape[1]]
+    if factor == "B":
+        wanted = [len(matrix), rank]
+    if found is None or list(found.shape) != wanted or found.dtype != matrix.dtype:
+        form = "missing" if found is None else f"{tuple(found.shape)} {found.dtype}"
+        expected = f"{tuple(wanted)} {matrix.dtype}"
+        raise RunError(f"'adapters/{key(name, factor, rank)}' is {form}; expected {expected}")
+    return found
+
+
+def read_all(tensors: Weights, matrices: Weights, factors: str, rank: int) -> dict[str, dict[str, Tensor]]:
+    """Return the factors of a reply: of each matrix A, B or both.
+
+    Raises:
+        RunError: one is missing or of another form, or there are others.
+    """
+    wanted = {key(name, factor, rank) for name in matrices for factor in factors}
+    if odd := sorted(tensors.keys() - wanted):
+        raise RunError(f"'adapters/{odd[0]}' is no adapter of rank {rank} of this network")
+    return {n: {f: read(tensors, n, f, matrix, rank) for f in factors} for n, matrix in matrices.items()}
+
+
+def cut(tensor: Tensor, factor: str, rank: int) -> Tensor:
+    """Return the first rows of A or columns of B."""
+    return tensor[:rank] if factor == "A" else tensor[:, :rank].contiguous()
+
+
+def padded(tensor: Tensor, factor: str, rank: int) -> Tensor:
+    """Return a factor of a smaller rank with zeros up to this one."""
+    lacking = rank - tensor.shape[factor == "B"]
+    return nn.functional.pad(tensor, (0, 0, 0, lacking) if factor == "A" else (0, lacking))

@@ -1,0 +1,117 @@
+"""FedLoRA: low-rank adapters of a frozen base, "LoRA" (Hu et al., ICLR 2022), in federation; by `share` five rules.
+
+W = W0 + s B A in each chosen layer, s = alpha / rank. W0 is what a run begins with (`--init`, or drawn from its seed);
+every site has it, none is sent. A begins as drawn from the run's seed, B as 0. The layers of `full` (the head) are
+trained whole and averaged by samples; all else stays as it began.
+
+both:   A = sum_k p_k A_k, B = sum_k p_k B_k                      FedIT (Zhang et al., ICASSP 2024)
+a:      A = sum_k p_k A_k; B_k stays at its site, judged by it    FedSA-LoRA (Guo et al., ICLR 2025)
+b:      A stays as drawn and is not sent; B = sum_k p_k B_k       FFA-LoRA (Sun et al., ICLR 2024)
+stack:  D <- D + s [p_1 B_1 ... p_K B_K] [A_1; ...; A_K], W0 + D the next base    FLoRA (Wang et al., NeurIPS 2024)
+svd:    B A = the best product of this rank to sum_k p_k B_k A_k: A = V^T, B = U S
+
+A site of a smaller rank (`ranks`) has the first rows of A and columns of B and sends no others; the server puts zeros
+in their place. What is judged, saved and exported is the network with the products in its weights.
+Departures. BatchNorm outside `full` goes by the base's running statistics. `stack` sends the sum D, so that an absent
+site lacks nothing (FLoRA: the round's factors, to everybody), and draws the same A at all sites. The head is trained by
+default, also where a paper freezes it (`full=none`). `peft` is not used: its layers are a kind each, of one rank for
+all, none for transposed convolutions, and rename the tensors, while a message has the network's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from medfl.core.errors import RunError
+from medfl.core.message import Message, Weights
+from medfl.core.storage import State, weights_sha256
+from medfl.core.task import Task
+from medfl.methods._parts.adapters import Adapters
+from medfl.methods._parts.adapting import adapting
+from medfl.methods._parts.low_rank import delta, named
+from medfl.methods.base import Group
+from medfl.training import Host, Site, fit
+
+
+@dataclass(frozen=True)
+class FedLoRA(Adapters):
+    """Train low-rank adapters of a base that every site has and nobody sends."""
+
+    paper = "LoRA: Low-Rank Adaptation of Large Language Models (Hu et al., ICLR 2022)"
+    shown = {"rank": 2}
+
+    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
+        """Return the bundle's network, which the options fit."""
+        return self.checked(network)
+
+    def personal_names(self, network: nn.Module) -> frozenset[str]:
+        """Return the base's tensors."""
+        return frozenset(network.state_dict()) - self.whole(network)
+
+    def groups(self) -> tuple[Group, ...]:
+        """Declare the factors, and of `stack` the sum of the products."""
+        factors = Group("adapters", down=self.share != "stack", smaller=True)
+        return (factors, Group("delta", up=False, smaller=True)) if self.share == "stack" else (factors,)
+
+    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+        """Start from A as drawn and B = 0, or from D = 0."""
+        server, found = super().init_server(host, weights, introductions), self.matrices(host.model(weights))
+        made = {"base": _base_hash(weights, server["weights"])}
+        if self.share == "stack":
+            return {**server, **made, "delta": {delta(name): m.new_zeros(m.shape) for name, m in found.items()}}
+        return {**server, **made, "adapters": named(self.first(host, found), self.down)}
+
+    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+        """Send what is shared, and 48 bits of the base's SHA-256."""
+        groups = {name: server[name] for name in ("weights", "adapters", "delta") if server.get(name)}
+        return Message(groups, {"base": int(server["base"][:12], 16)})
+
+    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+        """Make one bank of the sites' factors, by the rule of `share`."""
+        after = super().aggregate(host, server, replies, num_sites)
+        found = self.matrices(host.model(host.networks.initial))
+        if self.share != "stack":
+            return {**after, "adapters": self.bank_of(replies, found)}
+        old, means = server["delta"], self.mean_products(replies, found)
+        sums = {delta(name): old[delta(name)].double() + self.scale * mean for name, mean in means.items()}
+        return {**after, "delta": {name: total.to(old[name]) for name, total in sums.items()}}
+
+    def global_predictor(self, host: Host, server: State) -> nn.Module | None:
+        """Return the base with the head and the products; None where each site has its own B."""
+        return None if self.share == "a" else self.complete(host, {}, self.broadcast(host, server, ""), self.bank)
+
+    def init_site(self, site: Site) -> State:
+        """Return B = 0 where a site keeps it."""
+        if self.share != "a":
+            return {}
+        first = self.first(site, self.matrices(site.model(site.initial_weights)), self.rank_of(site.name))
+        return {"adapters": named(first, "B")}
+
+    def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
+        """Train the adapters and the head."""
+        model, rank = self.begun(site, down), self.rank_of(site.name)
+        whole, pairs = self.whole(model), self.pairs(site, state, down, self.matrices(model), rank)
+        base = _base_hash(site.initial_weights, whole)
+        if int(base[:12], 16) != down.scalars.get("base"):
+            raise RunError(f"site {site.name!r}: its base {base[:12]} is not the server's; give both the same --init")
+        with adapting(model, pairs, self.scale, whole, trains_a=self.share != "b") as trained:
+            fit(model, site)
+        weights = {name: t.detach().clone() for name, t in model.state_dict().items() if name in whole}
+        reply = Message({"weights": weights, "adapters": named(trained, self.up)}, {"samples": site.num_samples})
+        return ({"adapters": named(trained, "B")} if self.share == "a" else state), reply
+
+    def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
+        """Return the base with the newest head and products, of `share=a` the site's own."""
+        own = self.rank_of(site.name)
+        has_own = self.share == "a" or any(name.endswith(f".{own}") for name in down.tensors.get("adapters", {}))
+        return self.complete(site, state, down, own if has_own else self.bank)
+
+
+def _base_hash(weights: Weights, whole: Weights | frozenset[str]) -> str:
+    return weights_sha256({name: tensor for name, tensor in weights.items() if name not in whole})
+
+
+METHOD = FedLoRA
