@@ -14,8 +14,8 @@ A site of a smaller rank (`ranks`) has the first rows of A and columns of B and 
 in their place. What is judged, saved and exported is the network with the products in its weights.
 Departures. BatchNorm outside `full` goes by the base's running statistics. `stack` sends the sum D, so that an absent
 site lacks nothing (FLoRA: the round's factors, to everybody), and draws the same A at all sites. The head is trained by
-default, also where a paper freezes it (`full=none`). `peft` is not used: its layers are a kind each, of one rank for
-all, none for transposed convolutions, and rename the tensors, while a message has the network's names.
+default, also where a paper freezes it (`full=none`). `peft` is not used: it has no transposed convolution, merges no
+grouped one, and renames the tensors by which messages and saved weights are known.
 """
 
 from __future__ import annotations
