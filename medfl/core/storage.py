@@ -139,7 +139,9 @@ def state_round(path: Path) -> int:
     try:
         _require_plain(path)
         with safetensors.safe_open(path, framework="pt") as file:
-            return int(file.get_tensor(_ROUND))
+            if (number := int(file.get_tensor(_ROUND))) >= 0:
+                return number
+            raise ValueError(f"{number} is no round")
     except Exception:  # the Rust reader raises its own type for each kind of damage, and for a tensor that is not there
         digits = re.match(r"\d{6}", path.name)
         return int(digits[0]) if digits else 0

@@ -204,7 +204,8 @@ def test_a_state_s_file_says_its_round(tmp_path: Path) -> None:
     save_state(older, STATE)
     damaged.write_bytes(b"half")
     save_state(other, STATE)
-    assert [state_round(path) for path in (said, older, damaged, other)] == [12, 7, 8, 0]
+    save_state(wrong := tmp_path / "000009-site-a", STATE, -1)
+    assert [state_round(path) for path in (said, older, damaged, other, wrong)] == [12, 7, 8, 0, 9]
 
 
 def test_weights_are_as_readable_as_the_files_beside_them(tmp_path: Path) -> None:

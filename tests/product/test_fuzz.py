@@ -5,9 +5,14 @@ Recorded files of a small run are changed, by their structure and by their bytes
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -43,8 +48,10 @@ from medfl.report import RunFiles
 from medfl.runs import text_record
 from medfl.runs.resume import _scored
 from tests.partner.test_heterogeneity import told as told_statistics
+from tests.policy.test_reach import EXPRESSIONS
 from tests.runtimes.test_simulator import divided, simulate
-from tests.support.mutations import json_files, line_files, tensor_files, text_files
+from tests.support.mutations import json_files, line_files, opened, tensor_files, text_files
+from tests.support.programs import ROOT
 
 ROOM = 512 * 2**20
 """Bytes of address space beyond what the process has: far less than any file here declares."""
@@ -381,8 +388,8 @@ def a_startup_kit(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]
 
 
 TARGETS: dict[str, tuple[Target, int]] = {
-    "message": (a_message, 5000), "state": (a_state, 4500), "weights": (weights, 2000), "run.json": (a_record, 3500),
-    "manifest": (a_manifest, 4000), "policy": (a_policy, 2000), "rounds.jsonl": (_beside("rounds.jsonl"), 1500),
+    "message": (a_message, 2000), "state": (a_state, 2000), "weights": (weights, 2000), "run.json": (a_record, 2000),
+    "manifest": (a_manifest, 2000), "policy": (a_policy, 2000), "rounds.jsonl": (_beside("rounds.jsonl"), 1500),
     "summary.json": (_beside("summary.json"), 1000), "sites.csv": (_beside("sites.csv"), 800),
     "predictions.csv": (_beside("predictions.csv"), 800), "embeddings": (prompt_embeddings, 3000),
     "carried embeddings": (carried_embeddings, 2500), "statistics": (statistics, 2500), "account": (an_account, 1500),
@@ -426,5 +433,49 @@ def test_many_changed_contents_of_each_kind(recorded: Recorded, name: str) -> No
     tried(recorded, *TARGETS[name])
 
 
+FOLLOWED = {"message": 15_000, "state": 12_000, "run.json": 6_000, "manifest": 7_000, "expression": 10_000}
+"""How many inputs Atheris makes of each kind, by the branches that they reach."""
+
+
+TENSORS = ("message", "state")
+"""Kinds whose files are safetensors."""
+
+
+def seeds(strategy: st.SearchStrategy[Any], folder: Path, tensors: bool) -> Path:
+    """Write a few inputs that hypothesis makes, for Atheris to begin with."""
+    folder.mkdir()
+
+    @settings(max_examples=40, derandomize=True, database=None, deadline=None, phases=(Phase.generate,))
+    @given(strategy)
+    def write(made: bytes | str) -> None:
+        data = made.encode() if isinstance(made, str) else opened(made) if tensors else made
+        (folder / hashlib.sha256(data).hexdigest()).write_bytes(data)
+
+    write()
+    return folder
+
+
+@pytest.mark.slow
+def test_inputs_that_follow_the_branches(recorded: Recorded, tmp_path: Path) -> None:
+    pytest.importorskip("atheris", reason="Atheris has no build for this Python or machine")
+    begun = {}
+    for kind in FOLLOWED:
+        strategy = EXPRESSIONS if kind == "expression" else TARGETS[kind][0](recorded)[0]
+        begun[kind] = len(list(seeds(strategy, tmp_path / f"seeds-{kind}", kind in TENSORS).iterdir()))
+    words = [str(recorded.run), str(tmp_path), *(f"{kind}={number}" for kind, number in FOLLOWED.items())]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.coverage_fuzz", *words],
+        capture_output=True, text=True, timeout=900, cwd=tmp_path, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = re.findall(r"^(.+): (\d+) inputs, (\d+) declared wrong$", done.stdout, re.MULTILINE)
+    assert {kind: int(tried) for kind, tried, _ in counts} == FOLLOWED
+    assert all(0 < int(refused) < int(tried) for kind, tried, refused in counts if kind != "expression")
+    for kind in FOLLOWED:  # inputs that reached what none before had reached are kept beside the seeds
+        assert len(list((tmp_path / f"seeds-{kind}").iterdir())) > begun[kind]
+
+
 def test_there_are_enough_of_them() -> None:
-    assert sum(number for _, number in TARGETS.values()) >= 40_000
+    assert sum(FOLLOWED.values()) >= 50_000
+    assert sum(number for _, number in TARGETS.values()) >= 30_000

@@ -117,6 +117,18 @@ _DTYPES = ("F64", "F32", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "C64", "
 _SHAPES = ([], [0], [1], [2], [10**9], [2**40, 0], [2**62, 4], [-1], [1] * 9, [1] * 3000, [1.5], "2", None, [2**64])
 
 
+def opened(data: bytes) -> bytes:
+    """Return a safetensors file without the length of its header, which nobody guesses who changes bytes."""
+    length = int.from_bytes(data[:8], "little")
+    return data[8 : 8 + length].replace(b"\n", b" ") + b"\n" + data[8 + length :]
+
+
+def closed(data: bytes) -> bytes:
+    """Undo `opened`."""
+    header, _, body = data.partition(b"\n")
+    return len(header).to_bytes(8, "little") + header + body
+
+
 @st.composite
 def tensor_files(draw: st.DrawFn, data: bytes) -> bytes:
     """A safetensors file whose header lies, or says what is wrong; or that lacks bytes, or has others."""
