@@ -42,7 +42,7 @@ def test_a_run_begins_without_a_full_collection_and_without_a_language_model() -
         "from medfl.bundle.bundle import Bundle\n"
         "print(*Bundle('ham10000').embeddings('minilm').shape)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["0", "True", "7", "24", "384"], done.stderr
 
 

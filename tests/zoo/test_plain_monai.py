@@ -154,7 +154,7 @@ def test_command_line(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "monai.bundle", "run", bundle.run_id, "--config_file", bundle.config]
     command += [part for key, value in bundle.overrides.items() for part in (f"--{key}", value)]
     done = subprocess.run(
-        command, cwd=bundle.path, capture_output=True, text=True, check=False, timeout=120,
+        command, cwd=bundle.path, capture_output=True, text=True, check=False, timeout=600,
         env={**os.environ, "PYTHONPATH": python_path()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
