@@ -132,6 +132,18 @@ def metrics(text: str) -> list[str]:
     return names
 
 
+def site_names(text: str) -> list[str]:
+    """Return the sites of `--unlabelled`; whether the run has them is not known here.
+
+    Raises:
+        InputError: a name is empty, or there twice.
+    """
+    names = [name.strip() for name in text.split(",")] if text else []
+    if not all(names) or len({*names}) < len(names):
+        raise InputError(f"--unlabelled {text}", "names of sites, each once", "as site-2,site-3")
+    return names
+
+
 def _number(text: str) -> float:
     try:
         return float(text)

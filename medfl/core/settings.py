@@ -148,6 +148,10 @@ class GeneralSettings:
         "sites)", "RULE",
         group=ROBUSTNESS, default=MEAN, later=True, form=forms.aggregation,
     )  # fmt: skip
+    unlabelled: str = setting(
+        "sites that train without labels, joined by commas; where a machine has some they are hidden from it", "SITES",
+        group=SITES, default="", later=True, form=forms.site_names,
+    )  # fmt: skip
     max_share: float | None = setting(
         "most of a round's weight that one of three or more sites may have by its number of images; more ends the run; "
         "default: 0.5 across machines, no limit where one machine plays all sites", "F",

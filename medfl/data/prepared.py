@@ -71,9 +71,10 @@ class Prepared(ABC):
         geometry: one per item where the transforms keep track of it, else empty.
         others: position -> what a sample has beside image and label, as a batch of one; None where nothing is known.
         pinned: whether a shard's batches come in pinned memory, from which a GPU copies without being waited for.
+        labelled: whether its batches have targets; None stands for them where not (`medfl.data.unlabelled`).
     """
 
-    pinned = False
+    pinned, labelled = False, True
 
     def __init__(self, items: Sequence[Item]) -> None:
         """Keep the data list entries; index i below always means `items[i]`."""
@@ -271,6 +272,11 @@ class Shard:
     def ids(self) -> list[str]:
         """The items' ids."""
         return self.prepared.ids(self.indices.tolist())
+
+    @property
+    def labelled(self) -> bool:
+        """Whether its batches have targets."""
+        return self.prepared.labelled
 
     @property
     def labels(self) -> list[int]:

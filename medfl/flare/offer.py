@@ -24,6 +24,7 @@ from medfl.runs import initial_weights, text_record
 from medfl.runs.plan import Request, make_plan
 from medfl.runtimes import site_labels
 from medfl.runtimes.attendance import Tolerance
+from medfl.runtimes.unlabelled import check_unlabelled
 
 
 def offer(
@@ -54,7 +55,7 @@ def offer(
             f"site {odd[0]!r}", "letters, digits, - and _, at most 63, and not server, admin or relay", "rename it"
         )
     data = PHANTOM if bundle in shipped() else None
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, "site_labels": ""}
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, "site_labels": "", "unlabelled": ""}
     made = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole))
     run, method = made.run, made.method
     if run.method not in methods.names():
@@ -65,6 +66,8 @@ def offer(
     methods.site_networks(method, sites)
     labels = site_labels.said(bundle, requested or {})
     site_labels.check(labels, made.bundle, method, sites)
+    unlabelled = str((requested or {}).get("unlabelled", ""))
+    check_unlabelled(unlabelled, run.method, method, sites)
     source = PHANTOM if rehearsal else "real"
     return replace(
         run,
@@ -72,6 +75,7 @@ def offer(
         data=DataRecord(source, "", "", "", {}),
         partition=PartitionRecord(OWN_IMAGES, run.seed, (), {name: {} for name in sites}),
         site_labels=labels,
+        unlabelled=unlabelled,
     )
 
 

@@ -22,14 +22,15 @@ from medfl.methods._parts.extras import (
     SiteNetworks,
     TextEmbeddings,
     WholeCohort,
+    WithoutLabels,
 )
 from medfl.methods._parts.prototype_sharing import Sharing, WithPrototypes
 from medfl.methods.base import Group, Method, option
 
 __all__ = [
     "Bodies", "Group", "MakesImages", "Method", "PublicData", "SiteModels", "SiteNetworks", "TextEmbeddings",
-    "WholeCohort", "extra", "has_fedavg_server", "has_option", "has_site_models", "keeps_network", "load",
-    "method_class", "names", "option", "options_of", "prototype_options", "sample_shares", "settled",
+    "WholeCohort", "WithoutLabels", "extra", "has_fedavg_server", "has_option", "has_site_models", "keeps_network",
+    "load", "method_class", "names", "option", "options_of", "prototype_options", "sample_shares", "settled",
     "site_networks", "values_of", "weighted_mean",
 ]  # fmt: skip
 

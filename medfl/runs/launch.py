@@ -269,11 +269,11 @@ def site_algo(
     site_policy = None if policy is None else Policy.read(Path(policy))
     if site_policy is not None:
         inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require()
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", "site_labels": ""}
-    labels = site_labels.of_one(name, bundle, requested or {})
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", "site_labels": "", "unlabelled": ""}
+    told = site_labels.of_one(name, bundle, requested or {})
     plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole), say, site_policy)
     (items,) = plan.run.partition.sites.values()
-    run = replace(plan.run, partition=replace(plan.run.partition, sites={name: items}), site_labels=labels)
+    run = replace(plan.run, partition=replace(plan.run.partition, sites={name: items}), **told)
 
     def federation() -> Federation:
         public = plan.public.prepare(say=say) if plan.public else None

@@ -37,6 +37,7 @@ from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fitted, why
 from medfl.runs.public_data import PublicPlan, plan_public
 from medfl.runtimes import site_labels
+from medfl.runtimes.unlabelled import check_unlabelled
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
     held = partition.to_ids(sections)
     sizes = {name: len(ids["train"]) for name, ids in held.items()}
     site_labels.check(chosen["site_labels"], bundle, methods.load(request.method, given), held)
+    check_unlabelled(request.unlabelled, request.method, methods.load(request.method, given), held)
     settled = fitted(chosen, sizes.values(), bundle.batch_size, bundle.task)
     schedule = {"rounds": int(settled["rounds"])} if methods.has_option(request.method, "rounds") else {}
     method = methods.load(request.method, {**schedule, **given})

@@ -33,6 +33,7 @@ from medfl.methods._parts.robust import Aggregation, evenly
 from medfl.methods.base import Method
 from medfl.runtimes import site_labels
 from medfl.runtimes.beginning import begun, refuse_dealt
+from medfl.runtimes.unlabelled import check_sites, hidden
 from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.compiled import compile_steps
@@ -119,8 +120,7 @@ class Federation:
         self._shards = {section: self._divide(section) for section in SECTIONS}
         self.known = site_labels.known_labels(bundle, method, run, self._shards["train"])
         self._shards = {section: site_labels.marked(shards, self.known) for section, shards in self._shards.items()}
-        for name in self.participants:
-            method.check(self.site(name, 0))
+        check_sites(method, (self.site(name, 0) for name in self.participants))
 
     def _pool(self, bundle: Bundle) -> Networks:
         def network() -> nn.Module:
@@ -267,7 +267,7 @@ class Federation:
             rates=(lambda epoch: bundle.rates(first + epoch, run.lr)) if bundle.is_scheduled else None,
             epoch_factor=run.lr_decay if by_epoch else 1.0,
         )  # fmt: skip
-        train, validate, test = (self.work(name, section) for section in SECTIONS)
+        train, validate, test = hidden(run, name, [self.work(name, section) for section in SECTIONS])
         known = self.known.get(name)
         return Site(
             name, derive(run.seed, "round", round_, name), train, validate, test,

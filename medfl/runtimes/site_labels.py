@@ -13,7 +13,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import protocol
 from medfl.bundle.protocol import resolved
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.forms import FOUND, by_site
+from medfl.core.forms import FOUND, by_site, site_names
 from medfl.core.run import Run
 from medfl.data.known_labels import Known, PartialLoss
 from medfl.data.prepared import Shard
@@ -65,10 +65,10 @@ def said(bundle: str, requested: Mapping[str, Any]) -> str:
     )
 
 
-def of_one(site: str, bundle: str, requested: Mapping[str, Any]) -> str:
-    """Return what it says of one site, "" for nothing."""
-    names = by_site(_FLAG)(said(bundle, requested)).get(site)
-    return f"{site}={','.join(names)}" if names else ""
+def of_one(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, str]:
+    """Return what it says of one site, and whether this is without labels, as settings; "" for nothing."""
+    names, without = by_site(_FLAG)(said(bundle, requested)).get(site), site_names(requested.get("unlabelled", ""))
+    return {"site_labels": f"{site}={','.join(names)}" if names else "", "unlabelled": site if site in without else ""}
 
 
 def check(text: str, bundle: Bundle, method: Method, sites: Collection[str]) -> None:

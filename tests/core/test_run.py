@@ -45,6 +45,7 @@ CHANGES = {
     "keep_optimizer": True,
     "patience": 5,
     "site_labels": "a=liver",
+    "unlabelled": "b",
     "partial_loss": "naive",
 }
 PUBLIC = PublicRecord(
@@ -75,6 +76,7 @@ LATER = (
     "score_trained",
     "patience",
     "site_labels",
+    "unlabelled",
     "partial_loss",
 )
 """Settings that older records do not have."""

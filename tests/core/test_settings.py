@@ -25,7 +25,7 @@ OTHER: dict[str, Any] = {
     "cohort": 0.5, "rounds": 3, "local_epochs": 2, "batch_size": 5, "lr": 0.003, "lr_decay": 0.9, "seed": 7,
     "device": "cpu", "threads": 2, "eval_every": 2, "messages": "int8", "aggregation": "median", "pack": 4,
     "max_share": 0.6, "metrics": "dice", "init": "start.safetensors", "decay_per": "epoch", "site_weights": "uniform",
-    "patience": 3, "site_labels": "a=liver", "partial_loss": "naive",
+    "patience": 3, "site_labels": "a=liver", "partial_loss": "naive", "unlabelled": "b",
 }  # fmt: skip
 """A value of each setting that is not its default; switches are True."""
 VERBS = {

@@ -116,6 +116,10 @@ class SiteModels:
         return True
 
 
+class WithoutLabels:
+    """Learns at sites without labels too: there `site.train.labelled` is false, and the targets of batches are None."""
+
+
 class WholeCohort:
     """Can train all sites in every round, whatever the cohort: where `everyone` is true."""
 

@@ -67,8 +67,8 @@ def _measure(federation: Federation, link: Any) -> None:
     with suppress(MedflError, RuntimeError, MemoryError), federation.scope():
         start = _status("VmRSS")
         name = max(federation.participants, key=lambda one: len(federation.work(one, "train")))
-        site = federation.site(name, 1)
-        batch = Shard(site.train.prepared, site.train.indices[: site.settings.batch_size])
+        site, work = federation.site(name, 1), federation.work(name, "train")
+        batch = Shard(work.prepared, work.indices[: site.settings.batch_size])
         network = site.model(site.initial_weights)
         fit(network, replace(site, train=batch, settings=replace(site.settings, epochs=1)))
         weights = sum(tensor.nbytes for tensor in snapshot(network).values())
