@@ -65,7 +65,7 @@ def said(bundle: str, requested: Mapping[str, Any]) -> str:
     )
 
 
-def of_one(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, str]:
+def of_one(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return what it says of one site, and whether this is without labels, as settings; "" for nothing."""
     names, without = by_site(_FLAG)(said(bundle, requested)).get(site), site_names(requested.get("unlabelled", ""))
     return {"site_labels": f"{site}={','.join(names)}" if names else "", "unlabelled": site if site in without else ""}
