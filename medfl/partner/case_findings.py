@@ -47,6 +47,7 @@ class Findings:
         self._labels: Counter[int] = Counter()
         self._masks: Counter[float] = Counter()
         self._masked = 0
+        self._in_channels = False
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._spacing: dict[str, tuple[float, ...]] = {}
         self._channels: dict[int, list[str]] = defaultdict(list)
@@ -85,6 +86,7 @@ class Findings:
             self._labels[label] += 1
         elif isinstance(label, Tensor) and label.ndim > 1:
             self._masked += 1
+            self._in_channels |= len(label) > 1
             for value in torch.unique(label.as_subclass(Tensor))[:_VALUES].tolist():
                 self._masks[float(value)] += 1
 
@@ -136,9 +138,19 @@ class Findings:
             yield Finding("masks", "FAILED", text, "relabel the masks, or declare more in metadata.json")
         else:
             yield Finding("masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else ""))
+            yield from self._unannotated(declared, values)
         empty = self._masked - self._masks.get(1.0, 0) if values == [0.0, 1.0] else 0
         if values == [0.0] or empty == self._masked:
             yield Finding("masks", "warning", "no mask has anything but background", "see that these are the masks")
+
+    def _unannotated(self, declared: Sequence[str], values: Sequence[float]) -> Iterator[Finding]:
+        """Name structures that no mask shows, beside others that some do."""
+        here = [name for index, name in enumerate(declared) if index and index in values]
+        absent = [name for index, name in enumerate(declared) if index and index not in values]
+        if here and absent and not self._in_channels:
+            text = f"masks show {named(here, 10)}; none shows {named(absent, 10)}: absent, or not annotated here"
+            advice = f"if they are not annotated, have the run say --site-labels SITE={','.join(map(printable, here))}"
+            yield Finding("labels", "warning", text, advice)
 
     def _sizes(self) -> Iterator[Finding]:
         for topic, of, unit in (("size", self._shapes, ""), ("spacing", self._spacing, "mm")):

@@ -303,7 +303,7 @@ class Federation:
         text = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
         text += f"; besides them leave: {', '.join(besides)}" if besides else ""
         text += f"; aggregation: {self.aggregation.described}" if not self.aggregation.is_mean else ""
-        text += site_labels.described(self.known, self.bundle.structures if self.known else ())
+        text += site_labels.described(self.known, self.bundle)
         if self.messages.lossless:
             return text
 

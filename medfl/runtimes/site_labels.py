@@ -129,9 +129,15 @@ def marked(shards: Mapping[str, Shard], known: Mapping[str, Known]) -> dict[str,
     }
 
 
-def described(known: Mapping[str, Known], structures: Sequence[str]) -> str:
-    """Say which structures the sites annotate, "" where all annotate everything."""
-    each = [f"{site} {' and '.join(structures[c] for c in one.classes)}" for site, one in known.items()]
+def told(known: Mapping[str, Known], bundle: Bundle) -> dict[str, dict[str, list[str]]]:
+    """Return {"labels": site -> names of what its masks show}, {} where all sites annotate everything."""
+    names = bundle.structures if known else ()
+    return {"labels": {site: [names[c] for c in one.classes] for site, one in known.items()}} if known else {}
+
+
+def described(known: Mapping[str, Known], bundle: Bundle) -> str:
+    """Say it in a line's words, "" where all sites annotate everything."""
+    each = [f"{site} {' and '.join(names)}" for site, names in told(known, bundle).get("labels", {}).items()]
     return f"; masks show: {', '.join(each)}" if each else ""
 
 
@@ -139,7 +145,7 @@ def _shown(shard: Shard, count: int) -> set[int]:
     """Return the values of a shard's masks, or the channels that are not empty."""
     values: set[int] = set()
     for _, y in shard.deterministic(whole=True).batches(1):
-        in_channels = y.ndim > 2 and y.shape[1] == count
+        in_channels = y.ndim > 3 and y.shape[1] == count
         values |= {c for c in range(count) if y[:, c].any()} if in_channels else {int(v) for v in torch.unique(y)}
     return values
 

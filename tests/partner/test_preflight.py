@@ -7,6 +7,7 @@ import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from medfl.cli import verbs as cli
 from medfl.partner import preflight
 from medfl.partner.case_findings import Findings
 from medfl.partner.preflight import Preflight, PreflightOptions, check
-from medfl.partner.scanning import scan
+from medfl.partner.scanning import ScannedItem, scan
 from medfl.policy.inspection import inspect
 from medfl.policy.outbound import Outbound
 from medfl.policy.policy import Policy
@@ -184,6 +185,19 @@ def test_labels_outside_the_declared_classes_fail(tmp_path: Path) -> None:
         findings.add(seen)
     levels = {(topic, level): text for topic, level, text, _ in findings.lines()}
     assert "7 in 4" in "".join(text for (topic, _), text in levels.items() if topic == "masks")
+
+
+def test_structures_that_no_mask_shows_are_named() -> None:
+    """They may be absent, or not annotated: nobody but the site knows."""
+    findings = Findings(SimpleNamespace(task="segmentation", structures=("background", "liver", "spleen", "kidney")))
+    for number, value in enumerate((0, 1, 3)):
+        mask = torch.zeros(1, 4, 4, dtype=torch.uint8)
+        mask[..., 0] = value
+        findings.add(ScannedItem("train", f"{number}", torch.rand(1, 4, 4), mask, (4, 4), ()))
+    (found,) = [finding for finding in findings._structures() if finding.topic == "labels"]
+    assert found.text == "masks show liver, kidney; none shows spleen: absent, or not annotated here"
+    assert found.level == "warning"
+    assert found.advice.endswith("--site-labels SITE=liver,kidney")
 
 
 def test_a_server_that_is_not_there_fails_with_what_to_do(tmp_path: Path) -> None:

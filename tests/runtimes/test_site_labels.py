@@ -130,6 +130,8 @@ def test_what_a_site_does_not_annotate_is_not_scored_against_it(reference: Mappi
         assert row[f"dice_{other}"] == ""
     cases = {name: entry["cases"] for name, entry in reference["last"]["classes"].items()}
     assert sum(cases.values()) == len(rows)
+    assert reference["labels"] == {"site-1": ["anterior"], "site-2": ["posterior"]}
+    assert "site-1: anterior; site-2: posterior." in (folder / "report.html").read_text()
 
 
 def test_the_naive_loss_and_the_marginal_one_are_two(phantom: Path) -> None:

@@ -15,7 +15,7 @@ from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.mask_metrics import KINDS, by_structure, slug
 from medfl.evaluation.metrics import Cases, higher_is_better, spread, summarise
 from medfl.evaluation.slices import unit
-from medfl.runtimes import tasks
+from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
 from medfl.runtimes.server.dispatch import Dispatcher
@@ -177,6 +177,7 @@ class Scoring:
             "site_models": self._site_models(last, server) if judged == "personal" and whole is None else None,
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
+            **site_labels.told(self.federation.known, self.federation.bundle),
             "weights_sha256": weights_sha256(weights),
             **({"best_sha256": file_sha256(self.folder.path / "best.safetensors")} if self.record["best"] else {}),
         }
