@@ -30,6 +30,7 @@ from medfl.runs.plan import Plan, repeat
 from medfl.runs.predict import predict
 from medfl.runs.records import Record, even, typed
 from medfl.runs.result_tables import ResultTables
+from medfl.runtimes import site_labels
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
@@ -339,6 +340,7 @@ class Result(ResultTables):
         self, network: nn.Module, prepared: Prepared, ids: Sequence[str] | None, owner: Mapping[str, str]
     ) -> list[Record]:
         shard = Shard.of(prepared, range(len(prepared))) if ids is None else _shard(prepared, ids)
+        shard = site_labels.owned(shard, owner, self._files.summary or {}, self.plan.bundle)
         with tf32(self.run.tf32):
             rows = self._records(self.plan.bundle.evaluator(network, shard, self.device))
             if self.task == "segmentation" and not isinstance(self.plan.bundle.evaluator, ClassEvaluator):

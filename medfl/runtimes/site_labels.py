@@ -101,8 +101,7 @@ def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, 
     check(run.site_labels, bundle, method, shards)
     if not run.site_labels:
         return {}
-    structures, found = bundle.structures, {}
-    exclusive = slug(structures[0]) == "background" and not _is_sigmoid(bundle.loss)
+    structures, found = bundle.structures, dict[str, Known]()
     everything = {index for index, name in enumerate(structures) if slug(name) != "background"}
     for site, classes in read(run.site_labels, structures, shards).items():
         if classes is None:
@@ -116,7 +115,7 @@ def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, 
                     "give the site masks that it annotated, or leave it out",
                 )
         if {*classes} != everything:
-            found[site] = Known(classes, len(structures), exclusive)
+            found[site] = _known(classes, bundle)
             _try(bundle, site, found[site], shards[site], run.partial_loss == "naive")
     return found
 
@@ -133,6 +132,26 @@ def told(known: Mapping[str, Known], bundle: Bundle) -> dict[str, dict[str, list
     """Return {"labels": site -> names of what its masks show}, {} where all sites annotate everything."""
     names = bundle.structures if known else ()
     return {"labels": {site: [names[c] for c in one.classes] for site, one in known.items()}} if known else {}
+
+
+def owned(shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bundle: Bundle) -> Shard:
+    """Return a finished run's items, which say what their masks show.
+
+    Args:
+        shard: the items.
+        owner: id -> site.
+        summary: the run's, which has what `told` gives.
+        bundle: the run's.
+    """
+    labels = summary.get("labels") or {}
+    known = {site: _known([bundle.structures.index(name) for name in names], bundle) for site, names in labels.items()}
+    sites = [(index, owner.get(ident)) for index, ident in zip(shard.indices.tolist(), shard.ids, strict=True)]
+    return replace(shard, shown={index: known[site] for index, site in sites if site in known})
+
+
+def _known(classes: Sequence[int], bundle: Bundle) -> Known:
+    exclusive = slug(bundle.structures[0]) == "background" and not _is_sigmoid(bundle.loss)
+    return Known(tuple(classes), len(bundle.structures), exclusive)
 
 
 def described(known: Mapping[str, Known], bundle: Bundle) -> str:

@@ -21,6 +21,7 @@ from medfl.data.known_labels import Known
 from medfl.flare.offer import offer
 from medfl.runs.launch import federate, site_algo
 from medfl.runs.plan import Request, make_plan
+from medfl.runs.result import load_run
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.site_labels import check
 
@@ -153,6 +154,14 @@ def same(found: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
 def test_a_pause_changes_nothing(phantom: Path, reference: Mapping[str, Any], tmp_path: Path) -> None:
     run(phantom, tmp_path / "paused", rounds=1)
     same(run(phantom, tmp_path / "paused", resume=True), reference)
+
+
+def test_a_finished_run_is_scored_again_alike(reference: Mapping[str, Any]) -> None:
+    folder = Path(str(reference["folder"]))
+    with (folder / "predictions.csv").open() as file:
+        rows = {row["id"]: float(row["dice"]) for row in csv.DictReader(file)}
+    again = {str(row["id"]): row["dice"] for row in load_run(folder).predict(section="test")}
+    assert again == pytest.approx(rows)
 
 
 @pytest.mark.slow
