@@ -21,8 +21,9 @@ VALUE: a path in summary.json, as `global.last.accuracy`, or
     val:ROUND, loss:ROUND: key metric on the validation set, training loss
     PAPER/TABLE:METHOD:METRIC: the figure of `medfl/papers`; METHOD may be empty: the row's label
 FORM: a Python format of the mean over the runs, as `.3f`, after `%` times 100, after `M` in millions, with `±` and the
-    standard deviation (ddof 0) where there are several runs, or with `,` each run's value; `names`: of what is text;
-    `code12`: the first 12 letters of each run's
+    standard deviation (ddof 0) where there are several runs, with `,` each run's value, or with `~` the 95 % interval
+    of the mean by Student's t, where runs differ in what is measured; `names`: of what is text; `code12`: the first 12
+    letters of each run's
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import Any
 
 import yaml
 
-from medfl.compare.comparison import MeanSd
+from medfl.compare.comparison import MeanSd, t_interval
 from medfl.compare.papers import tables as paper_tables
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
@@ -51,8 +52,8 @@ HERE = Path(__file__).resolve().parent
 PAGE, TABLES, SUMMARIES = HERE.with_suffix(".md"), HERE / "tables.yaml", HERE / "summaries.jsonl"
 
 _FIELD = re.compile(r"\{([^{}|]+)\|([^{}|]+)\}")
-_FORM = re.compile(r"([%M]?)(\.\d[fg])([±,]?)")
-_NUMBER = r"([-+]?\d[\d,]*(?:\.\d+)?(?:\s+±\s+\d+(?:\.\d+)?)?)"
+_FORM = re.compile(r"([%M]?)(\.\d[fg])([±,~]?)")
+_NUMBER = r"([-+]?\d[\d,]*(?:\.\d+)?(?:\s+±\s+\d+(?:\.\d+)?|\s+\[[-+]\d+\.\d+\s+to\s+[-+]\d+\.\d+\])?)"
 _UNITS = {"": 1.0, "%": 100.0, "M": 1e-6}
 _FOLDER = re.compile(r"(?<![\w./])/(?:[^\s/\"',:]+/)+([^\s/\"',:]+)")
 _RUN = (
@@ -208,6 +209,10 @@ def written(found: Any, form: str, name: str) -> str:
     unit, digits, over = _UNITS[parts[1]], parts[2], parts[3]
     if over == ",":
         return ", ".join(f"{unit * value:{digits}}" for value in found)
+    if over == "~":
+        ends = t_interval(found)
+        between = f" [{unit * ends[0]:+{digits}} to {unit * ends[1]:+{digits}}]" if ends else ""
+        return f"{unit * spread.mean:+{digits}}{between}"
     mean = f"{unit * spread.mean:{digits}}"
     return f"{mean} ± {unit * spread.sd:{digits}}" if over and spread.count > 1 else mean
 
