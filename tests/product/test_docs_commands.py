@@ -111,9 +111,11 @@ def test_the_papers_commands_run(elsewhere: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_results_commands_run_on_phantoms(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a round each; an image data set's centres have fewer images as phantoms."""
+    """In a round each and of one seed; an image data set's classes and centres have fewer images as phantoms."""
+    datasets.write_phantom("ham10000", elsewhere / "data" / "ham10000-half" / "public", per_class=20, size=16)
     for command in commands("results.md"):
-        more = ["--data", "phantom", "--rounds", "1"]
+        more = ["--data", "phantom", "--rounds", "1"] + (["--seeds", "0"] if "compare" in command else [])
+        more += ["--partition", "shots:2,2,0"] if "shots:" in command else []
         more += ["--partition", "centre"] if "centre:" in command else []
         out = execute(command, capsys, *more)
         assert out.splitlines()[-1].startswith("PHANTOM data"), command
