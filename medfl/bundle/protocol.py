@@ -2,7 +2,7 @@
 
 It holds a value for any setting of a run that a user leaves out (`rounds`, `lr`, ...), options by method (`methods`),
 ids of the bundle's configuration (`config`), and `presets`: name -> such values again, with `about`, what it is for.
-`sites` is their number, or says something of each: `{north: {labels: [liver, spleen]}, south: {labels: auto}}`.
+`sites` is their number, or says something of each: `{north: {labels: [liver, spleen]}, south: {channels: [T1]}}`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ _DEFAULTS: Mapping[str, Any] = {
     "sites": 4, "partition": "iid", "cohort": 1.0, "rounds": 10, "local_epochs": 1, "batch_size": None, "lr": None,
     "lr_decay": 1.0, "decay_per": "round", "site_weights": "samples", "keep_optimizer": False, "patience": 0,
     "split": None, "methods": {}, "config": {}, "site_labels": "", "partial_loss": "marginal",
+    "site_channels": "",
 }  # fmt: skip
-_OF_SITES: Mapping[str, str] = {"labels": "site_labels"}
+_OF_SITES: Mapping[str, str] = {"labels": "site_labels", "channels": "site_channels"}
 """What `sites` may say of a site -> the setting of the run that it becomes."""
 
 

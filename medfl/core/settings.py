@@ -148,6 +148,11 @@ class GeneralSettings:
         "sites)", "RULE",
         group=ROBUSTNESS, default=MEAN, later=True, form=forms.aggregation,
     )  # fmt: skip
+    channel_drop: float = setting(
+        "chance that a channel of a training image is zero in a batch, one at least stays; for runs whose sites lack "
+        "some", "P",
+        group=SITES, default=0.0, later=True, least=0, most=0.9,
+    )  # fmt: skip
     unlabelled: str = setting(
         "sites that train without labels, joined by commas; where a machine has some they are hidden from it", "SITES",
         group=SITES, default="", later=True, form=forms.site_names,
@@ -194,6 +199,11 @@ class ProtocolSettings:
         "which structures some sites annotate, of a segmentation; auto: those that the site's training masks show; "
         "default: every site all", "SITE=NAME,...;...",
         group=SITES, default="", later=True, form=forms.by_site("--site-labels"), longest=10_000,
+    )  # fmt: skip
+    site_channels: str = setting(
+        "which channels of the images some sites have, by name or number; the others are zero there; default: every "
+        "site all", "SITE=NAME,...;...",
+        group=SITES, default="", later=True, form=forms.by_site("--site-channels"), longest=10_000,
     )  # fmt: skip
     partial_loss: str = setting(
         "what a structure is to a site that does not annotate it: marginal (default): it may be wherever the site "

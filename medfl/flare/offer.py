@@ -22,7 +22,7 @@ from medfl.flare.site_config import needs_in_one_place
 from medfl.flare.wire import is_flare_name
 from medfl.runs import initial_weights, text_record
 from medfl.runs.plan import Request, make_plan
-from medfl.runtimes import site_labels
+from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.unlabelled import check_unlabelled
 
@@ -55,7 +55,7 @@ def offer(
             f"site {odd[0]!r}", "letters, digits, - and _, at most 63, and not server, admin or relay", "rename it"
         )
     data = PHANTOM if bundle in shipped() else None
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, "site_labels": "", "unlabelled": ""}
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, **site_labels.OF_NONE}
     made = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole))
     run, method = made.run, made.method
     if run.method not in methods.names():
@@ -66,6 +66,8 @@ def offer(
     methods.site_networks(method, sites)
     labels = site_labels.said(bundle, requested or {})
     site_labels.check(labels, made.bundle, method, sites)
+    channels = site_channels.said(bundle, requested or {})
+    site_channels.check(channels, run.channel_drop, made.bundle, sites)
     unlabelled = str((requested or {}).get("unlabelled", ""))
     check_unlabelled(unlabelled, run.method, method, sites)
     source = PHANTOM if rehearsal else "real"
@@ -75,6 +77,7 @@ def offer(
         data=DataRecord(source, "", "", "", {}),
         partition=PartitionRecord(OWN_IMAGES, run.seed, (), {name: {} for name in sites}),
         site_labels=labels,
+        site_channels=channels,
         unlabelled=unlabelled,
     )
 

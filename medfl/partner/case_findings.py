@@ -13,6 +13,7 @@ from torch import Tensor
 from medfl.bundle.bundle import Bundle
 from medfl.core.untrusted import printable
 from medfl.partner.scanning import ScannedItem, sections
+from medfl.runtimes.site_channels import names
 
 
 class Finding(NamedTuple):
@@ -51,6 +52,7 @@ class Findings:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._spacing: dict[str, tuple[float, ...]] = {}
         self._channels: dict[int, list[str]] = defaultdict(list)
+        self._empty: Tensor | None = None
         self._range: dict[str, tuple[float, float, float]] = {}
         self._broken: list[str] = []
         self._flat: list[str] = []
@@ -75,7 +77,10 @@ class Findings:
             low, high = float(values.min()), float(values.max())
             self._range[name] = (low, float(values.mean()), high)
             rows = values.flatten(1)
-            if bool((rows.amin(1) == rows.amax(1)).all()):
+            empty = rows.amin(1) == rows.amax(1)
+            alike = self._empty is None or self._empty.shape == empty.shape
+            self._empty = empty if self._empty is None else self._empty & empty if alike else self._empty
+            if bool(empty.all()):
                 self._flat.append(name)
             else:
                 self._hashes[item.content].append((item.section, item.id))
@@ -173,6 +178,20 @@ class Findings:
             few = min(self._channels.values(), key=len)
             text = f"{', '.join(map(str, sorted(self._channels)))} channels; the fewer: {named(few)}"
             yield Finding("channels", "FAILED", text, "convert the odd ones")
+        elif len(known := names(self._bundle)) > 1:
+            yield from self._lacking(known)
+
+    def _lacking(self, known: Sequence[str]) -> Iterator[Finding]:
+        """Say which channels have one value in every image."""
+        empty = [] if self._empty is None else self._empty.nonzero().flatten().tolist()
+        lacking = [known[i] for i in empty if i < len(known)]
+        yield Finding("channels", "ok", f"{len(known)} in each image: {printable(', '.join(known), 200)}")
+        if lacking:
+            there = ",".join(name for name in known if name not in lacking)
+            yield Finding(
+                "channels", "warning", f"nothing in any image of: {printable(', '.join(lacking), 200)}",
+                f"tell the operator which are there: --site-channels SITE={printable(there, 200)}",
+            )  # fmt: skip
 
     def _intensities(self) -> Iterator[Finding]:
         if not self._range:

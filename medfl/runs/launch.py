@@ -269,7 +269,7 @@ def site_algo(
     site_policy = None if policy is None else Policy.read(Path(policy))
     if site_policy is not None:
         inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require()
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", "site_labels": "", "unlabelled": ""}
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", **site_labels.OF_NONE}
     told = site_labels.of_one(name, bundle, requested or {})
     plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole), say, site_policy)
     (items,) = plan.run.partition.sites.values()

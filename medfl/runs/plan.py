@@ -36,8 +36,8 @@ from medfl.policy.policy import Policy
 from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fitted, why
 from medfl.runs.public_data import PublicPlan, plan_public
-from medfl.runtimes import site_labels
-from medfl.runtimes.unlabelled import check_unlabelled
+from medfl.runtimes import site_channels, site_labels
+from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Request(GeneralSettings):
     site_weights: str | None = None
     keep_optimizer: bool | None = None
     site_labels: str | None = None
+    site_channels: str | None = None
     partial_loss: str | None = None
     presets: Sequence[str] = ()
 
@@ -149,6 +150,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
     held = partition.to_ids(sections)
     sizes = {name: len(ids["train"]) for name, ids in held.items()}
     site_labels.check(chosen["site_labels"], bundle, methods.load(request.method, given), held)
+    site_channels.check(chosen["site_channels"], request.channel_drop, bundle, held)
     check_unlabelled(request.unlabelled, request.method, methods.load(request.method, given), held)
     settled = fitted(chosen, sizes.values(), bundle.batch_size, bundle.task)
     schedule = {"rounds": int(settled["rounds"])} if methods.has_option(request.method, "rounds") else {}
@@ -180,6 +182,9 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
     )
     taken = tuple(f"{name}={options[name]}, by the sites' sizes" for name in options if options[name] != asked[name])
     notes = opened.notes + taken + why(chosen, run) + tuple(public.notes(bundle, sections) if public else ())
+    if of_sites := site_channels.notes(bundle, run) + unlabelled_notes(run):
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *of_sites)))
+        notes += of_sites
     return Plan(run, bundle, method, notes, public)
 
 

@@ -31,7 +31,7 @@ from medfl.data.public import Public
 from medfl.evaluation.mask_metrics import asked
 from medfl.methods._parts.robust import Aggregation, evenly
 from medfl.methods.base import Method
-from medfl.runtimes import site_labels
+from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.beginning import begun, refuse_dealt
 from medfl.runtimes.unlabelled import check_sites, hidden
 from medfl.training import Host, LocalSettings, Networks, Site
@@ -116,7 +116,8 @@ class Federation:
         self.public = public
         self.messages = self._messages()
         site_labels.check(run.site_labels, bundle, method, self.names)
-        self.sections = dict(prepared) if prepared else prepared_sections(bundle, jobs=jobs, progress=progress)
+        prepared = prepared or prepared_sections(bundle, jobs=jobs, progress=progress)
+        self.sections = site_channels.filled(prepared, bundle, run)
         self._shards = {section: self._divide(section) for section in SECTIONS}
         self.known = site_labels.known_labels(bundle, method, run, self._shards["train"])
         self._shards = {section: site_labels.marked(shards, self.known) for section, shards in self._shards.items()}

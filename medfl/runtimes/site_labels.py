@@ -19,8 +19,11 @@ from medfl.data.known_labels import Known, PartialLoss
 from medfl.data.prepared import Shard
 from medfl.evaluation.mask_metrics import slug
 from medfl.methods.base import Method
+from medfl.runtimes import site_channels
 
 _FLAG = "--site-labels"
+OF_NONE: Mapping[str, Any] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
+"""What is said of single sites, said of none."""
 
 
 def read(text: str, structures: Sequence[str], sites: Collection[str]) -> dict[str, tuple[int, ...] | None]:
@@ -66,9 +69,12 @@ def said(bundle: str, requested: Mapping[str, Any]) -> str:
 
 
 def of_one(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what it says of one site, and whether this is without labels, as settings; "" for nothing."""
-    names, without = by_site(_FLAG)(said(bundle, requested)).get(site), site_names(requested.get("unlabelled", ""))
-    return {"site_labels": f"{site}={','.join(names)}" if names else "", "unlabelled": site if site in without else ""}
+    """Return what it says of one site's labels and channels, as settings; "" for nothing."""
+    texts = {"site_labels": said(bundle, requested), "site_channels": site_channels.said(bundle, requested)}
+    each = {setting: by_site(_FLAG)(text).get(site) for setting, text in texts.items()}
+    without = site in site_names(requested.get("unlabelled", ""))
+    told = {setting: f"{site}={','.join(names)}" if names else "" for setting, names in each.items()}
+    return {**told, "unlabelled": site if without else ""}
 
 
 def check(text: str, bundle: Bundle, method: Method, sites: Collection[str]) -> None:

@@ -42,6 +42,12 @@ def check_unlabelled(text: str, name: str, method: Method, sites: Collection[str
         _check_method(method, name, without[0])
 
 
+def unlabelled_notes(run: Run) -> tuple[str, ...]:
+    """Return a note on the sites without labels, for the user and the report."""
+    without = ", ".join(site_names(run.unlabelled))
+    return (f"without labels in training: {without}",) if without else ()
+
+
 def check_sites(method: Method, sites: Iterable[Site]) -> None:
     """Raise InputError for a site that a method cannot train; called before anything is written or trained."""
     for site in sites:

@@ -46,6 +46,8 @@ CHANGES = {
     "patience": 5,
     "site_labels": "a=liver",
     "unlabelled": "b",
+    "site_channels": "a=0",
+    "channel_drop": 0.3,
     "partial_loss": "naive",
 }
 PUBLIC = PublicRecord(
@@ -77,6 +79,8 @@ LATER = (
     "patience",
     "site_labels",
     "unlabelled",
+    "site_channels",
+    "channel_drop",
     "partial_loss",
 )
 """Settings that older records do not have."""

@@ -26,8 +26,11 @@ OTHER: dict[str, Any] = {
     "device": "cpu", "threads": 2, "eval_every": 2, "messages": "int8", "aggregation": "median", "pack": 4,
     "max_share": 0.6, "metrics": "dice", "init": "start.safetensors", "decay_per": "epoch", "site_weights": "uniform",
     "patience": 3, "site_labels": "a=liver", "partial_loss": "naive", "unlabelled": "b",
+    "site_channels": "a=0", "channel_drop": 0.3,
 }  # fmt: skip
 """A value of each setting that is not its default; switches are True."""
+OF_OTHERS = ("site_labels", "site_channels", "channel_drop", "unlabelled")
+"""What is for other bundles and methods: test_site_labels, test_site_channels, test_fedsemi."""
 VERBS = {
     "run": ["run", "mednist"],
     "compare": ["compare", "mednist", "--methods", "fedavg", "--out", "grid"],
@@ -74,7 +77,7 @@ def test_a_flag_that_a_verb_takes_is_not_lost(name: str, verb: str) -> None:
 
 
 @pytest.mark.usefixtures("start")
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "site_labels"])  # of masks: test_site_labels
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in OF_OTHERS])
 def test_what_is_asked_for_is_in_the_run(name: str) -> None:
     small = {"data": "phantom", "sites": 2, "config": {"network": "two_conv", "image_size": 28}}
     asked = {**small, name: value_of(SETTINGS[name])}
@@ -86,7 +89,7 @@ def test_what_is_asked_for_is_in_the_run(name: str) -> None:
 @pytest.mark.usefixtures("start")
 def test_an_exported_job_has_every_setting(tmp_path: Path) -> None:
     pytest.importorskip("nvflare")
-    given = {name: one for name, one in SETTINGS.items() if name not in ("device", "site_labels")}
+    given = {name: one for name, one in SETTINGS.items() if name not in ("device", *OF_OTHERS)}
     words = [word for one in given.values() for word in flags(one)]
     config = ["--config", "network=two_conv", "--config", "image_size=28", "--rehearsal"]
     assert main([*VERBS["export"], *words, *config]) == 0
@@ -112,6 +115,9 @@ def test_settings_that_came_later_leave_older_records_as_they_were() -> None:
         "patience",
         "site_labels",
         "partial_loss",
+        "site_channels",
+        "channel_drop",
+        "unlabelled",
     }
     assert set(ADDED_LATER) == later
 

@@ -260,3 +260,16 @@ def out_of_memory(*_: object) -> None:
 def test_a_step_is_measured_on_a_gpu(moles: Path) -> None:
     found = check(PreflightOptions("ham10000", str(moles), config=SMALL, batch_size=4, device="cuda"))
     assert "on the GPU" in said(found, "memory", "ok")
+
+
+def test_channels_with_nothing_in_any_image_are_named(moles: Path) -> None:
+    findings = Findings(with_data("ham10000", str(moles), SMALL, "cpu").bundle)
+    for number in range(3):
+        image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(number))
+        image[1] = number
+        findings.add(ScannedItem("train", str(number), image, 0, (8, 8), ()))
+    lines = [line for line in findings.lines() if line.topic == "channels"]
+    assert [line.level for line in lines] == ["ok", "warning"]
+    assert lines[0].text == "3 in each image: red, green, blue"
+    assert lines[1].text == "nothing in any image of: green"
+    assert lines[1].advice.endswith("--site-channels SITE=red,blue")

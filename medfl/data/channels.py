@@ -1,0 +1,71 @@
+"""Images of sites that lack channels: those are zero there, and in training others may be dropped to get used to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medfl.core.errors import InputError
+from medfl.data.prepared import Batch, Prepared
+
+
+class Channels(Prepared):
+    """Prepared items whose images lack channels, each its own.
+
+    Zero is written after all transforms, so that nothing of what a file holds there is seen.
+    """
+
+    def __init__(self, prepared: Prepared, present: Tensor, drop: float = 0.0) -> None:
+        """Hold the items.
+
+        Args:
+            prepared: the items.
+            present: (N, C) bool, which channels each has.
+            drop: chance that one of them is zero in a batch that is drawn with a generator.
+        """
+        super().__init__(prepared.items)
+        self.prepared, self.present, self.drop = prepared, present, drop
+        self.geometry, self.others, self.pinned = prepared.geometry, prepared.others, prepared.pinned
+        self.labelled = prepared.labelled
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the items as they are kept."""
+        return self.prepared.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the images are."""
+        return self.prepared.device
+
+    def to(self, device: torch.device, budget: int) -> Prepared:
+        """Return the same items held on a device, this very object where they stay."""
+        moved = self.prepared.to(device, budget)
+        return self if moved is self.prepared else self._with(prepared=moved)
+
+    def deterministic(self, whole: bool = False) -> Prepared:
+        """Return the same items without random transforms; none of their channels is dropped."""
+        return self._with(prepared=self.prepared.deterministic(whole), drop=0.0)
+
+    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+        """Yield batches with zeros in the channels that are lacking; what is dropped is drawn on the CPU first."""
+        kept = self.present[indices]
+        if generator is not None and self.drop:
+            draws = torch.where(kept, torch.rand(kept.shape, generator=generator), -1.0)
+            kept = (draws >= self.drop) | (draws == draws.amax(1, keepdim=True))
+        batches = self.prepared.batches(indices, size, generator)
+        return ((_zeroed(x, rows), y) for (x, y), rows in zip(batches, torch.split(kept, size), strict=True))
+
+
+def _zeroed(x: Any, kept: Tensor) -> Tensor:
+    if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[1] != kept.shape[1]:
+        given = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"that are a {type(x).__name__}"
+        raise InputError(
+            f"images {given} with --site-channels or --channel-drop",
+            f"{kept.shape[1]} channels, as the bundle's metadata.json says of its images",
+            "correct num_channels there, or leave the two out",
+        )
+    return torch.where(kept.reshape(*kept.shape, *[1] * (x.ndim - 2)).to(x.device), x, 0)

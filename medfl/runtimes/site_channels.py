@@ -1,0 +1,116 @@
+"""Which channels of the images each site has, as the run says; the others are zero there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import protocol
+from medfl.bundle.protocol import resolved
+from medfl.core.errors import InputError, did_you_mean
+from medfl.core.forms import by_site
+from medfl.core.run import Run
+from medfl.data.channels import Channels
+from medfl.data.prepared import Prepared
+
+_FLAG = "--site-channels"
+
+
+def names(bundle: Bundle) -> tuple[str, ...]:
+    """Return the names of the channels of a bundle's images, their numbers from 0 where it names none."""
+    image = ((bundle.metadata.get("network_data_format") or {}).get("inputs") or {}).get("image") or {}
+    told = image.get("channel_def") or {}
+    return tuple(str(told.get(str(i), i)) for i in range(int(image.get("num_channels") or 0) or bundle.channels))
+
+
+def read(text: str, channels: Collection[str], sites: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Return site -> ascending positions of the channels that it has, of the sites that a run says it of.
+
+    Args:
+        text: as `--site-channels` has it.
+        channels: names of the bundle's.
+        sites: of the run.
+
+    Raises:
+        InputError: a name is no channel, or no site of the run.
+    """
+    places = {**{str(i): i for i in range(len(channels))}, **{name.lower(): i for i, name in enumerate(channels)}}
+    chosen = {}
+    for site, named in by_site(_FLAG)(text).items():
+        if site not in sites:
+            allowed = f"the sites of the run are {', '.join([*sites][:10])}{', …' if len(sites) > 10 else ''}"
+            raise InputError(f"{_FLAG} {site}=...", allowed, did_you_mean(site, [*sites], "name one of these"))
+        for name in named:
+            if name.lower() not in places:
+                raise InputError(
+                    f"channel {name!r:.80} of site {site!r}",
+                    f"the channels of the bundle's images are {', '.join(channels) or 'not known'}",
+                    did_you_mean(name.lower(), [*places], "choose among them, by name or number from 0"),
+                )
+        chosen[site] = tuple(sorted({places[name.lower()] for name in named}))
+    return chosen
+
+
+def said(bundle: str, requested: Mapping[str, Any]) -> str:
+    """Return what a request, or else the bundle's protocol, says of the sites' channels."""
+    given = requested.get("site_channels")
+    if given is not None:
+        return str(given)
+    return str(resolved(bundle, protocol(bundle), requested.get("presets", ()))["site_channels"])
+
+
+def check(text: str, drop: float, bundle: Bundle, sites: Collection[str]) -> None:
+    """Raise an InputError where what a run says of channels does not fit its bundle or sites."""
+    if not text and not drop:
+        return
+    flag = _FLAG if text else "--channel-drop"
+    if bundle.own_trainer:
+        raise InputError(
+            f"{flag} with a bundle whose trainer takes its steps by itself", "images in batches", "leave it out"
+        )
+    read(text, channels := names(bundle), sites)
+    if len(channels) < 2:
+        raise InputError(f"{flag} with images of {len(channels) or 'no'} channel", "two or more", "leave it out")
+
+
+def filled(sections: Mapping[str, Prepared], bundle: Bundle, run: Run) -> dict[str, Prepared]:
+    """Return the sections with zeros in the channels that an item's site lacks, and channels dropped in training.
+
+    Args:
+        sections: section -> items, also some that this has returned.
+        bundle: names the channels.
+        run: says which site has which items and channels.
+
+    Raises:
+        InputError: as for `check`.
+    """
+    bare = {name: one.prepared if isinstance(one, Channels) else one for name, one in sections.items()}
+    if not run.site_channels and not run.channel_drop:
+        return bare
+    sites = run.partition.sites
+    check(run.site_channels, run.channel_drop, bundle, sites)
+    count = len(channels := names(bundle))
+    has = read(run.site_channels, channels, sites)
+    made: dict[str, Prepared] = {}
+    for section, prepared in bare.items():
+        present = torch.ones(len(prepared), count, dtype=torch.bool)
+        held = {ident: site for site in has for ident in sites[site].get(section, ())}
+        for index, ident in enumerate(prepared.ids(range(len(prepared))) if held else ()):
+            if ident in held:
+                present[index] = torch.tensor([channel in has[held[ident]] for channel in range(count)])
+        made[section] = Channels(prepared, present, run.channel_drop if section == "train" else 0.0)
+    return made
+
+
+def notes(bundle: Bundle, run: Run) -> tuple[str, ...]:
+    """Return a note on each site that lacks channels, for the user and the report."""
+    if not run.site_channels:
+        return ()
+    channels, lines = names(bundle), []
+    for site, has in read(run.site_channels, channels, run.partition.sites).items():
+        lacking = [name for i, name in enumerate(channels) if i not in has]
+        lines += [f"site {site!r} lacks channel {', '.join(lacking)}: zero in its images"] if lacking else []
+    return tuple(lines)
