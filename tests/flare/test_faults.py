@@ -96,64 +96,26 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def test_what_a_site_sends_is_refused_and_the_others_go_on(
+def test_what_a_site_sends_is_refused_and_the_others_go_on_nor_is_it_waited_for(
     federation: LocalFederation, scans: Path, tmp_path: Path
 ) -> None:
-    """The bytes of the sixth round are cut off; from then on site-2 sends nothing else."""
-    does = {1: "nan", 2: "shape", 3: "extra", 4: "pickle", 6: "truncated"}
-    job = Job(scans, tmp_path, "fedavg", 7)
-    status = federation.wait(federation.submit(job.exported(does, min_replies=1)))
-    assert status == "FINISHED:COMPLETED"
-    said = [entry.get("left_out", {}) for entry in job.rounds()]
-    texts = [
-        "'weights/fc.bias' has NaN",
-        "'weights/fc.bias' is (3,)",
-        "'weights/backdoor' must not leave it",
-        "is a str",
-    ]
-    for left_out, text in zip(said, texts, strict=False):
-        assert list(left_out) == ["site-2"]
-        assert text in left_out["site-2"]
-    assert said[4] == {}
-    for left_out in said[5:]:
-        assert list(left_out) == ["site-2"]
-        assert "is a Unreadable; expected a dense tensor" in left_out["site-2"]
-    assert json.loads((job.out / "summary.json").read_text())["left_out"] == {"site-2": 6}
-
-
-def test_bytes_that_claim_to_be_gigabytes_stop_nobody_else(
-    federation: LocalFederation, scans: Path, tmp_path: Path
-) -> None:
-    """The header says that two gigabytes follow; from then on site-2 sends nothing else."""
-    job = Job(scans, tmp_path, "fedavg", 2)
-    status = federation.wait(federation.submit(job.exported({1: "claim"}, min_replies=1)))
-    assert status == "FINISHED:COMPLETED"
-    for entry in job.rounds():
-        assert list(entry["left_out"]) == ["site-2"]
-        assert "is a Unreadable; expected a dense tensor" in entry["left_out"]["site-2"]
-
-
-def test_a_site_that_never_answers_is_not_waited_for(federation: LocalFederation, scans: Path, tmp_path: Path) -> None:
-    job = Job(scans, tmp_path, "fedavg", 3)
-    federation.submit(job.exported({2: "silent"}, min_replies=1, deadline=10.0))
+    """Cut-off bytes, a header that says that two gigabytes follow, and at last no answer at all."""
+    does = {1: "nan", 2: "shape", 3: "extra", 4: "pickle", 6: "truncated", 7: "claim", 8: "silent"}
+    job = Job(scans, tmp_path, "fedavg", 8)
+    federation.submit(job.exported(does, min_replies=1, deadline=10.0))
     until((job.out / "flare" / "done").is_file, 240)
     said = [entry.get("left_out", {}) for entry in job.rounds()]
-    assert said[0] == {}
-    assert said[1] == {"site-2": "no answer within 10 s"}
-
-
-def test_a_full_disk_at_a_site_ends_a_strict_run_which_goes_on_later(
-    federation: LocalFederation, scans: Path, tmp_path: Path
-) -> None:
-    job = Job(scans, tmp_path, "scaffold", 3)
-    status = federation.wait(federation.submit(job.exported({2: "disk full"})))
-    assert status.startswith("FINISHED:")
-    assert "COMPLETED" not in status
-    assert "site 'site-2'" in job.failure() or "site-2" in job.failure()
-    assert "no space left on the disk" in job.failure()
-    assert len(job.rounds()) == 1
-    assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
-    assert left(job.out) == left(job.twin)
+    unreadable = "is a Unreadable; expected a dense tensor"
+    texts = {
+        1: "'weights/fc.bias' has NaN", 2: "'weights/fc.bias' is (3,)", 3: "'weights/backdoor' must not leave it",
+        4: "is a str", 6: unreadable, 7: unreadable, 8: "no answer within 10 s",
+    }  # fmt: skip
+    assert said[4] == {}
+    for round_, text in texts.items():
+        assert list(said[round_ - 1]) == ["site-2"]
+        assert text in said[round_ - 1]["site-2"]
+    assert said[7] == {"site-2": "no answer within 10 s"}
+    assert json.loads((job.out / "summary.json").read_text())["left_out"] == {"site-2": 7}
 
 
 def test_a_site_killed_in_a_round_is_left_out_and_may_come_back(
@@ -171,39 +133,36 @@ def test_a_site_killed_in_a_round_is_left_out_and_may_come_back(
     federation.ready(240)
 
 
-def test_law1_a_killed_job_process_of_a_site_ends_the_job_and_the_run_goes_on_later(
+def test_law1_a_run_goes_on_after_a_full_disk_a_killed_job_and_a_killed_server(
     federation: LocalFederation, scans: Path, tmp_path: Path
 ) -> None:
-    job = Job(scans, tmp_path, "ditto", 3)
-    number = federation.submit(job.exported({2: "slow"}))
-    until((job.out / "flare" / "site-2-2.json").is_file, 240)
+    """One run, of which each job does a part; the last one beside a site of another federation, which is not let in.
+
+    That one's kit points at our server; ours gives the simulator's bits as if nobody were there.
+    """
+    job = Job(scans, tmp_path, "ditto", 5)
+    status = federation.wait(federation.submit(job.exported({2: "disk full"})))
+    assert status.startswith("FINISHED:")
+    assert "COMPLETED" not in status
+    assert "site-2" in job.failure()
+    assert "no space left on the disk" in job.failure()
+    assert len(job.rounds()) == 1
+
+    number = federation.submit(job.exported({3: "slow"}))
+    until((job.out / "flare" / "site-2-3.json").is_file, 240)
     for pid in _descendants(federation._processes["site-2"].pid):
         os.kill(pid, signal.SIGKILL)
     assert "COMPLETED" not in federation.wait(number)
-    assert len(job.rounds()) >= 1
-    assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
-    assert left(job.out) == left(job.twin)
+    assert len(job.rounds()) == 2
 
-
-def test_law1_a_killed_server_comes_back_and_the_run_goes_on(
-    federation: LocalFederation, scans: Path, tmp_path: Path
-) -> None:
-    job = Job(scans, tmp_path, "ditto", 3)
-    federation.submit(job.exported({2: "slow"}))
-    until((job.out / "flare" / "site-2-2.json").is_file, 240)
+    federation.submit(job.exported({4: "slow"}))
+    until((job.out / "flare" / "site-2-4.json").is_file, 240)
     federation.kill(SERVER)
-    assert job.done(1)()
-    assert not job.done(3)()
+    assert job.done(3)()
+    assert not job.done(5)()
     federation.start(SERVER)
     federation.ready(240)
-    assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
-    assert left(job.out) == left(job.twin)
 
-
-def test_law1_a_provisioned_federation_gives_the_simulator_s_bits_and_opens_to_no_other_s_certificates(
-    federation: LocalFederation, scans: Path, tmp_path: Path
-) -> None:
-    """Its kit points at our server; ours gives the simulator's bits as if nobody were there."""
     with LocalFederation(tmp_path / "other", ["site-1"], SIMULATED) as other:
         paths = [made.kit("site-1") / "startup" / "fed_client.json" for made in (federation, other)]
         ours, theirs = (json.loads(path.read_text()) for path in paths)
@@ -214,6 +173,5 @@ def test_law1_a_provisioned_federation_gives_the_simulator_s_bits_and_opens_to_n
             lambda: "CERTIFICATE_VERIFY_FAILED" in other.log("site-1") or "certificate" in other.log("site-1").lower(),
             90,
         )
-        job = Job(scans, tmp_path, "ditto", 2)
         assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"
-        assert left(job.out) == left(job.twin)
+    assert left(job.out) == left(job.twin)
