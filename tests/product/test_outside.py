@@ -1,4 +1,7 @@
-"""What a whole run does outside of its run folder, seen by an audit hook: nothing, whatever bundle the gate accepts."""
+"""What a whole run does outside of its run folder, seen by an audit hook: nothing, whatever bundle the gate accepts.
+
+The bundles of the public zoo are watched where they train, in zoo/test_published.py.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,12 @@ import pytest
 
 from medfl.bundle.files import read, shipped_folders
 from medfl.datasets import write_phantom
-from medfl.policy.inspection import inspect
-from tests.support.zoo_data import DRAW
+from tests.support.audit import MAY, unlisted
+from tests.support.programs import python_path
 from tests.zoo.build import ZOO
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = Path(os.environ.get("MEDFL_DATA", ROOT.parent / "shared" / "data")).parent / "zoo"
-REAL = PUBLIC.parent / "data" / "montgomery_jsrt_demo"
+REAL = Path(os.environ.get("MEDFL_DATA", ROOT.parent / "shared" / "data")) / "montgomery_jsrt_demo"
 SHORT = ["--rounds", "1", "--jobs", "2", "--device", "cpu", "--sites", "2", "--partition", "iid"]
 
 _RUN = """
@@ -32,55 +34,15 @@ import torch, monai, ignite, nibabel, PIL.Image, medfl.runs.launch
 from medfl.cli import main
 watch = Watch(may_change=tuple(map(Path, {places!r})), may={may!r})
 before = set(sys.modules)
-codes = []
+codes, until = [], []
 for arguments in {runs!r}:
     with watch.on():
         codes.append(main(arguments))
+    until.append(len(watch.seen))
 imported = sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})
 print()
-print(json.dumps({{"codes": codes, "seen": watch.seen, "imported": imported}}))
+print(json.dumps({{"codes": codes, "seen": watch.seen, "until": until, "imported": imported}}))
 """
-
-MAY = ("ctypes.dlopen", "os.putenv", "pickle.find_class")
-"""Libraries that PyTorch loads, its environment, and what worker processes of one run hand to each other."""
-LISTED = {
-    "importlib_metadata",
-    "medfl",
-    "monai",
-    "torch",
-    "numpy",
-    "ignite",
-    "scipy",
-    "sklearn",
-    "matplotlib",
-    "PIL",
-    "nibabel",
-    "pandas",
-    "skimage",
-    "tqdm",
-    "safetensors",
-    "yaml",
-    "joblib",
-    "threadpoolctl",
-    "SimpleITK",
-    "itk",
-    "pydicom",
-    "torchvision",
-}
-"""Libraries that a run may import while it goes on; Python's own modules beside them."""
-EXPORTING = {
-    "onnx",
-    "onnxruntime",
-    "onnxscript",
-    "onnx_ir",
-    "ml_dtypes",
-    "networkx",
-    "sympy",
-    "triton",
-    "tabulate",
-    "wcwidth",
-}
-"""Likewise what an export takes besides."""
 
 
 def outside(place: Path, *runs: list[str]) -> dict[str, Any]:
@@ -89,13 +51,14 @@ def outside(place: Path, *runs: list[str]) -> dict[str, Any]:
 
 
 def watched(place: Path, *commands: list[str]) -> dict[str, Any]:
-    """Run these in one process; return exit codes, what changed outside of `place`/out, what was imported."""
+    """Run these in one process; return exit codes, what changed outside of `place`/out, how much of it until the end of
+    each, what was imported."""
     places = [str(place / "out"), str(place / "cache"), str(place / "tmp"), "/dev/shm"]  # noqa: S108
     for folder in places[1:3]:
         Path(folder).mkdir()
     script = _RUN.format(root=str(ROOT), places=places, runs=list(commands), may=MAY)
     environment = {**os.environ, "XDG_CACHE_HOME": places[1], "TMPDIR": places[2], "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": str(ROOT), "MPLCONFIGDIR": places[1]}
+    environment |= {"PYTHONPATH": python_path(), "MPLCONFIGDIR": places[1]}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # PyTorch sets it in whatever process has compiled something
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=1800, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -108,17 +71,11 @@ def check(found: dict[str, Any]) -> None:
     errors = [line for line in found["stderr"].splitlines() if line.startswith("error")]
     assert not any(found["codes"]), errors
     assert found["seen"] == []
-    unknown = set(found["imported"]) - LISTED - EXPORTING - set(sys.stdlib_module_names)
-    assert not {name for name in unknown if not name.startswith("_")}, unknown
+    assert not unlisted(found["imported"])
 
 
 def settings(config: Mapping[str, str]) -> list[str]:
     return [part for key, value in config.items() for part in ("--config", f"{key}={value}")]
-
-
-def test_an_accepted_bundle_of_the_zoo_s_kind_changes_nothing_outside(tmp_path: Path) -> None:
-    bundle = ZOO["seg2d_csv_flat"](tmp_path / "zoo")
-    check(outside(tmp_path, [str(bundle.path), *settings(bundle.overrides)]))
 
 
 def after(run: Path, *images: Path) -> list[list[str]]:
@@ -134,14 +91,6 @@ def after(run: Path, *images: Path) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_nor_do_report_export_inspection_and_prediction(tmp_path: Path) -> None:
-    bundle = ZOO["cls2d_glob_yaml"](tmp_path / "zoo")
-    images = sorted((tmp_path / "zoo").rglob("*.jpeg"))[:2]
-    run = ["run", str(bundle.path), *settings(bundle.overrides), "--out", f"{tmp_path}/out/run", *SHORT]
-    check(watched(tmp_path, ["site", "inspect", str(bundle.path)], run, *after(tmp_path / "out" / "run", *images)[:4]))
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"no chest X-rays in {REAL}")
 def test_nothing_of_a_clinician_s_day_on_real_images_changes_anything_outside(tmp_path: Path) -> None:
     new, run = tmp_path / "out" / "lungs", tmp_path / "out" / "run"
@@ -152,24 +101,18 @@ def test_nothing_of_a_clinician_s_day_on_real_images_changes_anything_outside(tm
 
 
 @pytest.mark.slow
-def test_no_accepted_bundle_changes_anything_outside(tmp_path: Path) -> None:
+def test_no_accepted_bundle_changes_anything_outside_nor_do_report_export_inspection_and_prediction(
+    tmp_path: Path,
+) -> None:
     names = [name for name in ZOO if name not in ("seg2d_csv_flat", "seg2d_own_scripts_yaml")]
-    bundles = [ZOO[name](tmp_path / name) for name in names]
-    check(outside(tmp_path, *([str(bundle.path), *settings(bundle.overrides)] for bundle in bundles)))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not PUBLIC.is_dir(), reason=f"the public zoo's bundles are not in {PUBLIC}")
-def test_no_bundle_of_the_public_zoo_that_is_accepted_changes_anything_outside(tmp_path: Path) -> None:
-    """Those that need no word of a policy, as they were published."""
-    names = [name for name in DRAW if inspect(PUBLIC / name).accepted]
-    assert len(names) >= 7
-    runs = []
-    for name in names:
-        (tmp_path / name).mkdir()
-        config = DRAW[name](tmp_path / name)
-        runs.append([str(PUBLIC / name), "--data", str(tmp_path / name), *settings(config)])
-    check(outside(tmp_path, *runs))
+    bundles = {name: ZOO[name](tmp_path / name) for name in names}
+    runs = [
+        ["run", str(bundle.path), *settings(bundle.overrides), "--out", f"{tmp_path}/out/{name}", *SHORT]
+        for name, bundle in bundles.items()
+    ]
+    images = sorted((tmp_path / "cls2d_glob_yaml").rglob("*.jpeg"))[:2]
+    inspected = ["site", "inspect", str(bundles["cls2d_glob_yaml"].path)]
+    check(watched(tmp_path, inspected, *runs, *after(tmp_path / "out" / "cls2d_glob_yaml", *images)[:4]))
 
 
 @pytest.mark.slow
@@ -186,14 +129,16 @@ def test_no_shipped_bundle_changes_anything_outside(tmp_path: Path) -> None:
     check(outside(tmp_path, *runs))
 
 
-def test_the_watch_sees_what_a_trusted_bundle_does(tmp_path: Path) -> None:
-    """The control: what no gate would let pass is seen."""
-    bundle = ZOO["cls2d_glob_yaml"](tmp_path / "zoo")
-    file = bundle.path / "configs" / "train.yaml"
+def test_an_accepted_bundle_changes_nothing_outside_and_the_watch_sees_what_a_trusted_one_does(tmp_path: Path) -> None:
+    """The second run is the control: what no gate would let pass is seen."""
+    accepted, trusted = ZOO["seg2d_csv_flat"](tmp_path / "zoo"), ZOO["cls2d_glob_yaml"](tmp_path / "other")
+    file = trusted.path / "configs" / "train.yaml"
     mark = tmp_path / "mark"
     text = file.read_text()
     line = next(line for line in text.splitlines() if line.startswith("learning_rate:"))
     value = line.partition(":")[2].strip()
     file.write_text(text.replace(line, f"learning_rate: \"$__import__('pathlib').Path('{mark}').touch() or {value}\""))
-    found = outside(tmp_path, [str(bundle.path), "--trust", *settings(bundle.overrides)])
+    runs = [[str(bundle.path), *settings(bundle.overrides)] for bundle in (accepted, trusted)]
+    found = outside(tmp_path, runs[0], [*runs[1], "--trust"])
     assert any(str(mark) in seen for seen in found["seen"])
+    check({**found, "codes": found["codes"][:1], "seen": found["seen"][: found["until"][0]]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,53 @@ _NEVER = (
     "ftplib.connect", "smtplib.connect", "webbrowser.open", "builtins.breakpoint", "ctypes.dlopen",
 )  # fmt: skip
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+MAY = ("ctypes.dlopen", "os.putenv", "pickle.find_class")
+"""Libraries that PyTorch loads, its environment, and what worker processes of one run hand to each other."""
+LISTED = {
+    "importlib_metadata",
+    "medfl",
+    "monai",
+    "torch",
+    "numpy",
+    "ignite",
+    "scipy",
+    "sklearn",
+    "matplotlib",
+    "PIL",
+    "nibabel",
+    "pandas",
+    "skimage",
+    "tqdm",
+    "safetensors",
+    "yaml",
+    "joblib",
+    "threadpoolctl",
+    "SimpleITK",
+    "itk",
+    "pydicom",
+    "torchvision",
+}
+"""Libraries that a run may import while it goes on; Python's own modules beside them."""
+EXPORTING = {
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "onnx_ir",
+    "ml_dtypes",
+    "networkx",
+    "sympy",
+    "triton",
+    "tabulate",
+    "wcwidth",
+}
+"""Likewise what an export takes besides."""
+
+
+def unlisted(modules: Iterable[str]) -> set[str]:
+    """Return the libraries of modules that a run has no need to import."""
+    libraries = {name.partition(".")[0] for name in modules}
+    return {name for name in libraries - LISTED - EXPORTING - set(sys.stdlib_module_names) if name[0] != "_"}
 
 
 class Watch:
@@ -37,12 +84,15 @@ class Watch:
         sys.addaudithook(self._hook)
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self, *may_change: Path) -> Iterator[None]:
+        """Watch; below these folders, too, files may change."""
+        before = list(self._roots)
+        self._roots += [str(root.resolve()) for root in may_change]
         self._on = True
         try:
             yield
         finally:
-            self._on = False
+            self._on, self._roots = False, before
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._on or event in self._may:

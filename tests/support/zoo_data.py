@@ -28,7 +28,7 @@ def _volumes(
     """Draw volumes and masks; `values` are the mask's for nothing, rim and core, `how` their size and spacing."""
     rng, items = np.random.default_rng(0), []
     for n in range(count):
-        pixels, mask = blob(rng, how.get("size", (36, 36, 36)))
+        pixels, mask = blob(rng, how.get("size", (32, 32, 32)))
         items.append({"image": image.format(n), "label": label.format(n)})
         save_nifti(folder / items[-1]["image"], 400 * pixels - 150, how.get("spacing", (1.0, 1.0, 1.0)))
         save_nifti(folder / items[-1]["label"], np.choose(mask, values).astype(np.uint8), how.get("spacing", (1, 1, 1)))
