@@ -205,14 +205,14 @@ def test_any_mapping_is_taken_or_refused(case: tuple[str, str, dict[Any, Any]]) 
 
 
 @pytest.mark.slow
-@few(6000)
+@few(2000)
 @given(documents())
-def test_6000_documents_are_decoded_or_refused(data: bytes) -> None:
+def test_2000_documents_are_decoded_or_refused(data: bytes) -> None:
     decodes_or_refuses(data)
 
 
 @pytest.mark.slow
-@few(4000)
+@few(2000)
 @given(arriving())
-def test_4000_mappings_are_taken_or_refused(case: tuple[str, str, dict[Any, Any]]) -> None:
+def test_2000_mappings_are_taken_or_refused(case: tuple[str, str, dict[Any, Any]]) -> None:
     takes_or_refuses(case)
