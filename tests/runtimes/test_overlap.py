@@ -244,7 +244,7 @@ def test_a_failing_evaluation_ends_the_run(tmp_path: Path) -> None:
 # Kills
 
 
-def killed(out: Path, method: str, at: int) -> bool:
+def killed(out: Path, method: str, at: int, **changes: Any) -> bool:
     """Kill a run, and with it its workers, before the server's process takes an answer, or writes, for the n-th time.
 
     Returns:
@@ -266,7 +266,7 @@ def killed(out: Path, method: str, at: int) -> bool:
         append, received = RunFolder.append_round, Pool._received
         RunFolder.append_round = lambda *arguments: moment(append, *arguments)
         Pool._received = lambda *arguments: moment(received, *arguments)
-        simulate(out, method)
+        simulate(out, method, **changes)
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
@@ -295,13 +295,18 @@ def test_a_run_is_killed_within_rounds_that_overlap_and_resumed(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedavg", "ditto"])
-def test_a_run_is_killed_at_any_answer_and_write_and_resumed(tmp_path: Path, method: str) -> None:
-    whole = simulate(tmp_path / "whole", method)
-    for at in itertools.count(3):  # the first writes run.json, and before the second there is nothing to be resumed
+@pytest.mark.parametrize(("method", "rounds", "step"), [("fedavg", 3, 2), ("ditto", 4, 1)])
+def test_a_run_is_killed_at_any_answer_and_write_and_resumed(
+    tmp_path: Path, method: str, rounds: int, step: int
+) -> None:
+    """The third round is the first that overlaps with the one before, the fourth overlaps with one that does."""
+    whole = simulate(tmp_path / "whole", method, rounds=rounds)
+    for at in itertools.count(
+        3, step
+    ):  # the first writes run.json, and before the second there is nothing to be resumed
         out = tmp_path / str(at)
-        if not killed(out, method, at):
+        if not killed(out, method, at, rounds=rounds):
             break
-        again = simulate(out, method)
+        again = simulate(out, method, rounds=rounds)
         assert (again.rounds, again.files, again.summary) == (whole.rounds, whole.files, whole.summary)
-    assert at > 40
+    assert at > 8 * rounds
