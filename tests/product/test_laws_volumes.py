@@ -18,7 +18,7 @@ from medfl.core.message import Message
 from medfl.methods.fedbn import FedBN
 from medfl.runs.launch import federate
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 @pytest.fixture(scope="module")
