@@ -169,12 +169,15 @@ def spleens(folder: Path, count: int) -> Path:
 
 
 def nodules(folder: Path, count: int) -> Path:
-    """Volumes with one cube each, and list.json with its box (centre and size, in mm)."""
+    """Volumes with one cube each, and list.json with its box (centre and size, in mm).
+
+    They are no larger than a window of the detection bundle's inferer, nor than the patches that it trains on.
+    """
     folder.mkdir(parents=True)
     entries = []
     for index in range(count):
         draw = np.random.default_rng(index)
-        volume = draw.normal(-800, 50, (72, 72, 40)).astype(np.float32)
+        volume = draw.normal(-800, 50, (64, 64, 32)).astype(np.float32)
         centre = [int(draw.integers(16, high)) for high in (36, 36, 26)]
         volume[tuple(slice(c - 4, c + 4) for c in centre)] = 0
         nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1.0, -1, 1, 1])), folder / f"{index:02}.nii.gz")
