@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from medfl import datasets
 from medfl.cli import verbs as cli
 from medfl.compare.entry import Entry
 from medfl.core.errors import InputError
+from tests.support.programs import python_path
 
 SMALL = (
     "--config", "network=small_cnn", "--config", "image_size=16", "--sites", "3", "--rounds", "2",
@@ -155,7 +157,9 @@ def test_a_killed_grid_leaves_no_run_behind_and_goes_on(scans: Path, tmp_path: P
     out = tmp_path / "grid"
     arguments = ["compare", "mednist", "--data", str(scans), "--out", str(out), *SMALL, "--rounds", "40", "--quiet"]
     arguments += ["--methods", "fedavg,fedprox", "--partition", "iid", "--seeds", "0", "--jobs", "2"]
-    started = subprocess.Popen([sys.executable, "-m", "medfl", *arguments])
+    started = subprocess.Popen(
+        [sys.executable, "-m", "medfl", *arguments], env={**os.environ, "PYTHONPATH": python_path()}
+    )
     folders = [out / "iid" / method / "seed-0" for method in ("fedavg", "fedprox")]
     _until(lambda: all((path / "rounds.jsonl").is_file() for path in folders))
     runs = [int(pid) for pid in Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()]

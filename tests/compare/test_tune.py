@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from medfl.compare.tune import tune
 from medfl.core.errors import InputError, RunError
 from medfl.runs.launch import federate
 from medfl.runtimes.server.scoring import Scoring
+from tests.support.programs import python_path
 
 CONFIG = {"network": "small_cnn", "image_size": 16}
 SMALL = ("--config", "network=small_cnn", "--config", "image_size=16", "--sites", "2", "--rounds", "1")
@@ -115,7 +117,7 @@ def test_a_search_that_was_cut_off_goes_on_to_the_same_winner(
 def test_a_search_that_is_killed_goes_on_to_the_same_winner(scans: Path, done: Path, tmp_path: Path) -> None:
     out, given = tmp_path / "killed", ("--method", "fedprox", *GRID, "--jobs", "1")
     words = ["tune", "mednist", "--data", str(scans), *SMALL, "--out", str(out), *given, "--quiet"]
-    process = subprocess.Popen([sys.executable, "-m", "medfl", *words])
+    process = subprocess.Popen([sys.executable, "-m", "medfl", *words], env={**os.environ, "PYTHONPATH": python_path()})
     while not trials(out):
         assert process.poll() is None
         time.sleep(0.02)

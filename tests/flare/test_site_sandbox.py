@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("nvflare")
 
 from medfl import datasets
-from medfl.bundle.bundle import shipped_root
 from medfl.cli import verbs as cli
 from medfl.core import sandbox
 from medfl.flare import offer as flare_offer
@@ -26,6 +25,7 @@ from medfl.flare.local_federation import SERVER, LocalFederation
 from medfl.flare.parts import ALLOWED
 from medfl.flare.site_config import SiteConfig
 from medfl.flare.site_sandbox import SiteSandbox
+from tests.support.programs import python_path
 
 landlock = pytest.mark.skipif(sandbox.abi() < 4, reason="the kernel's Landlock is missing, or older than ABI 4")
 CONFIG = {"network": "small_cnn", "image_size": 16}
@@ -181,9 +181,7 @@ def test_a_site_without_a_sandbox_is_warned(kit: Path, monkeypatch: pytest.Monke
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FLARE's own
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_job_of_two_sites_runs_in_it_over_tls(tmp_path: Path) -> None:
-    root = shipped_root()
-    assert root is not None
-    environment = {"PYTHONPATH": str(root.parent), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     with LocalFederation(tmp_path / "federation", ["north", "south"], ALLOWED, environment) as federation:
         for name in (SERVER, "north", "south"):
             own = ["--folder", str(tmp_path / f"state-{name}")]

@@ -23,7 +23,7 @@ from medfl.core.untrusted import Refused
 from medfl.partner import preflight
 from medfl.policy import components
 from tests.support.packaged import packaged_files
-from tests.support.programs import ROOT
+from tests.support.programs import LEAN, ROOT
 
 OLD = re.compile(r"pip3? install[^\n`]*?[ '\"]medfl(?![-/\w])|['\"`]medfl\\?\[[a-z]")
 """An installation of the distribution `medfl`, which is another project's."""
@@ -198,8 +198,8 @@ def without_checkout(folder: Path) -> Path:
 def test_the_wheel_works_away_from_the_checkout(tmp_path: Path) -> None:
     """The demo's command for a round, the listing, an export and its inspection, with files of the wheel only."""
     program = without_checkout(tmp_path)
-    unset = ("PYTHONPATH", "MEDFL_DATA")
-    environment = {name: text for name, text in os.environ.items() if name not in unset}
+    environment = {**os.environ, "PYTHONPATH": str(LEAN)}
+    environment.pop("MEDFL_DATA", None)
 
     def say(*words: str) -> str:
         done = subprocess.run([program, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -209,7 +209,17 @@ def test_the_wheel_works_away_from_the_checkout(tmp_path: Path) -> None:
     assert say("--version") == f"medfl {release.VERSION}\n"
     assert "ham10000" in say("bundles")
     demo = ("run", "ham10000", "--data", "phantom", "--method", "fedbm", "--preset", "demo")
-    say(*demo, "--rounds", "1", "--out", "run")
+    few = (
+        "--config",
+        "network=small_cnn",
+        "--config",
+        "image_size=32",
+        "--set",
+        "g_iterations=2",
+        "--set",
+        "g_batch=4",
+    )
+    say(*demo, *few, "--set", "synthetic_batch=2", "--rounds", "1", "--out", "run")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert Path(record["bundle_path"]).is_relative_to((tmp_path / "env").resolve())
     say("export", "run", "--out", "bundle", "--formats", "none")
