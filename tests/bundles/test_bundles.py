@@ -561,8 +561,6 @@ def test_the_real_commands(tmp_path: Path) -> None:
     """What they do is called in this process for several bundles, above; a program of its own adds the imports."""
     name = "cifar10"
     meta = ("--meta_file", "configs/metadata.json")
-    command(name, "verify_metadata", *meta, "--filepath", str(SCHEMA))
-    command(name, "verify_net_in_out", "--net_id", "network_def", *meta, "--config_file", "configs/inference.yaml")
     training_command(name, tmp_path)
     files = ("--filepath", str(tmp_path / "model.ts"), "--ckpt_file", str(tmp_path / "model.pt"))
     of = ("--net_id", "network_def", "--config_file", "configs/inference.yaml", "--network_name", small_network(name))
