@@ -35,13 +35,13 @@ FLARE = ("--runtime flare", "medfl flare ", "nvflare ", "medfl site serve")
 
 # Appended to a command, so that it takes seconds: of a flag given twice the last one counts.
 SHORTER = {
-    "run": "--rounds 2 --eval-every 2 --config image_size=32 --jobs 1 --quiet",
+    "run": "--rounds 1 --config image_size=32 --jobs 1 --quiet",
     "compare": "--rounds 1 --config image_size=32 --quiet",
     "tune": "--rounds 1 --config image_size=32 --quiet",
     "subgroups": "--by centre",  # of phantoms nothing else is known
 }
 OTHERWISE = {
-    "--resume": "--rounds 3 --quiet",
+    "--resume": "--rounds 2 --quiet",
     "--from": "--quiet",
     "bundles/mine": "--rounds 1 --quiet",
     "mybundle": "--quiet",
@@ -61,10 +61,12 @@ BESIDES = {
     "--preset paper --method fedhelp": "--set large_network=small_cnn --set public=mednist "
     "--set teachers=run:runs/teacher",
     "run ham10000": "--local-epochs 1 --config network=small_cnn",
+    "run mednist": "--local-epochs 1",
     "run pneumonia": "--local-epochs 1 --config network=small_cnn",
     "run isic19": "--local-epochs 1 --config network=two_conv --batch-size 32",
     "run fmnist": "--rounds 1 --local-epochs 1 --config network=small_cnn",
     "tune pneumonia": "--local-epochs 1 --config network=small_cnn",
+    "compare mednist": "--local-epochs 1",
     "compare pneumonia": "--seeds 0,1 --local-epochs 1 --config network=small_cnn",
 }
 """And besides, for commands with these words."""
