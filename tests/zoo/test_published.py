@@ -64,6 +64,17 @@ def test_only_bundles_with_code_of_their_own_need_a_word() -> None:
 
 
 @pytest.mark.slow
+def test_the_watch_of_this_process_sees_what_is_changed_beside_a_run(watch: Watch, tmp_path: Path) -> None:
+    """The control."""
+    (tmp_path / "out").mkdir()
+    with watch.on(tmp_path / "out"):
+        (tmp_path / "out" / "weights").write_text("inside")
+        (tmp_path / "beside").write_text("outside")
+    assert watch.seen.pop() == f"open {tmp_path / 'beside'}"
+    assert watch.seen == []
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("open_slides")
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", DRAW)
