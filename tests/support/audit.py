@@ -49,6 +49,7 @@ LISTED = {
 }
 """Libraries that a run may import while it goes on; Python's own modules beside them."""
 EXPORTING = {
+    "google",  # its protobuf, which ONNX is written with
     "onnx",
     "onnxruntime",
     "onnxscript",
