@@ -59,7 +59,7 @@ _FOLDER = re.compile(r"(?<![\w./])/(?:[^\s/\"',:]+/)+([^\s/\"',:]+)")
 _RUN = (
     "command", "method", "bundle", "task", "classes", "key_metric", "site_class_counts", "options", "config", "data",
     "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "seed", "device", "amp", "threads",
-    "eval_every", "site_labels", "partial_loss", "versions", "public", "bundle_sha256", "run_hash",
+    "eval_every", "site_labels", "partial_loss", "unlabelled", "versions", "public", "bundle_sha256", "run_hash",
 )  # fmt: skip
 _LEFT_OUT = ("folder", "notes", "sites")
 _AT_SITES = ("accuracy", "balanced_accuracy", "dice", "pixel_accuracy")
