@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.sandbox import enter_sandbox
+from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
-from medfl.core.places import FOLDS
+from medfl.core.places import FOLDS, record_of
+from medfl.core.untrusted import Refused, json_values
 
 EXAMPLES = """\
 What is not given comes from the bundle's configs/federated.yaml: the protocol
@@ -87,6 +90,8 @@ def add_flags(run: Any) -> None:
 
 def run(options: Any) -> int:
     """Execute `medfl run`."""
+    if _was_portable(options):
+        portable.begin()
     values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)
     requested = arguments.requested(options, "method", "partition", "presets", "data", "sites")
     from medfl.bundle.files import find
@@ -128,6 +133,17 @@ def run(options: Any) -> int:
         **telling(options),
     )
     return show(options, document, lambda: _result(Path(document["folder"])))
+
+
+def _was_portable(options: Any) -> bool:
+    """Return whether the run to go on with, or to repeat, is portable; what cannot be read is told later."""
+    again = [options.out / "run.json", options.out / FOLDS] if options.resume and options.out else []
+    for path in [*again, *([record_of(options.source)] if options.source else [])]:
+        with suppress(Refused):
+            found = json_values(path)
+            settings = found.get("requested", found) if isinstance(found, dict) else {}
+            return isinstance(settings, dict) and settings.get("portable") is True
+    return False
 
 
 def _cross_validate(options: Any, values: Any, config: Any, requested: Any, again: bool) -> int:

@@ -28,6 +28,7 @@ from medfl.cli import (
     tune,
 )
 from medfl.cli.parser import Parser, warn
+from medfl.core import portable
 from medfl.core.errors import MedflError
 from medfl.core.release import VERSION
 
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser().parse_args(given)
         options.given = given
+        if getattr(options, "portable", False):
+            portable.begin()  # before anything that computes is imported
         with _trusting(options):
             return int(options.verb(options) or 0)
     except SystemExit as done:  # argparse after --help and --version

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 
@@ -27,10 +28,14 @@ _WEIGHTS = {
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the user's cache folder of one kind ($XDG_CACHE_HOME/medfl/<kind>); it may not exist yet."""
+    """Return the user's cache folder of one kind ($XDG_CACHE_HOME/medfl/<kind>); it may not exist yet.
+
+    A portable process has its own, for others may have been filled with other bits.
+    """
     if kind == "prepared" and os.environ.get(PRIVATE):
         return Path(os.environ[PRIVATE]) / kind
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medfl" / kind
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medfl"
+    return root / "portable" / kind if portable.active() else root / kind
 
 
 def default_run_folder(bundle: str, method: str, seed: int) -> Path:

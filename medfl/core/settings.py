@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from medfl.core import forms
+from medfl.core import forms, portable
 from medfl.core.errors import InputError
 
 LOSSLESS, MEAN = "lossless", "mean"
@@ -109,6 +109,10 @@ class GeneralSettings:
     capture: bool = setting("replay captured training steps on a GPU", group=COMPUTING, default=False, later=True)
     compile: bool = setting(
         "compile training steps by TorchInductor: faster for small networks, other last bits",
+        group=COMPUTING, default=False, later=True,
+    )  # fmt: skip
+    portable: bool = setting(
+        "compute on one CPU thread with kernels that all x86 processors since about 2015 have: the same bits on each",
         group=COMPUTING, default=False, later=True,
     )  # fmt: skip
     pack: int = setting(
@@ -242,3 +246,4 @@ def check_limits(values: Mapping[str, Any]) -> None:
             raise InputError(f"{one.flag} {value:g}", one.allowed, f"change the value of {one.flag}")
         if one.form is not None and value is not None:
             one.form(value)
+    portable.check(values)

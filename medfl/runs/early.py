@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.names import name_module
 from medfl.core.places import BESIDE, record_of, require_run, require_unused, weights_file
@@ -38,6 +39,7 @@ def refuse(
     Raises:
         InputError: nothing was written.
     """
+    recorded = False
     registry.check_name(runtime)
     for module in (runtime, requested.get("method")):
         name_module(module)
@@ -50,10 +52,13 @@ def refuse(
         if out is None:
             raise InputError("--resume without --out", "--out names the folder of the run to continue", "add --out DIR")
         require_run(out)
+        recorded = read_run(record_of(out))[0].portable
     elif source is not None:
-        read_run(record_of(source))
+        recorded = read_run(record_of(source))[0].portable
     elif bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
+    if requested.get("portable") or recorded:
+        portable.begin()
     if requested.get("init"):
         weights_file(requested["init"])
     if out is not None and not resume:

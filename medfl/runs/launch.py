@@ -47,6 +47,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
+from medfl.training.accelerate.exact import arithmetic
 from medfl.training.accelerate.precision import tf32, threads
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def federate(
     say(_division(plan))
     say(steps(run))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
-    with threads(run.threads), tf32(run.tf32):
+    with threads(run.threads), arithmetic(run):
         with tf32(False):
             public = plan.public.prepare(jobs=workers, progress=progress, say=say) if plan.public else None
         prepared = shared.sections(plan) if shared is not None else None
@@ -214,8 +215,7 @@ def federate(
         if callbacks:
             opened[0].add_to_run({"callbacks": named(callbacks)})
         output: dict[str, Any] = {"save_predictions": save_predictions, "profile": profile, "track": track}
-        output["untested"] = untested
-        summary = execute(federation, *opened, callbacks=callbacks, **output)
+        summary = execute(federation, *opened, callbacks=callbacks, untested=untested, **output)
         if with_local:
             summary = _add_local(path)
     if untested:

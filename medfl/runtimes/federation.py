@@ -37,8 +37,9 @@ from medfl.runtimes.unlabelled import check_sites, hidden
 from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.compiled import compile_steps
+from medfl.training.accelerate.exact import arithmetic
 from medfl.training.accelerate.max_pool import use_fast_max_pool
-from medfl.training.accelerate.precision import channels_last, tf32
+from medfl.training.accelerate.precision import channels_last
 
 POOLED = "central"
 """Name of the one participant of a method that pools the data."""
@@ -278,12 +279,9 @@ class Federation:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Take every network that a site leased inside back when the block ends, whichever pool it is from.
-
-        TF32 and captured steps are inside as the run has them, whatever the process that the site is in.
-        """
+        """Compute as the run says inside; then take every network leased there back, whichever pool it is from."""
         with ExitStack() as stack:
-            stack.enter_context(tf32(self.run.tf32))
+            stack.enter_context(arithmetic(self.run))
             if self.run.capture:  # packing captures
                 stack.enter_context(capture_steps())
             if self.run.compile:

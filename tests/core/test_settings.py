@@ -89,7 +89,7 @@ def test_what_is_asked_for_is_in_the_run(name: str) -> None:
 @pytest.mark.usefixtures("start")
 def test_an_exported_job_has_every_setting(tmp_path: Path) -> None:
     pytest.importorskip("nvflare")
-    given = {name: one for name, one in SETTINGS.items() if name not in ("device", *OF_OTHERS)}
+    given = {name: one for name, one in SETTINGS.items() if name not in ("device", "portable", *OF_OTHERS)}
     words = [word for one in given.values() for word in flags(one)]
     config = ["--config", "network=two_conv", "--config", "image_size=28", "--rehearsal"]
     assert main([*VERBS["export"], *words, *config]) == 0
@@ -118,6 +118,7 @@ def test_settings_that_came_later_leave_older_records_as_they_were() -> None:
         "site_channels",
         "channel_drop",
         "unlabelled",
+        "portable",
     }
     assert set(ADDED_LATER) == later
 

@@ -1,0 +1,103 @@
+"""Portable runs: kernels that every x86 processor since about 2015 has, so that two of them compute the same bits.
+
+Libraries choose their kernels by the processor when they are imported, and by these variables. What is left to choose
+is in `medfl.training.accelerate.exact`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medfl.core.errors import InputError
+
+CAPS: Mapping[str, str] = {
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_CBWR": "COMPATIBLE",  # MKL takes other kernels on AMD than on Intel under AVX2
+    "NPY_DISABLE_CPU_FEATURES": (
+        "X86_V4 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"  # of NumPy's versions
+    ),
+    "OPENBLAS_CORETYPE": "Haswell",
+}
+"""Variables of a portable process; "AVX2" and "Haswell" are what processors of about 2015 have."""
+_NEEDED = {"avx2", "fma"}
+_begun = False
+
+
+def active(environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether the variables of an environment, default this process's, are those of a portable process."""
+    found = os.environ if environment is None else environment
+    return all(found.get(name) == value for name, value in CAPS.items())
+
+
+def begin() -> None:
+    """Make this process portable, which it can be until NumPy or PyTorch is imported, or see that it was begun as one.
+
+    Raises:
+        InputError: they are imported, or the processor has not what portable kernels need.
+    """
+    global _begun
+    _require_processor()
+    if _begun or active(_at_the_start()):
+        return
+    if {"torch", "numpy"} & sys.modules.keys():
+        settings = " ".join(f"{name}='{value}'" for name, value in CAPS.items())
+        raise InputError(
+            "portable numbers in a process that was started without the variables for them",
+            f"they are read when NumPy and PyTorch are imported: {settings}",
+            "set them before Python is started, or use medfl run --portable",
+        )
+    os.environ.update(CAPS)
+    _begun = True
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Raise an InputError if a portable run has a setting whose results depend on the machine.
+
+    Args:
+        values: settings by name; what is left open (None) is let pass.
+    """
+    if not values.get("portable"):
+        return
+    given = {
+        f"--device {values.get('device')}": values.get("device") not in (None, "cpu"),
+        f"--threads {values.get('threads')}": values.get("threads") not in (None, 1),
+        "--amp": values.get("amp"),
+        "--compile": values.get("compile"),
+    }
+    if wrong := next((flag for flag, is_given in given.items() if is_given), None):
+        raise InputError(f"--portable with {wrong}", "one thread on a CPU, in float32, not compiled", "leave one out")
+
+
+def require(run: Mapping[str, Any]) -> None:
+    """Raise an InputError if a run, its settings by name, is portable and may not be computed in this process."""
+    check(run)
+    if run.get("portable"):
+        begin()
+
+
+def _at_the_start() -> dict[str, str]:
+    """Return the variables that this process was started with, whatever was set since."""
+    try:
+        text = Path("/proc/self/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+def _require_processor(file: Path = Path("/proc/cpuinfo")) -> None:
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    if missing := _NEEDED - flags:
+        raise InputError(
+            f"--portable on a processor without {' and '.join(sorted(missing)).upper()}",
+            "Linux on a 64-bit x86 processor with AVX2 and FMA",
+            "leave --portable out, or run it on such a machine",
+        )
