@@ -13,8 +13,8 @@ Result:  a site is judged by w after a few steps (1) on batches of its training 
 
 One step on one batch is a noisy judge: over ten rounds with sites of two classes it moves by 20 points and more from
 one round to the next. `adapted=own` judges the model that the site trained itself, `finetune_steps` takes more batches.
-A public library (PFLlib) has alpha = beta, both the learning rate, pairs D with D' within an epoch, and trains twice: on
-sites of two classes that second pass moves the figures most (the method's page in docs/methods).
+A public library (PFLlib) has alpha = beta, both the learning rate, pairs D with D' within an epoch, and trains twice:
+on sites of two classes that second pass moves the figures most (the method's page in docs/methods).
 
 D' are the batches of the local epochs and (4) is the run's optimiser, so that beta is its learning rate (public code:
 0.001) and alpha = 0 is FedAvg. alpha belongs to the objective: it does not decay over the rounds. The passes of (1) and
