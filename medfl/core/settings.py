@@ -112,7 +112,7 @@ class GeneralSettings:
         group=COMPUTING, default=False, later=True,
     )  # fmt: skip
     portable: bool = setting(
-        "compute on one CPU thread with kernels that all x86 processors since about 2015 have: the same bits on each",
+        "compute on one CPU thread by kernels that x86 processors since about 2015 have, for the same bits on each",
         group=COMPUTING, default=False, later=True,
     )  # fmt: skip
     pack: int = setting(
