@@ -49,6 +49,7 @@ CHANGES = {
     "site_channels": "a=0",
     "channel_drop": 0.3,
     "partial_loss": "naive",
+    "portable": True,
 }
 PUBLIC = PublicRecord(
     "pictures", "3" * 64, {"image_size": 32}, DataRecord("real", "/data/p", "4" * 64, "official", {"test": 9}),
@@ -59,6 +60,7 @@ PARTITION = {"spec": "centre", "seed": 3, "sites": {"x": {"train": ["train1"]}}}
 
 
 LATER = (
+    "portable",
     "public",
     "text",
     "messages",

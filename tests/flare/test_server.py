@@ -26,7 +26,7 @@ from medfl.flare import wire
 from medfl.flare.server import Answer, FlareWorkers
 from medfl.flare.site import FlareSite
 from medfl.flare.wire import Payload, from_model, to_model
-from medfl.methods import load, names
+from medfl.methods import load
 from medfl.runtimes.attendance import Absent, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
@@ -36,7 +36,7 @@ from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import Introduce, Train
 from tests.runtimes.test_smaller_messages import Wide
 from tests.support.sweeps import FEW, mostly_slow
-from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
+from tests.support.toy import CLASSIFYING, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 NEED_A_BUNDLE = {"fedhelp"}
 """Methods whose sites have different networks."""
@@ -118,7 +118,7 @@ def near(out: Path, change: Callable[[str, str, Payload], Payload | None] | None
 # The same results as the simulator's
 
 
-@pytest.mark.parametrize("method", mostly_slow(sorted(set(names()) - NEED_A_BUNDLE), (*FEW, "fedmd", "fedproto")))
+@pytest.mark.parametrize("method", mostly_slow(sorted(set(CLASSIFYING) - NEED_A_BUNDLE), (*FEW, "fedmd", "fedproto")))
 def test_every_method_leaves_what_the_simulator_leaves(tmp_path: Path, method: str) -> None:
     settings = {"rounds": 2, "cohort": 0.67, "eval_every": 2}
     expected = executed(tmp_path / "simulator", federation(method, **settings), Workers)

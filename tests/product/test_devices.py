@@ -34,7 +34,17 @@ from tests.runtimes.test_smaller_messages import Wide
 from tests.support import pretended_device as pretended
 from tests.support.questions import asked, opened
 from tests.support.sweeps import mostly_slow
-from tests.support.toy import WITHOUT_IMAGES, Toy, ToyBundle, bits, judged, public_blobs, run_record, simulate
+from tests.support.toy import (
+    CLASSIFYING,
+    WITHOUT_IMAGES,
+    Toy,
+    ToyBundle,
+    bits,
+    judged,
+    public_blobs,
+    run_record,
+    simulate,
+)
 
 pytestmark = pytest.mark.skipif(not pretended.available(), reason="this torch has no devices written in Python")
 
@@ -157,7 +167,7 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("method", mostly_slow(sorted(set(names()) - {"fedhelp"})))
+@pytest.mark.parametrize("method", mostly_slow(sorted(set(CLASSIFYING) - {"fedhelp"})))
 def test_every_method_gives_the_cpus_bits(method: str, tmp_path: Path) -> None:
     """FedHelp, whose sites have different networks, follows on images."""
     assert run(tmp_path / "there", method, pretended.NAME) == run(tmp_path / "here", method, "cpu")

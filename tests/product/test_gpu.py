@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from medfl import datasets, federate
 from medfl.core.gpu_memory import GIB, Gpu, is_out_of_memory
 from medfl.core.storage import load_weights
-from medfl.methods import names
 from medfl.runtimes import simulator
 from medfl.training.accelerate import capture as capturing
 from medfl.training.accelerate.capture import capture_steps
@@ -29,7 +28,7 @@ from medfl.training.accelerate.precision import tf32
 from medfl.training.loop import FitReport, fit
 from medfl.training.network_pool import Networks
 from medfl.training.site import snapshot
-from tests.support.toy import Optimizer, Toy, adam, blobs, classifier, cross_entropy, sgd
+from tests.support.toy import CLASSIFYING, Optimizer, Toy, adam, blobs, classifier, cross_entropy, sgd
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,7 +63,7 @@ def run(
     return load_weights(out / "weights.safetensors")
 
 
-@pytest.mark.parametrize("method", names())
+@pytest.mark.parametrize("method", CLASSIFYING)
 def test_one_round_is_near_the_cpus(method: str, chest: str, tmp_path: Path) -> None:
     host, device = (run(chest, tmp_path / kind, method, kind, 1) for kind in ("cpu", "cuda"))
     assert host.keys() == device.keys()
@@ -110,7 +109,7 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[capturing.StepRunne
 LONGER = {"local_epochs": 3, "batch_size": 4}
 
 
-@pytest.mark.parametrize("method", names())
+@pytest.mark.parametrize("method", CLASSIFYING)
 def test_a_captured_round_is_near_an_eager_one(
     method: str, chest: str, tmp_path: Path, visits: list[capturing.StepRunner]
 ) -> None:

@@ -39,7 +39,7 @@ from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from tests.runtimes.test_smaller_messages import Wide
 from tests.support.sweeps import FEW, mostly_slow
-from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, run_record
+from tests.support.toy import CLASSIFYING, WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, run_record
 from tests.zoo.build import ZOO
 
 RUNTIMES = ("simulator", "monai-fl")
@@ -78,7 +78,7 @@ def simulate(out: Path, made: Federation, workers: Callable[[Federation, int], W
     return left(out)
 
 
-@pytest.mark.parametrize("method", mostly_slow(sorted(set(names()) - NEED_A_BUNDLE), (*FEW, "fedmd", "fedproto")))
+@pytest.mark.parametrize("method", mostly_slow(sorted(set(CLASSIFYING) - NEED_A_BUNDLE), (*FEW, "fedmd", "fedproto")))
 def test_every_method_leaves_what_the_simulator_leaves(tmp_path: Path, method: str) -> None:
     settings = {"rounds": 2, "cohort": 0.67, "eval_every": 2}
     expected = simulate(tmp_path / "simulator", federation(method, **settings), Workers)
@@ -236,7 +236,10 @@ def averaging(sites: Mapping[str, MedflClientAlgo], rounds: int, start: Mapping[
     return weights
 
 
-@pytest.mark.parametrize("method", sorted({name for name in names() if has_fedavg_server(load(name))} - NEED_A_BUNDLE))
+AVERAGED = {name for name in CLASSIFYING if has_fedavg_server(load(name))}
+
+
+@pytest.mark.parametrize("method", sorted(AVERAGED - NEED_A_BUNDLE))
 def test_a_plain_averaging_host_gives_the_simulator_s_weights(tmp_path: Path, method: str) -> None:
     """As the host averages in float64 and the simulator in float32, up to rounding."""
     made = federation(method, rounds=3)

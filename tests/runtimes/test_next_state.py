@@ -18,13 +18,13 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite
 from medfl.core.run import PartitionRecord
 from medfl.core.storage import State
-from medfl.methods import load, names
+from medfl.methods import load
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.server.next_state import NextState, first_state, next_state, odd_replies
 from medfl.runtimes.step import introduce, site_step
-from tests.support.toy import SECTIONS, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
+from tests.support.toy import CLASSIFYING, SECTIONS, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 ROUNDS = 3
 ITEMS = {"x": (0, 1, 2), "y": (3, 4, 5, 8), "z": (6, 9, 10, 7)}
@@ -130,7 +130,7 @@ def go_on(played: Round, server: State) -> None:
 # Nothing is wrong
 
 
-@pytest.mark.parametrize("method", names())
+@pytest.mark.parametrize("method", CLASSIFYING)
 @pytest.mark.parametrize("sites", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_of_honest_replies_none_is_refused_and_nothing_changes(method: str, sites: int) -> None:
     for one in played(method, sites):
@@ -281,7 +281,7 @@ def outcome(method: str, round_: int, sites: int, changes: Sequence[tuple[str, i
     return "refused" if left_out else "taken"
 
 
-@pytest.mark.parametrize("method", names())
+@pytest.mark.parametrize("method", CLASSIFYING)
 @settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     changes=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 30)), min_size=1, max_size=3),
@@ -296,7 +296,7 @@ def test_any_reply_is_taken_or_refused_by_name(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", names())
+@pytest.mark.parametrize("method", CLASSIFYING)
 def test_each_change_of_each_tensor_is_taken_or_refused_by_name(method: str) -> None:
     for what in CHANGES:
         for at, (round_, sites) in enumerate(((1, 3), (3, 2), (2, 1))):

@@ -13,11 +13,11 @@ import torch
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State, file_sha256, load_state, save_state
-from medfl.methods import names
 from medfl.runtimes.server.next_state import resumed_state
 from medfl.runtimes.tasks import Train
 from tests.runtimes.test_next_state import federation, played
 from tests.runtimes.test_simulator import simulate
+from tests.support.toy import CLASSIFYING
 
 
 def rewritten(folder: Path, which: Callable[[dict[str, Any]], str], change: Callable[[State], object]) -> Path:
@@ -114,7 +114,7 @@ def test_a_manifest_of_another_form(tmp_path: Path, change: Callable[[dict[str, 
         simulate(tmp_path / "run", rounds=2)
 
 
-@pytest.mark.parametrize("method", names())
+@pytest.mark.parametrize("method", CLASSIFYING)
 def test_every_methods_own_state_is_gone_on_from(tmp_path: Path, method: str) -> None:
     made, last = federation(method), played(method)[-1]
     folder = RunFolder.create(tmp_path / "run")

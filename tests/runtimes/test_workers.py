@@ -18,7 +18,7 @@ from torch import nn
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.methods import load, names
+from medfl.methods import load
 from medfl.runtimes import spilled_replies
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
@@ -26,7 +26,7 @@ from medfl.runtimes.step import introduce, site_step
 from medfl.runtimes.tasks import MakeTask, Task
 from tests.support import forked
 from tests.support.sweeps import mostly_slow
-from tests.support.toy import WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
+from tests.support.toy import CLASSIFYING, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7, networks=SimpleNamespace(initial={}))
 
@@ -244,7 +244,7 @@ MIXED = ("ditto", "fedavg", "fedbm", "fedmd", "fedproto", "scaffold")
 """What travels: two models, one, a generator, answers on public data, prototypes, control variates."""
 
 
-@pytest.mark.parametrize("name", mostly_slow(sorted(set(names()) - BUILDING), MIXED))
+@pytest.mark.parametrize("name", mostly_slow(sorted(set(CLASSIFYING) - BUILDING), MIXED))
 def test_training_does_not_depend_on_the_number_of_workers(name: str) -> None:
     method = load(name, WITHOUT_IMAGES.get(name))
     federation = Federation(ToyBundle(), method, run_record(local_epochs=2), public=public_blobs())

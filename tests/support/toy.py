@@ -19,7 +19,7 @@ from medfl.data.prepared import Augmented, Shard, Stacked
 from medfl.data.public import Public
 from medfl.data.source import Source
 from medfl.evaluation.evaluators import ClassEvaluator
-from medfl.methods import Method
+from medfl.methods import Method, method_class, names
 from medfl.training.network_pool import Networks
 from medfl.training.site import Host, LocalSettings, Site
 
@@ -34,6 +34,8 @@ WHOLE = 10**6
 
 WITHOUT_IMAGES: Mapping[str, Mapping[str, Any]] = {"fedbm": {"generator": False}, "fedhelp": {"large": "a"}}
 """Method -> the options that it needs on data that are no images, with sites named a, b, c."""
+CLASSIFYING = [name for name in names() if "classification" in method_class(name).tasks]
+"""The methods that fit the toys' task; ConDistFL is tried by what it needs, masks."""
 
 
 # Optimisers
