@@ -142,20 +142,23 @@ class Cases:
 
     @staticmethod
     def concat(parts: Sequence[Cases]) -> Cases:
-        """Return several sets joined in this order; empty sets add nothing.
+        """Return several sets joined in this order; empty sets add nothing, and a score that a set lacks is NaN there.
 
         Raises:
-            ValueError: two sets carry different values.
+            ValueError: two sets of a classification carry different values.
         """
         filled = [part for part in parts if len(part)]
         if not filled:
             return parts[0] if parts else Cases((), {})
-        names = list(filled[0].values)
-        for part in filled[1:]:
-            if set(part.values) != set(names):
-                raise ValueError(f"cannot join cases with values {sorted(names)} and {sorted(part.values)}")
-        ids = tuple(name for part in filled for name in part.ids)
-        return Cases(ids, {name: torch.cat([part.values[name] for part in filled]) for name in names})
+        like = {name: tensor for part in reversed(filled) for name, tensor in part.values.items()}
+        names = list(dict.fromkeys(name for part in filled for name in part.values))
+        for part in filled:
+            lacking = [n for n in names if n not in part.values]
+            if any(like[n].ndim > 1 or not like[n].is_floating_point() for n in lacking):
+                raise ValueError(f"cannot join cases with and without {lacking}")
+        nothing = {n: tensor.new_full((1,), torch.nan) for n, tensor in like.items() if tensor.is_floating_point()}
+        columns = {n: [p.values[n] if n in p.values else nothing[n].expand(len(p)) for p in filled] for n in names}
+        return Cases(tuple(name for part in filled for name in part.ids), {n: torch.cat(c) for n, c in columns.items()})
 
 
 def summarise(cases: Cases) -> dict[str, float]:

@@ -130,6 +130,13 @@ def test_concat_restores_what_select_took_apart(four: Cases) -> None:
     assert joined.ids == four.ids
     assert summarise(joined) == summarise(four)
     assert len(Cases.concat([])) == 0
+    left, right = (
+        Cases(("a",), {"dice": torch.ones(1), "dice_x": torch.ones(1)}),
+        Cases(("b",), {"dice": torch.zeros(1)}),
+    )
+    both = Cases.concat([right, left])  # a site that annotates one structure has no score of another
+    assert torch.equal(both.values["dice"], torch.tensor([0.0, 1.0]))
+    assert torch.equal(both.values["dice_x"].isnan(), torch.tensor([True, False]))
     assert Cases.concat([four.select([])]).is_classification
     with pytest.raises(ValueError, match="cannot join"):
         Cases.concat([four, Cases(("x",), {"dice": torch.zeros(1)})])
