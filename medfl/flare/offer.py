@@ -64,9 +64,9 @@ def offer(
     if what := needs_in_one_place(method):
         raise InputError(f"method {run.method!r}, which needs {what}", "one that does without", "see medfl methods")
     methods.site_networks(method, sites)
-    labels = site_labels.said(bundle, requested or {})
+    labels = site_channels.said("site_labels", bundle, requested or {})
     site_labels.check(labels, made.bundle, method, sites)
-    channels = site_channels.said(bundle, requested or {})
+    channels = site_channels.said("site_channels", bundle, requested or {})
     site_channels.check(channels, run.channel_drop, made.bundle, sites)
     unlabelled = str((requested or {}).get("unlabelled", ""))
     check_unlabelled(unlabelled, run.method, method, sites)

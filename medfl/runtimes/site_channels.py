@@ -54,12 +54,12 @@ def read(text: str, channels: Collection[str], sites: Collection[str]) -> dict[s
     return chosen
 
 
-def said(bundle: str, requested: Mapping[str, Any]) -> str:
-    """Return what a request, or else the bundle's protocol, says of the sites' channels."""
-    given = requested.get("site_channels")
+def said(setting: str, bundle: str, requested: Mapping[str, Any]) -> str:
+    """Return what a request, or else the bundle's protocol, says of the sites by `site_channels` or `site_labels`."""
+    given = requested.get(setting)
     if given is not None:
         return str(given)
-    return str(resolved(bundle, protocol(bundle), requested.get("presets", ()))["site_channels"])
+    return str(resolved(bundle, protocol(bundle), requested.get("presets", ()))[setting])
 
 
 def check(text: str, drop: float, bundle: Bundle, sites: Collection[str]) -> None:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import protocol
-from medfl.bundle.protocol import resolved
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.forms import FOUND, by_site, site_names
 from medfl.core.run import Run
@@ -60,18 +58,12 @@ def _position(site: str, name: str, named: Mapping[str, int]) -> int:
     return named[slug(name)]
 
 
-def said(bundle: str, requested: Mapping[str, Any]) -> str:
-    """Return what a request, or else the bundle's protocol, says of the sites' labels."""
-    given = requested.get("site_labels")
-    return str(
-        resolved(bundle, protocol(bundle), requested.get("presets", ()))["site_labels"] if given is None else given
-    )
-
-
 def of_one(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return what it says of one site's labels and channels, as settings; "" for nothing."""
-    texts = {"site_labels": said(bundle, requested), "site_channels": site_channels.said(bundle, requested)}
-    each = {setting: by_site(_FLAG)(text).get(site) for setting, text in texts.items()}
+    each = {
+        setting: by_site(flag)(site_channels.said(setting, bundle, requested)).get(site)
+        for setting, flag in (("site_labels", _FLAG), ("site_channels", "--site-channels"))
+    }
     without = site in site_names(requested.get("unlabelled", ""))
     told = {setting: f"{site}={','.join(names)}" if names else "" for setting, names in each.items()}
     return {**told, "unlabelled": site if without else ""}
