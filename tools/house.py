@@ -28,8 +28,8 @@ FIGURES: dict[str, tuple[int | None, int]] = {
     "modules directly in medfl/": (4, 4),
     "layers of the import contract": (10, 10),
     "rooms in no layer": (0, 0),
-    "files that spell a run setting": (2, 4),
-    "lines that spell a run setting": (None, 7),
+    "files that spell a run setting": (2, 2),
+    "lines that spell a run setting": (None, 2),
     "files that name a runtime": (1, 2),
     "lines of setup.cfg that name a data set": (0, 0),
     "files opened to understand FedProx": (4, 6),
@@ -42,7 +42,7 @@ FIGURES: dict[str, tuple[int | None, int]] = {
     "lines of the longest method file": (300, 293),
     "lines of the longest module": (400, 400),
     "words of the README": (1200, 1200),
-    "lines of the product": (None, 62291),
+    "lines of the product": (None, 63028),
 }
 
 
@@ -93,8 +93,8 @@ def opened(method: str) -> list[Path]:
 
 
 def spelling(word: str, folder: Path = PACKAGE) -> dict[Path, int]:
-    """Return file -> lines in which a word stands."""
-    found = {path: len(re.findall(rf"\b{word}\b.*", path.read_text())) for path in modules(folder)}
+    """Return file -> lines in which a word stands, PyTorch's own of that name apart."""
+    found = {path: len(re.findall(rf"(?<!torch\.)\b{word}\b.*", path.read_text())) for path in modules(folder)}
     return {path: count for path, count in found.items() if count}
 
 

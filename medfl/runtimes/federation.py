@@ -39,7 +39,7 @@ from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.compiled import compile_steps
 from medfl.training.accelerate.exact import arithmetic
 from medfl.training.accelerate.max_pool import use_fast_max_pool
-from medfl.training.accelerate.precision import channels_last
+from medfl.training.accelerate.precision import with_channels_last
 
 POOLED = "central"
 """Name of the one participant of a method that pools the data."""
@@ -127,7 +127,7 @@ class Federation:
     def _pool(self, bundle: Bundle) -> Networks:
         def network() -> nn.Module:
             made = use_fast_max_pool(self.method.adapt(bundle.network(), self.task))
-            return channels_last(made) if self.run.channels_last else made
+            return with_channels_last(made) if self.run.channels_last else made
 
         pool = Networks(network, self.run.seed, torch.device(self.run.device))
         if self.run.init and bundle is self.bundle:

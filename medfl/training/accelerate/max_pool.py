@@ -23,8 +23,8 @@ class _MaxPoolFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, *sizes: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        channels_last = x.contiguous(memory_format=torch.channels_last)
-        pooled, indices = torch.ops.aten.max_pool2d_with_indices(channels_last, *sizes)
+        x = x.contiguous(memory_format=torch.channels_last)
+        pooled, indices = torch.ops.aten.max_pool2d_with_indices(x, *sizes)
         return pooled.contiguous(), indices.contiguous()
 
     @staticmethod

@@ -96,7 +96,7 @@ def tf32(allowed: bool) -> Iterator[None]:
             backend.allow_tf32 = value
 
 
-def channels_last(network: nn.Module) -> nn.Module:
+def with_channels_last(network: nn.Module) -> nn.Module:
     """Lay a network's kernels (O, I, H, W[, D]) out in memory with their channels last, in place; values stay."""
     for parameter in network.parameters():
         if parameter.ndim in _LAYOUTS:

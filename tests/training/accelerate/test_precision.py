@@ -22,7 +22,7 @@ from medfl.runtimes import simulator
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
-from medfl.training.accelerate.precision import channels_last, tf32
+from medfl.training.accelerate.precision import tf32, with_channels_last
 from tests.support.toy import ToyBundle, run_record
 
 
@@ -165,6 +165,6 @@ def test_kernels_with_channels_last_have_the_same_values(method: str, tmp_path: 
 def test_kernels_of_volumes_too() -> None:
     network = nn.Sequential(nn.Conv3d(2, 3, 2), nn.Conv2d(2, 3, 2), nn.Linear(2, 2))
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    assert channels_last(network)[0].weight.stride() == (16, 1, 8, 4, 2)
+    assert with_channels_last(network)[0].weight.stride() == (16, 1, 8, 4, 2)
     assert network[1].weight.stride() == (8, 1, 4, 2)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
