@@ -74,6 +74,13 @@ def finite(tree: object) -> bool:
     return all(map(finite, tree.values())) if isinstance(tree, dict) else True
 
 
+def row_by_row(tree: object) -> bool:
+    """Whether tensors lie in memory as those that were read from a file do: a product's bits depend on it."""
+    if isinstance(tree, torch.Tensor):
+        return tree.is_contiguous()
+    return all(map(row_by_row, tree.values())) if isinstance(tree, dict) else True
+
+
 def participants(method: Method, toy: Toy) -> list[str]:
     return ["central"] if method.pools_data else toy.names
 
@@ -126,6 +133,7 @@ def test_two_rounds_learn_and_stay_finite(name: str, classes: Toy) -> None:
     method, outcome = load(name), played(name)
     assert finite(outcome.server)
     assert finite(outcome.states)
+    assert all(map(row_by_row, (outcome.server, outcome.states)))
     for site in participants(method, classes):
         weights = judged(method, classes, outcome, site)
         assert finite(weights)

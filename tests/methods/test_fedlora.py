@@ -144,6 +144,8 @@ def test_bytes_up_are_the_factors_and_the_head(share: str) -> None:
         assert reply.num_bytes == len(data)
         assert len(data) - 8 - int.from_bytes(data[:8], "little") == 4 * (factors + 21) + 8
     base = toy.initial.keys() - {"4.weight", "4.bias"}
+    lasting = [t for group in (outcome.server, *outcome.states.values()) for t in group.get("adapters", {}).values()]
+    assert all(tensor.is_contiguous() for tensor in lasting)  # as read from a file: a product's bits depend on it
     for message in [*outcome.down.values(), *outcome.replies.values()]:
         assert not base & {name for group in message.tensors.values() for name in group}
 
@@ -175,6 +177,8 @@ def test_a_reply_is_scored_as_it_was_trained(share: str) -> None:
     [
         ({"layers": "attn.qkv"}, r"layers=attn\.qkv.*layers that fit are 0; name some"),
         ({"layers": "4"}, r"layers=4.*layers that fit are 0"),  # the head is trained whole
+        ({"layers": ","}, r"layers=: no layer of the network that fits; layers that fit are 0; name some"),
+        ({"full": "head,"}, r"full=: no layer of the network that fits"),
         ({"full": "6"}, r"full=6.*layers that fit are 0, 1, 4"),
         ({"rank": 7}, r"rank=7 for 0\.weight, which is 6 x 8; a rank is at most the smaller side, 6"),
         ({"ranks": "a=7"}, r"rank=7 for 0\.weight"),
@@ -188,8 +192,11 @@ def test_options_that_fit_no_layer_are_refused(options: dict[str, Any], told: st
 
 
 def test_ranks_are_of_sites_that_are_there() -> None:
-    with pytest.raises(InputError, match="ranks=a=0"):
-        load("fedlora", ranks="a=0")
+    for ranks in ("a=0", "a", "a=1,a=2"):
+        with pytest.raises(
+            InputError, match=f"ranks={ranks}; ranks is SITE=RANK,... with ranks from 1, each site once"
+        ):
+            load("fedlora", ranks=ranks)
     with pytest.raises(InputError, match="there is no site 'd'.*the sites are a, b"):
         site_networks(load("fedlora", ranks="d=2"), ["a", "b"])
 

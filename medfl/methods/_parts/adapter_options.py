@@ -57,9 +57,10 @@ class AdapterOptions(SiteNetworks, Method):
         """Return the bundle's network for each.
 
         Raises:
-            InputError: `ranks` names a site that takes no part.
+            InputError: `ranks` names a site that takes no part. One name alone may be one of several sites, each of
+                which is planned on a machine of its own.
         """
-        if odd := sorted(self._ranks.keys() - set(names)):
+        if (odd := sorted(self._ranks.keys() - set(names))) and len(names) > 1:
             raise InputError(
                 f"ranks={self.ranks}: there is no site {odd[0]!r}", f"the sites are {', '.join(names)}", "name these"
             )
@@ -101,6 +102,8 @@ class AdapterOptions(SiteNetworks, Method):
     @property
     def _ranks(self) -> dict[str, int]:
         parts = [part.partition("=") for part in self.ranks.split(",") if part.strip()]
-        if any(not name.strip() or not rank.strip().isdecimal() or int(rank) < 1 for name, _, rank in parts):
-            raise InputError(f"ranks={self.ranks}", "ranks is SITE=RANK,... with ranks from 1", "as ranks=a=2,b=8")
+        wrong = any(not name.strip() or not rank.strip().isdecimal() or int(rank) < 1 for name, _, rank in parts)
+        if wrong or len({name.strip() for name, _, _ in parts}) < len(parts):
+            allowed = "ranks is SITE=RANK,... with ranks from 1, each site once"
+            raise InputError(f"ranks={self.ranks}", allowed, "as ranks=a=2,b=8")
         return {name.strip(): int(rank) for name, _, rank in parts}

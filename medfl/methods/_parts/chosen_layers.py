@@ -34,7 +34,7 @@ def whole_layers(network: nn.Module, text: str) -> frozenset[str]:
     """
     layers = {name: layer for name, layer in network.named_modules() if name and layer.state_dict()}
     head = {"head": head_name(network)} if "head" in text.split(",") and "head" not in layers else {}
-    found = {head.get(name, name) for name in _chosen({**layers, **dict.fromkeys(head)}, text or NONE, "full")}
+    found = {head.get(name, name) for name in _chosen({**layers, **dict.fromkeys(head)}, text.strip() or NONE, "full")}
     tensors = network.state_dict(keep_vars=True)
     same = {id(tensor) for name, tensor in tensors.items() if any(name.startswith(f"{layer}.") for layer in found)}
     return frozenset(name for name, tensor in tensors.items() if id(tensor) in same)
@@ -65,7 +65,7 @@ def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> dict[s
 
 def _chosen(layers: Mapping[str, nn.Module | None], text: str, option: str) -> list[str]:
     """Return the layers that a text chooses, in the network's order; all where it is empty."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
     for part in parts:
         if part != NONE and not any(_is(part, name, layer) for name, layer in layers.items()):
             names, kinds = [name for name in layers if name], "linear, conv" if option == "layers" else "head, norm"

@@ -81,8 +81,8 @@ def delta(name: str) -> str:
 
 
 def named(pairs: Pairs, factors: str) -> dict[str, Tensor]:
-    """Return the factors A, B or both under their names."""
-    return {key(n, f, len(pair[0])): pair[f == "B"] for n, pair in pairs.items() for f in factors}
+    """Return the factors A, B or both under their names, row by row as from a file: a product's bits depend on that."""
+    return {key(n, f, len(pair[0])): pair[f == "B"].contiguous() for n, pair in pairs.items() for f in factors}
 
 
 def read(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: int) -> Tensor:
