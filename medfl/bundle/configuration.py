@@ -68,7 +68,7 @@ class Configuration:
     ) -> None:
         """Read the files; nothing in them is evaluated yet."""
         self._policy, self._places, self._device = policy, {root} | _places(overrides.values()), device
-        self.root, self.file, self._first_file, self._metadata = root, files[-1], files[0].name, dict(metadata)
+        self.root, self.file, self._first_file, self.metadata = root, files[-1], files[0].name, dict(metadata)
         self.dropped: set[str] = set()
         self._folder = ""
         self._merged = parser = ConfigParser({})
@@ -99,8 +99,10 @@ class Configuration:
             self._merged[key] = value
         self._places |= _places(values.values())
         content = self._merged.get()
+        if self.file.stem == "inference":
+            content = habits.without_fetching(content)
         self.lists = habits.data_lists(content, self.root, self._folder) if self._folder else {}
-        self._content = self._harmless({**content, **self.lists, "_meta_": self._metadata})
+        self._content = self._harmless({**content, **self.lists, "_meta_": self.metadata})
         self._parser = self._parse()
 
     def _parse(self, without: Iterable[str] = ()) -> ConfigParser:
@@ -120,8 +122,6 @@ class Configuration:
         if not isinstance(node, Mapping):
             return habits.on_device(key, node, self._device) if isinstance(node, str) else node
         safe, target = {key: self._harmless(value, key) for key, value in node.items()}, target_name(node)
-        if self.file.stem == "inference" and safe.get("pretrained") is True:
-            safe["pretrained"] = False  # its weights are loaded from models/
         for name in older.idle_arguments(target, safe):
             del safe[name]
             self.adapted.add(f"{target}.{name}")

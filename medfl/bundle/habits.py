@@ -35,6 +35,18 @@ def data_lists(content: Mapping[str, Any], root: Path, folder: str) -> dict[str,
     return found
 
 
+def without_fetching(node: Any) -> Any:
+    """Return an inference configuration whose networks fetch no weights: those of models/ are loaded anyway."""
+    if isinstance(node, list):
+        return [without_fetching(value) for value in node]
+    if not isinstance(node, Mapping):
+        return node
+    return {
+        key: False if value is True and re.split("#|::", str(key))[-1] == "pretrained" else without_fetching(value)
+        for key, value in node.items()
+    }
+
+
 def on_device(key: str, text: str, device: torch.device) -> str:
     """Return a text of the configuration with CUDA devices that it names replaced by the run's device."""
     if text.startswith("$"):

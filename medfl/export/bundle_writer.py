@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from medfl import methods
 from medfl.bundle.configuration import Configuration, meant, own_modules
 from medfl.bundle.files import config_file, read
+from medfl.bundle.habits import without_fetching
 from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError, RunError
 from medfl.core.run_folder import safe_file_name
@@ -301,6 +302,7 @@ class _BundleWriter:
                     file.set("dataset_dir", "$@bundle_root + '/data'" if "bundle_root" in file else "data")
                 self._network_def(file, stem, definition, sha256)
             if stem == "inference":
+                file.content = without_fetching(file.content)
                 self.any_folder = predict_any_folder(file, self.task.classes, self.images.inputs[0].shape[1:])
             self._write(f"configs/{source.name}", file.text())
         if config_file(self.root, "inference") is None:

@@ -209,7 +209,7 @@ class _Inspector:
             raise Refused(f"{printable(node, 40)!r}, a table that only a user names")
         value = self._resolved(node)
         for part in () if _is_free(place, stem) else place:  # also of `x#reader#0`
-            read_as_false = part == "pretrained" and value is True and stem == "inference"  # weights follow
+            read_as_false = part == "pretrained" and node is True and stem == "inference"  # habits.without_fetching
             if not read_as_false and (why := argument_refused(part, value)):
                 raise Refused(why)
         if isinstance(node, dict):
@@ -233,7 +233,7 @@ class _Inspector:
         target = node.get("_target_")
         if isinstance(target, str):
             arguments = {key: self._resolved(value) for key, value in node.items()}
-            if stem == "inference" and arguments.get("pretrained"):
+            if stem == "inference" and node.get("pretrained") is True:
                 arguments["pretrained"] = False
             if why := component_refused(target.rpartition(".")[2], arguments):
                 raise Refused(why)

@@ -319,6 +319,15 @@ def test_arrays_beside_tensors_are_read_and_code_is_not(tmp_path: Path) -> None:
         Bundle(path, {"file": str(tmp_path / "object.pt")}, policy=TRUSTED).get("width")
 
 
+def test_networks_of_an_inference_fetch_no_weights_since_those_of_the_bundle_follow() -> None:
+    given = {"net": {"_target_": "ResNet", "pretrained": True}, "net#pretrained": True, "more": [{"pretrained": "@x"}]}
+    assert habits.without_fetching(given) == {
+        "net": {"_target_": "ResNet", "pretrained": False},
+        "net#pretrained": False,
+        "more": [{"pretrained": "@x"}],
+    }
+
+
 def test_images_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.write_phantom("mednist", tmp_path / "images", per_class=10, size=16)
     monkeypatch.chdir(tmp_path)

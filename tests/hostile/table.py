@@ -175,6 +175,10 @@ HOSTILE: dict[str, Hostile] = {
     "pickled_arrays": Hostile("'allow_pickle'", {"x": {"_target_": "LoadImage", "allow_pickle": True}}),
     "cache_of_pickles": Hostile("'weights_only'", {"x": {"_target_": "PersistentDataset", "weights_only": False}}),
     "download_of_data": Hostile("'download'", {"x": {"_target_": "DecathlonDataset", "download": True}}),
+    "pretrained_by_a_reference_in_inference": Hostile(
+        "'pretrained'",
+        files={"configs/inference.yaml": "wanted: true\nx: {_target_: DenseNet121, pretrained: '@wanted'}\n"},
+    ),
     "download_of_weights": Hostile("'pretrained'", {"x": {"_target_": "DenseNet121", "pretrained": True}}),
     "download_of_weights_by_default": Hostile("would fetch", {"x": {"_target_": "EfficientNetBN", "model_name": "b0"}}),
     "download_of_weights_by_a_full_name": Hostile(
