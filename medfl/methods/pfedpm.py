@@ -15,11 +15,13 @@ judged by which.
 Departures. (7) as printed is divided once more by the number of owners, which would pull every feature to 0:
 `agg=literal`. C_i of (6) is taken after training in evaluation mode, not while the network moves (`features=running`).
 The distance of (9) is taken class by class; public code of its lineage has the mean squared difference of each sample
-(`reg=sample_mse`), to which the paper's lambda of 1 (CIFAR-10: 0.1) belong. `mix=live` is (8) with the C_i of the loss
-itself, so that a only scales lambda by 1 - a. Sites start from common weights, as in Local (`same_init`). The paper
-sizes no relation head: here one convolution over the pair and two linear layers, without BatchNorm, and Adam, since SGD
-at 0.01 hardly moves it (`relation_optimizer=sgd`). In round 1 there is no C~: no second loss, no relation step.
-With `bodies` the sites' networks differ (pFedPM-mh); `feature_size` gives all of them features of one length.
+(`reg=sample_mse`). Not being squared it pulls as hard near its target as far from it, with the paper's lambda of 1 as
+hard as the labels: validation images chose 0.1 (the paper's on CIFAR-10) at each of three rates. `mix=live` is (8) with
+the C_i of the loss itself, so that a only scales lambda by 1 - a. Sites start from common weights, as in Local
+(`same_init`). The paper sizes no relation head: here one convolution over the pair and two linear layers, without
+BatchNorm, and Adam, since SGD at 0.01 hardly moves it (`relation_optimizer=sgd`). In round 1 there is no C~: no second
+loss, no relation step. With `bodies` the sites' networks differ (pFedPM-mh); `feature_size` gives all of them features
+of one length.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class PFedPM(PrototypeExchange):
     """Sites share class means of features and train near a mixture of their own and the common ones."""
 
     a: float = option(0.4, "share of own features in the mixed ones (FEMNIST: 0.3 to 0.6)", minimum=0.0, maximum=1.0)
-    lam: float = option(1.0, "lambda, pull towards the mixed features (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0)
+    lam: float = option(0.1, "lambda, pull towards the mixed features (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0)
     agg: str = option(
         "weighted",
         "class features over their owners: by samples, plain mean, or eq. 7 as printed",

@@ -162,7 +162,7 @@ def test_live_mixing_only_scales_lambda(classes: Toy) -> None:
     for a in (0.0, 0.3, 1.0):
         close(class_distance(values, label, mix(known, live, a)), (1 - a) * class_distance(values, label, known))
     for reg, left in (("class_l2", 0.5), ("sample_mse", 0.25)):
-        scaled_down = simulate(load("pfedpm", mix="live", a=0.5, reg=reg), classes, 3)
+        scaled_down = simulate(load("pfedpm", mix="live", a=0.5, lam=1.0, reg=reg), classes, 3)
         smaller = simulate(load("pfedpm", a=0.0, lam=left, reg=reg), classes, 3)
         assert bits(scaled_down.server) == bits(smaller.server)
     assert bits(simulate(load("pfedpm", a=0.5), classes, 3).server) != bits(
@@ -550,7 +550,7 @@ def test_features_of_other_lengths_are_refused_by_site() -> None:
 
 
 def test_it_trains_as_fedproto_with_that_methods_settings(classes: Toy) -> None:
-    ours = simulate(load("pfedpm", a=0.0, agg="uniform", reg="sample_mse"), classes, 3)
+    ours = simulate(load("pfedpm", a=0.0, agg="uniform", reg="sample_mse", lam=1.0), classes, 3)
     theirs = simulate(load("fedproto"), classes, 3)
     assert bits(ours.server) == bits(theirs.server)
     assert bits(ours.replies) == bits(theirs.replies)
@@ -595,5 +595,5 @@ def test_bad_input() -> None:
 
 def test_the_cards_defaults_and_limits() -> None:
     assert numbers("pfedpm") == {
-        "a": (0.4, 0.0, 1.0), "lam": (1.0, 0.0), "mask_to_local": (False,), "same_init": (True,), "feature_size": (0, 0)
+        "a": (0.4, 0.0, 1.0), "lam": (0.1, 0.0), "mask_to_local": (False,), "same_init": (True,), "feature_size": (0, 0)
     }  # fmt: skip
