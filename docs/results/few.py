@@ -1,7 +1,7 @@
-"""Folders of HAM10000 for the runs of docs/results.md: few images a class, or one centre cut into halves.
+"""Folders for the runs of docs/results.md: few images a class, or a part of them cut off as public images.
 
-    python docs/results/few.py FOLDER OUT --most 150             at most so many images of each class
-    python docs/results/few.py FOLDER OUT --half vidir_modern    OUT/public: half of its lesions, OUT/private: the rest
+    python docs/results/few.py HAM10000 OUT --most 150           at most so many images of each class
+    python docs/results/few.py MEDNIST OUT --every 2             OUT/public: every second image, OUT/private: the rest
 
 Lesions are taken by the hash of their names. Archives are linked, not copied.
 """
@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 
 def few(rows: Sequence[Mapping[str, str]], most: int) -> list[Mapping[str, str]]:
     """Return at most so many rows of each class, those of the lesions with the smallest hashes."""
@@ -25,15 +27,6 @@ def few(rows: Sequence[Mapping[str, str]], most: int) -> list[Mapping[str, str]]
             counts[row["dx"]] += 1
             kept.append(row)
     return sorted(kept, key=lambda row: row["image_id"])
-
-
-def halves(rows: Sequence[Mapping[str, str]], centre: str) -> dict[str, list[Mapping[str, str]]]:
-    """Return half of the lesions of a centre as public, all other rows as private."""
-    made: dict[str, list[Mapping[str, str]]] = {"public": [], "private": []}
-    public = {row["lesion_id"] for row in rows if row["centre"] == centre and int(_hash(row), 16) % 2}
-    for row in rows:
-        made["public" if row["lesion_id"] in public else "private"].append(row)
-    return made
 
 
 def write(folder: Path, rows: list[Mapping[str, str]], out: Path) -> None:
@@ -47,6 +40,20 @@ def write(folder: Path, rows: list[Mapping[str, str]], out: Path) -> None:
         (out / archive.name).symlink_to(archive.resolve())
 
 
+def cut(file: Path, every: int, out: Path) -> None:
+    """Write an archive of `train_images`, `train_labels` … as two: one image of `every`, and the others."""
+    arrays = dict(np.load(file))
+    for name, public in (("public", True), ("private", False)):
+        (out / name).mkdir(parents=True)
+        kept = {
+            key: values[(np.arange(len(values)) % every == 0) == public]
+            if key.endswith(("images", "labels"))
+            else values
+            for key, values in arrays.items()
+        }
+        np.savez_compressed(out / name / file.name, **kept)
+
+
 def _hash(row: Mapping[str, str]) -> str:
     return hashlib.sha256(row["lesion_id"].encode()).hexdigest()
 
@@ -54,19 +61,19 @@ def _hash(row: Mapping[str, str]) -> str:
 def main() -> None:
     """Write what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with labels.csv and images_<centre>.zip")
+    parser.add_argument("folder", type=Path, help="with labels.csv and images_<centre>.zip, or with mednist_<side>.npz")
     parser.add_argument("out", type=Path)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--most", type=int, help="images of a class")
-    asked.add_argument("--half", metavar="CENTRE", help="centre whose lesions are cut into halves")
+    asked.add_argument("--every", type=int, help="one image of so many is public")
     options = parser.parse_args()
+    if options.every:
+        (archive,) = options.folder.glob("*.npz")
+        cut(archive, options.every, options.out)
+        return
     with (options.folder / "labels.csv").open(newline="") as file:
         rows: list[Mapping[str, str]] = list(csv.DictReader(file))
-    if options.most:
-        write(options.folder, few(rows, options.most), options.out)
-    else:
-        for name, part in halves(rows, options.half).items():
-            write(options.folder, part, options.out / name)
+    write(options.folder, few(rows, options.most), options.out)
 
 
 if __name__ == "__main__":
