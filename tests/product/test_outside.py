@@ -1,14 +1,11 @@
 """What a whole run does outside of its run folder, seen by an audit hook: nothing, whatever bundle the gate accepts.
 
-The bundles of the public zoo are watched where they train, in zoo/test_published.py.
+The bundles of the public zoo are watched likewise, in zoo/test_published.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,61 +14,17 @@ import pytest
 
 from medfl.bundle.files import read, shipped_folders
 from medfl.datasets import write_phantom
-from tests.support.audit import MAY, unlisted
-from tests.support.programs import python_path
+from tests.support.watched import check, watched
 from tests.zoo.build import ZOO
 
 ROOT = Path(__file__).parents[2]
 REAL = Path(os.environ.get("MEDFL_DATA", ROOT.parent / "shared" / "data")) / "montgomery_jsrt_demo"
 SHORT = ["--rounds", "1", "--jobs", "2", "--device", "cpu", "--sites", "2", "--partition", "iid"]
 
-_RUN = """
-import json, os, sys
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from tests.support.audit import Watch
-import torch, monai, ignite, nibabel, PIL.Image, medfl.runs.launch
-from medfl.cli import main
-watch = Watch(may_change=tuple(map(Path, {places!r})), may={may!r})
-before = set(sys.modules)
-codes, until = [], []
-for arguments in {runs!r}:
-    with watch.on():
-        codes.append(main(arguments))
-    until.append(len(watch.seen))
-imported = sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})
-print()
-print(json.dumps({{"codes": codes, "seen": watch.seen, "until": until, "imported": imported}}))
-"""
-
 
 def outside(place: Path, *runs: list[str]) -> dict[str, Any]:
     """As `watched`, of `medfl run` with each of these."""
     return watched(place, *(["run", *given, "--out", f"{place}/out/{n}", *SHORT] for n, given in enumerate(runs)))
-
-
-def watched(place: Path, *commands: list[str]) -> dict[str, Any]:
-    """Run these in one process; return exit codes, what changed outside of `place`/out, how much of it until the end of
-    each, what was imported."""
-    places = [str(place / "out"), str(place / "cache"), str(place / "tmp"), "/dev/shm"]  # noqa: S108
-    for folder in places[1:3]:
-        Path(folder).mkdir()
-    script = _RUN.format(root=str(ROOT), places=places, runs=list(commands), may=MAY)
-    environment = {**os.environ, "XDG_CACHE_HOME": places[1], "TMPDIR": places[2], "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": python_path(), "MPLCONFIGDIR": places[1]}
-    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # PyTorch sets it in whatever process has compiled something
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=1800, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    document["stderr"] = done.stderr
-    return document
-
-
-def check(found: dict[str, Any]) -> None:
-    errors = [line for line in found["stderr"].splitlines() if line.startswith("error")]
-    assert not any(found["codes"]), errors
-    assert found["seen"] == []
-    assert not unlisted(found["imported"])
 
 
 def settings(config: Mapping[str, str]) -> list[str]:

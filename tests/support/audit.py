@@ -85,15 +85,13 @@ class Watch:
         sys.addaudithook(self._hook)
 
     @contextmanager
-    def on(self, *may_change: Path) -> Iterator[None]:
-        """Watch; below these folders, too, files may change."""
-        before = list(self._roots)
-        self._roots += [str(root.resolve()) for root in may_change]
+    def on(self) -> Iterator[None]:
+        """Watch."""
         self._on = True
         try:
             yield
         finally:
-            self._on, self._roots = False, before
+            self._on = False
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._on or event in self._may:
@@ -104,6 +102,8 @@ class Watch:
                 self.seen.append(f"{event} {arguments!r:.200}")
             elif event == "open" and self._changes(arguments):
                 self._place(event, arguments[0])
+            elif event in ("os.remove", "os.rmdir") and isinstance(arguments[1], int) and arguments[1] >= 0:
+                self._place(event, f"/proc/self/fd/{arguments[1]}/{arguments[0]}")  # of a tree that is removed
             elif event in _CHANGES:
                 for place in arguments[event.startswith("shutil.copy") : 2]:
                     self._place(event, place)
