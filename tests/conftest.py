@@ -18,11 +18,20 @@ if TYPE_CHECKING:
 # torch is imported in the fixtures: the process that hands the tests out to workers runs none and has to start quickly.
 
 
-LONGEST = ("flare/test_faults.py", "benchmarks/test_gpu_day.py", "flare/", "product/test_docs_commands.py", "product/")
+LONGEST = (
+    "flare/test_faults.py", "zoo/test_published.py", "benchmarks/test_gpu_day.py", "flare/", "policy/test_reach.py",
+    "product/test_docs_commands.py", "product/",
+)  # fmt: skip
 """Files and folders that are begun first, so that no worker is left alone with them at the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("loadgroup", False):
+        lost = [item for item in items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+        if lost:  # each worker would make anew what a group shares
+            raise pytest.UsageError(f"pytest-xdist does not group {lost[0].nodeid}; another pytest: setup.cfg")
+
     def place(item: pytest.Item) -> int:
         file = item.nodeid.removeprefix("tests/")
         return next((at for at, start in enumerate(LONGEST) if file.startswith(start)), len(LONGEST))
@@ -82,6 +91,23 @@ def monai_is_scanned_once() -> Iterator[None]:
         patch.setattr(ComponentLocator, "_find_module_names", listed)
         patch.setattr(ComponentLocator, "_find_classes_or_functions", scanned)
         patch.setattr(module, "damerau_levenshtein_distance", functools.cache(module.damerau_levenshtein_distance))
+        yield
+
+
+@pytest.fixture(scope="session")
+def warm_address() -> Iterator[str]:
+    """Return where programs find the warm process; it is started for the first test that wants it."""
+    from tests.support.programs import warm_process
+
+    with warm_process() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def warm(warm_address: str) -> Iterator[None]:
+    """Let the programs of a file that find `support/lean` be forked from a process that has imported all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEDFL_TESTS_WARM", warm_address)
         yield
 
 
