@@ -31,13 +31,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Contain what a bundle does to the process: seeds, cuDNN flags, imports, working folder, files left open."""
-    before = set(sys.modules)
-    with stream(0, "zoo"):
-        yield monkeypatch
-        set_determinism(None)
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] == "scripts":
-            del sys.modules[name]
+    with monkeypatch.context() as patch:
+        for name in [*sys.modules]:
+            if name.split(".")[0] == "scripts":  # of another bundle, which another test left
+                patch.delitem(sys.modules, name)
+        before = set(sys.modules)
+        with stream(0, "zoo"):
+            yield monkeypatch
+            set_determinism(None)
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] == "scripts":
+                del sys.modules[name]
     gc.collect()
 
 
