@@ -78,7 +78,7 @@ class Bundle:
         self._trainer = find_trainer(self._config)
         self.own_trainer = own_steps(self._config, self._trainer)
         """Class of a trainer that takes its steps by itself, "" of MONAI's supervised one."""
-        self._sections = Sections(self.root, self._trainer, self._config, self._with_evaluate, bool(self.own_trainer))
+        self.sections = Sections(self.root, self._trainer, self._config, self._with_evaluate, bool(self.own_trainer))
         self._embeddings: dict[str, tuple[Tensor, str]] = {}
         self.start: Mapping[str, Tensor] | None = None
         """Weights that its networks begin with, None for those that they are made with."""
@@ -192,36 +192,36 @@ class Bundle:
     @property
     def batch_size(self) -> int:
         """The training data loader's batch size."""
-        return self._sections["train"].batch_size
+        return self.sections["train"].batch_size
 
     # Data
 
     @property
     def has_test(self) -> bool:
         """Tell whether evaluate.* names data of its own; else the validation items serve as test items."""
-        return self._sections.has_test
+        return self.sections.has_test
 
     @property
     def unread(self) -> str:
         """Why the data that evaluate.* names cannot be read, "" where they can or it names none."""
-        return self._sections.unread
+        return self.sections.unread
 
     def section(self, name: str) -> Section:
         """Return a section as the bundle's configuration gives it: items, transforms and what reads them."""
-        return self._sections[name]
+        return self.sections[name]
 
     def data(self, section: str) -> Sequence[Any]:
         """Return the section's data list as the bundle gives it, or its data set where only that can read it."""
-        entries: Sequence[Any] = self._sections[section].source.entries
+        entries: Sequence[Any] = self.sections[section].source.entries
         return entries
 
     def items(self, section: str) -> list[Item]:
         """Return one record per item: id, and label (a class index), centre and group where the data list has them."""
-        return self._sections[section].items
+        return self.sections[section].items
 
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Prepared:
         """Run the section's deterministic transforms once and return its items ready to be batched."""
-        data = self._sections[section]
+        data = self.sections[section]
         return prepare(
             data.items, data.source, data.collate, data.prepare_batch, label=f"preparing {section} images",
             jobs=jobs, progress=progress, cache=self._disk_cache(section),
@@ -229,7 +229,7 @@ class Bundle:
 
     def _disk_cache(self, section: str) -> DiskCache | None:
         """Return where prepared samples go that are too large for memory; None where entries have no names."""
-        source = self._sections[section].source
+        source = self.sections[section].source
         if not (source.is_list and source.fixed):
             return None
         overrides = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
@@ -244,18 +244,20 @@ class Bundle:
         """Network output, target and input of the first training item, twice in a batch: misfits show here."""
         if self.own_trainer:
             return None, None, None
-        data = self._sections["train"]
+        data = self.sections["train"]
+        item, source, labelled = data.first
         with stream(0, "trial") as generator, torch.no_grad():
-            samples = prepare(data.items[:1], data.source, data.collate, data.prepare_batch)
+            samples = prepare([item], source, data.collate, data.prepare_batch)
             x, y = next(samples.batches(torch.zeros(2, dtype=torch.int64), 2, generator))
             network = self.network()
             self.optimizer(network)
             try:
                 prediction = network.train()(moved(x, self.device))
-                self._try_loss(prediction, moved(y, self.device))
+                if labelled:
+                    self._try_loss(prediction, moved(y, self.device))
             except Exception as error:
                 raise InputError(
-                    f"bundle {self.name!r}: its network and loss fail on item {data.items[0]['id']!r}: "
+                    f"bundle {self.name!r}: its network and loss fail on item {item['id']!r}: "
                     f"{told(root_cause(error))}",
                     "network, loss and transforms fit together",
                     "see that the bundle trains by itself",
@@ -375,7 +377,7 @@ class Bundle:
     def evaluator(self) -> Evaluator:
         """How this bundle's networks are scored."""
         if self.task == "classification":
-            batch_size = {} if self.is_shipped else {"batch_size": self._sections.batch_size("validate")}
+            batch_size = {} if self.is_shipped else {"batch_size": self.sections.batch_size("validate")}
             return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self._loss_function, nn.BCELoss))
         if self.own_trainer:
             return CaseEvaluator(self.key_metric, lambda value, _: value, lambda x, net: own_iteration.of(net).score(x))
@@ -392,7 +394,7 @@ class Bundle:
         if self.is_shipped:
             return ()
         by_loss = self.key_metric == "loss"  # asked for first: the trial may add to what was adapted
-        texts = [*notes(self.root, self._config, self._trainer, self._sections["train"], self.is_scheduled)]
+        texts = [*notes(self.root, self._config, self._trainer, self.sections["train"], self.is_scheduled)]
         if by_loss and not self.own_trainer:
             texts.append("it has no key metric: the best round has the lowest validation loss")
         return tuple(f"bundle {self.name}: {text}" for text in texts)

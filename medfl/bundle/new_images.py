@@ -5,20 +5,20 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 import numpy as np
 import torch
-from monai.transforms import Compose, MapTransform, Transform
+from monai.transforms import Transform
 from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
+from medfl.data.lacking import without_labels
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.source import Source
@@ -116,15 +116,6 @@ def transforms_of(bundle: Bundle) -> Transform:
         return without_labels(bundle.section("validate").source.transforms)
 
 
-def without_labels(chain: Sequence[Any]) -> Transform:
-    """Return a copy of transforms as one, which lets an entry without a label pass."""
-    transforms: Any = deepcopy(Compose(chain).flatten())  # type: ignore[no-untyped-call]
-    for transform in transforms.transforms:
-        if isinstance(transform, MapTransform):
-            transform.allow_missing_keys = True
-    return transforms  # type: ignore[no-any-return]
-
-
 @contextmanager
 def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Give id -> URI, an id for each that is given, as `unlabelled.named` makes them.
@@ -135,7 +126,7 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
         images: as of `prepared`.
         metadata: of the bundle. Where it is silent, images are volumes of one channel: a folder of DICOM files is one.
     """
-    series, channels = len(_format(metadata).get("spatial_shape") or ()) != 2, channels_of(metadata)
+    series, channels = is_solid(metadata), channels_of(metadata)
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
         places = [
@@ -147,6 +138,11 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
         if not places:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
         yield joined(named(places, series), channels)
+
+
+def is_solid(metadata: Mapping[str, Any]) -> bool:
+    """Tell whether images are volumes, by a bundle's metadata; where it is silent they are."""
+    return len(_format(metadata).get("spatial_shape") or ()) != 2
 
 
 def channels_of(metadata: Mapping[str, Any]) -> int:

@@ -7,11 +7,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from medfl import datasets
-from medfl.bundle import parts
+from medfl.bundle import parts, unlabelled_images
 from medfl.bundle.bundle import Bundle, protocol_of, shipped
 from medfl.bundle.parts import PartsBundle, opened
 from medfl.bundle.sections import SECTIONS
@@ -22,6 +23,7 @@ from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
 from medfl.data.prepared import Prepared
+from medfl.data.source import NO_LABEL
 from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
 from medfl.policy.policy import Policy
@@ -81,7 +83,7 @@ class Opened:
     def record(self) -> DataRecord:
         """Describe the images; hashes them, so this comes after what is quick to refuse."""
         bundle, counts = self.bundle, {section: len(self.bundle.data(section)) for section in SECTIONS}
-        if not bundle.is_shipped:
+        if not bundle.is_shipped or bundle.sections.images_only:
             source = PHANTOM if _is_drawn(bundle, self.folder) else "real"
             own = bundle.parts.sections.checksum if isinstance(bundle, PartsBundle) else ""
             checksum = own or _foreign_checksum(bundle)
@@ -89,6 +91,8 @@ class Opened:
         source = PHANTOM if datasets.is_phantom(self.folder) else "real"
         notes = tuple(datasets.notes(bundle.name, self.folder))
         checksum = datasets.checksum(bundle.name, self.folder, self.split)
+        if any(NO_LABEL in item for item in bundle.items("train")):
+            checksum = hashlib.sha256(f"{checksum} {_foreign_checksum(bundle)}".encode()).hexdigest()
         return DataRecord(source, self.folder, checksum, self.split, counts, notes)
 
 
@@ -103,6 +107,7 @@ def with_data(
     preferred: str | None = None,
     bundle: Bundle | None = None,
     policy: Policy | None = None,
+    unlabelled: bool = False,
 ) -> Opened:
     """Open a bundle on its images.
 
@@ -116,17 +121,39 @@ def with_data(
         preferred: the split to take where the folder offers it.
         bundle: the bundle with this configuration, if it was opened before; its data must not have been asked for.
         policy: as `Bundle` takes it.
+        unlabelled: images without a label are training images too.
 
     Raises:
         InputError: no such images, or another bundle's phantom is asked for.
     """
     if name not in shipped():
-        return _foreign(bundle or opened(name, config, device, policy), data, config)
+        return _foreign(bundle or opened(name, config, device, policy), data, config, unlabelled)
+    if unlabelled and data is not None and _is_unknown(name, data):
+        bundle, place = bundle or opened(name, config, device, policy), Path(data).absolute()
+        bundle.override({"dataset_dir": str(place)})
+        return Opened(bundle, str(place), "", _take_unlabelled(bundle, place))
     folder = _folder(name, data, say).absolute()  # a bundle looks below folders that are named in full
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
     bundle = bundle or opened(name, config, device, policy)
     bundle.override({"dataset_dir": str(folder), "split": split})
-    return Opened(bundle, str(folder), split, (f"split: {split}", *datasets.notes(name, folder)))
+    notes = (*datasets.notes(name, folder), *(_take_unlabelled(bundle, folder) if unlabelled else ()))
+    return Opened(bundle, str(folder), split, (f"split: {split}", *notes))
+
+
+def _is_unknown(name: str, data: str) -> bool:
+    """Tell whether a folder has no layout of a shipped bundle's data set."""
+    try:
+        datasets.locate(name, data)
+    except InputError:
+        return Path(data).is_dir()
+    return False
+
+
+def _take_unlabelled(bundle: Bundle, folder: Path) -> tuple[str, ...]:
+    """Have a folder's images without labels among the training items; return a note on them."""
+    bundle.sections.find_unlabelled = partial(unlabelled_images.find, bundle, folder)
+    count = sum(NO_LABEL in item for item in bundle.items("train"))
+    return (f"{count} training images have no label",) if count else ()
 
 
 def _folder(name: str, data: str | None, say: Print) -> Path:
@@ -149,7 +176,7 @@ def _split(name: str, folder: Path, preferred: str | None) -> str:
     return str(preferred) if preferred in offered else offered[0]
 
 
-def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any]) -> Opened:
+def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any], unlabelled: bool) -> Opened:
     if data == PHANTOM:
         raise InputError(
             "--data phantom", "phantoms exist for the shipped bundles", "give this bundle's data folder, or omit --data"
@@ -158,7 +185,9 @@ def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any]) -> Ope
     if data is not None:
         folder = str(Path(data).expanduser().resolve())
         bundle.override({"dataset_dir": folder})
-    notes = bundle.notes
+    unlabelled = unlabelled and "dataset_dir" in bundle and not isinstance(bundle, PartsBundle)
+    bare = _take_unlabelled(bundle, Path(str(bundle.get("dataset_dir")))) if unlabelled else ()
+    notes = bundle.notes + bare
     if _is_drawn(bundle, folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
     if not bundle.has_test:

@@ -225,7 +225,7 @@ class PartsBundle(Bundle):
         self.parts, self.root, self.name = parts, Path(parts.bundle_name), parts.name
         self.is_shipped, self.own_trainer, self.policy = False, "", Policy()
         self.device, self.start = torch.device(device), None
-        self._sections, self._embeddings = parts.sections, {}  # type: ignore[assignment]
+        self.sections, self._embeddings = parts.sections, {}  # type: ignore[assignment]
         self.override(config)
 
     def override(self, config: Mapping[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
 from medfl.core.errors import InputError
+from medfl.data.lacking import is_unlabelled, lacking, with_all_channels, without_label
 from medfl.data.prepared import Item
-from medfl.data.source import Source, records, take_apart
+from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
 
 SECTIONS = ("train", "validate", "test")
 _VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
@@ -28,12 +29,22 @@ def _as_loaded(batch: Any, *_: object) -> tuple[Any, None]:
 
 @dataclass(frozen=True)
 class Section:
-    """The data of one section as its engine (trainer or evaluator) takes them."""
+    """The data of one section as its engine (trainer or evaluator) takes them.
+
+    Records say what an item lacks (`medfl.data.source.LACKS`, and `NO_LABEL` where such items were asked for).
+    """
 
     source: Source
     items: list[Item]
     loader: Any
     prepare_batch: Callable[..., Any]
+
+    @property
+    def first(self) -> tuple[Item, Source, bool]:
+        """The first item, of those with a label if there are such, the data set from it on, and whether it has one."""
+        at = next((i for i, item in enumerate(self.items) if NO_LABEL not in item), 0)
+        source = replace(self.source, entries=self.source.entries[at:]) if at else self.source
+        return self.items[at], source, NO_LABEL not in self.items[at]
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
@@ -45,6 +56,14 @@ class Section:
     def batch_size(self) -> int:
         """Items per batch of the data loader, 1 where it does not say."""
         return int(getattr(self.loader, "batch_size", None) or 1)
+
+
+@dataclass(frozen=True)
+class Unlabelled:
+    """Images without labels: entries for a data list, and whether the data have no others (`alone`)."""
+
+    entries: Sequence[Mapping[str, Any]] = ()
+    alone: bool = False
 
 
 class Sections:
@@ -72,6 +91,25 @@ class Sections:
         self.unread, self._whole = "", whole
         sets = (key for key in _VALIDATION_SETS if key in config)
         self._unscored = whole and find_evaluator(config) is None and next(sets, None) is None
+        self.find_unlabelled: Callable[[], Unlabelled] | None = None
+
+    @cached_property
+    def _unlabelled(self) -> Unlabelled | None:
+        """The images without labels, None where they are not asked for."""
+        return None if self.find_unlabelled is None else self.find_unlabelled()
+
+    @property
+    def images_only(self) -> bool:
+        """Tell whether the data have no labels at all: then there are training items alone."""
+        return self._unlabelled is not None and self._unlabelled.alone
+
+    @property
+    def lists(self) -> bool:
+        """Tell whether the training data list, as the bundle makes it, has items."""
+        try:
+            return len(take_apart(self._config.content(self._loader_ids(self._config, "train")[1])).entries) > 0
+        except (InputError, TypeError):
+            return False
 
     @cached_property
     def _evaluation(self) -> Configuration:
@@ -80,7 +118,7 @@ class Sections:
     @cached_property
     def has_test(self) -> bool:
         """Tell whether evaluate.* names data of its own that are here; else the validation items serve as such."""
-        if self._unscored:
+        if self._unscored or self.images_only:
             return True  # no items serve for others
         validate, test = (
             config.depends(config.within(self._loader_ids(config, "validate")[1], "data"))
@@ -125,7 +163,7 @@ class Sections:
         Raises:
             InputError: its data set cannot be divided, or is empty; names the id.
         """
-        if section != "train" and self._unscored:
+        if section != "train" and (self._unscored or self.images_only):
             return Section(Source([]), [], None, _as_loaded)
         if section == "test" and not self.has_test:
             section = "validate"
@@ -136,6 +174,8 @@ class Sections:
     def _open(self, section: str) -> Section:
         config = self._evaluation if section == "test" else self._config
         loader_id, dataset_id = self._loader_ids(config, section)
+        if self.images_only:
+            config.override({config.within(dataset_id, "data"): [{}]})  # the bundle would look for labels
         dataset = config.content(dataset_id)
         try:
             source = take_apart(dataset.dataset if isinstance(dataset, DataLoader) else dataset)
@@ -145,6 +185,8 @@ class Sections:
                 "a data set to be divided can be indexed",
                 "give it a data set with __len__ and __getitem__",
             ) from error
+        if section == "train" and self._unlabelled is not None:
+            source = _with(source, self._unlabelled)
         if len(source.entries) == 0:
             raise InputError(
                 f"{config.file}: the data list '{config.within(dataset_id, 'data')}' of section {section!r} is empty",
@@ -157,7 +199,51 @@ class Sections:
         prepare_batch = _as_loaded if self._whole else prepare_batch
         folder = config.content("dataset_dir") if "dataset_dir" in config else self.root
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
+        items, source = self._with_channels(items, source)
         return Section(source, items, config.content(loader_id) if loader_id else None, prepare_batch)
+
+    def _with_channels(self, items: list[Item], source: Source) -> tuple[list[Item], Source]:
+        """Return a data list in which images whose channels are files have one for each."""
+        image = ((self._config.metadata.get("network_data_format") or {}).get("inputs") or {}).get("image") or {}
+        channels = int(image.get("num_channels") or 0)
+        if channels < 2 or not source.is_list:
+            return items, source
+        numbered = "masks" in self._config and "split" in self._config  # medfl new wrote it
+        entries = [with_all_channels(entry, channels, numbered) for entry in source.entries]
+        absent = [entry.get(LACKS, ()) if isinstance(entry, Mapping) else () for entry in entries]
+        if not any(absent):
+            return items, source
+        items = [{**item, LACKS: lacks} if lacks else item for item, lacks in zip(items, absent, strict=True)]
+        return items, lacking(replace(source, entries=entries), channels)
+
+    def reread(self, section: str, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int) -> None:
+        """Have labels of a section, a list, be read by no transform, and channels be zero before the first.
+
+        Args:
+            section: of the items.
+            hidden: ids of those with such labels.
+            absent: id -> positions of such channels.
+            channels: of an image, 0 where none is absent.
+        """
+        kept = self[section]
+        ids = [str(item["id"]) for item in kept.items]
+        entries = [
+            {**(without_label(entry) if i in hidden else entry), LACKS: tuple(absent.get(i, ()))}
+            for i, entry in zip(ids, kept.source.entries, strict=True)
+        ]
+        items = [{**item, NO_LABEL: True} if i in hidden else item for i, item in zip(ids, kept.items, strict=True)]
+        source = lacking(replace(kept.source, entries=entries), channels)
+        self._opened[section] = replace(kept, items=items, source=source)
+
+
+def _with(source: Source, more: Unlabelled) -> Source:
+    """Return a data list with images without labels, at their places by id."""
+    listed = [] if more.alone or not source.is_list else source.entries
+    entries = [without_label(entry) if is_unlabelled(entry) else entry for entry in (*listed, *more.entries)]
+    if more.entries and all(isinstance(entry, Mapping) and "id" in entry for entry in entries):
+        entries.sort(key=lambda entry: str(entry["id"]))
+    bare = any(isinstance(entry, Mapping) and NO_LABEL in entry for entry in entries)
+    return lacking(replace(source, entries=entries)) if bare else source
 
 
 def check_labels(items: Sequence[Item], count: int, where: str, bundle: str) -> None:

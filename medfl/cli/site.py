@@ -97,6 +97,8 @@ def _add_data(parser: Any, many: str | None = None) -> None:
     """Add what opens a bundle on its data."""
     add_bundle(parser, nargs=many)
     parser.add_argument("--data", metavar="DIR|phantom", help="folder of the images, or drawn ones")
+    text = "the site is one without labels: images that have none are training images"
+    parser.add_argument("--unlabelled", action="store_true", help=text)
     _add_policy(parser)
     arguments.config(parser, "id of the bundle's configuration, e.g. image_size=64; may be repeated")
 
@@ -211,6 +213,7 @@ def _check(options: Any) -> int:
         options.batch_size,
         _config(options.config),
         options.folder,
+        options.unlabelled,
     )
     report = check(preflight, progress=sys.stderr.isatty())
     show(options, report.as_dict(), lambda: "\n".join(report.text(terminal.width())))
@@ -240,7 +243,9 @@ def _stats(options: Any) -> int:
     if options.noise is not None and not 0 < options.noise < 100:
         raise InputError(f"--noise {options.noise:g}", "epsilon, above 0 and below 100", "give for example --noise 1")
     least = max(min_count, policy.outbound.min_count)
-    opened = with_data(options.bundle, options.data, _config(options.config), "cpu", policy=policy)
+    opened = with_data(
+        options.bundle, options.data, _config(options.config), "cpu", policy=policy, unlabelled=options.unlabelled
+    )
     bins = bins_of(opened.bundle, OWN_BINS if options.bins is None else options.bins, options.range)
     rules = StatisticsOptions(bins, least, options.noise)
     document = gather(opened.bundle, opened.folder, rules, progress=sys.stderr.isatty())

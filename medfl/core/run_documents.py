@@ -65,7 +65,7 @@ SUMMARY: Mapping[str, Any] = {
     "sites": {"metric": str | None, "mean": float | None, "sd": float | None, "worst": float | None},
     "units": dict[str, str] | None, "status": str | None, "weights_sha256": str | None, "best_sha256": str | None,
     "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
-    "labels": dict[str, list[str]] | None,
+    "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None,
 }  # fmt: skip
 MANIFEST_FORM: Mapping[str, Any] = {
     "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": str | None,
@@ -73,6 +73,7 @@ MANIFEST_FORM: Mapping[str, Any] = {
     "record": {
         "best": _OBJECT, "best_test": _METRICS, "bytes_up": Count, "bytes_down": Count, "seconds": float,
         "seconds_rounds": float, "absent": dict[str, str], "left_out": dict[str, Count],
+        "facts": dict[str, dict[str, list[str]]] | None,
     },
 }  # fmt: skip
 BEST: Mapping[str, Any] = {"round": Round, "value": float}

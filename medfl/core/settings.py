@@ -158,7 +158,7 @@ class GeneralSettings:
         group=SITES, default=0.0, later=True, least=0, most=0.9,
     )  # fmt: skip
     unlabelled: str = setting(
-        "sites that train without labels, joined by commas; where a machine has some they are hidden from it", "SITES",
+        "sites that train without labels, joined by commas; labels of theirs are hidden, images may have none", "SITES",
         group=SITES, default="", later=True, form=forms.site_names,
     )  # fmt: skip
     max_share: float | None = setting(
@@ -205,8 +205,8 @@ class ProtocolSettings:
         group=SITES, default="", later=True, form=forms.by_site("--site-labels"), longest=10_000,
     )  # fmt: skip
     site_channels: str = setting(
-        "which channels of the images some sites have, by name or number; the others are zero there; default: every "
-        "site all", "SITE=NAME,...;...",
+        "which channels of the images some sites have, by name or number; the others are zero there, and need no "
+        "files; default: every site all", "SITE=NAME,...;...",
         group=SITES, default="", later=True, form=forms.by_site("--site-channels"), longest=10_000,
     )  # fmt: skip
     partial_loss: str = setting(

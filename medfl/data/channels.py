@@ -15,7 +15,7 @@ from medfl.data.prepared import Batch, Prepared
 class Channels(Prepared):
     """Prepared items whose images lack channels, each its own.
 
-    Zero is written after all transforms, so that nothing of what a file holds there is seen.
+    Zero is written after all transforms; those before the first random one saw zero too (`medfl.data.lacking`).
     """
 
     def __init__(self, prepared: Prepared, present: Tensor, drop: float = 0.0) -> None:

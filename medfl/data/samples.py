@@ -18,6 +18,7 @@ from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.byte_codes import Coded, decoded, encode, shape_of
 from medfl.data.deterministic import without_draws
+from medfl.data.lacking import is_unlabelled
 from medfl.data.prepared import Item, as_plain, check_channels
 from medfl.data.sampled import Sampler
 from medfl.data.source import Source
@@ -173,10 +174,12 @@ class Samples:
             item = f"item {self._items[index].get('id', index)!r}"
             if package := missing_package(error):
                 raise without_package(item, package) from error
+            entry = self._entries[index] if isinstance(self._entries, list) else None
+            bare = ", or name its site with --unlabelled" * (is_unlabelled(entry) and "label" in str(cause))
             raise InputError(
                 f"{item} cannot be prepared: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}",
                 "every item can be read and transformed",
-                "remove the item from the data, or repair its files",
+                f"remove the item from the data, or repair its files{bare}",
             ) from error
 
 

@@ -23,6 +23,10 @@ _CENTRE = ("centre", "center", "site", "hospital", "institution")
 _GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "lesion_id")
 
 
+NO_LABEL, LACKS = "lacks_label", "lacks_channels"
+"""Keys of an entry and its record: that its label is not there, or not to be read; positions of such channels."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A data set taken apart.
@@ -78,7 +82,7 @@ def _transforms(dataset: Any) -> tuple[Any, ...]:
 
 
 def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]:
-    """Return one record per item: a unique id and, where the data list has them, label, centre, group and size.
+    """Return one record per item: a unique id and, where the data list has them, label, centre, group, size.
 
     Without an id of its own an item is named by its image's path below the first of `folders` that holds it, or by its
     section and position.
@@ -101,6 +105,7 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
                 record[field] = str(value)
         if isinstance(entry.get("size"), int):
             record["size"] = entry["size"]
+        record |= {key: entry[key] for key in (NO_LABEL, LACKS) if key in entry}
         items.append(record)
     return items
 

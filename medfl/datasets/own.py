@@ -23,7 +23,10 @@ from medfl.datasets.readers.reading import JOINED, split_uri
 from medfl.datasets.readers.splitting import SECTIONS, Record, Rule, by_group, filled, fold_of, published
 from medfl.datasets.readers.volumes import bare, is_nifti, volume_files, volume_paths
 
+UNLABELLED = "unlabelled"
+"""Folder beside those of the classes, with images of no known class."""
 _SHARES = (0.7, 0.1, 0.2)
+_ALONE = ", or name a site that has images alone with --unlabelled"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Found:
         notes: one line each: what is left out.
         columns: which columns of a table were taken, in words.
         classes: of labelled images, in label order.
+        unlabelled: images without a label or mask.
     """
 
     records: list[Record]
@@ -45,6 +49,7 @@ class Found:
     notes: tuple[str, ...] = ()
     columns: str = ""
     classes: tuple[str, ...] = ()
+    unlabelled: tuple[Record, ...] = ()
 
 
 def labelled(
@@ -105,24 +110,28 @@ def paired(
             expression.
     """
     root = _root(folder)
-    return _items(root, with_masks(root, images, masks), section, group_by, split)
+    return _items(root, with_masks(root, images, masks, lacking=True), section, group_by, split)
 
 
 def in_folders(root: Path, classes: Sequence[str]) -> Found:
     """Return the images of the folders of classes."""
-    folders = class_folders(root)
+    folders = [name for name in image_folders(root) if name != UNLABELLED or name in classes]
     unknown = [name for name in folders if name not in classes]
     if unknown or not folders:
         foreign = tables.several([repr(name) for name in unknown], "folders")
         problem = f"folder {foreign} in {root} is of no class" if unknown else f"{root} has no folder with images"
         any_known = any(name in classes for name in folders)
-        advice = "rename it, or move it away" if any_known else "give the folder that holds these folders with --data"
+        advice = "give the folder that holds these folders with --data" + _ALONE
+        advice = "rename it, or move it away" if any_known else advice
         raise InputError(problem, f"a folder for each class: {', '.join(classes)}", advice)
     entries = [(name, path, uri) for name in folders for path, uri in tables.image_files(root / name)]
     records = [_record(uri, classes.index(name), f"{name}/{path}") for name, path, uri in entries]
     empty = [name for name in classes if name not in folders]
-    notes = (f"no image of class {', '.join(map(repr, empty))}",) if empty else ()
-    return Found(records, [path for _, path, _ in entries], cases.read(root, records), notes, classes=tuple(classes))
+    notes: tuple[str, ...] = (f"no image of class {', '.join(map(repr, empty))}",) if empty else ()
+    rest = () if UNLABELLED in classes else unlabelled(tables.image_files(root / UNLABELLED), f"{UNLABELLED}/")
+    notes += (f"{len(rest)} images in folder {UNLABELLED!r} have no class and are left out",) if rest else ()
+    rows = cases.read(root, records, rest)
+    return Found(records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), rest)
 
 
 def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None = None) -> Found:
@@ -132,6 +141,8 @@ def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None
         InputError: the table has other classes, or as `medfl.datasets.readers.label_table.read`.
     """
     table, files = below(root, labels), tables.image_files(below(root, images))
+    if not table.is_file():
+        raise InputError(f"{table} is not there", "the table of the images' classes", f"restore it{_ALONE}")
     found = label_table.read(table, [path for path, _ in files])
     names = sorted(set(found.classes.values())) if classes is None else classes
     if other := sorted(set(found.classes.values()) - set(names)):
@@ -139,18 +150,31 @@ def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None
         raise InputError(told, f"the classes {', '.join(names)}", "change these rows")
     used = [(path, uri) for path, uri in files if path in found.classes]
     records = [_record(uri, names.index(found.classes[path]), path) for path, uri in used]
-    rows = cases.read(root, records) or {path: row for path, row in found.rows.items() if row}
-    return Found(records, [path for path, _ in used], rows, found.notes, found.columns, tuple(names))
+    rest = unlabelled((path, uri) for path, uri in files if path not in found.classes)
+    rows = cases.read(root, records, rest) or {path: row for path, row in found.rows.items() if row}
+    return Found(records, [path for path, _ in used], rows, found.notes, found.columns, tuple(names), rest)
 
 
-def with_masks(root: Path, images: str, masks: str) -> Found:
-    """Return the images of a folder that have masks in another, or in the same."""
+def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> Found:
+    """Return the images of a folder that have masks in another, or in the same; some of them may lack channels."""
     place, other = below(root, images), below(root, masks)
-    table = _pairs(place, other)
-    names = [os.path.relpath(record.image.split(JOINED)[0], place).replace(os.sep, "/") for record in table.records]
+    table = _pairs(place, other, lacking)
+    records, rest = table.records, unlabelled(table.unlabelled.items())
     if (place / conventions.BIDS).is_file():
-        table.records = [replace(record, group=conventions.subject(record.image)) for record in table.records]
-    return Found(table.records, names, cases.read(root, table.records), tuple(table.notes))
+        records = [replace(record, group=conventions.subject(record.image)) for record in records]
+        rest = tuple(replace(record, group=conventions.subject(record.image)) for record in rest)
+    names = [below_all(place, record) for record in records]
+    return Found(records, names, cases.read(root, records, rest), tuple(table.notes), unlabelled=rest)
+
+
+def unlabelled(files: Iterable[tuple[str, str]], folder: str = "") -> tuple[Record, ...]:
+    """Return images without a label, by their paths in a folder."""
+    return tuple(_record(uri, 0, folder + path) for path, uri in files)
+
+
+def below_all(place: Path, record: Record) -> str:
+    """Return an image's path below the folder of all."""
+    return os.path.relpath(record.image.split(JOINED)[0], place).replace(os.sep, "/")
 
 
 def _record(uri: str, label: int, ident: str) -> Record:
@@ -172,10 +196,12 @@ def notes(folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[s
         found = found_by(root, ids)
     except InputError:
         return ()
-    if used != {record.image for record in found.records}:
+    known = {record.image for record in found.records}
+    if not {str(item.get("image")) for item in items if "label" in item} <= known <= used:
         return ()
     unknown = grouping.are_unknown(items)
-    return (*found.notes, *own_folder.odd(root), *((UNKNOWN_PATIENTS,) if unknown else ()))
+    left_out = found.notes if used == known else ()
+    return (*left_out, *own_folder.odd(root), *((UNKNOWN_PATIENTS,) if unknown else ()))
 
 
 NO_PATIENTS = (
@@ -185,10 +211,10 @@ NO_PATIENTS = (
 UNKNOWN_PATIENTS = f"{NO_PATIENTS}, or as a part of the file names with --config group_by=EXPRESSION"
 
 
-def found_by(root: Path, ids: Mapping[str, Any]) -> Found:
-    """Return the images of a folder as a bundle of `medfl new` with these ids takes them."""
+def found_by(root: Path, ids: Mapping[str, Any], *, lacking: bool = False) -> Found:
+    """Return the images of a folder as a bundle of `medfl new` with these ids takes them; some may lack channels."""
     if ids.get("masks"):
-        return with_masks(root, str(ids["images"]), str(ids["masks"]))
+        return with_masks(root, str(ids["images"]), str(ids["masks"]), lacking=lacking)
     if ids.get("labels"):
         return in_table(root, str(ids["images"]), str(ids["labels"]), ids["classes"])
     return in_folders(root, ids["classes"])
@@ -201,7 +227,12 @@ def above(items: Iterable[Mapping[str, Any]]) -> str:
 
 
 def class_folders(root: Path) -> list[str]:
-    """Return the names of the folders that hold images, sorted."""
+    """Return the names of the folders that hold images, sorted, without that of images of no class."""
+    return [name for name in image_folders(root) if name != UNLABELLED]
+
+
+def image_folders(root: Path) -> list[str]:
+    """Return the names of all folders that hold images, sorted."""
     return [name for name in _folders(root) if tables.image_files(root / name)]
 
 
@@ -227,7 +258,7 @@ def cohort_of(places: Iterable[str | Path]) -> Path | None:
     return next((folder for folder in sorted(folders) if (folder / MARKER).is_file()), None)
 
 
-def _pairs(images: Path, masks: Path) -> tables.Table:
+def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
     """Return a record for each image that has a mask.
 
     Raises:
@@ -236,13 +267,14 @@ def _pairs(images: Path, masks: Path) -> tables.Table:
     for place in (images, masks):
         if not place.is_dir():
             raise InputError(
-                f"{place} is no folder", "a folder of images and one of their masks", "give the paths of both folders"
-            )
-    image_paths, mask_paths = _paths(images, masks)
+                f"{place} is no folder", "a folder of images and one of their masks",
+                f"give the paths of both folders{_ALONE}",
+            )  # fmt: skip
+    image_paths, mask_paths = paths(images, masks, lacking)
     table = pairs.paired(*matching.match(image_paths, mask_paths))
     if table.problems or not table.records:
         problem = tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
-        advice = "name each mask as its image, and move other files away"
+        advice = f"name each mask as its image, and move other files away{_ALONE}"
         endings = [[bool(matching.ENDING.search(name)) for name, _ in paths] for paths in (image_paths, mask_paths)]
         if image_paths and all(endings[0]) and not any(endings[1]):
             advice = f"the masks seem to be in {images}: swap the two folders"
@@ -250,17 +282,17 @@ def _pairs(images: Path, masks: Path) -> tables.Table:
     return table
 
 
-def _paths(images: Path, masks: Path) -> tuple[matching.Named, matching.Named]:
-    """Return the images and the masks of two folders, or of one, by paths that agree."""
+def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, matching.Named]:
+    """Return the images and the masks of two folders, or of one, by paths that agree; no masks without their folder."""
     if (images / conventions.BIDS).is_file():
         raw = [(name, uri) for name, uri in volume_files(images) if name.partition("/")[0] not in conventions.DERIVED]
         return conventions.bids(*([(bare(name), uri) for name, uri in found] for found in (raw, volume_files(masks))))
     index = volume_paths if is_volumes(images) else pairs.picture_paths
     if images == masks:
         return conventions.apart(index(images))
-    mask_paths = index(masks)
+    mask_paths = index(masks) if masks.is_dir() else []
     image_paths = [(name, uri) for name, uri in index(images) if not PurePath(uri).is_relative_to(masks)]
-    return conventions.channels(image_paths, mask_paths), mask_paths
+    return conventions.channels(image_paths, mask_paths, lacking), mask_paths
 
 
 def is_volumes(images: Path) -> bool:

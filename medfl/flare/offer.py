@@ -18,11 +18,12 @@ from medfl.core.places import require_unused
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.flare.files import OWN_IMAGES, RUN_FILE
 from medfl.flare.job import recipe, require_flare, write_job
-from medfl.flare.site_config import needs_in_one_place
+from medfl.flare.remote import federation_of_names
+from medfl.flare.site_config import PLAIN, needs_in_one_place, odd_option
 from medfl.flare.wire import is_flare_name
 from medfl.runs import initial_weights, text_record
 from medfl.runs.plan import Request, make_plan
-from medfl.runtimes import site_channels, site_labels
+from medfl.runtimes import of_sites
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.unlabelled import check_unlabelled
 
@@ -55,7 +56,7 @@ def offer(
             f"site {odd[0]!r}", "letters, digits, - and _, at most 63, and not server, admin or relay", "rename it"
         )
     data = PHANTOM if bundle in shipped() else None
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, **site_labels.OF_NONE}
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, **of_sites.NOTHING}
     made = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole))
     run, method = made.run, made.method
     if run.method not in methods.names():
@@ -63,23 +64,20 @@ def offer(
     check_name(run.bundle, "bundle")
     if what := needs_in_one_place(method):
         raise InputError(f"method {run.method!r}, which needs {what}", "one that does without", "see medfl methods")
-    methods.site_networks(method, sites)
-    labels = site_channels.said("site_labels", bundle, requested or {})
-    site_labels.check(labels, made.bundle, method, sites)
-    channels = site_channels.said("site_channels", bundle, requested or {})
-    site_channels.check(channels, run.channel_drop, made.bundle, sites)
-    unlabelled = str((requested or {}).get("unlabelled", ""))
-    check_unlabelled(unlabelled, run.method, method, sites)
+    if text := odd_option({**run.options, "plm": ""}):  # a language model's path becomes a name
+        raise InputError(text, f"{PLAIN}: sites take no others", "write out what a pattern or path stands for")
+    said = of_sites.said(bundle, requested or {})
+    check_unlabelled(said["unlabelled"], run.method, method, {site: {} for site in sites})
     source = PHANTOM if rehearsal else "real"
-    return replace(
+    offered = replace(
         run,
         bundle_path="",
         data=DataRecord(source, "", "", "", {}),
         partition=PartitionRecord(OWN_IMAGES, run.seed, (), {name: {} for name in sites}),
-        site_labels=labels,
-        site_channels=channels,
-        unlabelled=unlabelled,
+        **said,
     )
+    federation_of_names(made.bundle, method, offered, held_out=False)  # what the server would refuse is refused here
+    return offered
 
 
 def export(

@@ -121,7 +121,7 @@ class _Controller(ModelController):  # type: ignore[misc]
         self._flare_names = wire.wire_names(federation.participants)
 
         def workers(whole: Federation, _: int) -> FlareWorkers:
-            found = FlareWorkers(whole, self, shown, roster)
+            found = FlareWorkers(whole, self, shown, roster, say)
             if isinstance(folder, ReportedRunFolder):
                 folder.workers = found
             return found
@@ -339,7 +339,7 @@ class RemoteExecutor(_Executor):
         policy = config.checked_policy()
         accepted_run(run, flare_name, config)
         algo = MedflClientAlgo(
-            lambda: open_site(run, flare_name, config, self._carried), flare_name,
+            lambda: open_site(run, flare_name, config, self._carried, self._say), flare_name,
             folder=config.folder, outbound=policy.outbound, audit=config.audit or None, say=self._say,
         )  # fmt: skip
         return FlareSite(algo, flare_name)

@@ -79,10 +79,11 @@ class ReportedRunFolder(RunFolder):
             super().write_table(name, rows)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary, with the means of the metrics reported last."""
+        """Write the summary, with the means of the metrics reported last, and what the sites told of their data."""
         last = self.rounds()[-1]["told"] if self.rounds() else {}
         final = mean_reported(self.workers.reported) if self.workers else {}
-        super().write_summary({**summary, "told": {**last, **final}})
+        facts = self.workers.by_kind(summary) if self.workers else {}
+        super().write_summary({**summary, **facts, "told": {**last, **final}})
 
 
 def mean_reported(reported: Mapping[str, Reported]) -> dict[str, float]:

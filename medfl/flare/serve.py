@@ -103,18 +103,19 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
     from medfl.bundle.bundle import Bundle
     from medfl.flare.kit import secure
     from medfl.flare.parts import ALLOWED, SIMULATED
-    from medfl.flare.site_config import CONFIG_FILE, SiteConfig
+    from medfl.flare.site_config import CONFIG_FILE, SiteConfig, check_own_word
 
     config = SiteConfig.read(kit / "local" / CONFIG_FILE)
     policy = config.checked_policy()
     if kind == "site" and not (config.data and Path(config.data).is_dir()):
         raise InputError(f"data {config.data or 'not given'}", "the folder of the site's images", "give it with --data")
+    bundle = Bundle(config.bundle, policy=policy)
+    check_own_word(config, bundle, kit.name)
     for path in (config.folder, config.audit and str(Path(config.audit).parent)):
         if path:
             Path(path).mkdir(parents=True, exist_ok=True)
     classes = [*ALLOWED, *(name for name in config.classes if name not in (*ALLOWED, *SIMULATED))]
     secure(kit, kind, classes)
-    bundle = Bundle(config.bundle, policy=policy)
     return {
         "kit": str(kit), "as": kind, "bundle": bundle.name, "bundle_sha256": bundle.sha256, "data": config.data,
         "folder": config.folder, "policy": config.policy or "none: nothing extra, nothing pinned",

@@ -17,9 +17,10 @@ import torch
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
+from medfl.core.terminal import Print
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
-from medfl.flare import wire
+from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.runtimes import profiling
 from medfl.runtimes.attendance import Absent
@@ -121,6 +122,7 @@ class FlareWorkers(Workers):
         shown: the sites belong to a simulation and show cases, masks and weights; otherwise they report metrics, and
             are not asked for anything else.
         roster: site -> most training items that its operator takes it to have; a site that is not in it has no limit.
+        say: where lines for the user go.
 
     Attributes:
         deadline: seconds that the sites have for a round, None for no limit.
@@ -129,11 +131,16 @@ class FlareWorkers(Workers):
     """
 
     def __init__(
-        self, federation: Federation, link: Link, shown: bool = True, roster: Mapping[str, int] | None = None
+        self,
+        federation: Federation,
+        link: Link,
+        shown: bool = True,
+        roster: Mapping[str, int] | None = None,
+        say: Print = str,
     ) -> None:
         """Start nothing: the sites run already."""
         super().__init__(federation, 1)
-        self._link, self._shown, self._roster = link, shown, roster or {}
+        self._link, self._shown, self._roster, self._say = link, shown, roster or {}, say
         self.samples: dict[str, int] = {}
         self.deadline: float | None = None
         self.reported: dict[str, dict[str, float]] = {}
@@ -261,7 +268,9 @@ class FlareWorkers(Workers):
             message = self._arrived(name, payload)
             self._federation.check(name, message)
             self.told.pop(name, None)
+            self.facts.pop(name, None)
             self.samples[name] = self._counted(name, payload)
+            self._heard(name, payload)
             return message
 
         return read
@@ -284,6 +293,23 @@ class FlareWorkers(Workers):
             raise RunError(f"it tells of {count:,} training images; when it introduced itself it had {known:,}")
         return count
 
+    def _heard(self, name: str, payload: Payload) -> None:
+        """Note what a site with images of its own tells of them, and say it the first time.
+
+        Raises:
+            RunError: it is none of the bundle's, or not what the site told before.
+        """
+        facts = {} if self._shown else site_facts.read(payload, self._federation.bundle)
+        if name not in self.facts and facts:
+            self._say(f"site {name!r} says that {site_facts.words(facts)}")
+        if facts != (before := self.facts.setdefault(name, facts)):
+            told, first = (site_facts.words(one) or "nothing" for one in (facts, before))
+            raise RunError(f"it tells of its data: {told}; at first it told: {first}")
+
+    def by_kind(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the sites told of their data as a run's summary has it."""
+        return site_facts.by_kind(self.facts, summary, self._federation.bundle)
+
     def _trained(
         self, name: str, down: Message, judge: Sequence[str], bytes_down: int
     ) -> Callable[[Payload], tuple[StepResult, bool]]:
@@ -295,6 +321,7 @@ class FlareWorkers(Workers):
             federation.check(name, reply)
             cases = self._cases(name, judge)(payload)
             steps, self.samples[name] = payload.whole_number(wire.STEPS), self._counted(name, payload)
+            self._heard(name, payload)
             loss = float(payload.numbers.get(wire.LOSS, float("nan")))  # a site's policy may withhold it
             renewed = bool(payload.whole_number(wire.RENEWED))
             return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed

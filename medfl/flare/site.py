@@ -24,7 +24,7 @@ from medfl.core.storage import State
 from medfl.core.untrusted import printable
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, summarise
-from medfl.flare import wire
+from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import JUDGE, KEPT, LOSS, ROUND, MedflClientAlgo
@@ -85,7 +85,7 @@ class FlareSite:
 
     def _introduce(self, payload: Payload) -> Payload:
         reply = self.algo.get_weights()
-        return Payload(_prefixed(reply.weights or {}), {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]})
+        return Payload(self._crossing(reply), {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]})
 
     def _train(self, payload: Payload) -> Payload:
         data, sections = self._said(payload), payload.sections
@@ -101,7 +101,7 @@ class FlareSite:
             wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT],
             wire.RENEWED: int(self.algo.renewed),
         }
-        answer = Payload(_prefixed(reply.weights or {}), numbers, metrics=metrics)
+        answer = Payload(self._crossing(reply), numbers, metrics=metrics)
         return wire.with_cases(answer, cases) if self._shows else answer
 
     def _try(self, payload: Payload) -> Payload:
@@ -139,6 +139,11 @@ class FlareSite:
             named[f"masks/{position}/classes"] = torch.tensor(classes)
         return Payload(wire.cpu_copies(named))
 
+    def _crossing(self, reply: ExchangeObject) -> dict[str, Any]:
+        """Return a message's tensors, and unless everything is shown what the site tells of its data."""
+        named = {f"message/{name}": tensor for name, tensor in (reply.weights or {}).items()}
+        return named if self._shows else {**named, **site_facts.tensors(reply.statistics)}
+
     def _said(self, payload: Payload) -> Any:
         with errors_safe_to_send():
             statistics = {ROUND: payload.whole_number(wire.ROUND), KEPT: wire.state_round(payload, self.name)}
@@ -175,10 +180,6 @@ def _metrics_of(cases: Mapping[str, Cases]) -> dict[str, float]:
             metrics = {f"{section}/{name}": float(value) for name, value in summarise(outcomes).items()}
             report |= {f"{section}/cases": len(outcomes), **{k: v for k, v in metrics.items() if v == v}}
     return report
-
-
-def _prefixed(named: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"message/{name}": tensor for name, tensor in named.items()}
 
 
 @contextmanager

@@ -13,6 +13,8 @@ The site's file, `local/medfl.yaml` in its startup kit, never comes over a wire:
     classes: []                    # further class paths that a job may name, besides medfl's own
     track: mlflow                  # at the server: where its numbers go besides the run folder, as medfl run --track
     roster: {north: 5000}          # at the server: its sites, and the most training images of each
+    labels: [liver, spleen]        # structures that the site annotates; auto: those that its training masks show
+    channels: [T1]                 # channels that its images have, by name or number; the others are zero
 
 `bundle` and `folder` are required; paths start from the folder of the file. Of a run the site accepts numbers and names
 from a fixed list, and only for its own bundle: no path, no component, no expression.
@@ -36,10 +38,13 @@ from medfl.bundle.files import shipped_folders
 from medfl.bundle.open import with_data
 from medfl.bundle.protocol import resolved
 from medfl.bundle.sections import SECTIONS
-from medfl.core.errors import InputError
+from medfl.core import portable
+from medfl.core.errors import InputError, errors_safe_to_send
+from medfl.core.forms import site_names
 from medfl.core.names import is_name
 from medfl.core.run import DataRecord, Run
 from medfl.core.settings import SETTINGS
+from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, decode_text, printable, read_plain
 from medfl.data.prepared import Item
 from medfl.flare.files import OWN_IMAGES
@@ -48,13 +53,19 @@ from medfl.flare.wire import is_flare_name
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs import text_record
+from medfl.runtimes import lacking, of_sites, site_channels, site_labels
 from medfl.runtimes.federation import Federation
 
 CONFIG_FILE = "medfl.yaml"
 _BYTES = 100_000
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
+_LISTS = ("permits", "classes", "labels", "channels")
+_OWN = {"labels": "structures, or auto", "channels": "channels"}
+_SAID = re.compile(r"[^,;=\n]{1,200}")
 _NAMES = {"plm"}
 """Options that stand for something that is looked up."""
+PLAIN = "numbers and plain names"
+"""What a site takes of a method's options."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ ,:=.+-]{0,200}", re.ASCII)
 
 
@@ -73,6 +84,13 @@ class SiteConfig:
     classes: tuple[str, ...] = ()
     track: str = ""
     roster: Mapping[str, int] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
+
+    @property
+    def own_word(self) -> dict[str, tuple[str, ...]]:
+        """What the site says of its data, by setting of a run; () where it says nothing."""
+        return {"site_labels": self.labels, "site_channels": self.channels}
 
     @classmethod
     def read(cls, path: Path) -> SiteConfig:
@@ -92,8 +110,9 @@ class SiteConfig:
         known = [field.name for field in fields(cls)]
         if not isinstance(given, dict) or not {"bundle", "folder"} <= given.keys() <= set(known):
             raise InputError(f"{path}", f"the keys bundle and folder, and of {', '.join(known)} as you like", advice)
+        given |= {name: _listed(given[name]) for name in ("labels", "channels") if name in given}
         for name, value in given.items():
-            kind: type = {"permits": list, "classes": list, "threads": int, "roster": dict}.get(name, str)
+            kind: type = list if name in _LISTS else {"threads": int, "roster": dict}.get(name, str)
             wrong = not isinstance(value, kind) or isinstance(value, bool)
             if wrong or (kind is list and not all(isinstance(word, str) for word in given[name])):
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
@@ -105,7 +124,10 @@ class SiteConfig:
                 raise InputError(
                     f"{path}: classes: {printable(one)}", "whole class paths, as package.module.Class", advice
                 )
-        given |= {name: tuple(given[name]) for name in ("permits", "classes") if name in given}
+        for name in ("labels", "channels"):
+            if name in given and not (given[name] and all(map(_SAID.fullmatch, given[name]))):
+                raise InputError(f"{path}: {name}", f"names of the bundle's {_OWN[name]}", f"as {name}: [NAME, NAME]")
+        given |= {name: tuple(given[name]) for name in _LISTS if name in given}
         here = path.parent
         places = {name: str(here / given[name]) for name in ("folder", "data", "policy", "audit") if given.get(name)}
         if given["bundle"] not in shipped_folders():
@@ -121,6 +143,19 @@ class SiteConfig:
         policy = Policy.read(Path(self.policy)) if self.policy else Policy()
         inspect(shipped_folders().get(self.bundle, Path(self.bundle)), policy).require()
         return policy
+
+
+def _listed(value: Any) -> Any:
+    """Return one name, or a list with names and numbers, as a list of texts; anything else as it is."""
+    given = value if isinstance(value, list) else [value]
+    return [str(one) if type(one) is int else one for one in given]
+
+
+def check_own_word(config: SiteConfig, bundle: Bundle, site: str) -> None:
+    """Raise an InputError where what a site says of its labels and channels does not fit its bundle."""
+    said = of_sites.texts({name: {site: names} for name, names in config.own_word.items() if names})
+    site_labels.check(said.get("site_labels", ""), bundle, methods.load("fedavg"), [site])
+    site_channels.check(said.get("site_channels", ""), 0.0, bundle, [site])
 
 
 _NUMBER = {"type": "number"}
@@ -184,14 +219,15 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
             f"{printable(where, 60)} is {printable(error.instance, 60)}", "numbers and names as medfl writes them"
         )
     _check_names(run, name, config.roster, refuse)
+    with errors_safe_to_send():
+        portable.require(vars(run))
     policy = config.checked_policy()
     bundle = Bundle(config.bundle, policy=policy)
     if (run.bundle, run.bundle_sha256) != (bundle.name, bundle.sha256):
         offered = f"it is for bundle {printable(run.bundle)!r} ({run.bundle_sha256[:12]})"
         raise refuse(offered, f"{bundle.name!r} ({bundle.sha256[:12]})")
-    for option, value in run.options.items():
-        if isinstance(value, str) and value and (not _PLAIN.fullmatch(value) or ".." in value):
-            raise refuse(f"option {printable(option)}={printable(value)}", "numbers and plain names")
+    if odd := odd_option(run.options):
+        raise refuse(odd, PLAIN)
     permits = tuple(run.config) if name is None and not config.permits else config.permits
     _check_config(run, resolved(config.bundle, bundle.protocol, ())["config"], permits, refuse)
     if run.threads > config.threads:
@@ -203,6 +239,14 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     if disagreement := policy.disagreement(run):
         raise refuse(*disagreement)
     return run if name is None else replace(run, device=config.device)
+
+
+def odd_option(options: Mapping[str, Any]) -> str:
+    """Return the first option of a method that is neither a number nor plain text, with its value; "" for none."""
+    for option, value in options.items():
+        if isinstance(value, str) and value and (not _PLAIN.fullmatch(value) or ".." in value):
+            return f"option {printable(option)}={printable(value)}"
+    return ""
 
 
 def needs_in_one_place(method: methods.Method) -> str:
@@ -243,21 +287,26 @@ def _check_config(run: Run, protocol: Mapping[str, Any], permits: Sequence[str],
             raise refuse(f"config {printable(key)}={printable(value, 60)}", permitted)
 
 
-def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None = None) -> Federation:
+def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None = None, say: Print = str) -> Federation:
     """Return the federation as a site sees it: all images of its folder are its own, the others are names.
 
-    `carried` is the folder of the job's configuration, which may have the run's text embeddings.
+    Args:
+        offered: as it came with the job.
+        name: the site.
+        config: its file; what this says of labels and channels counts, whatever the job says of them.
+        carried: the folder of the job's configuration, which may have the run's text embeddings.
+        say: is told where job and file disagree.
 
     Raises:
         InputError: the bundle or the run is refused, or images or text embeddings are not those that the run says.
     """
     policy = config.checked_policy()
-    run = accepted_run(offered, name, config)
+    run = of_sites.with_own_word(accepted_run(offered, name, config), name, config.own_word, say)
     method = methods.load(run.method, run.options)
     preferred = resolved(config.bundle, Bundle(config.bundle, policy=policy).protocol, ())["split"]
     opened = with_data(
         config.bundle, config.data or None, run.config, run.device,
-        seed=run.seed, preferred=preferred, policy=policy,
+        seed=run.seed, preferred=preferred, policy=policy, unlabelled=name in site_names(run.unlabelled),
     )  # fmt: skip
     record = opened.record()
     if record.source != run.data.source:
@@ -268,6 +317,7 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
     sites = {site: items if site == name else {} for site in run.partition.sites}
     run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=str(opened.bundle.root))
     text_record.restore(opened.bundle, run, method, carried)
+    lacking.tell(opened.bundle, run)
     federation = Federation(opened.bundle, method, run)
     federation.hold()
     return federation

@@ -75,7 +75,7 @@ def _workspace(kit: Path, folder: Path, config: SiteConfig) -> Path:
         elif place.exists():
             shutil.rmtree(place)
         shutil.copytree(kit / name, place)  # FLARE follows no links
-    settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items()}
+    settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items() if v}
     (workspace / "local" / CONFIG_FILE).write_text(yaml.safe_dump(settings))  # whose paths are whole
     return workspace
 

@@ -1,8 +1,9 @@
 """The format of what server and sites exchange on NVIDIA FLARE: named tensors and a few numbers.
 
 An `FLModel` has all tensors in `params`, which FLARE streams: a message (`Message.flat`) under `message/`, the outcomes
-of single cases under `cases/`. Its `meta` has only numbers from a fixed list. A question is FLARE's task name, one of
-`TASKS`. There are no paths, no texts but names, no configuration; a site that fails says why in one line.
+of single cases under `cases/`, what a site tells of its data under `site/`. Its `meta` has only numbers from a fixed
+list. A question is FLARE's task name, one of `TASKS`. There are no paths, no texts but names, no configuration; a site
+that fails says why in one line.
 """
 
 from __future__ import annotations

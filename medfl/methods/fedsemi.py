@@ -11,7 +11,8 @@ Without:        teacher t <- w, student s <- w; each step, for a batch x as the 
                 t <- decay t + (1 - decay) s, parameters alone
                 the reply has s with the buffers of w: running statistics are those of images that nobody changed
 Server:         w <- sum_k p_k w_k,  p_k ~ n_k at sites with labels, weight r_k n_k at the others, r_k their mean of a;
-                in the first `warmup` rounds 0 there, for a teacher that knows nothing is soon sure of it
+                in the first `warmup` rounds 0 there, for a teacher that knows nothing is soon sure of it: such a
+                site then takes one batch, only to tell r_k, by which one sees what the model has learned
 
 Departures. FixMatch has images with labels in each batch; a site of ours has none, and what it is sure of is of few
 classes, so that it would forget the others: where it is not sure it keeps the teacher's probabilities (`unsure=0`
@@ -81,7 +82,7 @@ class FedSemi(Method, WithoutLabels):
         return {"sure": sum(sure) / len(sure)} if sure else {}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train as FedAvg, or without labels on what the teacher is sure of; for nothing no more than one batch."""
+        """Train as FedAvg, or without labels on what the teacher is sure of; in the warm-up on one batch."""
         samples = site.num_samples
         if site.train.labelled:
             return super().local_update(site, state, down)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.untrusted import printable
+from medfl.data.source import NO_LABEL
 from medfl.partner.scanning import ScannedItem, sections
 from medfl.runtimes.site_channels import names
 
@@ -112,6 +113,8 @@ class Findings:
             yield Finding(
                 "intensity", "FAILED", f"NaN or infinite values in {named(self._broken)}", "repair or remove them"
             )
+        if bare := sum(NO_LABEL in item for item in self._bundle.items("train")):
+            yield Finding("labels", "warning", f"{bare} images have no label", "have the run say --unlabelled SITE")
         yield from self._classes()
         yield from self._structures()
         yield from self._sizes()
@@ -154,7 +157,10 @@ class Findings:
         absent = [name for index, name in enumerate(declared) if index and index not in values]
         if here and absent and not self._in_channels:
             text = f"masks show {named(here, 10)}; none shows {named(absent, 10)}: absent, or not annotated here"
-            advice = f"if they are not annotated, have the run say --site-labels SITE={','.join(map(printable, here))}"
+            shown = ",".join(map(printable, here))
+            advice = (
+                f"if they are not annotated, say labels: [{shown}] in medfl.yaml, or the run --site-labels SITE={shown}"
+            )
             yield Finding("labels", "warning", text, advice)
 
     def _sizes(self) -> Iterator[Finding]:

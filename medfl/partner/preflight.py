@@ -119,6 +119,7 @@ class PreflightOptions:
         kit: startup kit of the site, for the handshake.
         config: overridden ids of the bundle's configuration.
         folder: where the site's State will be.
+        unlabelled: the site is one without labels: images that have none are training images.
     """
 
     bundle: str
@@ -130,6 +131,7 @@ class PreflightOptions:
     batch_size: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path(".")
+    unlabelled: bool = False
 
 
 def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
@@ -153,7 +155,8 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
                 report.add(*finding)
             if not findings.unreadable:
                 with report.errors_as("memory"):
-                    _memory(report, _one_batch(options, bundle))
+                    if bundle.section("train").first[2]:
+                        _memory(report, _one_batch(options, bundle))
                     _disk(report, options, findings, sum(t.nbytes for t in snapshot(bundle.network()).values()))
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
@@ -212,19 +215,21 @@ def _open(report: Preflight, options: PreflightOptions) -> Bundle | None:
     """Open the bundle on its data, and say what layout they have."""
     with report.errors_as("data"):
         device = device_named(options.device)
-        opened = with_data(options.bundle, options.data, options.config, device, policy=options.policy)
+        opened = with_data(
+            options.bundle, options.data, options.config, device, policy=options.policy, unlabelled=options.unlabelled
+        )
         bundle = opened.bundle
         report.data = opened.folder or report.data
         if bundle.is_shipped:
             layout = datasets.get(bundle.name).layout(Path(opened.folder))
             phantom = datasets.is_phantom(opened.folder)
             report.add("data", WARNING if phantom else OK, f"{'PHANTOM: drawn images; ' if phantom else ''}layout: "
-                      f"{layout.text if layout else 'unknown'}", "give the real data with --data")  # fmt: skip
-            table = read_table(bundle.name, opened.folder)
-            for problem in table.problems[:20]:
+                      f"{layout.text if layout else 'images alone'}", "give the real data with --data")  # fmt: skip
+            problems = read_table(bundle.name, opened.folder).problems if layout else []
+            for problem in problems[:20]:
                 report.add("data", FAILED, problem, "repair or remove it")
-            if table.problems:
-                report.add("data", FAILED, f"{len(table.problems)} problems in the tables of the folder")
+            if problems:
+                report.add("data", FAILED, f"{len(problems)} problems in the tables of the folder")
                 return None
         counts = ", ".join(f"{len(bundle.items(name))} {name}" for name in sections(bundle))
         report.add("data", OK, f"items: {counts}" + ("" if bundle.has_test else "; no test data of their own"))

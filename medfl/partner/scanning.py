@@ -20,6 +20,7 @@ from medfl.bundle.sections import SECTIONS
 from medfl.core import terminal
 from medfl.core.errors import MedflError
 from medfl.data.samples import Samples
+from medfl.data.source import NO_LABEL
 from medfl.datasets.readers.reading import UNREADABLE, archive, orientation, split_uri
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -31,7 +32,7 @@ class ScannedItem:
 
     Attributes:
         image: (C, H, W[, D]) float or integer; None where it could not be read.
-        label: class index, or mask (C, H, W[, D]), or whatever the bundle makes of it.
+        label: class index, or mask (C, H, W[, D]), or whatever the bundle makes of it; None where it has none.
         shape: (H, W[, D]) of the file.
         spacing: millimetres between neighbours along each axis of the file, () where it does not say.
         problem: why it could not be read, "" if it could.
@@ -54,8 +55,8 @@ class ScannedItem:
 
 
 def sections(bundle: Bundle) -> list[str]:
-    """Return the sections that have items of their own."""
-    return [name for name in SECTIONS if name != "test" or bundle.has_test]
+    """Return the sections that have items of their own; a site with images alone has those that it trains on."""
+    return [name for name in SECTIONS if len(bundle.items(name)) and (name != "test" or bundle.has_test)]
 
 
 def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[ScannedItem]:
@@ -76,7 +77,8 @@ def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[Sc
             continue
         shape, spacing = _file(image, entry)
         plain = torch.as_tensor(image).as_subclass(Tensor)
-        yield ScannedItem(section, ident, plain, item.get("label", label), shape, spacing)
+        label = item.get("label", label) if NO_LABEL not in item else None
+        yield ScannedItem(section, ident, plain, label, shape, spacing)
 
 
 def _parts(sample: Any) -> tuple[Tensor | None, Any]:

@@ -117,7 +117,7 @@ class _Counts:
         if item.image is None:
             raise InputError(f"{item.section} {item.id}: {item.problem}", "every item can be read", "medfl site check")
         self._images += 1
-        if "class" in self._closed:
+        if "class" in self._closed and item.label is not None:
             self._closed["class"][self._bundle.classes[int(item.label)]] += 1
         elif isinstance(item.label, Tensor):
             self._structures(item.label)

@@ -127,10 +127,10 @@ class Gate:
         elif uncovered := _without_noise(message, samples):
             self.account.add(Counter(uncovered))
 
-    def told(self, numbers: Mapping[str, Any], optional: str) -> dict[str, Any]:
-        """Return the numbers beside a reply; an optional one stays if keys do not name it, and wherever noise is."""
-        stays = self.rules.noise is not None or not self.rules.permits(f"told/{optional}")
-        return {name: value for name, value in numbers.items() if not (stays and name == optional)}
+    def told(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+        """Return the numbers beside a message; an optional one stays if keys do not name it, and wherever noise is."""
+        stay = [name for name in optional if self.rules.noise is not None or not self.rules.permits(f"told/{name}")]
+        return {name: value for name, value in numbers.items() if name not in stay}
 
     def _permit(self, names: Iterable[str]) -> None:
         refused = self.rules.refused(names)

@@ -91,7 +91,7 @@ def context(run: RunFiles) -> dict[str, Any]:
         "sites": [
             (site, *(run.size(site, section) for section in ("train", "validate", "test"))) for site in run.site_names
         ],
-        "labels": (run.summary or {}).get("labels") or {},
+        **{kind: (run.summary or {}).get(kind) or {} for kind in ("labels", "channels")},
         "metric_names": run.metric_names(),
         "definitions": metrics.METRICS,
         "pooled": pooled,

@@ -40,7 +40,7 @@ from medfl.runs.resume import (
     resumed_plan,
     with_notes,
 )
-from medfl.runtimes import registry, site_labels
+from medfl.runtimes import of_sites, registry
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import Callback, EarlyStopping, named
 from medfl.runtimes.federation import Federation
@@ -77,7 +77,8 @@ class Shared:
     def key(plan: Plan) -> str:
         """Return what is the same for plans that share their images."""
         run, root = plan.run, str(plan.bundle.root)
-        return json.dumps([root, run.config, run.data.folder, run.data.split], sort_keys=True, default=str)
+        lacking = (said := [run.unlabelled, run.site_channels]) != ["", ""] and [said, run.partition.sites]
+        return json.dumps([root, run.config, run.data.folder, run.data.split, lacking], sort_keys=True, default=str)
 
 
 @check_arguments
@@ -269,16 +270,14 @@ def site_algo(
     site_policy = None if policy is None else Policy.read(Path(policy))
     if site_policy is not None:
         inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require()
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", **site_labels.OF_NONE}
-    told = site_labels.of_one(name, bundle, requested or {})
-    plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole), say, site_policy)
-    (items,) = plan.run.partition.sites.values()
-    run = replace(plan.run, partition=replace(plan.run.partition, sites={name: items}), **told)
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", **of_sites.said_of(name, bundle, requested or {})}
+    asked = Request(bundle, options=options or {}, config=config or {}, **whole)
+    plan = make_plan(asked, say, site_policy, name)
 
     def federation() -> Federation:
         public = plan.public.prepare(say=say) if plan.public else None
-        built = Federation(plan.bundle, plan.method, run, public=public)
-        if run.device != "cpu":
+        built = Federation(plan.bundle, plan.method, plan.run, public=public)
+        if plan.run.device != "cpu":
             say(built.hold(free_memory))
         return built
 

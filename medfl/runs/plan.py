@@ -36,7 +36,7 @@ from medfl.policy.policy import Policy
 from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fitted, why
 from medfl.runs.public_data import PublicPlan, plan_public
-from medfl.runtimes import site_channels, site_labels
+from medfl.runtimes import lacking, site_channels, site_labels
 from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
 
 
@@ -114,8 +114,10 @@ class Plan:
         }
 
 
-def make_plan(request: Request, say: Print = str, policy: Policy | None = None) -> Plan:
+def make_plan(request: Request, say: Print = str, policy: Policy | None = None, site: str = "") -> Plan:
     """Resolve a request into a run, its bundle under a policy (None: the one in force, `medfl.policy.admission`).
+
+    With `site` all images are of this one site of a federation, and may all be without labels if it is so named.
 
     Raises:
         InputError: anything in the request that is not allowed.
@@ -137,7 +139,10 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
     seed, split = request.seed, protocol["split"]
-    opened = with_data(request.bundle, request.data, config, device, say=say, seed=seed, preferred=split, bundle=bundle)
+    opened = with_data(
+        request.bundle, request.data, config, device,
+        say=say, seed=seed, preferred=split, bundle=bundle, unlabelled=bool(request.unlabelled),
+    )  # fmt: skip
     sections = _items(bundle)
     sites = None if kind in OWN_SITES else protocol["sites"]
     partition = assign(
@@ -148,10 +153,14 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         seed=request.seed,
     )
     held = partition.to_ids(sections)
+    held = {site: next(iter(held.values()))} if site else held
     sizes = {name: len(ids["train"]) for name, ids in held.items()}
     site_labels.check(chosen["site_labels"], bundle, methods.load(request.method, given), held)
     site_channels.check(chosen["site_channels"], request.channel_drop, bundle, held)
-    check_unlabelled(request.unlabelled, request.method, methods.load(request.method, given), held)
+    if not site:
+        check_unlabelled(
+            request.unlabelled, request.method, methods.load(request.method, given), held, sections["train"]
+        )
     settled = fitted(chosen, sizes.values(), bundle.batch_size, bundle.task)
     schedule = {"rounds": int(settled["rounds"])} if methods.has_option(request.method, "rounds") else {}
     method = methods.load(request.method, {**schedule, **given})
@@ -180,6 +189,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None) 
         **{**settled, "batch_size": settled["batch_size"] or bundle.batch_size},
         **{**as_asked, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
     )
+    lacking.tell(bundle, run)
     taken = tuple(f"{name}={options[name]}, by the sites' sizes" for name in options if options[name] != asked[name])
     notes = opened.notes + taken + why(chosen, run) + tuple(public.notes(bundle, sections) if public else ())
     if of_sites := site_channels.notes(bundle, run) + unlabelled_notes(run):
@@ -237,7 +247,8 @@ def repeat(run: Run, data: str | None = None, say: Print = str, folder: Path | N
             "restore it, or start a new run",
         )
     method = methods.load(run.method, run.options)
-    opened = with_data(name, data or _recorded_data(run, known), config, device, say=say, bundle=bundle)
+    place, unlabelled = data or _recorded_data(run, known), bool(run.unlabelled)
+    opened = with_data(name, place, config, device, say=say, bundle=bundle, unlabelled=unlabelled)
     record = opened.record()
     if record.checksum != run.data.checksum:
         raise InputError(
@@ -249,6 +260,7 @@ def repeat(run: Run, data: str | None = None, say: Print = str, folder: Path | N
     public = _repeated_public(run, method, opened.bundle, say)
     notes = opened.notes + tuple(public.notes(opened.bundle, _items(opened.bundle)) if public else ())
     run = dataclasses.replace(run, data=record, public=public.record if public else None)
+    lacking.tell(opened.bundle, run)
     return Plan(run, opened.bundle, method, notes, public)
 
 

@@ -20,6 +20,7 @@ from medfl.core.names import is_plain_text
 from medfl.core.places import is_run
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
+from medfl.data.lacking import without_labels
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import asked
 from medfl.policy import admission
@@ -146,7 +147,7 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
         evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
     told = meta.get("medfl")
     source = str(told.get("data_source", "")) if isinstance(told, Mapping) else ""
-    chain = new_images.without_labels((opened.config.content("preprocessing"),))
+    chain = without_labels((opened.config.content("preprocessing"),))
     title = f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
     return Predictor(title, opened.task, classes, opened.network, chain, evaluator, device, meta, source)
 

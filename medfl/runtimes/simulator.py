@@ -102,6 +102,7 @@ class Simulator:
         with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
             self.tolerance.set_deadline(self.workers)
             self.workers.told = self.record.setdefault("told", {})
+            self.workers.facts = self.record.setdefault("facts", {})
             self.workers.together = self._together()
             self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)

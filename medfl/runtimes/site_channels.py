@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import protocol
-from medfl.bundle.protocol import resolved
-from medfl.core.errors import InputError, did_you_mean
+from medfl.core.errors import InputError
 from medfl.core.forms import by_site
 from medfl.core.run import Run
 from medfl.data.channels import Channels
 from medfl.data.prepared import Prepared
+from medfl.runtimes.of_sites import positions, require_sites
 
 _FLAG = "--site-channels"
 
@@ -38,28 +36,13 @@ def read(text: str, channels: Collection[str], sites: Collection[str]) -> dict[s
         InputError: a name is no channel, or no site of the run.
     """
     places = {**{str(i): i for i in range(len(channels))}, **{name.lower(): i for i, name in enumerate(channels)}}
-    chosen = {}
-    for site, named in by_site(_FLAG)(text).items():
-        if site not in sites:
-            allowed = f"the sites of the run are {', '.join([*sites][:10])}{', …' if len(sites) > 10 else ''}"
-            raise InputError(f"{_FLAG} {site}=...", allowed, did_you_mean(site, [*sites], "name one of these"))
-        for name in named:
-            if name.lower() not in places:
-                raise InputError(
-                    f"channel {name!r:.80} of site {site!r}",
-                    f"the channels of the bundle's images are {', '.join(channels) or 'not known'}",
-                    did_you_mean(name.lower(), [*places], "choose among them, by name or number from 0"),
-                )
-        chosen[site] = tuple(sorted({places[name.lower()] for name in named}))
-    return chosen
-
-
-def said(setting: str, bundle: str, requested: Mapping[str, Any]) -> str:
-    """Return what a request, or else the bundle's protocol, says of the sites by `site_channels` or `site_labels`."""
-    given = requested.get(setting)
-    if given is not None:
-        return str(given)
-    return str(resolved(bundle, protocol(bundle), requested.get("presets", ()))[setting])
+    allowed = f"the channels of the bundle's images are {', '.join(channels) or 'not known'}"
+    advice, told = "choose among them, by name or number from 0", by_site(_FLAG)(text)
+    require_sites(_FLAG, told, sites, "=...")
+    return {
+        site: positions("channel", site, {one: one.lower() for one in named}, places, allowed, advice)
+        for site, named in told.items()
+    }
 
 
 def check(text: str, drop: float, bundle: Bundle, sites: Collection[str]) -> None:

@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from medfl.bundle.bundle import Bundle
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.forms import FOUND, by_site, site_names
+from medfl.core.errors import InputError
+from medfl.core.forms import FOUND, by_site
 from medfl.core.run import Run
 from medfl.data.known_labels import Known, PartialLoss
 from medfl.data.prepared import Shard
 from medfl.evaluation.mask_metrics import slug
 from medfl.methods.base import Method
-from medfl.runtimes import site_channels
+from medfl.runtimes.of_sites import positions, require_sites
 
 _FLAG = "--site-labels"
-OF_NONE: Mapping[str, Any] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
-"""What is said of single sites, said of none."""
 
 
 def read(text: str, structures: Sequence[str], sites: Collection[str]) -> dict[str, tuple[int, ...] | None]:
@@ -36,37 +34,20 @@ def read(text: str, structures: Sequence[str], sites: Collection[str]) -> dict[s
         InputError: a name is no structure, or no site of the run.
     """
     named = {slug(name): index for index, name in enumerate(structures) if slug(name) != "background"}
+    allowed = f"the structures of the bundle are {', '.join(named) or 'not named'}"
+    advice, told = "choose among them, or auto: those that its masks show", by_site(_FLAG)(text)
+    require_sites(_FLAG, told, sites, "=...")
     chosen: dict[str, tuple[int, ...] | None] = {}
-    for site, names in by_site(_FLAG)(text).items():
-        if site not in sites:
-            raise InputError(
-                f"{_FLAG} {site}=...",
-                f"the sites of the run are {', '.join(list(sites)[:10])}{', …' if len(sites) > 10 else ''}",
-                did_you_mean(site, list(sites), "name one of these"),
-            )
-        chosen[site] = None if names == (FOUND,) else tuple(sorted({_position(site, name, named) for name in names}))
+    for site, names in told.items():
+        plain = {name: slug(name) for name in names}
+        found = names == (FOUND,)
+        chosen[site] = None if found else positions("label", site, plain, named, allowed, advice)
     return chosen
 
 
-def _position(site: str, name: str, named: Mapping[str, int]) -> int:
-    if slug(name) not in named:
-        raise InputError(
-            f"label {name!r:.80} of site {site!r}",
-            f"the structures of the bundle are {', '.join(named) or 'not named'}",
-            did_you_mean(slug(name), list(named), "choose among them, or auto: those that its masks show"),
-        )
-    return named[slug(name)]
-
-
-def of_one(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what it says of one site's labels and channels, as settings; "" for nothing."""
-    each = {
-        setting: by_site(flag)(site_channels.said(setting, bundle, requested)).get(site)
-        for setting, flag in (("site_labels", _FLAG), ("site_channels", "--site-channels"))
-    }
-    without = site in site_names(requested.get("unlabelled", ""))
-    told = {setting: f"{site}={','.join(names)}" if names else "" for setting, names in each.items()}
-    return {**told, "unlabelled": site if without else ""}
+def annotated(structures: Sequence[str]) -> set[int]:
+    """Return the positions of all that a site may annotate: of the structures without the background."""
+    return {index for index, name in enumerate(structures) if slug(name) != "background"}
 
 
 def check(text: str, bundle: Bundle, method: Method, sites: Collection[str]) -> None:
@@ -100,7 +81,7 @@ def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, 
     if not run.site_labels:
         return {}
     structures, found = bundle.structures, dict[str, Known]()
-    everything = {index for index, name in enumerate(structures) if slug(name) != "background"}
+    everything = annotated(structures)
     for site, classes in read(run.site_labels, structures, shards).items():
         if classes is None:
             if not len(shards[site]):

@@ -1,16 +1,18 @@
-"""Sites without labels: which they are, what they train on, and which runs can have some."""
+"""Sites without labels, hidden or not there: which they are, what they train on, and which runs can have some."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from medfl import methods
-from medfl.core.errors import InputError, did_you_mean
+from medfl.core.errors import InputError
 from medfl.core.forms import site_names
 from medfl.core.run import Run
-from medfl.data.prepared import Shard
+from medfl.data.prepared import Item, Shard
+from medfl.data.source import NO_LABEL
 from medfl.data.unlabelled import unlabelled
 from medfl.methods.base import Method
+from medfl.runtimes.of_sites import of_run, require_sites
 from medfl.training.site import Site
 
 
@@ -20,26 +22,37 @@ def hidden(run: Run, name: str, sections: Sequence[Shard]) -> list[Shard]:
     return [unlabelled(train) if name in site_names(run.unlabelled) else train, *held_out]
 
 
-def check_unlabelled(text: str, name: str, method: Method, sites: Collection[str]) -> None:
+def check_unlabelled(
+    text: str, name: str, method: Method, sites: Mapping[str, Mapping[str, Collection[str]]], items: Sequence[Item] = ()
+) -> None:
     """See that the sites without labels are sites of a run, and not all of them, and that its method is made for them.
 
     Args:
         text: as `--unlabelled` has it.
         name: of the method.
         method: of the run.
-        sites: of the run.
+        sites: of the run, with the ids of their items by section.
+        items: of the training data; those without a label have to be at sites without labels.
 
     Raises:
         InputError: they are not, or it is not.
     """
-    without, told = site_names(text), f"the sites of the run are {', '.join([*sites][:10])}"
-    told += ", …" if len(sites) > 10 else ""
-    if unknown := [site for site in without if site not in sites]:
-        raise InputError(f"--unlabelled {unknown[0]}", told, did_you_mean(unknown[0], [*sites], "name one of these"))
+    without = site_names(text)
+    require_sites("--unlabelled", without, sites)
     if len(without) == len(sites):
-        raise InputError(f"--unlabelled {text}: no site has labels", told, "leave one that has some out")
+        raise InputError(f"--unlabelled {text}: no site has labels", of_run(sites), "leave one that has some out")
     if without:
         _check_method(method, name, without[0])
+    bare = {str(item["id"]) for item in items if NO_LABEL in item}
+    if bare and len(bare) == len(items):
+        raise InputError(f"none of the {len(bare)} training images has a label", "some have", "check the data folder")
+    for site in sites.keys() - {*without} if bare else ():
+        if here := sorted(bare & {*sites[site].get("train", ())}):
+            raise InputError(
+                f"image {here[0]!r} of site {site!r} has no label ({len(here)} such)",
+                f"images without labels are of sites that --unlabelled names: {', '.join(without) or 'none'}",
+                "name the site there too, or deal such images to these, with --partition centre or file:PATH.csv",
+            )
 
 
 def unlabelled_notes(run: Run) -> tuple[str, ...]:

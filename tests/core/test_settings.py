@@ -89,7 +89,7 @@ def test_what_is_asked_for_is_in_the_run(name: str) -> None:
 @pytest.mark.usefixtures("start")
 def test_an_exported_job_has_every_setting(tmp_path: Path) -> None:
     pytest.importorskip("nvflare")
-    given = {name: one for name, one in SETTINGS.items() if name not in ("device", "portable", *OF_OTHERS)}
+    given = {name: one for name, one in SETTINGS.items() if name not in ("device", "portable", "metrics", *OF_OTHERS)}
     words = [word for one in given.values() for word in flags(one)]
     config = ["--config", "network=two_conv", "--config", "image_size=28", "--rehearsal"]
     assert main([*VERBS["export"], *words, *config]) == 0
@@ -97,6 +97,10 @@ def test_an_exported_job_has_every_setting(tmp_path: Path) -> None:
     document = json.loads(record.read_text())
     assert {name: document[name] for name in given} == {name: recorded(one) for name, one in given.items()}
     carried, *_ = (tmp_path / "job").rglob("init.json")
+    masks = ["flare", "export", "lung_cxr", "--sites", "a,b", "--metrics", "dice", "--rehearsal"]
+    assert main([*masks, "--out", str(tmp_path / "masks")]) == 0
+    (record,) = (tmp_path / "masks").rglob("run.json")
+    assert json.loads(record.read_text())["metrics"] == "dice"
     bundle = Bundle("mednist", {"network": "two_conv", "image_size": 28})
     initial_weights.restore(bundle, run_record(init=document["init"]), carried.parent)
     assert bundle.start is not None

@@ -221,8 +221,10 @@ def test_channels_of_nnunet_are_one_image(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"channel \S+0000\.nii\.gz has the affine .*, channel \S+0001\.nii\.gz"):
         read_volume(items[0]["image"])
     Path(files[1]).unlink()
-    with pytest.raises(InputError, match="has no channel 0001, which others have"):
-        paired(tmp_path, "imagesTr", "labelsTr", "train")
+    with pytest.raises(InputError, match="has no channel 0001, which others have; .* --site-channels"):
+        starter.survey(tmp_path)
+    items = [item for section in SECTIONS for item in paired(tmp_path, "imagesTr", "labelsTr", section)]
+    assert sorted(len(item["image"].split(" | ")) for item in items) == [1, 2, 2, 2]  # a run asks for the other
 
 
 @pytest.mark.parametrize(

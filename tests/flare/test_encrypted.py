@@ -33,7 +33,11 @@ from medfl.core.storage import load_weights
 from tests.flare.test_own import SITES, executed, offer
 from tests.support.programs import python_path
 
-pytestmark = [pytest.mark.flare, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # FLARE's own
+pytestmark = [
+    pytest.mark.flare,
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # FLARE's own
+]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "encrypted"
 TOLERANCE = 1e-4

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch import Tensor
 
 pytest.importorskip("nvflare")
@@ -19,10 +20,12 @@ from medfl import datasets
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import Embeddings, unit
+from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights
+from medfl.core.terminal import Print
 from medfl.data.prepared import Batch, Prepared
 from medfl.flare import offer as flare_offer
 from medfl.flare import wire
@@ -97,12 +100,47 @@ def test_a_job_has_numbers_and_names_and_no_code(tmp_path: Path) -> None:
         ({"requested": {"method": "tests.nowhere"}}, "tests.nowhere"),
         ({"requested": {"rounds": 0}}, "--rounds 0"),
         ({"options": {"nonsense": "1"}}, "nonsense"),
+        ({"method": "fedlora", "options": {"layers": "attn.qkv"}}, "layers that fit are body.0, body.3, body.6; "),
+        (
+            {"method": "fedlora", "options": {"rank": 10}},
+            "rank=10 for body.0.weight, which is 32 x 9; a rank is at most",
+        ),
+        (
+            {"method": "fedlora", "options": {"ranks": "west=2"}},
+            "there is no site 'west'; the sites are north, south; ",
+        ),
+        (
+            {"method": "fedlora", "options": {"layers": "body.*"}},
+            "option layers=body.*; numbers and plain names: sites",
+        ),
+        ({"method": "condistfl"}, "method 'condistfl' on bundle 'mednist', a classification task"),
+        (
+            {"requested": {"aggregation": "krum:1"}},
+            "--aggregation krum:1 with 2 sites in a round; krum:1 needs at least",
+        ),
     ],
 )
 def test_what_cannot_be_offered_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError) as caught:
         offer(**changes)
     assert text in str(caught.value)
+
+
+def test_adapters_have_the_ranks_of_the_sites(scans: dict[str, Path]) -> None:
+    """Planned for one site of another name, here and for a host of MONAI FL."""
+    ranks = {"ranks": "north=1,south=2"}
+    run = offer("fedlora", options=ranks)
+    assert accepted_run(run, "south", own(scans, "south")).options["ranks"] == ranks["ranks"]
+    asked = {"method": "fedlora", "data": str(scans["north"])}
+    algo = launch.site_algo("mednist", "north", options=ranks, config=CONFIG, requested=asked)
+    algo.initialize()
+    assert algo._ready().method.rank_of("north") == 1
+
+
+def test_an_init_file_of_another_network_is_not_offered(tmp_path: Path) -> None:
+    save_file({"conv.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=r"--init of another network .*: 'body.0.weight' is missing; .*\(6 more\)"):
+        offer(requested={"init": str(tmp_path / "other.safetensors")})
 
 
 def test_odd_names_of_sites_are_refused() -> None:
@@ -224,6 +262,24 @@ def test_a_job_with_a_site_that_is_not_in_the_servers_roster_is_refused(tmp_path
         open_server(offer(), SiteConfig("mednist", str(tmp_path), roster={"north": 9}))
 
 
+@pytest.mark.parametrize("name", ["north", None])
+def test_a_portable_run_is_refused_in_a_process_that_was_not_begun_for_one(
+    scans: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    """By a site and by the server, which tells its operator what the site lacks."""
+    run, begun = offer(requested={"portable": True}), dict[str, str]()
+    monkeypatch.setattr(portable, "_begun", False)
+    monkeypatch.setattr(portable, "_require_processor", lambda: None)
+    monkeypatch.setattr(portable, "_at_the_start", lambda: begun)
+    text = "^portable numbers in a process that was started without the variables for them; .*ONEDNN_MAX_CPU_ISA='AVX2'"
+    with pytest.raises(InputError, match=text) as caught:
+        accepted_run(run, name, own(scans))
+    assert caught.value.safe_to_send
+    assert "\n" not in str(caught.value)
+    begun.update(portable.CAPS)
+    assert accepted_run(run, name, own(scans)).portable
+
+
 def test_nothing_of_the_bundle_may_be_set_unless_the_site_permits_it(scans: dict[str, Path]) -> None:
     with pytest.raises(InputError, match="config network=small_cnn; the bundle as it is"):
         accepted_run(offer(), "north", own(scans, permits=()))
@@ -259,6 +315,9 @@ def test_a_site_s_file_is_read_with_paths_from_its_folder(tmp_path: Path) -> Non
         ("bundle: x\nfolder: y\nroster: [north]\n", "roster; a dict"),
         ("bundle: x\nfolder: y\nroster: {north: 0}\n", "roster: north; sites with whole numbers"),
         ("bundle: x\nfolder: y\nroster: {../x: 3}\n", "roster: ../x; sites with whole numbers"),
+        ("bundle: x\nfolder: y\nlabels: []\n", "labels; names of the bundle's structures, or auto; as labels: [NAME"),
+        ("bundle: x\nfolder: y\nlabels: {liver: 1}\n", "labels; a list"),
+        ("bundle: x\nfolder: y\nchannels: ['T1;south=T2']\n", "channels; names of the bundle's channels; as channels:"),
         ("bundle: !!python/object/apply:os.system [ls]\nfolder: y\n", "plain YAML"),
     ],
 )
@@ -283,7 +342,9 @@ def test_a_bundle_that_is_not_the_pinned_one_is_refused(scans: dict[str, Path], 
 class Apart(Near):
     """Sites that each know their own images only."""
 
-    def __init__(self, run: Run, scans: dict[str, Path], place: Path) -> None:
+    def __init__(
+        self, run: Run, scans: dict[str, Path], place: Path, config: Callable[..., SiteConfig], say: Print
+    ) -> None:
         self.asked: list[tuple[str, list[str]]] = []
         self.dropped: list[int] = []
         self.gone: dict[str, str] = {}
@@ -291,7 +352,9 @@ class Apart(Near):
         self._change = lambda site, word, payload: payload
         self.sites = {
             name: FlareSite(
-                MedflClientAlgo(lambda name=name: open_site(run, name, own(scans, name)), name, folder=place / name),
+                MedflClientAlgo(
+                    lambda name=name: open_site(run, name, config(scans, name), say=say), name, folder=place / name
+                ),
                 name,
             )
             for name in SITES
@@ -299,15 +362,20 @@ class Apart(Near):
 
 
 def executed(
-    out: Path, run: Run, scans: dict[str, Path], server: SiteConfig | None = None
+    out: Path,
+    run: Run,
+    scans: dict[str, Path],
+    server: SiteConfig | None = None,
+    config: Callable[..., SiteConfig] = own,
+    say: Print = str,
 ) -> tuple[ReportedRunFolder, Apart]:
     federation = open_server(run, server or SiteConfig("mednist", str(out)))
     RunFolder.create(out)
-    folder, link = ReportedRunFolder(out), Apart(run, scans, out.parent / f"{out.name}-states")
+    folder, link = ReportedRunFolder(out), Apart(run, scans, out.parent / f"{out.name}-states", config, say)
     folder.write_run(run, {})
 
     def workers(made: Federation, _: int) -> FlareWorkers:
-        folder.workers = FlareWorkers(made, link, shown=False)
+        folder.workers = FlareWorkers(made, link, shown=False, say=say)
         return folder.workers
 
     Simulator(Execution(federation, folder, resume=True), workers).execute()
@@ -393,9 +461,9 @@ class Joined(Prepared):
             start += len(part)
 
 
-def together(run: Run, scans: dict[str, Path]) -> Federation:
+def together(run: Run, scans: dict[str, Path], config: Callable[..., SiteConfig] = own) -> Federation:
     """The same sites in one place: the images of all folders, each of them its site's."""
-    apart = {name: open_site(run, name, own(scans, name)) for name in SITES}
+    apart = {name: open_site(run, name, config(scans, name)) for name in SITES}
     prepared: dict[str, Prepared] = {}
     sites: dict[str, dict[str, list[str]]] = {name: {} for name in SITES}
     for section in SECTIONS:

@@ -21,7 +21,7 @@ from medfl.runs import launch
 from tests.support.toy import bits
 
 pytest.importorskip("nvflare")
-pytestmark = pytest.mark.flare
+pytestmark = [pytest.mark.flare, pytest.mark.usefixtures("warm")]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "scaffold": {},
@@ -152,8 +152,11 @@ def test_a_federation_with_certificates_on_this_machine_is_the_same(scans: Path,
     assert left(tmp_path / "flare-poc") == left(tmp_path / "simulator")
 
 
-def test_the_recipe_runs_in_flare_s_own_environment(scans: Path, tmp_path: Path) -> None:
-    """`SimEnv` as FLARE's users know it, given the classes that it may make."""
+def test_the_recipe_runs_in_flare_s_own_environment(
+    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`SimEnv` as FLARE's users know it, given the classes that it may make; every process starts by itself."""
+    monkeypatch.delenv("MEDFL_TESTS_WARM")
     from nvflare.recipe.sim_env import SimEnv
 
     from medfl.core.run_folder import RunFolder

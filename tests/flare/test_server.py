@@ -126,6 +126,27 @@ def test_every_method_leaves_what_the_simulator_leaves(tmp_path: Path, method: s
     assert executed(out, federation(method, **settings), near(out)) == expected
 
 
+@pytest.mark.parametrize("share", ["a", "stack", "svd"])
+def test_adapters_of_several_ranks_too(tmp_path: Path, share: str) -> None:
+    """FedLoRA; a reply has the factors of the 6 x 8 matrix by the site's rank, and the head of 3 x 6 and 3 numbers."""
+    run = run_record(method="fedlora", rounds=2)
+
+    def made() -> Federation:
+        return Federation(ToyBundle(), load("fedlora", rank=2, ranks="x=1", share=share), run)  # type: ignore[arg-type]
+
+    expected = executed(tmp_path / "simulator", made(), Workers)
+    found = executed(tmp_path / "flare", made(), near(tmp_path / "flare"))
+    assert found == expected
+    size = 0
+    for rank in (1, 2, 2):
+        factors = {f"0.weight.lora_A.{rank}": torch.zeros(rank, 8), f"0.weight.lora_B.{rank}": torch.zeros(6, rank)}
+        if share == "a":
+            del factors[f"0.weight.lora_B.{rank}"]
+        head = {"4.weight": torch.zeros(3, 6), "4.bias": torch.zeros(3)}
+        size += len(Message({"weights": head, "adapters": factors}, {"samples": 1}).encode())
+    assert [entry["bytes_up"] for entry in found["rounds"]] == [size, size]
+
+
 @pytest.mark.parametrize("method", ["scaffold", "fedmd"])
 def test_smaller_messages_too(tmp_path: Path, method: str) -> None:
     settings = {"rounds": 2, "messages": "int8", "bundle": Wide()}

@@ -117,6 +117,7 @@ def tell(kit: Path, config: SiteConfig, ports: tuple[int, int]) -> None:
 def test_a_site_s_process_writes_its_folder_and_connects_to_its_server_alone(kit: Path, ports: tuple[int, int]) -> None:
     config = SiteConfig.read(kit / "local" / "medfl.yaml")
     box = SiteSandbox(kit, config)
+    assert SiteConfig.read(Path(config.folder) / f"flare-{kit.name}" / "local" / "medfl.yaml") == config
     tell(kit, config, ports)
     before = (kit / "local" / "medfl.yaml").read_bytes()
     assert serve.start(kit, box) == 0
@@ -186,10 +187,16 @@ def test_a_job_of_two_sites_runs_in_it_over_tls(tmp_path: Path) -> None:
         for name in (SERVER, "north", "south"):
             own = ["--folder", str(tmp_path / f"state-{name}")]
             if name != SERVER:
-                data = datasets.write_phantom("mednist", tmp_path / f"data-{name}", per_class=10, size=16)
+                data = datasets.write_phantom("ham10000", tmp_path / f"data-{name}", per_class=10, size=16)
                 own += ["--data", str(data), *(f"--permit={one}" for one in CONFIG)]
                 own += ["--audit", str(tmp_path / f"log-{name}" / "audit.jsonl")]
-            command = [sys.executable, "-m", "medfl", "site", "serve", "mednist", "--kit", str(federation.kit(name))]
+            command = [sys.executable, "-m", "medfl", "site", "serve", "--kit", str(federation.kit(name))]
+            if name == "north":  # the others have their files written by the command
+                document = {"bundle": "ham10000", "folder": own[1], "data": str(data), "permits": [*CONFIG]}
+                document |= {"audit": own[-1], "channels": ["red", 2]}
+                (federation.kit(name) / "local" / "medfl.yaml").write_text(json.dumps(document))
+                own = []
+            own = ["ham10000", *own] if own else []
             with (federation.folder / f"{name}.txt").open("wb") as output:
                 federation._processes[name] = subprocess.Popen(
                     [*command, *own], stdout=output, stderr=output, env={**os.environ, **environment}
@@ -197,11 +204,13 @@ def test_a_job_of_two_sites_runs_in_it_over_tls(tmp_path: Path) -> None:
         federation.ready(240)
         requested = {"method": "scaffold", "rounds": 2, "local_epochs": 1, "batch_size": 8}
         document = flare_offer.export(
-            "mednist", ["north", "south"], tmp_path / "job", config=CONFIG, requested=requested, rehearsal=True
+            "ham10000", ["north", "south"], tmp_path / "job", config=CONFIG, requested=requested, rehearsal=True
         )
         assert federation.wait(federation.submit(Path(document["job"])), 300) == "FINISHED:COMPLETED"
-    (run,) = (tmp_path / "state-server").glob("mednist-*")
-    assert json.loads((run / "summary.json").read_text())["rounds"] == 2
+    (run,) = (tmp_path / "state-server").glob("ham10000-*")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["rounds"], summary["channels"]) == (2, {"north": ["red", "blue"]})
+    assert "the others being zero there: north red, blue." in (run / "report.html").read_text()
     for name in ("north", "south"):
         assert "sandbox: Landlock ABI" in federation.log(name)
         assert (tmp_path / f"log-{name}" / "audit.jsonl").read_text().count("\n") > 3

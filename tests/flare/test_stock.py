@@ -26,7 +26,11 @@ from medfl.runs.launch import federate
 from tests.support.programs import python_path
 from tests.support.toy import bits
 
-pytestmark = [pytest.mark.flare, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # FLARE's own
+pytestmark = [
+    pytest.mark.flare,
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # FLARE's own
+]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "stock_flare"
 CONFIG = {"network": "small_cnn", "image_size": 16}

@@ -186,3 +186,4 @@ def test_the_training_loss_stays_where_noise_is_and_where_keys_do_not_name_it() 
     assert gate(Outbound(keys=("told/train_loss",))).told(told, "train_loss") == told
     for rules in (Outbound(keys=("weights",)), Outbound(clip=1.0, noise=1.0)):
         assert gate(rules).told(told, "train_loss") == {"steps": 3}
+        assert gate(rules).told({**told, "labels": [1]}, "labels", "channels") == told

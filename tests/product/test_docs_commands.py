@@ -119,7 +119,7 @@ FEWER = {"shots": "shots:2,2,0", "centre": "centre", "file": "iid --sites 3"}
 
 def test_the_results_commands_run_on_phantoms(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a round each and of one seed; an image data set's classes and centres have fewer images as phantoms."""
-    datasets.write_phantom("ham10000", elsewhere / "data" / "ham10000-half" / "public", per_class=20, size=16)
+    datasets.write_phantom("mednist", elsewhere / "data" / "mednist-cut" / "public", per_class=20, size=16)
     for given in commands("results.md"):
         command = re.sub(r"--partition (shots|centre|file):\S+", lambda at: f"--partition {FEWER[at[1]]}", given)
         command = command.replace("csf=csf;grey=grey;white=white", "site-1=csf;site-2=grey;site-3=white")
@@ -127,7 +127,8 @@ def test_the_results_commands_run_on_phantoms(elsewhere: Path, capsys: pytest.Ca
             base = load_weights(Path("runs/base-brain/weights.safetensors"))
             cut = {name: w[:3] if name.startswith("final_conv.") else w for name, w in base.items()}
             save_weights(Path("base-brain.safetensors"), cut)
-        more = ["--data", "phantom", "--rounds", "1"] + (["--seeds", "0"] if "compare" in command else [])
+        more = ["--data", "phantom", "--rounds", "1"] + (["--seeds", "0"] if "--seeds" in command else [])
+        more += ["--trials", "1"] if " tune " in command else []
         more += ["--config", "patch_size=null"] if "brain_tissue" in command and "patch_size" not in command else []
         out = execute(command, capsys, *more)
         assert out.splitlines()[-1].startswith("PHANTOM data"), command

@@ -6,6 +6,7 @@ import html
 import json
 import shutil
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from medfl.core.errors import InputError
 from medfl.flare.offer import offer
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, make_plan
-from medfl.runtimes import site_channels, site_labels
+from medfl.runtimes import of_sites, site_channels
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.monai_fl.view import AtSite
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,7 @@ def test_a_site_sees_zeros_wherever_its_images_are_used(skin: Path) -> None:
             for ident, (x, _) in zip(shard.ids, shard.batches(1), strict=True):
                 assert bool((x[:, 1] == 0).all()) == (ident in lacking)
                 assert (x[:, 0] != 0).any()
+    assert [AtSite(made, name, Event()).facts for name in made.names] == [{}, {"channels": [0, 2]}]
     site = make_plan(Request("ham10000", config=CONFIG, data=str(skin), **ASKED))
     dropping = Federation(site.bundle, site.method, site.run, prepared=made.sections)
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +95,7 @@ def test_law1_flare_gives_the_same_bits(skin: Path, tmp_path: Path) -> None:
         (
             "ham10000",
             "site-2=T1",
-            "channel 'T1' of site 'site-2'; the channels of the bundle's images are red, green, blue; ",
+            "channel 'T1' of site 'site-2'; the channels of the bundle's images are red, green, blue; choose among ",
         ),
         ("ham10000", "site-2=", "--site-channels site-2=; SITE=NAME,NAME;SITE=NAME, "),
         ("ham10000", "north=0", "--site-channels north=...; the sites of the run are site-1, site-2; "),
@@ -124,7 +127,7 @@ def test_channels_have_names_where_the_bundle_says_them(tmp_path: Path) -> None:
     told = resolved("named", protocol(str(copied)))
     assert (told["sites"], told["site_channels"]) == (2, "a=T1")
     asked = {"site_channels": "b=1", "unlabelled": "a,b"}
-    assert site_labels.of_one("b", str(copied), asked) == {
+    assert of_sites.said_of("b", str(copied), asked) == {
         "site_labels": "", "site_channels": "b=1", "unlabelled": "b",
     }  # fmt: skip
 

@@ -192,3 +192,4 @@ def test_a_job_and_a_site_of_monai_fl_carry_it(phantom: Path) -> None:
     algo = site_algo("hippocampus", "north", config=CONFIG, requested={**asked, "data": str(phantom)})
     algo.initialize()
     assert algo._ready().known == {"north": Known((1,), 3)}
+    assert algo.get_weights().statistics["labels"] == [1]

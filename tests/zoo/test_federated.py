@@ -82,7 +82,7 @@ def test_reads_what_is_true(name: str, tmp_path: Path) -> None:
     assert type(bundle.optimizer(bundle.network())).__name__ == record.optimizer
     assert len(bundle.classes) == (record.outputs if record.task == "classification" else 0)
     assert higher_is_better(bundle.key_metric) == record.higher_is_better
-    assert bundle._sections["train"].source.is_list or not record.items
+    assert bundle.sections["train"].source.is_list or not record.items
     x, y = next(bundle.prepared("train").batches(torch.arange(2), 2, None))
     assert x.shape[1] == record.in_channels
     assert x.ndim == record.dims + 2

@@ -44,8 +44,8 @@ def _with(record: Record, row: Mapping[str, str]) -> Record:
     )
 
 
-def read(root: Path, records: Sequence[Record]) -> Rows:
-    """Return the rows of a folder's table, empty where it has none.
+def read(root: Path, records: Sequence[Record], others: Sequence[Record] = ()) -> Rows:
+    """Return the rows of a folder's table, empty where it has none; `others` are images that may be without one.
 
     Raises:
         InputError: two rows of an image or two images of a row, an image without one, or no column `file`.
@@ -60,10 +60,12 @@ def read(root: Path, records: Sequence[Record]) -> Rows:
                 f"{path} has two rows for {row['file']}", "a row for each image", "give paths, or remove one row"
             )
     row_of, used, missing = {}, dict[str, str](), []
-    for record in records:
+    for number, record in enumerate([*records, *others]):
         name = next((name for name in _names(root, record) if name in rows), None)
         if name is None:
-            missing.append(record.id)
+            missing += [record.id] if number < len(records) else []
+            continue
+        if name in used and number >= len(records):
             continue
         if name in used:
             raise InputError(

@@ -35,34 +35,42 @@ def apart(files: Named) -> tuple[Named, Named]:
     return [(path, uri) for path, uri in files if path not in taken], masks
 
 
-def channels(images: Named, masks: Named) -> Named:
+def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
     """Return images with the channels of each together where they are named `<mask>_0000`, `<mask>_0001`, ...
 
+    Args:
+        images: path and URI of each file.
+        masks: of the masks.
+        lacking: an image may lack channels that others have; images without a mask are named so as well, if any is.
+
     Raises:
-        InputError: an image lacks a channel that others have; names both.
+        InputError: an image lacks a channel; names both.
     """
-    of_mask = {path for path, _ in masks} - {path for path, _ in images}
+    taken = {path for path, _ in images}
+    of_mask = {path for path, _ in masks} - taken
     matches = [(_CHANNEL.fullmatch(path), uri) for path, uri in images]
+    if not any(match and match[1] in of_mask for match, _ in matches) and (masks or not lacking):
+        return images
     parts: dict[str, dict[str, str]] = defaultdict(dict)
     for match, uri in matches:
-        if match and match[1] in of_mask:
+        if match and (match[1] in of_mask or (lacking and match[1] not in taken)):
             parts[match[1]][match[2]] = uri
-    if not parts:
-        return images
     every = sorted({number for numbers in parts.values() for number in numbers})
     for path, numbers in parts.items():
-        if missing := [number for number in every if number not in numbers]:
+        if (missing := [number for number in every if number not in numbers]) and not lacking:
             raise InputError(
                 f"image {path} has no channel {missing[0]}, which others have",
                 f"of each image the channels {', '.join(every)}, as files {path}_{every[0]} ...",
-                "add the file, or remove the case",
+                "add the file, remove the case, or have the run say by --site-channels which channels its site has",
             )
     single = [
         (path, uri)
         for (match, uri), (path, _) in zip(matches, images, strict=True)
         if not (match and match[1] in parts)
     ]
-    return sorted([*single, *((path, JOINED.join(numbers[n] for n in every)) for path, numbers in parts.items())])
+    return sorted(
+        [*single, *((path, JOINED.join(numbers[n] for n in sorted(numbers))) for path, numbers in parts.items())]
+    )
 
 
 def bids(images: Named, masks: Named) -> tuple[Named, Named]:

@@ -19,11 +19,15 @@ SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}
 
 @dataclass
 class Table:
-    """The records of a folder, what is wrong with it (one line each, naming the file), and remarks for its user."""
+    """The records of a folder, what is wrong with it (one line each, naming the file), and remarks for its user.
+
+    `unlabelled` is name -> URI of images without a label or mask.
+    """
 
     records: list[Record] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unlabelled: dict[str, str] = field(default_factory=dict)
 
     def check_ids(self) -> None:
         """Add a problem for each id that occurs more than once."""

@@ -43,11 +43,14 @@ def pixel_classes(masks: Tensor) -> Tensor:
 
 
 def class_counts(shard: Shard, num_classes: int, batch_size: int = 256) -> Tensor:
-    """Return how many items of each class a site has, (K,) int64; from the data list where it has labels."""
+    """Return how many items of each class a site has, (K,) int64; from the data list where it has labels.
+
+    An image without a label (-1) counts for none.
+    """
     labels = torch.tensor(shard.labels, dtype=torch.int64)
     if len(labels) < len(shard):
         labels = torch.cat([class_indices(y).cpu() for _, y in shard.batches(batch_size)])
-    return torch.bincount(labels, minlength=num_classes)
+    return torch.bincount(labels[labels >= 0], minlength=num_classes)
 
 
 def class_prior(counts: Tensor, strength: float = 1.0) -> Tensor:

@@ -20,6 +20,7 @@ class Workers(AbstractContextManager["Workers"]):
 
     Attributes:
         told: site -> number of its training items, where nobody but the site knows it; the run's record keeps it.
+        facts: site -> kind -> names: what else it told of its data there; kept in the same way.
     """
 
     def __init__(self, federation: Federation, jobs: int) -> None:
@@ -27,6 +28,7 @@ class Workers(AbstractContextManager["Workers"]):
         self._federation = federation
         self.together: Packer | None = None
         self.told: dict[str, int] = {}
+        self.facts: dict[str, dict[str, list[str]]] = {}
         self._pool = Pool(federation, jobs) if jobs > 1 else None
 
     @property

@@ -369,7 +369,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
         samples = len(own.work(self.name, "train"))
-        numbers = {**numbers, FlStatistics.DATA_COUNT: samples}
+        facts = self._guard.told(own.facts if self.host == "medfl" else {}, *own.facts)
+        numbers = {**numbers, FlStatistics.DATA_COUNT: samples, **facts}
         self._guard.leave(activity, message, numbers, telling=self.host == "medfl")
         return exchange_object(message["weights"] if self.host == "averaging" else message.flat(), numbers)
 

@@ -117,9 +117,9 @@ class Guard:
         """Return a reply as it may leave, before it is made smaller."""
         return message if self._gate is None else self._gate.reply(message, received, samples)
 
-    def told(self, numbers: Mapping[str, Any], optional: str) -> dict[str, Any]:
-        """Return the numbers beside a reply that may leave."""
-        return dict(numbers) if self._gate is None else self._gate.told(numbers, optional)
+    def told(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+        """Return the numbers beside a message that may leave."""
+        return dict(numbers) if self._gate is None else self._gate.told(numbers, *optional)
 
     def spend(self, activity: Activity, reply: Message, wire: Message, samples: int) -> None:
         """Put a reply that is about to leave on the account, and say so.

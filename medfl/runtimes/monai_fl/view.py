@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from medfl.core.compression import Compression
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights, is_finite
 from medfl.data.prepared import Batch, Shard
+from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation
 
 _MOST_NUMBERS, _MOST_GROUPS = 1024, 256  # of a message; methods send less than a tenth of it
@@ -52,6 +54,18 @@ class AtSite(Federation):
         body = self._bodies[name]
         self.leaves = {key.removeprefix("weights/"): form for key, form in body.leaves.items()}
         self._forms = {key: (tensor.shape, tensor.dtype) for key, tensor in body.networks.initial.items()}
+
+    @cached_property
+    def facts(self) -> dict[str, list[int]]:
+        """What the run says of this site's data: positions of the `labels` that its masks show, of its `channels`."""
+        run, bundle, facts = self.run, self.bundle, dict[str, list[int]]()
+        if self.name in site_labels.read(run.site_labels, bundle.structures, self.names):
+            known, all_ = self.known.get(self.name), site_labels.annotated(bundle.structures)
+            facts["labels"] = sorted(all_) if known is None else [*known.classes]
+        if run.site_channels:
+            channels = site_channels.read(run.site_channels, site_channels.names(bundle), self.names)
+            facts |= {"channels": [*channels[self.name]]} if self.name in channels else {}
+        return facts
 
     # Stopping
 

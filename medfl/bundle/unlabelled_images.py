@@ -1,0 +1,82 @@
+"""Images of a data folder that have no label: training images of sites that are named with `--unlabelled`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medfl import datasets
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.check_own import ids_of
+from medfl.bundle.new_images import channels_of, is_solid
+from medfl.bundle.sections import Unlabelled
+from medfl.datasets import own
+from medfl.datasets.base import item_of, read_table
+from medfl.datasets.readers import cases, grouping, matching, pairs, tables
+from medfl.datasets.readers.reading import JOINED
+from medfl.datasets.readers.splitting import SECTIONS, Record
+from medfl.datasets.readers.unlabelled import joined, named
+
+
+def find(bundle: Bundle, folder: Path) -> Unlabelled:
+    """Return the images of a folder that have no label; all, where it has no label at all.
+
+    For a bundle of `medfl new` they are those without a mask, those that the table does not name or gives no class, or
+    those of a folder `unlabelled` beside the classes'. For others they lie in such a folder, in one for each centre if
+    that is known, or have no mask where a shipped data set has masks.
+    """
+    ids, channels = ids_of(bundle), channels_of(bundle.metadata)
+    if not bundle.is_shipped and isinstance(ids["classes"], list) and "split" in ids:
+        return _of_own(folder, ids, channels)
+    alone = not (datasets.get(bundle.name).layout(folder) if bundle.is_shipped else bundle.sections.lists)
+    place = folder if alone else folder / own.UNLABELLED
+    files = joined(named([place], is_solid(bundle.metadata)), channels) if place.is_dir() else {}
+    entries = [_entry(bundle, name if alone else f"{own.UNLABELLED}/{name}", uri) for name, uri in files.items()]
+    maskless = read_table(bundle.name, folder).unlabelled if bundle.is_shipped and not alone else {}
+    return Unlabelled([*entries, *(_entry(bundle, name, uri) for name, uri in maskless.items())], alone)
+
+
+def _entry(bundle: Bundle, ident: str, uri: str) -> Mapping[str, Any]:
+    files, (first, *below) = uri.split(JOINED), ident.split("/")
+    centre = below[0] if first == own.UNLABELLED and len(below) > 1 else "unknown"
+    image = uri if bundle.is_shipped or len(files) == 1 else files
+    return {"image": image, "id": ident, "centre": centre, "group": ident}
+
+
+def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> Unlabelled:
+    """Return the images of a folder as `medfl new` knows it.
+
+    Those that a table puts into another section, or whose patient has images there, are left out.
+    """
+    place = own.below(root, str(ids.get("images") or "."))
+    place = place if place.is_dir() else root
+    group_by, held = ids.get("group_by"), set[str]()
+    if whole := _alone(root, place, ids, channels):
+        found = own.Found([], [], cases.read(root, (), whole), unlabelled=whole)
+    else:
+        found = own.found_by(root, ids, lacking=True)
+        divided = own.sections_of(root, found, group_by, ids.get("split"))
+        held = {record.group for record, section in divided if section != SECTIONS[0]}
+    records = cases.described(root, _grouped(found.unlabelled, place, group_by), found.rows)
+    taken = [r for r in records if r.sections.get(cases.SPLIT, SECTIONS[0]) == SECTIONS[0] and r.group not in held]
+    return Unlabelled([{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(whole))
+
+
+def _alone(root: Path, place: Path, ids: Mapping[str, Any], channels: int) -> tuple[Record, ...]:
+    """Return the images of a folder in which none has a label; none where some have."""
+    if ids.get("masks"):
+        table = pairs.paired(*matching.match(*own.paths(place, own.below(root, str(ids["masks"])), channels > 1)))
+        return () if table.records or table.problems else own.unlabelled(table.unlabelled.items())
+    if ids.get("labels"):
+        return () if own.below(root, str(ids["labels"])).is_file() else own.unlabelled(tables.image_files(place))
+    known = any(name in ids["classes"] for name in own.image_folders(root))
+    return () if known else own.unlabelled(tables.image_files(root))
+
+
+def _grouped(records: Sequence[Record], place: Path, group_by: str | None) -> Sequence[Record]:
+    if not group_by or not records:
+        return records
+    patients = grouping.by_names(group_by, [own.below_all(place, record) for record in records])
+    return [replace(record, group=patient or record.group) for record, patient in zip(records, patients, strict=True)]

@@ -1,0 +1,141 @@
+"""Entries of a data list that lack a label, or channels: the deterministic transforms do with what they have.
+
+A mask of zeros, or class -1, then stands where the label would; nothing reads it (`medfl.data.unlabelled`). Channels
+that an entry names under `LACKS` are zero from the first transform on, so that none sees what a file has there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from monai.data import MetaTensor
+from monai.transforms import Compose, MapTransform, RandomizableTrait, Transform
+from torch import Tensor
+
+from medfl.data.source import LACKS, NO_LABEL, Source
+from medfl.datasets.readers.reading import JOINED
+
+_NUMBERED = re.compile(r"_(\d{4})\.nii(?:\.gz)?$", re.IGNORECASE)
+
+
+def is_unlabelled(entry: Any) -> bool:
+    """Tell whether an entry of a data list has an image and no label."""
+    return isinstance(entry, Mapping) and "image" in entry and entry.get("label") in (None, "")
+
+
+def without_label(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry whose label is not read, nor looked for."""
+    return {**{key: value for key, value in entry.items() if key != "label"}, NO_LABEL: True}
+
+
+def without_labels(chain: Sequence[Any]) -> Compose:
+    """Return a copy of transforms as one, which lets an entry without a label pass."""
+    transforms = deepcopy(Compose(chain).flatten())  # type: ignore[no-untyped-call]
+    for transform in transforms.transforms:
+        if isinstance(transform, MapTransform):
+            transform.allow_missing_keys = True
+    return transforms  # type: ignore[no-any-return]
+
+
+def with_all_channels(entry: Any, channels: int, numbered: bool) -> Any:
+    """Return an entry whose image, where its channels are files, has one for each: another stands for one not there.
+
+    Args:
+        entry: its image is a list of files in the channels' order, or their URIs joined by ` | `.
+        channels: of an image.
+        numbered: joined ones are volumes <name>_0000, <name>_0001, ... of one channel.
+    """
+    image = entry.get("image") if isinstance(entry, Mapping) else None
+    if isinstance(image, list | tuple):
+        there = {i: file for i, file in enumerate(image) if len(image) == channels and os.path.exists(file)}
+    elif isinstance(image, str) and numbered:
+        matches = [(_NUMBERED.search(file), file) for file in image.split(JOINED)]
+        there = {int(match[1]): file for match, file in matches if match}
+        there = there if len(there) == len(matches) and max(there) < channels else {}
+    else:
+        return entry
+    if not 0 < len(there) < channels:
+        return entry
+    files = [there.get(channel, min(there.items())[1]) for channel in range(channels)]
+    whole = JOINED.join(files) if isinstance(image, str) else files
+    return {**entry, "image": whole, LACKS: tuple(channel for channel in range(channels) if channel not in there)}
+
+
+def lacking(source: Source, channels: int = 0) -> Source:
+    """Return a source whose transforms know what entries may lack.
+
+    Args:
+        source: its entries are a list of mappings; those without a label have no such key.
+        channels: of an image; 0: none of them is lacking.
+    """
+    steps = list(without_labels(source.transforms).transforms)
+    if any(isinstance(step, ZeroChannels if channels else Ready) for step in steps):
+        return source
+    random = (i for i, t in enumerate(steps) if isinstance(t, RandomizableTrait) or not isinstance(t, Transform))
+    first = next(random, len(steps))
+    zero = [ZeroChannels(channels)] if channels else []
+    fixed: list[Any] = [part for step in steps[:first] for part in (step, *zero)]
+    example = next((entry for entry in source.entries if "label" in entry), None)
+    return replace(source, transforms=(Compose([*fixed, Ready(Compose(fixed), example), *steps[first:]]),))
+
+
+class ZeroChannels(Transform):
+    """Make the channels that an entry lacks zero in its image (C, H, W[, D]); another image passes as it is."""
+
+    keys = ()
+
+    def __init__(self, channels: int) -> None:
+        """Take C."""
+        self.channels = channels
+
+    def __call__(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the entry, its image changed in a copy."""
+        image, absent = data["image"], list(data.get(LACKS, ()))
+        if not absent or not isinstance(image, Tensor) or image.ndim < 3 or len(image) != self.channels:
+            return data
+        image = image.clone()
+        image[absent] = 0
+        return {**data, "image": image}
+
+
+class Ready(Transform):
+    """Give an image without a label one that stands for it, of the form that labels have here.
+
+    Args:
+        before: the transforms that an entry has passed.
+        example: an entry with a label; None: an image has a mask where the first transform would read one.
+    """
+
+    keys = ()
+
+    def __init__(self, before: Compose, example: Mapping[str, Any] | None) -> None:
+        self.before, self.example = before, example
+
+    @cached_property
+    def like(self) -> Any:
+        """A label as the transforms make it."""
+        if self.example is not None:
+            return self.before(dict(self.example))["label"]
+        reader = next((step for step in self.before.transforms if isinstance(step, MapTransform)), None)
+        return torch.zeros((1, 1, 1), dtype=torch.uint8) if reader and "label" in reader.keys else -1
+
+    def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entry with a label, and without the keys that say what it lacks."""
+        sample = {key: value for key, value in data.items() if key not in (LACKS, NO_LABEL)}
+        return sample if "label" in sample else {**sample, "label": self._empty(sample["image"])}
+
+    def _empty(self, image: Any) -> Any:
+        like = self.like
+        if not isinstance(like, Tensor):
+            return -1
+        if like.ndim < 2:
+            return torch.full_like(like, -1)
+        mask = torch.zeros((len(like), *image.shape[1:]), dtype=like.dtype)
+        return MetaTensor(mask, meta=image.meta) if isinstance(like, MetaTensor) else mask

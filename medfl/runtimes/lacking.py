@@ -1,0 +1,50 @@
+"""What the files of a site need not have, or are not read for: labels of sites without any, channels that it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.sections import SECTIONS, Sections
+from medfl.core.errors import InputError
+from medfl.core.forms import site_names
+from medfl.core.run import Run
+from medfl.data.source import LACKS
+from medfl.runtimes import site_channels
+
+
+def tell(bundle: Bundle, run: Run) -> None:
+    """Have a bundle read no training label of sites without any, and channels that an item's site lacks as zero.
+
+    A crop might go by such a label, and a mean by such a channel.
+
+    Raises:
+        InputError: a file of a channel is not there, and its item's site has the channel.
+    """
+    sites = run.partition.sites
+    channels = site_channels.names(bundle) if run.site_channels else ()
+    has = site_channels.read(run.site_channels, channels, sites) if run.site_channels else {}
+    bare = [ident for site in site_names(run.unlabelled) for ident in sites.get(site, {}).get("train", ())]
+    for section in SECTIONS[: 2 + bundle.has_test]:
+        site_of = {ident: site for site in sites for ident in sites[site].get(section, ())}
+        absent = {ident: _absent(has.get(site), len(channels)) for ident, site in site_of.items()}
+        hidden: Collection[str] = {*bare} if section == "train" else ()
+        for item in bundle.items(section):
+            ident = str(item["id"])
+            _require(section, ident, site_of.get(ident, ""), {*item.get(LACKS, ())} - {*absent.get(ident, ())})
+        listed = isinstance(bundle.sections, Sections) and bundle.section(section).source.is_list
+        if listed and (hidden or any(absent.values())):
+            bundle.sections.reread(section, hidden, absent, len(channels))
+
+
+def _absent(has: Collection[int] | None, channels: int) -> list[int]:
+    return [] if has is None else [channel for channel in range(channels) if channel not in has]
+
+
+def _require(section: str, ident: str, site: str, missing: Collection[int]) -> None:
+    if missing:
+        raise InputError(
+            f"{section} image {ident!r} of site {site!r} has no file of channel {min(missing)}",
+            "a file of each channel, or of those that --site-channels says of its site",
+            f"restore it, or say which channels the site has: --site-channels {site or 'SITE'}=...",
+        )

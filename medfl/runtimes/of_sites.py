@@ -1,0 +1,96 @@
+"""What a run says of single sites: which structures each annotates, which channels it has, whether it has labels."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from medfl.bundle.open import protocol
+from medfl.bundle.protocol import resolved
+from medfl.core.errors import InputError, did_you_mean
+from medfl.core.forms import by_site, site_names
+from medfl.core.run import Run
+from medfl.core.terminal import Print
+
+NOTHING: Mapping[str, Any] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
+"""The settings that speak of single sites, saying nothing."""
+
+
+def said(bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these settings of a request, or else of the bundle's protocol."""
+    values = resolved(bundle, protocol(bundle), requested.get("presets", ()))
+    given = {setting: requested.get(setting) for setting in NOTHING}
+    return {name: str(values.get(name, "") if text is None else text) for name, text in given.items()}
+
+
+def said_of(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these settings with what they say of one site, "" for nothing."""
+    settings = said(bundle, requested)
+    without = site in site_names(settings.pop("unlabelled"))
+    each = {name: _read(name, text) for name, text in settings.items()}
+    own = {name: {site: told[site]} if site in told else {} for name, told in each.items()}
+    return {**texts(own), "unlabelled": site if without else ""}
+
+
+def with_own_word(run: Run, site: str, own: Mapping[str, Sequence[str]], say: Print) -> Run:
+    """Return a run that says of a site what this says of itself.
+
+    Args:
+        run: as it was offered.
+        site: of the run.
+        own: setting -> names, () where the site says nothing.
+        say: is told where the two disagree.
+    """
+    each = {name: _read(name, getattr(run, name)) for name, names in own.items() if names}
+    for name, told in each.items():
+        if site in told and {*told[site]} != {*own[name]}:
+            job, mine = (",".join(names) for names in (told[site], own[name]))
+            say(f"note: the job says {_flag(name)} {site}={job}; the site itself says {mine}, which counts")
+    return replace(run, **texts({name: {**told, site: own[name]} for name, told in each.items()}))
+
+
+def _flag(setting: str) -> str:
+    return f"--{setting.replace('_', '-')}"
+
+
+def _read(setting: str, text: str) -> Mapping[str, Sequence[str]]:
+    return by_site(_flag(setting))(text)
+
+
+def texts(said: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, Any]:
+    """Return setting -> its text, of setting -> site -> names."""
+    return {name: ";".join(f"{site}={','.join(names)}" for site, names in each.items()) for name, each in said.items()}
+
+
+def require_sites(flag: str, named: Iterable[str], sites: Collection[str], value: str = "") -> None:
+    """Raise an InputError for the first of some names that is no site of the run; a value may follow it in the flag."""
+    for name in named:
+        if name not in sites:
+            advice = did_you_mean(name, [*sites], "name one of these")
+            raise InputError(f"{flag} {name}{value}", of_run(sites), advice)
+
+
+def of_run(sites: Collection[str]) -> str:
+    """Say which sites a run has, in an error's words."""
+    return f"the sites of the run are {', '.join([*sites][:10])}{', …' if len(sites) > 10 else ''}"
+
+
+def positions(
+    what: str, site: str, names: Mapping[str, str], known: Mapping[str, int], allowed: str, advice: str
+) -> tuple[int, ...]:
+    """Return the ascending positions of the labels or channels that a site has.
+
+    Args:
+        what: "label" or "channel".
+        site: its name.
+        names: as they are given -> as they stand in `known`.
+        known: name -> position, of all that there are.
+        allowed: says which, for errors.
+        advice: for a name like none of these.
+    """
+    for name, plain in names.items():
+        if plain not in known:
+            near = did_you_mean(plain, (one for one in known if not one.isdecimal()), advice)
+            raise InputError(f"{what} {name!r:.80} of site {site!r}", allowed, near)
+    return tuple(sorted({known[plain] for plain in names.values()}))
