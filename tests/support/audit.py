@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 _CHANGES = (
@@ -20,6 +21,8 @@ _NEVER = (
     "ftplib.connect", "smtplib.connect", "webbrowser.open", "builtins.breakpoint", "ctypes.dlopen",
 )  # fmt: skip
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+_DECORATORS = "torch.utils._contextlib"
 
 MAY = ("ctypes.dlopen", "os.putenv", "pickle.find_class")
 """Libraries that PyTorch loads, its environment, and what worker processes of one run hand to each other."""
@@ -70,6 +73,11 @@ def unlisted(modules: Iterable[str]) -> set[str]:
     return {name for name in libraries - LISTED - EXPORTING - set(sys.stdlib_module_names) if name[0] != "_"}
 
 
+def _renames(caller: FrameType) -> bool:
+    """Tell whether it is PyTorch (2.15) that gives a decorator as `torch.no_grad` the name of what it decorates."""
+    return caller.f_code.co_name == "_set_stack_frame_name" and caller.f_globals.get("__name__") == _DECORATORS
+
+
 class Watch:
     """Collects what happens while it is on; the hook stays with the process, and with those that it forks."""
 
@@ -98,7 +106,7 @@ class Watch:
             return
         self._on = False
         try:
-            if event in _NEVER:
+            if event in _NEVER and not (event == "code.__new__" and _renames(sys._getframe(1))):
                 self.seen.append(f"{event} {arguments!r:.200}")
             elif event == "open" and self._changes(arguments):
                 self._place(event, arguments[0])
