@@ -26,7 +26,7 @@ from medfl.bundle.notes import notes
 from medfl.bundle.optimizers import Optimizers, find_schedule
 from medfl.bundle.prompts import Text, read_text
 from medfl.bundle.sections import SECTIONS, Section, Sections, check_labels
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, MedflError
 from medfl.core.places import cache_folder
 from medfl.core.release import version_of
 from medfl.core.seeding import stream
@@ -244,21 +244,21 @@ class Bundle:
         """Network output, target and input of the first training item, twice in a batch: misfits show here."""
         if self.own_trainer:
             return None, None, None
-        data = self.sections["train"]
-        item, source, labelled = data.first
+        item, source, labelled = (data := self.sections["train"]).first
         with stream(0, "trial") as generator, torch.no_grad():
             samples = prepare([item], source, data.collate, data.prepare_batch)
-            x, y = next(samples.batches(torch.zeros(2, dtype=torch.int64), 2, generator))
-            network = self.network()
-            self.optimizer(network)
             try:
+                x, y = next(samples.batches(torch.zeros(2, dtype=torch.int64), 2, generator))
+                network = self.network()
+                self.optimizer(network)
                 prediction = network.train()(moved(x, self.device))
                 if labelled:
                     self._try_loss(prediction, moved(y, self.device))
+            except MedflError:
+                raise
             except Exception as error:
                 raise InputError(
-                    f"bundle {self.name!r}: its network and loss fail on item {item['id']!r}: "
-                    f"{told(root_cause(error))}",
+                    f"bundle {self.name!r}: network and loss fail on item {item['id']!r}: {told(root_cause(error))}",
                     "network, loss and transforms fit together",
                     "see that the bundle trains by itself",
                 ) from error

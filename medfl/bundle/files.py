@@ -22,6 +22,7 @@ _FORMAT = {
 }  # fmt: skip
 """Entries that metadata.json may have of an input or output, and that are read."""
 _BYTES = 1 << 20
+_MOST_CHANNELS = 1000
 _INDEX = re.compile("[0-9]{1,6}")
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: eight times as fast
 
@@ -128,6 +129,8 @@ def read_metadata(root: Path) -> dict[str, Any]:
     formats = {} if errors else described.get("network_data_format", {})
     for part in (part for kind in kinds for part in formats.get(kind, {}).values()):
         errors += type_errors(part, _FORMAT, "network_data_format...")
+        if isinstance(count := part.get("num_channels"), int) and count > _MOST_CHANNELS:
+            errors.append(f"has {count} channels under num_channels, more than {_MOST_CHANNELS}")
         channels = part.get("channel_def")
         odd = [key for key in channels if not _INDEX.fullmatch(key)] if isinstance(channels, Mapping) else []
         errors += [f"has the channel {printable(key, 20)!r} under channel_def" for key in odd]

@@ -31,8 +31,9 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
         presets: names of presets in it.
 
     Raises:
-        InputError: no such preset, or one that sets what no run has.
+        InputError: no such preset, one that sets what no run has, or a table that is none.
     """
+    _check_tables(bundle, values)
     settled, offered = {**_DEFAULTS, **_said_of_sites(bundle, values)}, values.get("presets") or {}
     for name in presets:
         if name not in offered:
@@ -49,11 +50,28 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
                 f"take {unknown[0]!r} out of the bundle's federated.yaml",
             )
         before, given = dict(settled), preset.get("methods") or {}
-        options = {method: {**(settled["methods"].get(method) or {}), **given[method]} for method in given}
+        options = {method: {**(settled["methods"].get(method) or {}), **(given[method] or {})} for method in given}
         settled |= _said_of_sites(bundle, preset)
         settled["methods"] = {**before["methods"], **options}
         settled["config"] = {**before["config"], **(preset.get("config") or {})}
     return settled
+
+
+def _check_tables(bundle: str, values: Mapping[str, Any], within: str = "") -> None:
+    """Raise InputError where `methods`, one of these, `config`, `presets` or one of these is given and no table."""
+    tables = {key: values.get(key) for key in ("methods", "config", *(() if within else ("presets",)))}
+    for key in ("methods", "presets"):
+        if isinstance(inner := tables.get(key), Mapping):
+            tables |= {f"{key}: {name}": value for name, value in inner.items()}
+    for key, value in tables.items():
+        if value is not None and not isinstance(value, Mapping):
+            raise InputError(
+                f"{within}{key} {str(value)!r:.60} in the federated.yaml of bundle {bundle!r}",
+                "a table: NAME: value",
+                "write it as one, or take it out",
+            )
+        if key.startswith("presets: "):
+            _check_tables(bundle, value or {}, f"{key}: ")
 
 
 def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:

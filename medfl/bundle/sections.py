@@ -185,6 +185,8 @@ class Sections:
                 "a data set to be divided can be indexed",
                 "give it a data set with __len__ and __getitem__",
             ) from error
+        if source.is_list:
+            source = replace(source, entries=[_without_marks(entry) for entry in source.entries])
         if section == "train" and self._unlabelled is not None:
             source = _with(source, self._unlabelled)
         if len(source.entries) == 0:
@@ -234,6 +236,12 @@ class Sections:
         items = [{**item, NO_LABEL: True} if i in hidden else item for i, item in zip(ids, kept.items, strict=True)]
         source = lacking(replace(kept.source, entries=entries), channels)
         self._opened[section] = replace(kept, items=items, source=source)
+
+
+def _without_marks(entry: Any) -> Any:
+    """Return an entry as the bundle gives it; what it lacks is found out here and never taken from it."""
+    marked = isinstance(entry, Mapping) and not {NO_LABEL, LACKS}.isdisjoint(entry)
+    return {key: value for key, value in entry.items() if key not in (NO_LABEL, LACKS)} if marked else entry
 
 
 def _with(source: Source, more: Unlabelled) -> Source:

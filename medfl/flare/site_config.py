@@ -55,6 +55,7 @@ from medfl.policy.policy import Policy
 from medfl.runs import text_record
 from medfl.runtimes import lacking, of_sites, site_channels, site_labels
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.unlabelled import check_unlabelled
 
 CONFIG_FILE = "medfl.yaml"
 _BYTES = 100_000
@@ -116,6 +117,8 @@ class SiteConfig:
             wrong = not isinstance(value, kind) or isinstance(value, bool)
             if wrong or (kind is list and not all(isinstance(word, str) for word in given[name])):
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
+        if given.get("threads", 1) < 1:
+            raise InputError(f"{path}: threads: {given['threads']}", "a whole number from 1 on", advice)
         for site, most in given.get("roster", {}).items():
             if not is_flare_name(site) or type(most) is not int or most < 1:
                 raise InputError(f"{path}: roster: {printable(site, 60)}", "sites with whole numbers from 1 on", advice)
@@ -219,6 +222,10 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
             f"{printable(where, 60)} is {printable(error.instance, 60)}", "numbers and names as medfl writes them"
         )
     _check_names(run, name, config.roster, refuse)
+    texts = {setting: value for setting in SETTINGS if isinstance(value := vars(run).get(setting), str)}
+    for setting, text in texts.items():
+        if not text.isprintable():
+            raise refuse(f"{setting} {printable(text, 60)}", "text of visible characters, on one line")
     with errors_safe_to_send():
         portable.require(vars(run))
     policy = config.checked_policy()
@@ -228,13 +235,20 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
         raise refuse(offered, f"{bundle.name!r} ({bundle.sha256[:12]})")
     if odd := odd_option(run.options):
         raise refuse(odd, PLAIN)
+    method = methods.load(run.method, run.options)
+    try:
+        check_unlabelled(run.unlabelled, run.method, method, run.partition.sites)
+    except InputError as error:
+        raise refuse(
+            str(error).partition(";")[0], "sites of the run, not all of them, and a method for them"
+        ) from error
     permits = tuple(run.config) if name is None and not config.permits else config.permits
     _check_config(run, resolved(config.bundle, bundle.protocol, ())["config"], permits, refuse)
     if run.threads > config.threads:
         raise refuse(f"it asks for {run.threads} threads", f"at most {config.threads}")
     if not re.fullmatch("[a-z]+(:[0-9]+)?", run.device):
         raise refuse(f"device {printable(run.device, 60)}", "a device of PyTorch, as cpu or cuda:0")
-    if what := needs_in_one_place(methods.load(run.method, run.options)):
+    if what := needs_in_one_place(method):
         raise refuse(f"method {run.method} needs {what}", "methods whose sites keep their images")
     if disagreement := policy.disagreement(run):
         raise refuse(*disagreement)

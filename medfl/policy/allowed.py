@@ -1,4 +1,4 @@
-"""What a bundle's configuration may name: components for `_target_`; names, members and methods for expressions.
+"""What a bundle's configuration may name as a component, and what arguments with a meaning of their own may say.
 
 The names are gathered from what bundles of the public zoo use and MONAI 1.6 offers; what is on none of them
 is refused. Left out on purpose although they look like the others: what locates a name given as text, compiles, fetches
@@ -16,13 +16,14 @@ from typing import Any
 from medfl.core.untrusted import printable
 
 
-def _names(text: str) -> frozenset[str]:
+def name_set(text: str) -> frozenset[str]:
+    """Return the names in a text of them."""
     return frozenset(text.split())
 
 
 # Components
 
-TRANSFORMS = _names(
+TRANSFORMS = name_set(
     """
     Activations AddCoordinateChannels AddExtremePointsChannel AdjustContrast Affine AffineGrid AsChannelLast AsDiscrete
     BorderPad BoundingRect CastToType CenterScaleCrop CenterSpatialCrop ClassesToIndices ClipIntensityPercentiles
@@ -47,7 +48,7 @@ TRANSFORMS = _names(
 )
 """Transforms without the ending (d, D, Dict) of those for dictionaries."""
 
-MONAI_COMPONENTS = _names(
+MONAI_COMPONENTS = name_set(
     """
     Compose OneOf RandomOrder SomeOf PadListDataCollate
 
@@ -132,7 +133,7 @@ _COMPONENTS = {
 COMPONENTS = frozenset(f"{module}.{name}" for module, names in _COMPONENTS.items() for name in names.split())
 """Listed components of other packages; beside them every module of torch.nn, optimiser and learning rate scheduler."""
 
-WRITERS = _names(
+WRITERS = name_set(
     """
     CacheNTransDataset CheckpointSaver ClassificationSaver GDSDataset LMDBDataset LogfileHandler MetricsSaver
     PersistentDataset ProbMapProducer SaveClassification SaveImage TensorBoardImageHandler TensorBoardStatsHandler
@@ -155,13 +156,13 @@ def without_ending(name: str) -> str:
 
 # Arguments with a meaning of their own, whoever takes them
 
-TORCHVISION = _names(
+TORCHVISION = name_set(
     "CenterCrop ColorJitter GaussianBlur Grayscale Normalize Pad RandomAffine RandomGrayscale RandomHorizontalFlip "
     "RandomRotation RandomVerticalFlip Resize"
 )
 """What `name` of TorchVision and RandTorchVision may say: it is looked up in torchvision."""
 
-READERS = _names(
+READERS = name_set(
     """
     ITKReader NibabelReader NrrdReader NumpyReader PILReader PydicomReader WSIReader itkreader nibabelreader nrrdreader
     numpyreader pilreader pydicomreader wsireader cucim cuCIM openslide OpenSlide tifffile TiffFile
@@ -244,142 +245,3 @@ def _is_reader(value: object) -> bool:
     from monai.data import ImageReader, ImageWriter
 
     return isinstance(value, ImageReader | ImageWriter)
-
-
-# Expressions
-
-BUILTINS = _names(
-    """
-    abs all any bool dict enumerate filter float int isinstance len list map max min range reversed round set
-    slice sorted str sum tuple zip
-    """
-)
-
-_MEMBERS = {
-    "copy": "copy deepcopy",
-    "csv": "DictReader reader",
-    "datetime": "datetime.now",
-    "functools": "partial",
-    "glob": "glob",
-    "json": "load loads",
-    "logging": "DEBUG ERROR INFO WARNING",
-    "math": "ceil floor inf log pi sqrt",
-    "os": "getcwd listdir sep",
-    "os.path": "abspath basename dirname exists isdir isfile join splitext",
-    "pathlib": "Path",
-    "pandas": "read_csv",
-    "scipy.ndimage": "binary_dilation binary_erosion binary_fill_holes gaussian_filter label zoom",
-    "numpy": """
-        all any arange argmax argmin argsort array asarray bool_ clip concatenate expand_dims eye flip float16 float32
-        float64 inf int8 int16 int32 int64 linspace max mean median min moveaxis nan ones pad percentile pi prod
-        quantile round squeeze stack std sum transpose uint8 uint16 unique where zeros
-        """,
-    "skimage.measure": "label",
-    "random": "choice randint sample seed shuffle uniform",
-    "numpy.random": "RandomState choice default_rng permutation rand randint randn seed shuffle",
-    "torch": """
-        bfloat16 bool device float float16 float32 float64 FloatTensor half int int8 int16 int32 int64 long LongTensor
-        Tensor uint8
-        """,
-    "torch.cuda": "device_count is_available",
-    "torch.nn.functional": """
-        adaptive_avg_pool2d adaptive_avg_pool3d affine_grid avg_pool2d avg_pool3d gelu grid_sample interpolate
-        leaky_relu log_softmax max_pool2d max_pool3d normalize one_hot pad relu sigmoid softmax
-        """,
-    "ignite.engine.Events": """
-        COMPLETED EPOCH_COMPLETED EPOCH_STARTED ITERATION_COMPLETED ITERATION_STARTED STARTED
-        """,
-    "monai.apps.pathology.handlers.utils": "from_engine_hovernet",
-    "monai.auto3dseg.utils": "datafold_read",
-    "monai.data": """
-        Dataset decollate_batch list_data_collate load_decathlon_datalist pad_list_data_collate
-        partition_dataset partition_dataset_classes select_cross_validation_folds
-        """,
-    "monai.data.utils": "list_data_collate no_collation pad_list_data_collate partition_dataset",
-    "monai.engines": "default_metric_cmp_fn default_prepare_batch",
-    "monai.handlers": "from_engine",
-    "monai.networks": "copy_model_state normal_init",
-    "monai.networks.nets": "vista3d132",
-    "monai.networks.utils": "copy_model_state",
-    "monai.utils": "ensure_tuple ensure_tuple_rep first set_determinism",
-    "monai.utils.CommonKeys": "IMAGE LABEL LOSS METADATA PRED",
-    "medfl.datasets": "datalist locate unlabelled",
-    "medfl.datasets.own": "above labelled listed paired",
-}
-MEMBERS = frozenset(f"{module}.{name}" for module, names in _MEMBERS.items() for name in names.split()) | {
-    "datetime.datetime"
-}
-"""Functions, classes and constants of modules, by their full path."""
-
-_WORDED = {
-    "distributed": """
-        torch.distributed.get_rank torch.distributed.get_world_size torch.distributed.is_available
-        torch.distributed.is_initialized torch.distributed.init_process_group torch.distributed.destroy_process_group
-        torch.cuda.set_device
-        """,
-    "pickle": "torch.load torch.jit.load",
-    "sys.path": "sys.path.append sys.path.insert",
-}
-WORDED = {member: word for word, members in _WORDED.items() for member in members.split()}
-"""Members that need a word of the site's policy, and the word."""
-
-MODULES = frozenset(path.partition(".")[0] for path in MEMBERS)
-"""The packages of these; Python of a bundle's own may not take their names."""
-
-METHODS_OF = {
-    "text": _names(
-        """
-        count endswith find format index isalpha isdigit join lower lstrip partition removeprefix removesuffix replace
-        rfind rpartition rsplit rstrip split splitlines startswith strip title upper zfill
-        """
-    ),
-    "list": _names("copy count index pop reverse sort"),
-    "tuple": _names("count index"),
-    "dict": _names("copy get items keys pop setdefault update values"),
-    "set": _names("add copy difference intersection issubset issuperset union update"),
-    "number": _names("imag is_integer real"),
-    "path": _names(
-        """
-        absolute as_posix exists glob is_absolute is_dir is_file iterdir joinpath name parent parents parts read_text
-        relative_to resolve rglob stem suffix suffixes with_name with_suffix
-        """
-    ),
-    "file": _names("close read readline readlines"),
-    "time": _names("date day hour isoformat microsecond minute month second strftime time year"),
-    "random": _names("choice integers normal permutation rand randint randn random sample shuffle uniform"),
-    "table": _names(
-        """
-        columns dropna head iloc index isin loc reset_index shape size sort_values tail to_dict to_list to_numpy tolist
-        unique values
-        """
-    ),
-    "tensor": _names(
-        """
-        abs all any argmax argmin array astype bool clamp clip clone contiguous copy cpu cuda cumsum detach device dim
-        double dtype expand flatten flip float half index_select int is_cuda item long max mean median meta min ndim
-        ndimension nonzero numel numpy permute prod repeat requires_grad reshape round shape sigmoid size softmax
-        squeeze std sum swapaxes T t to tolist transpose type type_as unique unsqueeze view
-        """
-    ),
-    "network": _names(
-        """
-        apply attention bias children classifier cpu cuda decoder double encoder eval fc features float half head
-        load_old_state_dict load_state_dict modules named_children named_parameters network parameters
-        set_atss_matcher set_balanced_sampler set_box_coder_weights set_box_regression_loss
-        set_box_selector_parameters set_cls_loss set_hard_negative_sampler set_regular_matcher
-        set_sliding_window_inferer set_target_keys state_dict to train weight
-        """
-    ),
-    "device": _names("index type"),
-    "picture": _names("convert crop height mode resize size width"),
-    "component": _names(
-        """
-        attention batch batch_size data dataset decoder encoder epoch epoch_length get_last_lr head iteration max_epochs
-        metrics output param_groups
-        set_random_state state state_dict step transform transforms
-        """
-    ),
-}
-"""What expressions may ask of a value, by the kind of the value; a path can only be looked at, never changed."""
-METHODS = frozenset().union(*METHODS_OF.values())
-"""All of them: what an inspection, which knows no values, lets pass."""

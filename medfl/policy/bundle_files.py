@@ -9,7 +9,7 @@ import sys
 from pathlib import Path, PurePosixPath
 
 from medfl.core.untrusted import Plain, Refused, check_visible, decode_text, printable, read_plain
-from medfl.policy.allowed import MODULES
+from medfl.policy.allowed_in_expressions import MODULES
 from medfl.policy.findings import File, Inspection
 from medfl.policy.policy import Policy
 

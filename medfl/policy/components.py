@@ -29,6 +29,7 @@ from medfl.policy.allowed import (
     component_refused,
     without_ending,
 )
+from medfl.policy.allowed_in_expressions import TORCH_FUNCTIONS
 
 _HOMES = (
     "monai.transforms", "monai.losses", "monai.networks.nets", "monai.networks.schedulers", "monai.data",
@@ -58,7 +59,6 @@ _LOADERS = frozenset({"DataLoader", "ThreadDataLoader"})
 """They start processes."""
 _PACKAGES = ("monai", "torch", "torchvision", "numpy", "ignite", "medfl")
 _TYPED = ("arange", "array", "asarray", "astype", "full", "ones", "zeros")
-_OBJECTS = frozenset({"object", "object_", "O", "|O"})
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
 
 
@@ -102,12 +102,21 @@ def for_expressions(path: str) -> Any:
 
 
 def _is_plain_function(module: str, name: str) -> bool:
-    """Tell whether PyTorch or NumPy has this function of tensors or arrays in C; of these `from_file` opens files."""
+    """Tell whether this is a listed function of PyTorch, or one of NumPy's for each element, in C."""
     if module == "numpy":
         return isinstance(_in_module(module, name), np.ufunc)
-    functions = torch._C._VariableFunctions
-    same = module == "torch" and _in_module(module, name) is getattr(functions, name, module)
-    return same and not name.startswith("_") and name != "from_file"
+    listed = module == "torch" and name in TORCH_FUNCTIONS
+    return listed and _in_module(module, name) is getattr(torch._C._VariableFunctions, name, module)
+
+
+def _makes_objects(value: object) -> bool:
+    """Tell whether an array of this type, however it is spelled, would hold Python's objects."""
+    if value is None or value is ...:
+        return False
+    try:
+        return bool(np.dtype(value).hasobject)  # type: ignore[call-overload]
+    except (TypeError, ValueError, SyntaxError):
+        return False
 
 
 def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,8 +134,7 @@ def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str,
     of_monai = str(getattr(function, "__module__", None)).startswith("monai.")
     if of_monai and any(given.get(name) for name in further):
         raise Refused(f"{getattr(function, '__name__', 'a call')} with more arguments than it has names for")
-    texts = {value for value in (*arguments, given.get("dtype")) if isinstance(value, str)}
-    if getattr(function, "__name__", "") in _TYPED and texts & _OBJECTS:
+    if getattr(function, "__name__", "") in _TYPED and any(map(_makes_objects, (*arguments, *given.values()))):
         raise Refused("an array of objects")
     for name, value in given.items():
         if why := argument_refused(name, value):

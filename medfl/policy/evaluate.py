@@ -29,20 +29,13 @@ from PIL.Image import Image
 from torch import nn
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import (
-    BUILTINS,
-    MEMBERS,
-    METHODS_OF,
-    PLACES,
-    TABLE_ARGUMENTS,
-    WORDED,
-)
+from medfl.policy.allowed import PLACES, TABLE_ARGUMENTS
+from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS_OF, WORDED
 from medfl.policy.components import check_arguments, for_expressions
-from medfl.policy.expressions import REFERENCE, check_expression, check_format, check_width, module_path
+from medfl.policy.expressions import REFERENCE, check_expression, module_path
+from medfl.policy.growing import GROWING, bounded_range, format_text, formatted, operate
 from medfl.policy.imports import Uses, only_statement
 
-_LARGEST = 10**8
-"""Items of a text, list or array that one operation may make."""
 _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (str, "text"), (list, "list"), (tuple, "tuple"), (dict, "dict"), ((set, frozenset), "set"),
     ((bool, int, float), "number"), (PurePath, "path"), (io.IOBase, "file"),
@@ -53,6 +46,7 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 _PACKAGES = ("monai", "torch", "numpy", "ignite", "medfl", "scipy", "skimage")
 """Whose classes and functions may be called, and whose objects are components."""
 _READS_PATH = {"exists", "glob", "is_dir", "is_file", "iterdir", "read_text", "rglob"}
+_PATTERN = re.compile(r"[*?\[]")
 _PATH_FUNCTIONS = {
     "glob.glob": ("recursive", "include_hidden"), "os.listdir": (), "os.path.exists": (), "os.path.isdir": (),
     "os.path.isfile": (), "monai.data.load_decathlon_datalist": ("is_segmentation", "data_list_key", "base_dir"),
@@ -64,6 +58,8 @@ _PATH_FUNCTIONS = {
     "medfl.datasets.unlabelled": ("series", "channels"),
 }  # fmt: skip
 """Members of which `folder`, or else the first argument, is a place that they look at, and what else may be given."""
+_PLACES_OF = {"medfl.runs.teachers.medsam.load": ("source",)}
+"""Arguments that name a place where this function takes them, and something else elsewhere."""
 _CHECKED = ("monai.", "medfl.", "torchvision.", "torch.utils.")
 """Where classes and functions lie whose arguments are checked whoever calls them; PyTorch's layers need no check."""
 _MEMBER, _ATTRIBUTE, _CALL, _OPERATE, _FORMATTED = "<member>", "<attribute>", "<call>", "<operate>", "<formatted>"
@@ -119,7 +115,7 @@ class Evaluator:
         plain = {name: getattr(builtins, name) for name in BUILTINS}
         return {
             **plain,
-            "range": _bounded_range,
+            "range": bounded_range,
             "open": self._open,
             "setattr": setattr,  # the check of the text wants a word for it
             "__builtins__": {},
@@ -127,8 +123,8 @@ class Evaluator:
             _MEMBER: self._value_of,
             _ATTRIBUTE: self._attribute,
             _CALL: self._call,
-            _OPERATE: _operate,
-            _FORMATTED: _formatted,
+            _OPERATE: operate,
+            _FORMATTED: formatted,
         }
 
     def member(self, path: str) -> Any:
@@ -161,7 +157,7 @@ class Evaluator:
         if isinstance(value, Path) and name in ("glob", "rglob"):
             return self._looks_inside(getattr(value, name), (), value)
         if isinstance(value, str) and name == "format":
-            return functools.partial(_format, value)
+            return functools.partial(format_text, value)
         if _kind(value) == "table" and name not in METHODS_OF["table"]:
             return value[name]  # never a method of the table that has the name of a column
         return getattr(value, name)
@@ -190,20 +186,25 @@ class Evaluator:
             return self._call(function.func, *function.args, *arguments, **{**function.keywords, **named})
         if not self._callable(function):
             raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
-        handed = next(
-            (v for v in [*arguments, *named.values()] if inspect.isroutine(v) and not self._callable(v)), None
-        )
-        if handed is not None:
-            raise Refused(f"{printable(handed.__name__)} handed on, which is not on the list")
-        given = check_arguments(function, arguments, named)
-        self.check_places(given)
+        for value in (*arguments, *named.values()):
+            self._check_handed(value)
+        self.check_places(check_arguments(function, arguments, named), function)
         if type(function).__module__.startswith("monai."):  # a transform that was made: it may read the file
             self.check_places({"path": [value for value in _inside(arguments) if _is_far(value)]})
         return function(*arguments, **named)
 
-    def check_places(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse arguments that name a file or folder elsewhere."""
-        for name in PLACES & arguments.keys():
+    def _check_handed(self, value: Any) -> None:
+        """Refuse a function or class that may not be called, for whoever gets it may call it."""
+        if isinstance(value, functools.partial):
+            self._check_handed(value.func)
+            check_arguments(value.func, value.args, value.keywords)
+        elif (inspect.isroutine(value) or inspect.isclass(value)) and not self._callable(value):
+            raise Refused(f"{printable(value.__name__)} handed on, which is not on the list")
+
+    def check_places(self, arguments: Mapping[str, Any], function: Any = None) -> None:
+        """Refuse arguments, of a function or class if it is given, that name a file or folder elsewhere."""
+        further = _PLACES_OF.get(f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}", ())
+        for name in PLACES.union(further) & arguments.keys():
             for place in _inside(arguments[name]):
                 if isinstance(place, str | PurePath):
                     self._check_place(place)
@@ -214,7 +215,7 @@ class Evaluator:
         if isinstance(function, BuiltinMethodType | MethodType) and function.__self__ is not builtins:
             owner = function.__self__
             return owner is self or self._allows(owner, function.__name__) or self._is_own(type(owner))
-        if function in (_bounded_range, setattr) or any(function is getattr(builtins, name) for name in BUILTINS):
+        if function in (bounded_range, setattr) or any(function is getattr(builtins, name) for name in BUILTINS):
             return True
         of = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)
         return str(getattr(of, "__module__", None)).partition(".")[0] in _PACKAGES or self._is_own(of)
@@ -259,6 +260,9 @@ class Evaluator:
             raise Refused(f"{printable(place)}, a URL: nothing is fetched")
         if not any(path.is_relative_to(root) for root in self.roots):
             raise ElsewhereRefused(f"the path {printable(place)}, which is neither below the bundle nor below its data")
+        upwards = ".." in PurePath(place).parts
+        if upwards and (_PATTERN.search(str(place)) or os.path.realpath(place) != os.path.realpath(path)):
+            raise Refused(f"the path {printable(place)}, which leads upwards ('..') behind a link")
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise Refused(f"the path {printable(place)}, a pipe or a device, which would be waited for")
 
@@ -312,7 +316,7 @@ class _Guards(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        if type(node.op).__name__ not in _GROWING:
+        if type(node.op).__name__ not in GROWING:
             return node
         return _guard(_OPERATE, ast.Constant(type(node.op).__name__), node.left, node.right)
 
@@ -343,52 +347,3 @@ def _located(path: str) -> Any:
             found = getattr(found, name)
         return found
     raise Refused(f"{printable(path)}, which is not installed")
-
-
-# Operations whose result can be large
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    large = isinstance(base, int) and isinstance(exponent, int) and abs(exponent) * max(base.bit_length(), 1) > 1000
-    if large:
-        raise Refused("a power of more than 1000 binary digits")
-    return base**exponent
-
-
-def _times(left: Any, right: Any) -> Any:
-    for sequence, count in ((left, right), (right, left)):
-        if isinstance(sequence, str | list | tuple) and isinstance(count, int) and len(sequence) * count > _LARGEST:
-            raise Refused(f"a repetition to more than {_LARGEST} items")
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > 1000:
-        raise Refused("a number of more than 1000 binary digits")
-    return left * right
-
-
-def _remainder(left: Any, right: Any) -> Any:
-    if isinstance(left, str) and re.search(r"\d{4}|\*", left):
-        raise Refused("a text with a format of more than 999 places")
-    return left % right
-
-
-_GROWING: dict[str, Callable[[Any, Any], Any]] = {"Mult": _times, "Pow": _power, "Mod": _remainder}
-
-
-def _operate(operator: str, left: Any, right: Any) -> Any:
-    return _GROWING[operator](left, right)
-
-
-def _bounded_range(*bounds: Any) -> range:
-    found = range(*bounds)
-    if max(abs(found.start), abs(found.stop)) > _LARGEST:
-        raise Refused(f"a range beyond {_LARGEST}")
-    return found
-
-
-def _formatted(value: Any, spec: str = "") -> str:
-    check_width(spec)
-    return format(value, spec) if spec else str(value)
-
-
-def _format(text: str, *values: Any, **named: Any) -> str:
-    check_format(text)
-    return text.format(*values, **named)

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import BUILTINS, MEMBERS, METHODS, WORDED, argument_refused
+from medfl.policy.allowed import argument_refused
+from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS, WORDED
 from medfl.policy.components import check_arguments, for_expressions
 from medfl.policy.imports import Uses, need_word, only_statement
 from medfl.policy.paths import check_id, check_path

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import BUILTINS
+from medfl.policy.allowed_in_expressions import BUILTINS
 
 DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "numpy"}
 """The modules that MONAI offers every expression without an import."""

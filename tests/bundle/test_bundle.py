@@ -128,7 +128,7 @@ def put(value: Any, *path: str) -> Edit:
         (put("$nowhere.x", "width"), "train.json: id 'width' fails with NameError: name 'nowhere' is not defined"),
         (put("$3", "network"), "id 'train#trainer#network' is a int"),
         (put("$3", "optimizer"), "id 'train#trainer#optimizer' is a int"),
-        (put(15, "width"), "its network and loss fail on item 'i0': RuntimeError: .*shapes"),
+        (put(15, "width"), "network and loss fail on item 'i0': RuntimeError: .*shapes"),
         (put([], "validate", "dataset", "data"), "data list 'validate#dataset#data' of section 'validate' is empty"),
         (put([], "items"), "train.json: the data list 'items' of section 'validate' is empty"),
         (put("$@train#trainer", "loss"), "id 'train#trainer#loss_function' needs 'train#trainer', a SupervisedTrainer"),

@@ -53,6 +53,23 @@ def test_a_preset_that_is_not_there_or_sets_nonsense_is_refused(preset: str, tex
         resolved("x", PROTOCOL, [preset])
 
 
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"methods": "a"}, "methods 'a'"),
+        ({"methods": {"fedavg": [1]}}, r"methods: fedavg '\[1\]'"),
+        ({"config": "a"}, "config 'a'"),
+        ({"presets": "a"}, "presets 'a'"),
+        ({"presets": {"a": 3}}, "presets: a '3'"),
+        ({"presets": {"a": {"config": [1]}}}, "presets: a: config"),
+        ({"presets": {"a": {"methods": {"fedavg": 1}}}}, "presets: a: methods: fedavg '1'"),
+    ],
+)
+def test_what_has_to_be_a_table_is_refused_as_anything_else(values: dict[str, object], text: str) -> None:
+    with pytest.raises(InputError, match=rf"^{text}.* in the federated.yaml of bundle 'x'; a table"):
+        resolved("x", values, ["a"])
+
+
 def test_the_presets_of_all_bundles_resolve() -> None:
     seen = set()
     for name in shipped():

@@ -54,6 +54,11 @@ _MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n 
 _BIDI = "\u202e"
 
 HOSTILE: dict[str, Hostile] = {
+    # memory taken for numbers, and numbers for objects
+    "pointers_of_objects": _runs("torch.frombuffer(np.ones(2), dtype=torch.int64)", "torch.frombuffer"),
+    "strides_beyond_memory": _runs("torch.as_strided(torch.ones(2), (9,), (9,))", "torch.as_strided"),
+    "indices_beyond_memory": _runs("torch.sparse_coo_tensor([[9]], [1.0], (2,))", "torch.sparse_coo_tensor"),
+    "written_into_memory": _runs("torch.fill_(torch.ones(2), 1)", "torch.fill_"),
     # components
     "os_system": _target("os.system", command="id"),
     "eval_without_a_module": _target("eval", source="1"),

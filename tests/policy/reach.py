@@ -30,7 +30,7 @@ from PIL import Image
 
 from medfl.bundle.guarded import _Component
 from medfl.core.untrusted import Refused
-from medfl.policy import allowed, components
+from medfl.policy import allowed, allowed_in_expressions, components
 from medfl.policy.evaluate import Evaluator
 from medfl.policy.imports import DEFAULT_NAMES
 from tests.support.audit import Watch
@@ -108,7 +108,8 @@ class Reach:
 
     def members(self) -> None:
         functions = {f"{module.__name__}.{name}" for module in (torch, np) for name in dir(module)}
-        for path in sorted(allowed.MEMBERS | {path for path in functions if components.for_expressions(path)}):
+        plain = {path for path in functions if components.for_expressions(path)}
+        for path in sorted(allowed_in_expressions.MEMBERS | plain):
             try:
                 member = self.evaluator.member(path)
             except (Refused, AttributeError):
@@ -119,7 +120,7 @@ class Reach:
     def attributes(self) -> None:
         """Every attribute that a value lets be asked for, called; and once more of what that gives."""
         for kind, value in self.values.items():
-            for name in [*dir(value), *sorted(allowed.METHODS)]:
+            for name in [*dir(value), *sorted(allowed_in_expressions.METHODS)]:
                 got = self.attempt(f"{kind}.{name}", lambda v=value, n=name: self.evaluator._attribute(v, n))
                 if got is None:
                     continue

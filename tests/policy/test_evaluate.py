@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,8 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.configuration import Configuration
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused
+from medfl.policy.allowed_in_expressions import TORCH_FUNCTIONS
+from medfl.policy.components import component, for_expressions
 from medfl.policy.evaluate import Evaluator
 from medfl.policy.imports import DEFAULT_NAMES
 from medfl.policy.policy import Policy
@@ -122,6 +125,52 @@ def test_only_the_bundle_and_its_data_are_looked_into(text: str, places: dict[st
     else:
         assert evaluated(text, places, **inside)
     assert evaluated("os.path.exists(@text)", places, frozenset({"paths"}), text="/")
+
+
+def test_a_link_and_two_dots_lead_no_further_than_they_say(places: dict[str, Path]) -> None:
+    """`link/..` is the folder above the link's target, not the link's own."""
+    (places["outside"] / "below").mkdir()
+    (places["inside"] / "link").symlink_to(places["outside"] / "below")
+    for text in ("open(@text + '/note.txt')", "glob.glob(@text + '/*')", "Path(@text, 'note.txt').read_text()"):
+        with pytest.raises(Refused, match="upwards"):
+            evaluated(text, places, text=str(places["inside"] / "link" / ".."))
+        with pytest.raises(Refused, match="upwards"):
+            evaluated(text, places, text=str(places["inside"] / "li*" / ".."))
+
+
+MEMORY = (
+    "torch.frombuffer(@array, dtype=torch.int64)", "torch.asarray(@array)", "torch.as_strided(@tensor, (9,), (1,))",
+    "torch.fill_(@tensor, 1)", "torch.sparse_coo_tensor(@tensor, @tensor, (2,))", "torch.from_file('x')",
+    "torch.add(@tensor, torch.sparse_csr_tensor([0, 9], [9], [1.0], (1, 1)))", "torch.empty_strided((2,), (9,))",
+    "np.array([None], dtype='O,O')", "np.array([None], dtype='O')", "np.array([None], [('a', 'O')])",
+    "np.array([None], list)", "@array.astype('O,i4')", "list(map(partial(np.array, dtype='O'), [[1]]))",
+    "list(map(@function, ['x'], ['w']))", "partial(map, @function)(['x'], ['w'])",
+    "list(map(partial(@function), ['x'], ['w']))",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MEMORY)
+def test_memory_is_no_number_and_no_object_is_made_of_numbers(
+    text: str, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 0.7.0 before its release read a pointer from an array of objects, and called what it made of another."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Refused):
+        evaluated(text, places, tensor=torch.ones(2), array=np.ones(2, np.int64), function=io.FileIO)
+    assert not (tmp_path / "x").exists()
+
+
+def test_functions_of_tensors_make_tensors_of_their_own() -> None:
+    for name in TORCH_FUNCTIONS:
+        assert for_expressions(f"torch.{name}") is getattr(torch, name)
+        assert not name.endswith("_")
+
+
+def test_a_teacher_s_weights_are_of_the_bundle(places: dict[str, Path]) -> None:
+    evaluator = Evaluator(NAMES, (), (), (places["inside"],))
+    evaluator.check_places({"source": str(places["inside"] / "a.pth")}, component("medfl.medsam.load"))
+    with pytest.raises(Refused, match="neither below the bundle nor"):
+        evaluator.check_places({"source": str(places["outside"] / "a.pth")}, component("medfl.medsam.load"))
 
 
 NOT_IN_REACH = (

@@ -22,7 +22,7 @@ from medfl.bundle.files import shipped_root
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused
-from medfl.policy import allowed
+from medfl.policy import allowed, allowed_in_expressions
 from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
 from medfl.policy.imports import DEFAULT_NAMES, Uses
@@ -302,7 +302,7 @@ def test_no_path_through_a_module_leaves_its_package() -> None:
 
 
 def test_every_member_on_the_list_exists() -> None:
-    listed = sorted(allowed.MEMBERS | allowed.WORDED.keys())
+    listed = sorted(allowed_in_expressions.MEMBERS | allowed_in_expressions.WORDED.keys())
     installed = [path for path in listed if importlib.util.find_spec(path.partition(".")[0])]
     assert len(installed) > 180
     assert [path for path in installed if pydoc.locate(path) is None] == []

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from medfl.core.untrusted import Refused
-from medfl.policy.allowed import BUILTINS, MEMBERS, METHODS
+from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS
 from medfl.policy.evaluate import Evaluator
 from medfl.policy.expressions import check_expression
 from medfl.policy.imports import DEFAULT_NAMES, Uses

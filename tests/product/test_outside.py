@@ -19,7 +19,8 @@ from tests.zoo.build import ZOO
 
 ROOT = Path(__file__).parents[2]
 REAL = Path(os.environ.get("MEDFL_DATA", ROOT.parent / "shared" / "data")) / "montgomery_jsrt_demo"
-SHORT = ["--rounds", "1", "--jobs", "2", "--device", "cpu", "--sites", "2", "--partition", "iid"]
+# One process: what others, forked for training, do is not told to the hook's owner.
+SHORT = ["--rounds", "1", "--jobs", "1", "--device", "cpu", "--sites", "2", "--partition", "iid"]
 
 
 def outside(place: Path, *runs: list[str]) -> dict[str, Any]:
@@ -83,15 +84,17 @@ def test_no_shipped_bundle_changes_anything_outside(tmp_path: Path) -> None:
 
 
 def test_an_accepted_bundle_changes_nothing_outside_and_the_watch_sees_what_a_trusted_one_does(tmp_path: Path) -> None:
-    """The second run is the control: what no gate would let pass is seen."""
+    """The second run is the control: what no gate would let pass is seen, where it is read and where it trains."""
     accepted, trusted = ZOO["seg2d_csv_flat"](tmp_path / "zoo"), ZOO["cls2d_glob_yaml"](tmp_path / "other")
-    file = trusted.path / "configs" / "train.yaml"
-    mark = tmp_path / "mark"
+    file, mark, other = trusted.path / "configs" / "train.yaml", tmp_path / "mark", tmp_path / "other mark"
     text = file.read_text()
     line = next(line for line in text.splitlines() if line.startswith("learning_rate:"))
-    value = line.partition(":")[2].strip()
-    file.write_text(text.replace(line, f"learning_rate: \"$__import__('pathlib').Path('{mark}').touch() or {value}\""))
+    text = text.replace(line, f"learning_rate: \"$pathlib.Path('{mark}').touch() or {line.partition(':')[2].strip()}\"")
+    loss = "loss:\n  _target_: torch.nn.CrossEntropyLoss\n"
+    assert loss in text
+    marks = f"loss: \"$lambda p, y: (pathlib.Path('{other}').touch() or 1) * @ce(p, y)\"\n"
+    file.write_text(text.replace(loss, "ce: {_target_: torch.nn.CrossEntropyLoss}\n" + marks))
     runs = [[str(bundle.path), *settings(bundle.overrides)] for bundle in (accepted, trusted)]
     found = outside(tmp_path, runs[0], [*runs[1], "--trust"])
-    assert any(str(mark) in seen for seen in found["seen"])
+    assert {f"open {mark}", f"open {other}"} <= {*found["seen"]}
     check({**found, "codes": found["codes"][:1], "seen": found["seen"][: found["until"][0]]})

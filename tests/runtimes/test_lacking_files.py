@@ -17,11 +17,12 @@ from PIL import Image
 
 from medfl import datasets
 from medfl.bundle import starter
+from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import with_data
-from medfl.bundle.sections import SECTIONS
+from medfl.bundle.sections import SECTIONS, _without_marks
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
-from medfl.data.source import NO_LABEL
+from medfl.data.source import LACKS, NO_LABEL
 from medfl.datasets import read_pixels
 from medfl.partner.preflight import PreflightOptions, check
 from medfl.partner.statistics import StatisticsOptions, bins_of, gather
@@ -154,6 +155,43 @@ def test_what_is_lacking_elsewhere_is_refused_in_a_line(
     assert error.startswith(f"error: {told}")
     assert error.count("\n") == 1
     assert not out.exists()
+
+
+def test_a_setting_of_the_bundle_is_tried_where_there_are_labels(pictures: Path, tmp_path: Path) -> None:
+    """The first site has none: a step of training there has no loss."""
+    command = [
+        "run",
+        str(pictures / "bundle"),
+        "--data",
+        str(pictures / "full"),
+        "--method",
+        "fedsemi",
+        "--rounds",
+        "1",
+    ]
+    sites = [
+        "--partition",
+        "centre",
+        "--unlabelled",
+        "north",
+        "--config",
+        "learning_rate=0.01",
+        "--jobs",
+        "1",
+        "--quiet",
+    ]
+    assert cli.main([*command, *sites, "--set", "warmup=0", "--out", str(tmp_path / "run")]) == 0
+
+
+def test_a_list_cannot_say_itself_what_is_lacking(tmp_path: Path) -> None:
+    """Else a bundle could hide its labels, or end a run in a traceback."""
+    bundle = ZOO["cls2d_glob_yaml"](tmp_path)
+    opened = Bundle(bundle.path)
+    opened.override(bundle.overrides)
+    entry = opened.section("train").source.entries[0]
+    for mark in ({NO_LABEL: True}, {LACKS: 5}):
+        assert _without_marks({**entry, **mark}) == entry
+    assert _without_marks(entry) is entry
 
 
 def test_without_being_named_they_are_left_out_as_before(pictures: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from medfl.bundle.failures import root_cause, told
 from medfl.core.errors import InputError, MedflError
+from medfl.core.forms import site_names
 from medfl.core.seeding import stream
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
@@ -20,7 +21,7 @@ _ITEMS = (2, 5)
 
 
 def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> None:
-    """Train on a few items of a site, as FedAvg would, and forget it.
+    """Train on a few items of a site with labels, as FedAvg would, and forget it.
 
     Args:
         federation: of the run that is to come.
@@ -30,7 +31,10 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
         InputError: network, loss and images do not go together, or the network has not an output for each class.
     """
     bundle, run = federation.bundle, federation.run
-    name = next(name for name in federation.participants if len(federation.work(name, "train")))
+    labelled = [name for name in federation.participants if name not in site_names(run.unlabelled)]
+    name = next((name for name in labelled if len(federation.work(name, "train"))), None)
+    if name is None:
+        return
     site, work = federation.site(name, 0), federation.work(name, "train")
     few = Shard.of(work.prepared, work.indices.tolist()[: _ITEMS[bundle.task == "classification"]])
     networks = Networks(bundle.network, run.seed, torch.device(run.device))
