@@ -1,0 +1,28 @@
+"""What a bundle's metadata.json may say of inputs and outputs, which size what is made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medfl.bundle.files import read_metadata
+from medfl.core.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        ({"num_channels": 10**9}, "1000000000 channels"),
+        ({"num_channels": "many"}, "num_channels"),
+        ({"channel_def": {"../a": "x"}}, "the channel '../a'"),
+    ],
+)
+def test_channels_beyond_reason_are_refused(image: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    document = {"network_data_format": {"inputs": {"image": image}}}
+    (tmp_path / "configs" / "metadata.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=said):
+        read_metadata(tmp_path)
