@@ -122,7 +122,7 @@ class Federation:
         self._shards = {section: self._divide(section) for section in SECTIONS}
         self.known = site_labels.known_labels(bundle, method, run, self._shards["train"])
         self._shards = {section: site_labels.marked(shards, self.known) for section, shards in self._shards.items()}
-        check_sites(method, (self.site(name, 0) for name in self.participants))
+        check_sites(method, (self.site(name, 0) for name in self.participants), bundle)
 
     def _pool(self, bundle: Bundle) -> Networks:
         def network() -> nn.Module:
