@@ -29,7 +29,7 @@ from medfl.data.on_device import Free, free_memory, hold
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
 from medfl.evaluation.mask_metrics import asked
-from medfl.methods._parts.robust import Aggregation, evenly
+from medfl.methods._parts.robust import Aggregation, counted
 from medfl.methods.base import Method
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.beginning import begun, refuse_dealt
@@ -122,7 +122,7 @@ class Federation:
         self._shards = {section: self._divide(section) for section in SECTIONS}
         self.known = site_labels.known_labels(bundle, method, run, self._shards["train"])
         self._shards = {section: site_labels.marked(shards, self.known) for section, shards in self._shards.items()}
-        check_sites(method, (self.site(name, 0) for name in self.participants))
+        check_sites(method, (self.site(name, 0) for name in self.participants), bundle)
 
     def _pool(self, bundle: Bundle) -> Networks:
         def network() -> nn.Module:
@@ -374,7 +374,7 @@ class Federation:
             RunError: there are too few replies.
         """
         with self.scope():
-            replies = evenly(replies) if self.run.site_weights == "uniform" else replies
+            replies = counted(replies, self.run.site_weights)
             if not self.aggregation.is_mean and server.get("weights") != {}:
                 return {**server, "weights": self.aggregation.combined(replies, "weights", server["weights"])}
             return self.method.aggregate(self.host(round_), server, replies, len(self.participants))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -129,8 +130,12 @@ def owned(shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bu
 
 
 def _known(classes: Sequence[int], bundle: Bundle) -> Known:
-    exclusive = slug(bundle.structures[0]) == "background" and not _is_sigmoid(bundle.loss)
-    return Known(tuple(classes), len(bundle.structures), exclusive)
+    return Known(tuple(classes), len(bundle.structures), exclusive(bundle))
+
+
+def exclusive(bundle: Bundle) -> bool:
+    """Return whether a segmentation's pixel has one class; else the network says yes or no in each channel."""
+    return slug(bundle.structures[0]) == "background" and not _is_sigmoid(inspect.unwrap(bundle.loss))
 
 
 def described(known: Mapping[str, Known], bundle: Bundle) -> str:
@@ -151,7 +156,8 @@ def _shown(shard: Shard, count: int) -> set[int]:
 def _is_sigmoid(loss: object) -> bool:
     """Return whether a loss takes each channel for a yes or no."""
     parts = [*loss.modules()] if isinstance(loss, nn.Module) else [loss]
-    return any(getattr(part, "sigmoid", False) is True or isinstance(part, nn.BCEWithLogitsLoss) for part in parts)
+    said = [flag for part in parts if isinstance(flag := getattr(part, "sigmoid", None), bool)]
+    return any(said or (isinstance(part, nn.BCEWithLogitsLoss) for part in parts))  # MONAI's DiceCELoss has both
 
 
 def _try(bundle: Bundle, site: str, known: Known, shard: Shard, naive: bool) -> None:

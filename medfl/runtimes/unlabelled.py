@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from medfl import methods
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.forms import site_names
 from medfl.core.run import Run
@@ -12,6 +13,7 @@ from medfl.data.prepared import Item, Shard
 from medfl.data.source import NO_LABEL
 from medfl.data.unlabelled import unlabelled
 from medfl.methods.base import Method
+from medfl.runtimes import site_labels
 from medfl.runtimes.of_sites import of_run, require_sites
 from medfl.training.site import Site
 
@@ -61,11 +63,18 @@ def unlabelled_notes(run: Run) -> tuple[str, ...]:
     return (f"without labels in training: {without}",) if without else ()
 
 
-def check_sites(method: Method, sites: Iterable[Site]) -> None:
+def check_sites(method: Method, sites: Iterable[Site], bundle: Bundle) -> None:
     """Raise InputError for a site that a method cannot train; called before anything is written or trained."""
+    several = bundle.structures if len(bundle.structures) != 2 or bundle.structures[0] != "background" else ()
     for site in sites:
         if not site.train.labelled:
             _check_method(method, site.method, site.name)
+            if several and not site_labels.exclusive(bundle):
+                raise InputError(
+                    f"site {site.name!r} without labels, whose network says yes or no in each of several channels",
+                    "pseudo-labels are for a softmax over background and structures",
+                    "leave the site out of the run",
+                )
         method.check(site)
 
 

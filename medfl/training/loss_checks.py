@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -58,4 +59,4 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         value = function(prediction, target)
         return value if value.ndim == 0 else value.mean()
 
-    return loss
+    return update_wrapper(loss, function, (), ())  # inspect.unwrap finds the loss itself

@@ -12,6 +12,7 @@ from medfl.bundle.protocol import options_for, resolved
 from medfl.compare import papers
 from medfl.compare.papers import tables
 from medfl.compare.papers.departures import departures
+from medfl.compare.papers.runs import presets_of
 from medfl.methods import load, options_of
 
 
@@ -37,27 +38,79 @@ def test_fedbm_as_printed(bundle: str) -> None:
     assert (plain["decay_per"], plain["site_weights"]) == ("round", "samples"), "the default is the code's"
 
 
-def test_the_others_as_printed() -> None:
-    for name in ("cifar10", "cifar100", "fmnist", "svhn"):
-        found = taken(name, "fedmr")
-        assert (found["inter_scope"], found["init_weights"]) == ("present", "pytorch")
-    assert load("fedmr").inter_scope == "all"
-    for name in ("mnist", "cifar10"):
-        found = taken(name, "pfedpm")
-        assert (found["agg"], found["relation_optimizer"]) == ("uniform", "sgd")
-    for name in ("isic19", "pneumonia"):
-        found = taken(name, "fedhelp")
-        assert (found["loss_reduction"], found["public_schedule"], found["patience"]) == ("sum", "full", 10)
-        assert resolved(name, protocol(name), ["paper"])["partition"].split(":")[0] in ("centre", "counts")
+@pytest.mark.parametrize(("bundle", "split"), [("ham10000", "dermamnist"), ("pbc", "official"), ("oct_c8", "official")])
+def test_fedbm_s_sections_are_those_of_the_card(bundle: str, split: str) -> None:
+    """HAM10000 at 7,007, 1,003 and 2,005 images and PBC at 11,959, 1,712 and 3,421 are MedMNIST's; OCT-C8's its own."""
+    assert resolved(bundle, protocol(bundle), ["paper"])["split"] == split
 
 
-def test_every_grid_of_a_table_of_these_bundles_takes_the_preset() -> None:
-    offering = {"oct_c8", "kvasir_v2", "ham10000", "pbc", "femnist", "cifar10", "cifar100", "fmnist", "svhn", "mnist"}
-    offering |= {"isic19", "pneumonia"}
-    found = {grid.bundle for key in papers.names() for grid in tables.load(key).grids}
-    have = {name for name in found if "paper" in Bundle(name).protocol.get("presets", {})}
-    assert have == offering & found
-    assert found - have <= {"lung_cxr", "ixi_brain"}, "in these FedHelp's settings are the default or another preset"
+@pytest.mark.parametrize(
+    ("bundle", "preset"),
+    [(name, "paper") for name in ("cifar10", "cifar100", "fmnist", "svhn")] + [("isic19", "paper-fedmr")],
+)
+def test_fedmr_as_printed(bundle: str, preset: str) -> None:
+    """Section 4.1, eq. 4 over the classes present, and a deviation with divisor n; plain FedMR has the code's n - 1."""
+    found = resolved(bundle, protocol(bundle), [preset])
+    method = load("fedmr", dict(options_for(found, "fedmr")))
+    assert (method.inter_scope, method.std, method.intra_scale) == ("present", "biased", "paper")
+    assert (load("fedmr").inter_scope, load("fedmr").std) == ("all", "unbiased")
+    assert (found["local_epochs"], found["batch_size"], found["lr"], found["lr_decay"]) == (10, 128, 0.01, 1.0)
+    assert (found["patience"], found["site_weights"], found["keep_optimizer"]) == (0, "samples", False)
+    configured = Bundle(bundle)
+    configured.override(found["config"])
+    (group,) = configured.optimizer(configured.network(), 0.01).param_groups
+    assert (group["momentum"], group["weight_decay"]) == (0.9, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bundle", "presets", "lam"),
+    [("mnist", (), 1.0), ("femnist", (), 1.0), ("cifar10", (), 0.1), ("cifar10", ("pfedpm",), 0.1)],
+)
+def test_pfedpm_as_printed(bundle: str, presets: tuple[str, ...], lam: float) -> None:
+    """Lambda by data set, "average aggregation", SGD at every module, the norm of class means, frozen mixtures."""
+    found = taken(bundle, "pfedpm", *presets)
+    wanted = {"lam": lam, "agg": "uniform", "relation_optimizer": "sgd", "reg": "class_l2", "mix": "frozen"}
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("bundle", ["isic19", "pneumonia", "lung_cxr", "ixi_brain"])
+def test_fedhelp_as_printed(bundle: str) -> None:
+    """4.1.2: four lambdas, sums over all public data, early stopping after at most 100 rounds, all sites in each."""
+    found, values = taken(bundle, "fedhelp"), resolved(bundle, protocol(bundle), ["paper"])
+    wanted = {
+        "lambda_r": 0.1, "lambda_j": 0.2, "lambda_f": 1.0, "lambda_b": 0.2,
+        "loss_reduction": "sum", "public_schedule": "full", "patience": 10,
+    }  # fmt: skip
+    assert {name: found[name] for name in wanted} == wanted
+    assert (values["rounds"], values["cohort"]) == (100, 1.0)
+    sizes = {
+        "isic19": "centre:rosendahl=180/45", "pneumonia": "counts:3134/374,1048/124,422/49,317/37,213/24,109/12",
+        "lung_cxr": "counts:285/31,285/31,65/7", "ixi_brain": "centre",
+    }  # fmt: skip
+    assert values["partition"] == sizes[bundle]
+    if values["task"] == "classification":
+        assert (found["public"], found["teachers"]) == ("cifar100", "clip-vit-l14,clip-rn50x16")
+    else:
+        assert (found["public"], found["teachers"]) == ("skin_lesion", "medsam")
+
+
+def test_every_grid_of_a_table_takes_its_own_paper_s_preset() -> None:
+    """ISIC2019 is in FedHelp's and FedMR's tables: FedMR's have EfficientNet and all six centres as they are."""
+    for key in papers.names():
+        for grid in tables.load(key).grids:
+            found = [name for name in presets_of(grid) if name.startswith("paper")]
+            assert found == ["paper-fedmr" if (key.split("/")[0], grid.bundle) == ("fedmr", "isic19") else "paper"], key
+            assert presets_of(grid, ["paper"]).count("paper") == 1, "asked for besides"
+
+
+@pytest.mark.parametrize(("key", "number"), [("fedmr/table2", 7), ("fedmr/table3", 5)])
+def test_fedmr_s_isic2019_rows_have_its_protocol(key: str, number: int) -> None:
+    grid = tables.load(key).grids[number - 1]
+    found = resolved("isic19", protocol("isic19"), presets_of(grid))
+    assert (grid.bundle, found["config"]["network"], found["batch_size"], found["lr"], found["patience"]) == (
+        "isic19", "efficientnet_b0", 128, 0.01, 0,
+    )  # fmt: skip
+    assert found["partition"] == "centre", "rosendahl whole"
 
 
 def test_the_list_of_departures_is_made_from_docstrings_and_options() -> None:

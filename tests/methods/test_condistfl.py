@@ -129,6 +129,52 @@ def test_without_weight_or_with_all_annotated_it_is_fedavg_bit_for_bit() -> None
     assert on != fedavg[Partial]
 
 
+def test_the_code_s_defaults() -> None:
+    method = load("condistfl")
+    assert (method.tau, method.lam_first, method.lam_last, method.rounds) == (2.0, 0.01, 1.0, 120)
+
+
+def test_masks_in_channels_that_nobody_marked_stay_masks_of_one_channel() -> None:
+    """Two images of masks in channels: only where the liver's channel is set, in its own image, nothing counts."""
+    student, teacher = (torch.cat([odds(a), odds(b)]) for a, b in (((1, 1, 7), (3, 1, 0.1)), ((1, 3, 2), (1, 1, 0.5))))
+    y = torch.cat([mask(0), mask(2)])
+    alone = conditional(student[:1], teacher[:1], y[:1], SPLEEN_UNKNOWN, 1.0)
+    both = conditional(student, teacher, masks_in_channels(y), SPLEEN_UNKNOWN, 1.0)
+    assert both.item() == pytest.approx(alone.item(), abs=1e-6)
+
+
+class Deep(nn.Module):
+    """A network with deep supervision: the first of its outputs is the whole one, the second says the contrary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 1)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        z = self.conv(x)
+        return [z, -z]
+
+
+def test_a_step_descends_the_loss_plus_the_weighted_distillation_of_the_first_output() -> None:
+    """w - 0.1 grad(L + lam C): with L the mean square of the first output, by autograd."""
+    data = {name: (x[:2], y[:2]) for name, (x, y) in squares().items()}
+    made = Partial(data, Deep, lambda out, y: out[0].square().mean(), sgd(0.1), batch_size=2)
+    with made.networks.scope():
+        site = replace(made.site("a"), loss=lambda out, y: out[0].square().mean())
+        method = load("condistfl", lam_first=0.8, lam_last=0.8)
+        _, reply = method.local_update(site, {}, Message({"weights": made.initial}))
+    network, (x, y) = Deep(), data["a"]
+    network.load_state_dict(made.initial)
+    received = Deep()
+    received.load_state_dict(made.initial)
+    z, t = network(x)[0], received(x)[0].detach()
+    assert site.known is not None
+    loss = z.square().mean() + 0.8 * conditional(z, t, y, site.known, 2.0)
+    slopes = torch.autograd.grad(loss, list(network.parameters()))
+    for (name, parameter), slope in zip(network.named_parameters(), slopes, strict=True):
+        torch.testing.assert_close(reply["weights"][name], (parameter - 0.1 * slope).detach(), rtol=0, atol=1e-6)
+
+
 def test_the_received_model_stays_as_it_was() -> None:
     made = toy(Partial)
     site, weights = made.site("a", 1), made.initial

@@ -13,7 +13,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods import load
-from medfl.methods._parts.robust import evenly
+from medfl.methods._parts.robust import counted
 from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings_of
 from medfl.networks import build
 from medfl.networks.heads import head
@@ -142,7 +142,7 @@ def test_aggregation_by_samples_or_uniform(toy: Toy) -> None:
         return Message({"weights": weights}, {"samples": samples})
 
     replies = {"a": reply(1.0, 100), "b": reply(5.0, 300)}
-    for heard, wanted in ((replies, 4.0), (evenly(replies), 3.0)):
+    for heard, wanted in ((replies, 4.0), (counted(replies, "uniform"), 3.0)):
         with toy.networks.scope():
             server = METHOD.aggregate(toy.host(), outcome.history[0], heard, 3)
         for key in ("0.weight", "1.running_mean", "1.running_var", "4.bias"):

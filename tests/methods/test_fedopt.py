@@ -96,6 +96,40 @@ def test_steps_are_pytorch_s(lines: Toy, options: dict, peer: Callable[[list], t
     assert (history[-1] - history[0]).norm() > 0.1
 
 
+def test_the_defaults_are_the_paper_s_and_ours() -> None:
+    """Tau 1e-3 and beta2 0.99; a first step of rate 1 of sgd, 0.01 of the others: D = 1, m = 0.1 (of adagrad 1)."""
+    assert (load("fedopt").optimizer, load("fedopt").tau, load("fedopt").beta2) == ("adam", 1e-3, 0.99)
+    v = {"adam": 0.99e-6 + 0.01, "yogi": 1e-6 + 0.01, "adagrad": 1e-6 + 1}
+    for optimizer, square in v.items():
+        wanted = 1 + 0.01 * (1.0 if optimizer == "adagrad" else 0.1) / (square**0.5 + 1e-3)
+        after = simulate(load("fedopt", optimizer=optimizer), two_sites()).server
+        close(after["weights"]["weight"], torch.tensor([[wanted]]).double(), 1e-7)
+        close(after["v"]["weight"], torch.tensor([[square]]).double(), 1e-7)
+    close(
+        simulate(load("fedopt", optimizer="sgd"), two_sites()).server["weights"]["weight"],
+        torch.tensor([[2.0]]).double(),
+    )
+
+
+def test_adam_s_steps_are_pytorch_s_without_its_corrections(lines: Toy) -> None:
+    """PyTorch divides m by 1 - b1^t and v by 1 - b2^t and starts at v = 0; written out, tau^2 decays as b2^t tau^2.
+
+    So PyTorch's own m and v, as it keeps them, give w + eta m / (sqrt(v + b2^t tau^2) + tau).
+    """
+    options = {"optimizer": "adam", "server_lr": 0.3, "momentum": 0.8, "beta2": 0.7, "tau": 0.1}
+    history = [server["weights"]["weight"].clone() for server in simulate(load("fedopt", **options), lines, 4).history]
+    weight = history[0].clone().requires_grad_()
+    optimizer = torch.optim.Adam([weight], betas=(0.8, 0.7))
+    for t, (ours, after) in enumerate(zip(history, history[1:], strict=False), 1):
+        lines.networks.initial["weight"].copy_(ours)
+        weight.data.copy_(ours)
+        weight.grad = ours - simulate(load("fedavg"), lines).server["weights"]["weight"]
+        optimizer.step()
+        kept = optimizer.state[weight]
+        v = kept["exp_avg_sq"] + 0.7**t * 0.1**2
+        close(after, ours - 0.3 * kept["exp_avg"] / (v.sqrt() + 0.1), 1e-12)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "yogi", "adagrad"])
 def test_buffers_are_averaged_and_kept_out_of_the_optimiser(optimizer: str) -> None:
     toy = Toy(blobs({"a": 9, "b": 6}), classifier(norm=True), cross_entropy, sgd(0.1), batch_size=4)

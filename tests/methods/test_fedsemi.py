@@ -22,6 +22,7 @@ from medfl.flare.offer import offer
 from medfl.methods import load
 from medfl.methods._parts.pseudo_labels import class_logits, of_the_sure, strong_view
 from medfl.runs.launch import federate
+from medfl.runs.plan import Request, make_plan
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import site_step
 from medfl.training.site import Site
@@ -80,6 +81,40 @@ def test_a_site_without_labels_learns_what_the_teacher_is_sure_of(epochs: int) -
     for name, tensor in student.state_dict().items():
         torch.testing.assert_close(reply["weights"][name], tensor, rtol=0, atol=1e-6)
     assert reply.scalars == {"samples": 12, "sure": pytest.approx(float(torch.stack(shares).mean()))}
+
+
+def test_the_defaults_of_fixmatch_and_mean_teacher() -> None:
+    method = load("fedsemi")
+    assert (method.threshold, method.warmup, method.decay, method.unsure) == (0.95, 5, 0.999, 1.0)
+    assert (method.weight, method.count, method.strength, method.mirror) == (1.0, "sure", 1.0, True)
+
+
+def test_the_reply_has_the_received_buffers_and_the_teacher_is_in_evaluation_mode() -> None:
+    """The student's running statistics, of changed images, stay at home; a teacher with dropout is sure of the same.
+
+    In training mode its BatchNorm would have those of the batch, and q would be another.
+    """
+    toy, seen = half(), list[Tensor]()
+    made = {name: tensor.clone() for name, tensor in toy.initial.items()}
+    statistics = [name for name in made if name.endswith(("running_mean", "running_var"))]
+    assert statistics
+    for name in statistics:
+        made[name] += 0.5
+    method = load("fedsemi", warmup=0, threshold=0.4, decay=1.0)
+    with toy.networks.scope():
+        site = toy.site("b")
+        _, reply = method.local_update(site, {}, Message({"weights": made}))
+        assert all(torch.equal(reply["weights"][name], made[name]) for name in statistics)
+        assert any(not torch.equal(reply["weights"][name], made[name]) for name in made if "weight" in name)
+        feed = method._lessons(site.model(made), site.model(made), site, seen)
+        x = toy.data["b"][0]
+        _, target, _ = feed(x, None)
+    network = plain(toy, made).eval()
+    q = network(x).softmax(1).detach()
+    sure = q.max(1).values >= 0.4
+    torch.testing.assert_close(target[~sure], q[~sure], rtol=0, atol=1e-6)
+    assert torch.equal(target[sure].argmax(1), q[sure].argmax(1))
+    assert seen[0].item() == pytest.approx(sure.float().mean().item())
 
 
 @pytest.mark.parametrize(
@@ -260,6 +295,25 @@ def test_runs_that_cannot_be_are_refused_in_a_line(
     assert error.startswith(f"error: {told}")
     assert error.count("\n") == 1
     assert not out.exists()
+
+
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_channels_of_yes_and_no_have_no_pseudo_labels(sigmoid: bool, tmp_path: Path) -> None:
+    """A softmax over structures that overlap says nothing; over those that exclude each other it does."""
+    phantom = datasets.write_phantom("hippocampus", tmp_path / "phantom", per_class=10, size=20)
+    asked = {
+        "method": "fedsemi", "data": str(phantom), "sites": 2, "partition": "iid", "unlabelled": "site-2", "rounds": 1,
+        "local_epochs": 1, "batch_size": 2,
+    }  # fmt: skip
+    loss = {"_target_": "DiceCELoss", "to_onehot_y": True, "sigmoid": sigmoid, "softmax": not sigmoid}
+    config = {"network": "unet8", "patch_size": [16, 16, 16], "loss": loss}
+    plan = make_plan(Request("hippocampus", config=config, **asked))
+    if not sigmoid:
+        Federation(plan.bundle, plan.method, plan.run)
+        return
+    with pytest.raises(InputError, match="site 'site-2' without labels, whose network says yes or no in each") as told:
+        Federation(plan.bundle, plan.method, plan.run)
+    assert "\n" not in str(told.value)
 
 
 def test_a_job_for_sites_of_which_none_has_labels_is_not_offered() -> None:

@@ -430,6 +430,17 @@ def test_two_bad_sites_of_nine_spoil_the_mean_alone(tmp_path: Path, rule: str) -
     assert all(one["norm/s2"] > one["clip"] > 0 and one["share/s2"] == 1 / 9 for one in told if one)
 
 
+@pytest.mark.parametrize("rule", ["clip:auto", "clip:1.0"])
+def test_the_recorded_shares_are_those_of_the_mean(tmp_path: Path, rule: str) -> None:
+    """Of 3 and 1 images: 3/4 and 1/4 by samples, 1/2 each where sites count the same."""
+    sites = {"a": {s: [f"{s}{i}" for i in (0, 1, 2)] for s in SECTIONS}, "b": {s: [f"{s}3"] for s in SECTIONS}}
+    settings = {"partition": PartitionRecord("file", 0, (), sites), "aggregation": rule, "rounds": 1}
+    for weights, shares in {"samples": (0.75, 0.25), "uniform": (0.5, 0.5)}.items():
+        ran = run(tmp_path / weights, load("fedavg"), site_weights=weights, **settings)
+        told = ran.rounds[0]["observed"]
+        assert (told["share/a"], told["share/b"]) == shares
+
+
 @pytest.mark.parametrize("rule", ["median", "multikrum:1", "clip:auto"])
 def test_law1_robust_runs_depend_neither_on_workers_nor_on_a_resume(tmp_path: Path, rule: str) -> None:
     settings = {"partition": nine(), "aggregation": rule}

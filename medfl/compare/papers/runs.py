@@ -22,7 +22,7 @@ from medfl.core.terminal import Print
 from medfl.methods import load, values_of
 
 PAPER = "paper"
-"""The preset with what a bundle's paper prints, which its tables' runs have."""
+"""The preset with what a bundle's paper prints, which its tables' runs have; of a second paper it is paper-NAME."""
 _HEADS = ("partition", "method", "metric, %", "ours", "published", "difference")
 
 
@@ -81,10 +81,7 @@ def run(
     document: dict[str, Any] = {"paper": table.key, "folder": str(out), "failed": {}, "rows": []}
     for number, grid in grids:
         grid, rounds = paper_tables.scaled(grid, scale, Bundle(grid.bundle).protocol)
-        all_presets = [*grid.requested.get("presets", ()), *requested.get("presets", ())]
-        if PAPER in Bundle(grid.bundle).protocol.get("presets", {}) and PAPER not in all_presets:
-            all_presets.insert(0, PAPER)
-        presets = {"presets": all_presets} if all_presets else {}
+        presets = {"presets": laid} if (laid := presets_of(grid, requested.get("presets", ()))) else {}
         grid = replace(
             grid,
             seeds=tuple(seeds) if seeds is not None else grid.seeds,
@@ -118,6 +115,18 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "published.md", ("\n".join(lines) + "\n").encode())
     return lines, code, document
+
+
+def presets_of(grid: Grid, more: Sequence[str] = ()) -> list[str]:
+    """Return the presets of a grid's runs: the bundle's `paper` unless the grid names one of its own paper, then more.
+
+    Args:
+        grid: of a published table.
+        more: that the user adds.
+    """
+    found = list(dict.fromkeys([*grid.requested.get("presets", ()), *more]))
+    named = any(name.partition("-")[0] == PAPER for name in found)
+    return found if named or PAPER not in Bundle(grid.bundle).protocol.get("presets", {}) else [PAPER, *found]
 
 
 def _ours(table: PaperTable, grids: Sequence[Grid]) -> list[str]:

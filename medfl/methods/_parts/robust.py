@@ -206,8 +206,10 @@ def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple
         yield start, torch.stack([read(start, stop).to(wide) for read in reads])
 
 
-def evenly(replies: Mapping[str, Message]) -> dict[str, Message]:
-    """Return replies that say of one item each, so that a mean by numbers of items counts all sites the same."""
+def counted(replies: Mapping[str, Message], site_weights: str) -> Mapping[str, Message]:
+    """Return replies as they count: by their items, or if `site_weights` is uniform as if each were of one item."""
+    if site_weights != "uniform":
+        return replies
     return {
         name: Message(reply.tensors, {**reply.scalars, "samples": 1.0}) if "samples" in reply.scalars else reply
         for name, reply in replies.items()

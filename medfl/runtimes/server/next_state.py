@@ -30,6 +30,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State, to_device
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
+from medfl.methods._parts.robust import counted
 from medfl.runtimes.attendance import Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
@@ -199,9 +200,8 @@ def _checked_state(federation: Federation, round_: int, server: State, replies: 
     with federation.networks.scope():
         for name in replies:
             federation.method.broadcast(federation.host(round_ + 1), after, name)
-        clipped = (
-            federation.aggregation.observed(replies, "weights", server["weights"]) if server.get("weights") else {}
-        )
+        weighed, before = counted(replies, federation.run.site_weights), server.get("weights")
+        clipped = federation.aggregation.observed(weighed, "weights", before) if before else {}
         return NextState(after, replies, {**clipped, **federation.method.observed(after, replies)})
 
 
