@@ -135,7 +135,7 @@ def read_metadata(root: Path) -> dict[str, Any]:
         odd = [key for key in channels if not _INDEX.fullmatch(key)] if isinstance(channels, Mapping) else []
         errors += [f"has the channel {printable(key, 20)!r} under channel_def" for key in odd]
     if errors:
-        raise InputError(f"{path} {errors[0]}", "a description as MONAI's bundles have it", "change the entry, or leave it out")
+        raise InputError(f"{path} {errors[0]}", "a description as MONAI's bundles have it", "change it or leave it out")
     return described
 
 
