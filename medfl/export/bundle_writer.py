@@ -100,7 +100,7 @@ def export(
     if which not in WHICH:
         raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
     _refuse_used(out)
-    result = RunNetworks(run, which)
+    result = RunNetworks(run, which, say)
     if is_parts(str(result.bundle.root)):
         given, advice = f"{run}, a run of parts in Python", "take weights.safetensors, or medfl.load_run(DIR).network()"
         raise InputError(given, "a bundle is written from the configuration of a bundle", advice)
