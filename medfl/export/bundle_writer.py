@@ -373,8 +373,14 @@ class _BundleWriter:
         config = Configuration(self.folder, [file], overrides, metadata, CPU, policy)
         if "network_def" in config:
             with quiet():
-                written = config.content("network_def")
-            written.load_state_dict(torch.load(self.folder / "models" / "model.pt", weights_only=True))
+                written, kept = (
+                    config.content("network_def"),
+                    torch.load(self.folder / "models/model.pt", weights_only=True),
+                )
+            if {k: v.shape for k, v in kept.items()} != {k: v.shape for k, v in written.state_dict().items()}:
+                given = f"bundle {self.bundle.name!r}, where configs/{file.name} builds another network than training"
+                raise InputError(given, "one network for both", "let both have the same network_def")
+            written.load_state_dict(kept)
             if not self._equal(network, written):
                 raise RunError(f"configs/{file.name} with models/model.pt is not the network of the run")
         if "preprocessing" in config and self.images.entries:
