@@ -31,7 +31,7 @@ from medfl.core.storage import save_weights, write_atomic
 from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.export import network as exported
-from medfl.export.checks import LARGE, problems
+from medfl.export.checks import LARGE, load_weights_into, problems
 from medfl.export.configs import (
     EditedConfig,
     network_of_method,
@@ -182,9 +182,9 @@ class _BundleWriter:
         files = weight_files(self.folder)
         self._configurations(definition, files["models/model.safetensors"]["sha256"])
         self._copy_files()
-        meta = bundle_metadata(self.bundle.metadata, self.result, self.model, seen, agreements, definition.kind)
-        meta["medfl"]["files"] = files
-        meta["medfl"]["measured_on"] = "test images of the run" if self.images.from_run else "drawn images"
+        meta = bundle_metadata(self.folder, self.result, self.model, seen, agreements, definition.kind)
+        measured = "test images of the run" if self.images.from_run else "drawn images"
+        meta["medfl"] |= {"files": files, "measured_on": measured}
         self._write("configs/metadata.json", as_json(meta))
         self._read_back(network)
         self._describe(meta)
@@ -373,14 +373,8 @@ class _BundleWriter:
         config = Configuration(self.folder, [file], overrides, metadata, CPU, policy)
         if "network_def" in config:
             with quiet():
-                written, kept = (
-                    config.content("network_def"),
-                    torch.load(self.folder / "models/model.pt", weights_only=True),
-                )
-            if {k: v.shape for k, v in kept.items()} != {k: v.shape for k, v in written.state_dict().items()}:
-                given = f"bundle {self.bundle.name!r}, where configs/{file.name} builds another network than training"
-                raise InputError(given, "one network for both", "let both have the same network_def")
-            written.load_state_dict(kept)
+                written = config.content("network_def")
+            load_weights_into(written, self.folder, f"bundle {self.bundle.name!r}, where configs/{file.name}")
             if not self._equal(network, written):
                 raise RunError(f"configs/{file.name} with models/model.pt is not the network of the run")
         if "preprocessing" in config and self.images.entries:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from medfl import cli, load_run
 from medfl.bundle.files import shipped_folders
+from medfl.core.release import pip_install
 from medfl.core.storage import load_weights
 
 KEPT = Path(__file__).resolve().parents[1] / "upgrade"
@@ -111,6 +112,7 @@ def test_a_run_of_a_shipped_bundle_that_has_changed_is_exported(
     text = (old_shipped / "exported" / "configs" / "train.yaml").read_text()
     assert ("network: two_conv_18" in text) == recorded
     assert ("network_name: two_conv_18" in text) != recorded
+    assert f"`{pip_install()}`" in (old_shipped / "exported" / "docs" / "README.md").read_text()
 
 
 def test_a_run_of_a_shipped_bundle_that_has_changed_goes_on_with_its_folder(
