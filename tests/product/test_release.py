@@ -156,7 +156,7 @@ def test_a_container_runs_without_rights() -> None:
 
 
 def test_keys_and_images_beside_the_compose_file_stay_there() -> None:
-    """Neither git nor the build's context takes what is mounted; the context has what the Dockerfile copies, no more."""
+    """Neither git nor the build's context takes what is mounted; the context has what the Dockerfile copies."""
     docker = ROOT / "docker"
     services = yaml.safe_load((docker / "compose.yaml").read_text())["services"].values()
     mounted = {one.partition(":")[0] for service in services for one in service["volumes"] if one.startswith("./")}
@@ -192,6 +192,17 @@ def test_the_hooks_are_installed_by_the_environment_that_has_them() -> None:
 def test_a_distribution_is_of_this_version_only_and_without_tests() -> None:
     assert "rm -rf build/source dist\n" in (ROOT / "Makefile").read_text()
     assert "prune tests" in (ROOT / "MANIFEST.in").read_text().splitlines()
+
+
+def test_each_step_of_a_strangers_walk_is_named() -> None:
+    page = (ROOT / "docs" / "project.md").read_text()
+    for step in ("CITATION.cff", "git clone", "git switch -c", "make test", "Pull request", "SECURITY.md", "privately"):
+        assert step in page
+    assert "project.md" in (ROOT / "docs" / "site" / "mkdocs.yml").read_text()
+    for name in ("README.md", "docs/deploy.md", "docs/compatibility.md"):
+        text = " ".join((ROOT / name).read_text().split())
+        assert re.search(r"Until it is published.{0,160}\[flare", text), name
+    assert f"medfl_monai-{release.VERSION}-py3-none-any.whl" in page
 
 
 # The packages
