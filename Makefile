@@ -84,7 +84,7 @@ dist: $(TOOLS)/.installed
 # environment, so that PyTorch is not fetched again, the wheel takes the checkout's place.
 sbom: dist $(DEMO)/.installed
 	rm -rf build/sbom && cp -al $(DEMO) build/sbom
-	$(call PIP,build/sbom) --no-deps --force-reinstall dist/*.whl
+	$(call PIP,build/sbom) --no-deps --no-index --find-links dist --force-reinstall medfl-monai
 	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible -o dist/sbom.cdx.json build/sbom/bin/python
 	rm -rf build/sbom
 
