@@ -76,7 +76,9 @@ def bundle_of(run: Run) -> str:
 
 def is_recorded(place: str, run: Run) -> bool:
     """Tell whether the bundle of a name or folder is the recorded one, by its hash; InputError where none is there."""
-    return parts.is_parts(place) or sha256_of(find(place), protocol_of(place)) == run.bundle_sha256
+    if parts.is_parts(place):
+        return place == run.bundle_path
+    return sha256_of(find(place), protocol_of(place)) == run.bundle_sha256
 
 
 def reopened(
