@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | bench | gpu-kit | docs | site | dist | sbom | lock | compat | lint-files   PYTHON=python3.12 TORCH=cpu make demo
+# make demo | test | test-wheel | test-all | lint | hooks | bench | gpu-kit | docs | site | dist | sbom | lock | compat | lint-files   PYTHON=python3.12 TORCH=cpu make demo
 PYTHON ?= python3
 # TORCH=cpu takes PyTorch's CPU wheel from its own index instead of the CUDA build.
 TORCH ?=
@@ -11,7 +11,7 @@ TORCH_CPU = $(if $(filter cpu,$(TORCH)),$(call PIP,$(1)) torch --index-url https
 SOURCES := setup.cfg setup.py pyproject.toml
 WORKERS := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all lint bench gpu-kit docs site dist sbom lock compat lint-files clean
+.PHONY: demo test test-wheel test-all lint hooks bench gpu-kit docs site dist sbom lock compat lint-files clean
 
 $(DEMO)/.installed: $(SOURCES)
 	$(PYTHON) -m venv --clear $(DEMO)
@@ -38,6 +38,10 @@ demo: $(DEMO)/.installed
 test: $(TEST)/.installed
 	$(TEST)/bin/python -m pytest $(WORKERS)
 
+# The wheel in an environment of its own, away from the checkout.
+test-wheel: $(TEST)/.installed
+	$(TEST)/bin/python -m pytest -m slow tests/product/test_release.py
+
 # Everything that can run here, the slow tests too.
 test-all: $(TEST)/.installed
 	$(TEST)/bin/python -m pytest $(WORKERS) -m "not gpu and not flare"
@@ -47,6 +51,10 @@ lint: $(TEST)/.installed
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy
 	$(TEST)/bin/lint-imports
+
+# The linters before each commit.
+hooks: $(TEST)/.installed $(TOOLS)/.installed
+	$(TOOLS)/bin/pre-commit install
 
 bench: $(TEST)/.installed
 	$(TEST)/bin/python benchmarks/overhead.py
@@ -67,15 +75,18 @@ site: $(TEST)/.installed
 
 # sdist and wheel of what is committed: bundles of one's own in bundles/ stay out.
 dist: $(TOOLS)/.installed
-	rm -rf build/source
+	rm -rf build/source dist
 	mkdir -p build/source dist
 	git archive HEAD | tar x -C build/source
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(TOOLS)/bin/python -m build --outdir dist build/source
 
-# What an installation consists of, with versions and licences, in CycloneDX's form.
-sbom: $(TOOLS)/.installed $(DEMO)/.installed
-	mkdir -p dist
-	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible -o dist/sbom.cdx.json $(DEMO)/bin/python
+# What an installation of the wheel consists of, with versions and licences, in CycloneDX's form: in a copy of the demo's
+# environment, so that PyTorch is not fetched again, the wheel takes the checkout's place.
+sbom: dist $(DEMO)/.installed
+	rm -rf build/sbom && cp -al $(DEMO) build/sbom
+	$(call PIP,build/sbom) --no-deps --no-index --find-links dist --force-reinstall medfl-monai
+	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible -o dist/sbom.cdx.json build/sbom/bin/python
+	rm -rf build/sbom
 
 # Exact versions with hashes, for the container and for sites.
 lock: $(TOOLS)/.installed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from medfl.core.release import version_of
+from medfl.core.release import DISTRIBUTION, version_of
 
 if TYPE_CHECKING:
     from medfl.bundle.starter import Survey
@@ -46,7 +46,7 @@ def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]
         "monai_version": known["monai"],
         "pytorch_version": known["torch"].partition("+")[0],
         "numpy_version": known["numpy"],
-        "required_packages_version": {"medfl": known["medfl"]},
+        "required_packages_version": {DISTRIBUTION: known["medfl"]},
         "supported_apps": {},
         "name": name,
         "task": f"{'Segmentation' if segments else 'Classification'}: {', '.join(seen.classes)}",

@@ -11,9 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from medfl import datasets
 from medfl.bundle import parts, unlabelled_images
 from medfl.bundle.bundle import Bundle, protocol_of, shipped
+from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
 from medfl.bundle.parts import PartsBundle, opened
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
@@ -69,6 +72,62 @@ def protocol(name: str) -> Mapping[str, Any]:
 def bundle_of(run: Run) -> str:
     """Return what a recorded run's bundle is opened by: the name of a shipped one, the folder of another."""
     return run.bundle if run.bundle in shipped() and run.data.split != OWN_SPLIT else run.bundle_path
+
+
+def is_recorded(place: str, run: Run) -> bool:
+    """Tell whether the bundle of a name or folder is the recorded one, by its hash; InputError where none is there."""
+    if parts.is_parts(place):
+        return place == run.bundle_path
+    return sha256_of(find(place), protocol_of(place)) == run.bundle_sha256
+
+
+def reopened(
+    run: Run,
+    config: Mapping[str, Any],
+    device: torch.device | str,
+    policy: Policy | None = None,
+    *,
+    given: str | None = None,
+    folder: Path | None = None,
+    changed: bool = False,
+) -> Bundle:
+    """Open a recorded run's bundle without its data: today's where it is the recorded one, else the recorded folder.
+
+    Args:
+        run: the record.
+        config: overridden ids of its configuration.
+        device: where its networks live.
+        policy: as `Bundle` takes it.
+        given: the folder to take instead.
+        folder: the run's, for the user.
+        changed: take today's also where a shipped bundle has changed since.
+
+    Raises:
+        InputError: no bundle is there, or it has changed since the run.
+    """
+    name = bundle_of(run)
+    is_ours, there, place = name in shipped(), Path(run.bundle_path), given or name
+    if not is_recorded(place, run):
+        if is_ours and not given and (there / "configs").is_dir() and is_recorded(run.bundle_path, run):
+            place = run.bundle_path
+        elif not (is_ours and changed and not given):
+            raise _changed(run, place, folder)
+    bundle = opened(place, config, device, policy)
+    if is_ours:  # a former version's is, too
+        bundle.name, bundle.is_shipped = name, True
+    return bundle
+
+
+def _changed(run: Run, place: str, folder: Path | None) -> InputError:
+    """Return the error of a run whose bundle is not the recorded one; it says how that is given."""
+    where, out = (f" in {folder}", str(folder)) if folder else ("", "DIR")
+    given = f"bundle {run.bundle!r} has changed since the run{where}: that of {place} has another configuration hash"
+    what = "the folder of the recorded one"
+    if (root := shipped_root()) and bundle_of(run) in shipped():
+        path = shipped_folders()[run.bundle].relative_to(root)
+        what = f"bundles/{path} of medfl {run.versions.get('medfl')}, unpacked to FOLDER"
+    advice = f"name {what}: medfl run FOLDER --resume --out {out}, or medfl run FOLDER --from {out}/run.json"
+    return InputError(given, f"the recorded one is {run.bundle_sha256[:12]}", advice)
 
 
 @dataclass(frozen=True)

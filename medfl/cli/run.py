@@ -40,7 +40,11 @@ def add(verbs: Any) -> None:
 def add_flags(run: Any) -> None:
     """Add the flags of `medfl run`."""
     run.add_argument(
-        "bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle (medfl bundles), or the folder of any"
+        "bundle",
+        nargs="?",
+        metavar="BUNDLE",
+        help="name of a shipped bundle (medfl bundles), or the folder of any; "
+        "with --resume or --from only where the run's has moved, or is of another version",
     )
     what = run.add_argument_group("what")
     what.add_argument(

@@ -23,6 +23,8 @@ examples
       accept it as it is: from now on every file has to be this one
   medfl site inspect path/to/bundle --policy policies/bundle.yaml
       still the same? before every run
+  medfl site inspect path/to/bundle --policy policies/bundle.yaml --write-policy policies/new.yaml
+      it has changed, and is to be accepted: pin it anew, all else as before
   medfl site inspect path/to/new --against path/to/accepted
       what has changed since?"""
 
@@ -60,7 +62,8 @@ def add(verbs: Any) -> None:
     inspect.add_argument("--against", type=arguments.existing, metavar="DIR", help=text)
     inspect.add_argument(
         "--write-policy", type=Path, metavar="FILE",
-        help="if accepted, write a policy that pins every file, with what --policy says beside",
+        help="if accepted, write a policy that pins every file, with what --policy says beside; where files "
+        "are not as it pinned them, they are named, and pinned anew",
     )  # fmt: skip
     inspect.add_argument(
         "--job", type=arguments.existing, metavar="DIR|run.json",
@@ -124,8 +127,10 @@ def _inspect(options: Any) -> int:
         if target.resolve().is_relative_to(folder.expanduser().resolve()):
             raise InputError(f"--write-policy {target}", "a place outside of the bundle", "give a file outside of it")
     inspection = inspect(folder, policy)
+    anew = None if target is None or policy.files is None else inspection.unpin()
     changes = None if options.against is None else list(differences(inspect(options.against, policy), inspection))
     document = {**inspection.as_dict(), "outbound": policy.outbound.lines(), "jobs": policy.jobs(), "changes": changes}
+    document |= {} if anew is None else {"pinned_anew": anew}
     if target is not None and inspection.accepted:
         from medfl.core.storage import write_atomic
 
@@ -149,11 +154,14 @@ def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
     from medfl.core.untrusted import printable
 
     pinned = "every file is as the policy says" if document["pinned"] else "not pinned: --policy names no files"
+    pinned = "judged without the pins of --policy" if document.get("pinned_anew") else pinned
     lines = [f"bundle {printable(document['bundle'])} in {printable(document['folder'], 200)}", "", f"Files ({pinned})"]
     rows = [[printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]]
     lines += terminal.table(["file", "kind", "bytes", "sha256"], rows, max(width, 132)) if rows else ["none"]
     if document["changes"] is not None:
         lines += ["", "What differs from the version given with --against", *(document["changes"] or ["nothing"])]
+    if document.get("pinned_anew"):
+        lines += ["", "What is not as --policy pinned it", *(f"  {line}" for line in document["pinned_anew"])]
     for title, what in (
         ("Components that would be made (_target_)", document["targets"]),
         (f"What its {document['expressions']} expressions and its imports use", document["uses"]),

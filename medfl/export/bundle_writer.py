@@ -31,7 +31,7 @@ from medfl.core.storage import save_weights, write_atomic
 from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.export import network as exported
-from medfl.export.checks import LARGE, problems
+from medfl.export.checks import LARGE, load_weights_into, problems
 from medfl.export.configs import (
     EditedConfig,
     network_of_method,
@@ -100,7 +100,7 @@ def export(
     if which not in WHICH:
         raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
     _refuse_used(out)
-    result = RunNetworks(run, which)
+    result = RunNetworks(run, which, say)
     if is_parts(str(result.bundle.root)):
         given, advice = f"{run}, a run of parts in Python", "take weights.safetensors, or medfl.load_run(DIR).network()"
         raise InputError(given, "a bundle is written from the configuration of a bundle", advice)
@@ -182,9 +182,9 @@ class _BundleWriter:
         files = weight_files(self.folder)
         self._configurations(definition, files["models/model.safetensors"]["sha256"])
         self._copy_files()
-        meta = bundle_metadata(self.bundle.metadata, self.result, self.model, seen, agreements, definition.kind)
-        meta["medfl"]["files"] = files
-        meta["medfl"]["measured_on"] = "test images of the run" if self.images.from_run else "drawn images"
+        meta = bundle_metadata(self.folder, self.result, self.model, seen, agreements, definition.kind)
+        measured = "test images of the run" if self.images.from_run else "drawn images"
+        meta["medfl"] |= {"files": files, "measured_on": measured}
         self._write("configs/metadata.json", as_json(meta))
         self._read_back(network)
         self._describe(meta)
@@ -374,7 +374,7 @@ class _BundleWriter:
         if "network_def" in config:
             with quiet():
                 written = config.content("network_def")
-            written.load_state_dict(torch.load(self.folder / "models" / "model.pt", weights_only=True))
+            load_weights_into(written, self.folder, f"bundle {self.bundle.name!r}, where configs/{file.name}")
             if not self._equal(network, written):
                 raise RunError(f"configs/{file.name} with models/model.pt is not the network of the run")
         if "preprocessing" in config and self.images.entries:

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from torch import nn
 
 from medfl.bundle.files import config_file, read
+from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.export.formats import quiet
 
@@ -129,3 +132,16 @@ def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
             )  # fmt: skip
     except Exception as error:  # of any kind, from the network
         yield f"MONAI's verify_net_in_out fails: {' '.join(str(error).split())[:200]}"
+
+
+def load_weights_into(network: nn.Module, folder: Path, what: str) -> None:
+    """Load the written weights into the network that a configuration builds, `what` for the user.
+
+    Raises:
+        InputError: it has other tensors.
+    """
+    kept = torch.load(folder / "models" / "model.pt", weights_only=True)
+    if {name: x.shape for name, x in kept.items()} != {name: x.shape for name, x in network.state_dict().items()}:
+        given = f"{what} builds another network than training"
+        raise InputError(given, "one network for both", "let both have the same network_def")
+    network.load_state_dict(kept)

@@ -23,7 +23,7 @@ from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.new_metadata import SCHEMA
 from medfl.bundle.open import PHANTOM
-from medfl.core.release import pip_install, version_of
+from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_rows
 from medfl.evaluation.mask_metrics import KINDS, slug
@@ -154,24 +154,27 @@ def all_options(run: Run) -> dict[str, Any]:
 
 
 def bundle_metadata(
-    source: Mapping[str, Any],
+    folder: Path,
     result: RunNetworks,
     model: Model,
     seen: ShapeRecorder,
     agreements: Mapping[str, Agreement],
     kind: str,
 ) -> dict[str, Any]:
-    """Return the content of metadata.json, from that of the source bundle ({} where it has none).
+    """Return the content of metadata.json, from that of the run's bundle, where it has one.
 
-    `kind` is how the configuration defines the network: "configuration", "medfl" or "torchscript".
+    `kind` is how the configuration defines the network: "configuration", "medfl" or "torchscript"; in
+    `folder` its files are written already.
     """
-    run, meta = result.run, {"schema": SCHEMA, **_DEFAULTS, **deepcopy(dict(source))}
+    run, meta = result.run, {"schema": SCHEMA, **_DEFAULTS, **deepcopy(dict(result.bundle.metadata))}
     version = _next(str(meta.get("version", "0.0.0")))
     meta["version"] = version
     meta["changelog"] = {version: title(result, model), **dict(meta.get("changelog") or {})}
     meta |= {f"{short}_version": _version(name) for short, name in _PACKAGES.items()}
     packages = {**dict(meta.pop("optional_packages_version", {})), **dict(meta.get("required_packages_version") or {})}
-    packages |= {"medfl": ""} if kind == "medfl" else {}
+    packages = {DISTRIBUTION if name == "medfl" else name: old for name, old in packages.items()}
+    named = any(re.search(r"\bmedfl\.", path.read_text("utf-8")) for path in (folder / "configs").iterdir())
+    packages |= {DISTRIBUTION: ""} if named else {}
     meta["required_packages_version"] = {name: _version(name) or str(old) for name, old in packages.items()}
     meta["name"] = f"{meta.get('name') or run.bundle}, federated ({run.method})"
     data = PHANTOM_NOTE if run.data.source == PHANTOM else f"real test images: {meta['data_source']}"
@@ -270,7 +273,7 @@ def readme(
     text = environment.get_template("export_readme.md.j2").render(
         meta=meta,
         run=run,
-        install=pip_install(),
+        install=pip_install() if DISTRIBUTION in meta["required_packages_version"] else "",
         site=model.site,
         round=model.round,
         which=result.which,

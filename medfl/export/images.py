@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import PHANTOM, bundle_of, with_data
+from medfl.bundle.open import PHANTOM, bundle_of, reopened, with_data
 from medfl.core.errors import InputError
 from medfl.core.run_documents import read_rows
 from medfl.core.terminal import Print
@@ -69,7 +69,9 @@ def _opened(result: RunNetworks, model: Model, folder: str | None, ids: Sequence
     run, name = result.run, bundle_of(result.run)
     from_run = folder is not None or name not in shipped()
     split = {"split": run.data.split} if name in shipped() and from_run else {}
-    bundle = with_data(name, folder if from_run else PHANTOM, {**run.config, **model.config, **split}, "cpu").bundle
+    config = {**run.config, **model.config, **split}
+    bundle = reopened(run, config, "cpu", folder=result.path, changed=True)
+    bundle = with_data(name, folder if from_run else PHANTOM, config, "cpu", bundle=bundle).bundle
     if bundle.own_trainer:
         raise InputError(
             f"the export of a run with a {bundle.own_trainer}, which has an iteration of its own",

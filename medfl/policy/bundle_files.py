@@ -111,7 +111,8 @@ class BundleFiles:
         pins = self.policy.files
         if pins is None:
             return
-        here = {file.path: file.sha256 for file in self.inspection.files}
+        here, refusals = {file.path: file.sha256 for file in self.inspection.files}, self.inspection.refusals
+        before = len(refusals)
         for name, digest in here.items():
             if name not in pins:
                 self.inspection.refuse(name, "", "a file that the policy does not have")
@@ -119,6 +120,7 @@ class BundleFiles:
                 self.inspection.refuse(name, "", f"its sha256 is {digest[:16]}..., in the policy {pins[name][:16]}...")
         for name in sorted(pins.keys() - here.keys()):
             self.inspection.refuse(name, "", "it is in the policy but not here")
+        self.inspection.unlike += refusals[before:]
 
     def _own_modules(self) -> frozenset[str]:
         scripts = [PurePosixPath(file.path) for file in self.inspection.files if file.path.endswith(".py")]

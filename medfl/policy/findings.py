@@ -73,6 +73,8 @@ class Inspection:
     data: dict[str, str] = field(default_factory=dict)
     """file -> what it says of `dataset_dir`"""
     refusals: list[Refusal] = field(default_factory=list)
+    unlike: list[Refusal] = field(default_factory=list)
+    """those of them that are about a file's pin"""
 
     @property
     def accepted(self) -> bool:
@@ -93,11 +95,22 @@ class Inspection:
             raise InputError(given.replace(";", ","), "it is JSON or YAML with keys and values", "repair the file")
         more = "" if count == 1 else f" (and {count - 1} more)"
         refused = f"bundle {printable(self.bundle)!r} is refused: {first}{more}"
+        if len(self.unlike) == count:  # nothing else is wrong with it
+            advice = (
+                f"medfl site inspect {self.folder} --policy FILE --write-policy NEWFILE shows them and pins them anew"
+            )
+            raise InputError(refused.replace(";", ","), "the files that the site's policy has pinned", advice)
         raise InputError(refused.replace(";", ","), *NOT_LISTED)
 
     def refuse(self, file: str, id_: str, why: object) -> None:
         """Note that something is refused, and where."""
         self.refusals.append(Refusal(file, id_, str(why)))
+
+    def unpin(self) -> list[str]:
+        """Judge the bundle without the policy's pins; return in which files it is not as these say, and why."""
+        unlike, self.unlike = self.unlike, []
+        self.refusals = [refusal for refusal in self.refusals if refusal not in unlike]
+        return [str(refusal) for refusal in unlike]
 
     def need(self, policy: Policy, word: str, what: str) -> str:
         """Note what a word of the policy allows, and return it.

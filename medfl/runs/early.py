@@ -44,7 +44,7 @@ def refuse(
     for module in (runtime, requested.get("method")):
         name_module(module)
     check_limits(requested)
-    if source is not None and (bundle or given or set(requested) - {"data"}):
+    if source is not None and (given or set(requested) - {"data"}):
         raise InputError(
             "--from together with other settings", "--from repeats a recorded run as it was", "leave them out"
         )

@@ -109,7 +109,7 @@ def federate(
     """Run a federation and return its summary with the run folder under "folder".
 
     Args:
-        bundle: a shipped bundle's name or a folder; not needed with `source` or `resume`.
+        bundle: a shipped bundle's name or a folder; with `source` or `resume` only where the run's lies elsewhere now.
         options: options of the method.
         config: overrides of the bundle's configuration.
         requested: other settings by name (method, data, sites, partition, cohort, rounds, ...; see `planning.Request`).
@@ -332,7 +332,7 @@ def _plan(
 ) -> Plan:
     """Make the plan: a new one, a recorded one, or the one in the folder to be resumed."""
     if source is not None:
-        return recorded_plan(Path(source), requested.get("data"), say)
+        return recorded_plan(Path(source), requested.get("data"), say, bundle)
     if resume:
         return resumed_plan(Path(str(out)), bundle, options, config, requested, say)
     return make_plan(Request(str(bundle), options=options, config=config, **requested), say)

@@ -60,12 +60,13 @@ class RunNetworks:
     Args:
         path: the folder.
         which: "last" or "best" (by the validation metric).
+        say: where lines for the user go.
 
     Raises:
-        InputError: no run is there, or its bundle has changed.
+        InputError: no run is there, or its bundle has changed; a shipped one may have, that is said.
     """
 
-    def __init__(self, path: Path, which: str = "last") -> None:
+    def __init__(self, path: Path, which: str = "last", say: Print = str) -> None:
         """Read the records."""
         if not (path / "run.json").is_file():
             raise InputError(
@@ -77,7 +78,10 @@ class RunNetworks:
         self.computed_on_cpu = run.device == "cpu"
         self.folder = RunFolder(path)
         self.manifest = self.folder.manifest()
-        self.bundle: Bundle = bundle_of_run(self.run, path, CPU)
+        self.bundle: Bundle = bundle_of_run(self.run, path, CPU, changed=True)
+        if self.bundle.is_shipped and self.bundle.sha256 != run.bundle_sha256:
+            was = f"medfl {run.versions.get('medfl')}, which made the run"
+            say(f"note: bundle {run.bundle!r} is not that of {was}: the run's weights are put into today's network")
         if self.document.get("task"):  # as recorded: to find them a bundle that does not ship opens its training images
             vars(self.bundle).update(task=self.document["task"], classes=tuple(self.document.get("classes") or ()))
         self.method: Method = methods.load(self.run.method, self.run.options)

@@ -16,7 +16,7 @@ import torch
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import PHANTOM, bundle_of, with_data, without_data
+from medfl.bundle.open import PHANTOM, bundle_of, reopened, with_data, without_data
 from medfl.bundle.open import protocol as protocol_of
 from medfl.bundle.protocol import options_for, resolved
 from medfl.bundle.sections import SECTIONS
@@ -224,7 +224,9 @@ def again(
     )
 
 
-def repeat(run: Run, data: str | None = None, say: Print = str, folder: Path | None = None) -> Plan:
+def repeat(
+    run: Run, data: str | None = None, say: Print = str, folder: Path | None = None, place: str | None = None
+) -> Plan:
     """Rebuild the plan of a recorded run: same settings, same partition.
 
     Args:
@@ -232,6 +234,7 @@ def repeat(run: Run, data: str | None = None, say: Print = str, folder: Path | N
         data: folder of the images, where it is another.
         say: where lines for the user go.
         folder: the run's, which keeps its text embeddings.
+        place: folder of the bundle, where it is another; the plan's run then records it.
 
     Raises:
         InputError: the bundle, the data or the text embeddings are not the recorded ones.
@@ -239,13 +242,7 @@ def repeat(run: Run, data: str | None = None, say: Print = str, folder: Path | N
     name = bundle_of(run)
     known = name in shipped()
     config = {**run.config, **({"split": run.data.split} if known else {})}
-    bundle = without_data(name, run.config, device := device_named(run.device))
-    if bundle.sha256 != run.bundle_sha256:
-        raise InputError(
-            f"bundle {bundle.name!r} has changed since the run (configuration hash {bundle.sha256[:12]})",
-            f"the recorded one is {run.bundle_sha256[:12]}",
-            "restore it, or start a new run",
-        )
+    bundle = reopened(run, run.config, device := device_named(run.device), given=place, folder=folder)
     method = methods.load(run.method, run.options)
     place, unlabelled = data or _recorded_data(run, known), bool(run.unlabelled)
     opened = with_data(name, place, config, device, say=say, bundle=bundle, unlabelled=unlabelled)
@@ -259,7 +256,7 @@ def repeat(run: Run, data: str | None = None, say: Print = str, folder: Path | N
     text_record.restore(opened.bundle, run, method, folder)
     public = _repeated_public(run, method, opened.bundle, say)
     notes = opened.notes + tuple(public.notes(opened.bundle, _items(opened.bundle)) if public else ())
-    run = dataclasses.replace(run, data=record, public=public.record if public else None)
+    run = dataclasses.replace(run, data=record, public=public.record if public else None, bundle_path=str(bundle.root))
     lacking.tell(opened.bundle, run)
     return Plan(run, opened.bundle, method, notes, public)
 

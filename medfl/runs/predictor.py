@@ -102,7 +102,7 @@ def _is_finite(tensor: object) -> bool:
 
 
 def _of_run(path: Path, which: str, site: str | None, device: torch.device, say: Print) -> Predictor:
-    found = RunNetworks(path, which)
+    found = RunNetworks(path, which, say)
     run, bundle, task = found.run, found.bundle, found.task
     if site == "all" and site not in found.sites:
         raise InputError("--site all", "the model of one site predicts", f"name one of {', '.join(found.sites)}")

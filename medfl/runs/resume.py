@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.bundle.check_own import ids_of
+from medfl.bundle.open import bundle_of, is_recorded
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.places import BESIDE, record_of
@@ -27,13 +28,14 @@ LISTED = 200
 """Sites that the partition's table lists and its picture shows: a row of each would be no table and no picture."""
 
 
-def recorded_plan(source: Path, data: str | None, say: Print) -> Plan:
+def recorded_plan(source: Path, data: str | None, say: Print, bundle: str | None = None) -> Plan:
     """Return the plan that repeats a recorded run, with the versions of here.
 
     Args:
         source: its run.json, or the folder of it.
         data: folder of the images, where it is another.
         say: where lines for the user go.
+        bundle: folder of the bundle, where it is another.
 
     Raises:
         InputError: the record is damaged, or bundle or data are not the recorded ones.
@@ -41,7 +43,7 @@ def recorded_plan(source: Path, data: str | None, say: Print) -> Plan:
     file = record_of(source)
     run, _ = read_verified_run(file)
     _tell_versions(run, "was recorded", say)
-    plan = repeat(run, data, say, file.parent)
+    plan = repeat(run, data, say, file.parent, bundle)
     return replace(plan, run=replace(plan.run, versions=versions()))
 
 
@@ -64,14 +66,17 @@ def resumed_plan(
     run, _ = read_verified_run(path / "run.json")
     rounds = requested.get("rounds", run.rounds)
     _refuse_fewer(rounds, (verified_manifest(folder) or {"round": 0})["round"], path)
-    if bundle or options or config or set(requested) - {"rounds", "data"}:
-        asked = make_plan(again(run, bundle, options, config, **requested), say)
-        _refuse_other(replace(asked.run, versions=run.versions), run)
+    place = bundle if bundle and bundle != bundle_of(run) and is_recorded(bundle, run) else None
+    other = bundle if bundle != bundle_of(run) and not place else None
+    if other or options or config or set(requested) - {"rounds", "data"}:
+        asked = make_plan(again(run, other, options, config, **requested), say).run
+        sha256 = asked.bundle_sha256 if other else run.bundle_sha256  # `repeat` says what to do where it has changed
+        _refuse_other(replace(asked, versions=run.versions, bundle_sha256=sha256), run)
     _tell_versions(run, "began", say)
     if rounds > run.options.get("rounds", rounds):
         ends = run.options["rounds"]
         say(f"note: the schedule of {run.method} ends with round {ends}; it is not stretched over more")
-    plan = repeat(run, requested.get("data"), say, path)
+    plan = repeat(run, requested.get("data"), say, path, place)
     share = requested.get("max_share", run.max_share)
     return replace(plan, run=replace(plan.run, rounds=rounds, max_share=share))
 

@@ -24,6 +24,7 @@ from PIL import Image
 from medfl import datasets
 from medfl.bundle import starter
 from medfl.bundle.bundle import Bundle
+from medfl.core import release
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import stream
 from medfl.core.storage import load_weights, save_weights
@@ -285,7 +286,8 @@ def test_a_classifier_of_text_is_in_the_weights(textual: Path, data: Path, workp
     definition = config(out, "inference.yaml")["network_def"]
     assert definition["_target_"] == "medfl.exported.network"
     assert definition["options"]["tau"] == 9.0
-    assert "medfl" in metadata(out)["required_packages_version"]
+    assert metadata(out)["required_packages_version"][release.DISTRIBUTION] == release.VERSION
+    assert f"has to be installed, for MONAI too: `{release.pip_install()}`" in (out / "docs" / "README.md").read_text()
     layer: Any = head(Bundle(str(out)).network())
     assert torch.equal(layer.state_dict()["embeddings"], load_weights(out / "models" / "model.safetensors")[
         next(name for name in load_weights(out / "models" / "model.safetensors") if name.endswith("embeddings"))

@@ -11,6 +11,7 @@ import pydoc
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -370,7 +371,34 @@ def test_a_policy_is_written_for_what_is_accepted_only(tmp_path: Path, capsys: p
     (root / "LICENSE").write_text("another\n")
     capsys.readouterr()
     assert cli.main(["site", "inspect", str(root), "--policy", str(policy)]) == 2
-    assert "LICENSE: its sha256 is" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "LICENSE: its sha256 is" in said
+    assert f"medfl site inspect {root} --policy FILE --write-policy NEWFILE" in said
+    assert "--trust" not in said
+
+
+def test_a_policy_is_pinned_anew_with_its_words_and_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, policy, new = write(tmp_path / "b"), tmp_path / "policy.yaml", tmp_path / "new.yaml"
+    words = tmp_path / "words.yaml"
+    words.write_text("allow: [scripts]\nlimits: {depth: 30}\nmethods: [fedavg]\nsettings: {rounds: 7}\n")
+    given = ["site", "inspect", str(root), "--policy"]
+    assert cli.main([*given, str(words), "--write-policy", str(policy)]) == 0
+    (root / "LICENSE").write_text("another\n")
+    capsys.readouterr()
+    assert cli.main([*given, str(policy), "--write-policy", str(new)]) == 0
+    said = capsys.readouterr().out
+    assert "What is not as --policy pinned it\n  LICENSE: its sha256 is" in said
+    assert "ACCEPTED" in said
+    assert cli.main([*given, str(new)]) == 0
+    before, after = Policy.read(policy), Policy.read(new)
+    assert before.files is not None
+    assert after.files is not None
+    assert {name for name in after.files if after.files[name] != before.files[name]} == {"LICENSE"}
+    assert replace(after, files=None) == replace(before, files=None)
+    (root / "configs" / "train.json").write_text('{"x": "$exec(1)"}')
+    assert cli.main([*given, str(new), "--write-policy", str(tmp_path / "third.yaml")]) == 2
+    assert "--trust" in capsys.readouterr().err
+    assert not (tmp_path / "third.yaml").exists()
 
 
 def test_a_policy_that_is_written_agrees_to_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from tests.support.programs import LEAN, ROOT
 
 OLD = re.compile(r"pip3? install[^\n`]*?[ '\"]medfl(?![-/\w])|['\"`]medfl\\?\[[a-z]")
 """An installation of the distribution `medfl`, which is another project's."""
-TEXTS = {".py", ".md", ".cfg", ".toml", ".yaml", ".yml", ".txt", ".j2", ".ipynb", ".cff", ".sh", ""}
+TEXTS = {".py", ".md", ".json", ".cfg", ".toml", ".yaml", ".yml", ".txt", ".j2", ".ipynb", ".cff", ".sh", ""}
 
 
 def tracked_texts() -> list[Path]:
@@ -111,7 +111,7 @@ def test_workflows_call_targets_that_exist() -> None:
             program, *words = command.split()
             assert program == "make", command
             called |= {word for word in words if "=" not in word}
-    assert called == {"test", "lint", "lint-files", "dist", "sbom", "compat", "site"}
+    assert called == {"test", "test-wheel", "lint", "lint-files", "dist", "sbom", "compat", "site"}
     assert called <= targets
 
 
@@ -155,6 +155,21 @@ def test_a_container_runs_without_rights() -> None:
     assert "HEALTHCHECK" in last
 
 
+def test_keys_and_images_beside_the_compose_file_stay_there() -> None:
+    """Neither git nor the build's context takes what is mounted; the context has what the Dockerfile copies."""
+    docker = ROOT / "docker"
+    services = yaml.safe_load((docker / "compose.yaml").read_text())["services"].values()
+    mounted = {one.partition(":")[0] for service in services for one in service["volumes"] if one.startswith("./")}
+    assert "./kits/server" in mounted
+    for place in mounted:
+        name = f"docker/{place.removeprefix('./')}/key.pem"
+        assert subprocess.run(["git", "check-ignore", "-q", name], cwd=ROOT).returncode == 0, place
+    ignored, *kept = (docker / "Dockerfile.dockerignore").read_text().split()
+    copied = re.findall(r"^COPY (?!--)(.+) \S+$", (docker / "Dockerfile").read_text(), re.MULTILINE)
+    assert ignored == "*"
+    assert {line.removeprefix("!") for line in kept} == {name for names in copied for name in names.split()}
+
+
 def test_the_health_of_a_container_is_that_flare_runs(tmp_path: Path) -> None:
     """`docker/healthy.sh` finds FLARE's process by its module, and not itself."""
     script = (ROOT / "docker" / "healthy.sh").read_text().replace("/proc", str(tmp_path))
@@ -164,6 +179,30 @@ def test_the_health_of_a_container_is_that_flare_runs(tmp_path: Path) -> None:
     assert subprocess.run(["sh", "-c", script]).returncode == 1
     command.write_bytes(b"python3\0-u\0-m\0nvflare.private.fed.app.client.client_train\0-m\0/kit\0")
     assert subprocess.run(["sh", "-c", script]).returncode == 0
+
+
+def test_the_hooks_are_installed_by_the_environment_that_has_them() -> None:
+    text = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
+    assert not re.search(r"(?<!/)pre-commit install", text)
+    makefile = (ROOT / "Makefile").read_text()
+    assert "\n\t$(TOOLS)/bin/pre-commit install\n" in makefile
+    assert re.search(r"\$\(call PIP,\$\(TOOLS\)\).*\bpre-commit\b", makefile)
+
+
+def test_a_distribution_is_of_this_version_only_and_without_tests() -> None:
+    assert "rm -rf build/source dist\n" in (ROOT / "Makefile").read_text()
+    assert "prune tests" in (ROOT / "MANIFEST.in").read_text().splitlines()
+
+
+def test_each_step_of_a_strangers_walk_is_named() -> None:
+    page = (ROOT / "docs" / "project.md").read_text()
+    for step in ("CITATION.cff", "git clone", "git switch -c", "make test", "Pull request", "SECURITY.md", "privately"):
+        assert step in page
+    assert "project.md" in (ROOT / "docs" / "site" / "mkdocs.yml").read_text()
+    for name in ("README.md", "docs/deploy.md", "docs/compatibility.md"):
+        text = " ".join((ROOT / name).read_text().split())
+        assert re.search(r"Until it is published.{0,160}\[flare", text), name
+    assert f"medfl_monai-{release.VERSION}-py3-none-any.whl" in page
 
 
 # The packages

@@ -1,7 +1,8 @@
 """What the two minor versions before wrote is read: a run's folder, a site's policy, a FLARE job and a startup kit.
 
 tests/upgrade/VERSION was written by that version's own commands: SCAFFOLD over two sites, two rounds, a network of
-1,400 numbers, drawn pictures. In its files the folder is called @HERE@.
+1,400 numbers, drawn pictures. In its files the folder is called @HERE@. 0.6.0/mednist has a run of the shipped bundle
+of that name on its phantom, and the bundle as it was then, but for its embeddings, which are those of today.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from medfl import cli, load_run
+from medfl.bundle.files import shipped_folders
+from medfl.core.release import pip_install
 from medfl.core.storage import load_weights
 
 KEPT = Path(__file__).resolve().parents[1] / "upgrade"
@@ -31,6 +35,24 @@ def old(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         path.write_text(path.read_text().replace("@HERE@", str(tmp_path)))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def old_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run of the shipped bundle, beside the bundle's folder of that version, as the current folder."""
+    shutil.copytree(KEPT / "0.6.0" / "mednist", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(shipped_folders()["mednist"] / "embeddings", tmp_path / "bundle" / "embeddings")
+    path = tmp_path / "run" / "run.json"
+    path.write_text(path.read_text().replace("@HERE@", str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def picture(folder: Path) -> str:
+    """Draw a picture and return its path."""
+    folder.mkdir()
+    Image.fromarray(np.arange(28 * 28, dtype=np.uint8).reshape(28, 28)).save(folder / "a.png")
+    return str(folder / "a.png")
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -50,12 +72,65 @@ def test_a_run_is_read_repeated_and_continued(old: Path) -> None:
     assert before.summary["rounds"] == 2
     assert before.run.run_hash == json.loads((old / "run" / "run.json").read_text())["run_hash"]
     assert cli.main(["report", "run"]) == 0
+    assert cli.main(["predict", "run", str(next((old / "pictures").rglob("*.png"))), "--out", "predicted"]) == 0
     assert cli.main(["run", "--from", "run/run.json", "--out", "again"]) == 0
     assert close(old / "again" / "weights.safetensors", old / "run" / "weights.safetensors")
     assert cli.main(["run", "--resume", "--out", "run", "--rounds", "3"]) == 0
     after = load_run("run")
     assert (after.summary["rounds"], len(after.rounds)) == (3, 3)
     assert after.rounds[0]["train_loss"] == before.rounds[0]["train_loss"]
+
+
+def test_a_bundle_that_trains_one_network_and_infers_with_another_is_not_exported(
+    old: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", "run", "--formats", "torchscript", "--out", "exported"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: bundle 'bundle', where configs/inference.yaml builds another network than training")
+    assert not (old / "exported").exists()
+
+
+def test_a_run_of_a_shipped_bundle_that_has_changed_is_reported_and_predicts_with_todays(
+    old_shipped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["report", "run"]) == 0
+    assert cli.main(["predict", "run", picture(old_shipped / "new"), "--out", "predicted"]) == 0
+    assert "bundle 'mednist' is not that of medfl 0.6.0" in capsys.readouterr().err
+    assert (old_shipped / "predicted" / "predictions.csv").is_file()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_run_of_a_shipped_bundle_that_has_changed_is_exported(
+    old_shipped: Path, capsys: pytest.CaptureFixture[str], recorded: bool
+) -> None:
+    """With today's bundle, or with its own where that still lies in the folder that the record names."""
+    if recorded:
+        path = old_shipped / "run" / "run.json"
+        path.write_text(path.read_text().replace("bundles/mednist", "bundle"))
+    assert cli.main(["export", "run", "--formats", "torchscript", "--out", "exported"]) == 0
+    assert ("is not that of medfl 0.6.0" in capsys.readouterr().err) != recorded
+    text = (old_shipped / "exported" / "configs" / "train.yaml").read_text()
+    assert ("network: two_conv_18" in text) == recorded
+    assert ("network_name: two_conv_18" in text) != recorded
+    assert f"`{pip_install()}`" in (old_shipped / "exported" / "docs" / "README.md").read_text()
+
+
+def test_a_run_of_a_shipped_bundle_that_has_changed_goes_on_with_its_folder(
+    old_shipped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["run", "--resume", "--out", "run", "--rounds", "3"], ["run", "--from", "run/run.json"]):
+        assert cli.main(command) == 2
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "bundle 'mednist' has changed since the run in run" in said
+        assert "name bundles/mednist of medfl 0.6.0, unpacked to FOLDER: medfl run FOLDER --resume --out run" in said
+    assert cli.main(["run", "bundle", "--from", "run/run.json", "--out", "again"]) == 0
+    assert close(old_shipped / "again" / "weights.safetensors", old_shipped / "run" / "weights.safetensors")
+    assert cli.main(["run", "bundle", "--resume", "--out", "run", "--rounds", "3"]) == 0
+    after = load_run("run")
+    assert (after.summary["rounds"], after.run.bundle_path) == (3, str(old_shipped / "bundle"))
+    assert cli.main(["run", "--resume", "--out", "run", "--rounds", "4"]) == 0
+    assert cli.main(["run", "pneumonia", "--from", "again"]) == 2
+    assert "that of pneumonia has another configuration hash" in capsys.readouterr().err
 
 
 def test_a_record_of_a_newer_version_is_refused_and_says_which(old: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,7 @@ from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.configuration import own_modules
 from medfl.bundle.inference import open_inference
-from medfl.bundle.open import bundle_of
-from medfl.bundle.parts import opened
+from medfl.bundle.open import bundle_of, reopened
 from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import unlike
 from medfl.core.errors import InputError, RunError
@@ -178,17 +177,12 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
     )
 
 
-def bundle_of_run(run: Run, folder: Path, device: torch.device, policy: Policy | None = None) -> Bundle:
-    """Return a recorded run's bundle without its data; InputError if it has changed since."""
-    name = bundle_of(run)
-    data = {} if name in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
-    own = opened(name, {**run.config, **data}, device, policy)
-    if own.sha256 != run.bundle_sha256:
-        raise InputError(
-            f"bundle {own.name!r} has changed since the run in {folder} (configuration hash {own.sha256[:12]})",
-            f"the recorded one is {run.bundle_sha256[:12]}",
-            "restore it, or train the teacher anew",
-        )
+def bundle_of_run(
+    run: Run, folder: Path, device: torch.device, policy: Policy | None = None, changed: bool = False
+) -> Bundle:
+    """Return a recorded run's bundle without its data; InputError if it has changed since, as `reopened` has it."""
+    data = {} if bundle_of(run) in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
+    own = reopened(run, {**run.config, **data}, device, policy, folder=folder, changed=changed)
     text_record.restore(own, run, methods.load(run.method, run.options), folder)
     return own
 
