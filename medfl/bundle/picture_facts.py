@@ -31,43 +31,54 @@ class Picture(NamedTuple):
 
     @property
     def brightest(self) -> int:
-        """Largest value that pictures like it can have; floats in 0 to 1 have 1."""
-        if self.dtype in (np.uint8, np.uint16):
-            return int(np.iinfo(self.dtype).max)
-        usual = (1, 255, 65535) if self.dtype.kind == "f" else (255, 65535)
+        """Largest value that pictures like it can have; floats in 0 to 1 have 1, and 16 bits are often 12."""
+        if self.dtype == np.uint8:
+            return 255
+        usual = {"f": (1, 255, 65535), "u": DEPTHS}.get(self.dtype.kind, (255, 65535))
         return next((value for value in usual if self.largest <= value), math.ceil(self.largest))
+
+
+DEPTHS = (255, 1023, 4095, 16383, 65535)
+"""Largest values of 8, 10, 12, 14 and 16 bits."""
 
 
 def pixels(seen: Sequence[Picture]) -> tuple[int, int, tuple[int, int]]:
     """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
     channels = 3 if any(one.shape[-1] > 1 for one in seen) else 1
-    brightest = 1 if mixed(seen) else max(one.brightest for one in seen)
+    brightest = 1 if own_depth(seen) else max(one.brightest for one in seen)
     return channels, brightest, sides([one.shape[:2] for one in seen])
 
 
-def mixed(seen: Sequence[Picture]) -> bool:
-    """Tell whether pictures have different depths.
+def own_depth(seen: Sequence[Picture]) -> int:
+    """Return the largest value that pictures stored with 16 bits can have, 255 without any; 0 where others are among.
 
     Raises:
-        InputError: some have neither 8 nor 16 bits.
+        InputError: some have neither 8 nor 16 bits, and pictures have different depths.
     """
-    several = len({one.brightest for one in seen}) > 1
-    if several and {one.dtype.name for one in seen} - {"uint8", "uint16"}:
+    if {one.dtype.name for one in seen} <= {"uint8", "uint16"}:
+        return max((one.brightest for one in seen if one.dtype == np.uint16), default=255)
+    if len({one.brightest for one in seen}) > 1:
         raise InputError(
             f"pictures of several depths: {_depths(seen)}",
             "one depth, or 8 and 16 bits beside each other",
             "save them as pictures of 8 or 16 bits",
         )
-    return several
+    return 0
 
 
 def depths(seen: Sequence[Picture]) -> tuple[str, ...]:
-    """Return a note where pictures have different depths."""
-    return (f"pictures of several depths, each divided by its own: {_depths(seen)}",) if mixed(seen) else ()
+    """Return notes where pictures have different depths, or use a part of their 16 bits."""
+    depth, several = own_depth(seen), len({one.dtype for one in seen}) > 1
+    notes = [f"pictures of several depths, each divided by its own: {_depths(seen)}"] if depth and several else []
+    if depth in DEPTHS[1:-1] or (depth == DEPTHS[0] and any(one.dtype == np.uint16 for one in seen)):
+        most = max(one.largest for one in seen if one.dtype == np.uint16)
+        notes.append(f"pictures of 16 bits with values up to {most:g}: read as 0 to {depth}; brighter ones are refused")
+    return tuple(notes)
 
 
 def _depths(seen: Sequence[Picture]) -> str:
-    found = Counter(one.brightest for one in seen)
+    most = max((one.brightest for one in seen if one.dtype == np.uint16), default=0)
+    found = Counter(most if one.dtype == np.uint16 else one.brightest for one in seen)
     return ", ".join(f"{count} of at most {value}" for value, count in sorted(found.items()))
 
 

@@ -24,7 +24,7 @@ from medfl import networks
 from medfl.bundle import own_layouts
 from medfl.bundle.new_metadata import metadata_of
 from medfl.bundle.own_layouts import Layout
-from medfl.bundle.picture_facts import Picture, depths, mixed, pixels, repeats, sides
+from medfl.bundle.picture_facts import Picture, depths, own_depth, pixels, repeats, sides
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, is_plain_text
 from medfl.core.storage import write_atomic
@@ -53,14 +53,14 @@ class Survey:
         classes: names in label order; of masks with the background first.
         counts: images of each class; of masks, images that have some of it.
         channels: of an image.
-        brightest: largest value that a picture can have: of 255 or 65535 by its type; of other types that they have;
-            1 with `own_depth`.
+        brightest: largest value that a picture can have, of types other than 8 and 16 bits; 1 with `own_depth`.
         sides: least and largest side of the images, in pixels or voxels.
         patch: of volumes, a training patch.
         images, masks: names of the folders in `folder`, "" of labelled pictures.
         phantom: the phantom cohort that some of them are of, "" where all may be real.
         notes: what the user should know, as of files that are left out.
-        own_depth: pictures of 8 and of 16 bits stand beside each other; each is read by its own depth.
+        own_depth: pictures have 8 or 16 bits and each is read by its own depth: the largest value of those of 16, 255
+            without any; 0: they have others.
         labels: table of the classes in `folder`, "" where it has a folder for each.
         group_by: expression that says the patients in file names, None where it was not asked for.
         patients: how many, 0 where nothing says.
@@ -83,7 +83,7 @@ class Survey:
     masks: str = ""
     phantom: str = ""
     notes: tuple[str, ...] = ()
-    own_depth: bool = False
+    own_depth: int = 0
     labels: str = ""
     group_by: str | None = None
     patients: int = 0
@@ -220,7 +220,8 @@ def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:
     return Survey(
         "labelled", str(place), found.classes, counts, *pixels(seen), images=layout.images, labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in found.records) or ""), notes=tuple(notes),
-        own_depth=mixed(seen), said=(found.columns,) if found.columns else (), **_patients(found, divided, group_by),
+        own_depth=own_depth(seen), said=(found.columns,) if found.columns else (),
+        **_patients(found, divided, group_by),
     )  # fmt: skip
 
 
@@ -300,7 +301,7 @@ def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progr
         about |= {"patch": _patch(shapes), "notes": notes}
         return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **about)
     notes += depths(shown)
-    return Survey("pictures", where, names, counts, *pixels(shown), notes=notes, own_depth=mixed(shown), **about)
+    return Survey("pictures", where, names, counts, *pixels(shown), notes=notes, own_depth=own_depth(shown), **about)
 
 
 def _structures(layout: Layout, named: Sequence[str], most: int) -> tuple[str, ...]:

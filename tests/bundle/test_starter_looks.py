@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,33 +46,76 @@ def pairs(root: Path, most: int = 1) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("about", "brightest"),
+    ("about", "brightest", "own_depth"),
     [
-        ({"most": 200}, 255),
-        ({"most": 300, "dtype": np.uint16}, 65535),
-        ({"most": 70000, "dtype": np.int32, "ending": "tif"}, 70000),
-        ({"most": 1, "dtype": np.float32, "ending": "tif"}, 1),
-        ({"most": 99, "dtype": np.float32, "ending": "tif"}, 255),
-        ({"most": 4095, "dtype": np.float32, "ending": "tif"}, 65535),
+        ({"most": 200}, 1, 255),
+        ({"most": 300, "dtype": np.uint16}, 1, 1023),
+        ({"most": 60000, "dtype": np.uint16}, 1, 65535),
+        ({"most": 70000, "dtype": np.int32, "ending": "tif"}, 70000, 0),
+        ({"most": 1, "dtype": np.float32, "ending": "tif"}, 1, 0),
+        ({"most": 99, "dtype": np.float32, "ending": "tif"}, 255, 0),
+        ({"most": 4095, "dtype": np.float32, "ending": "tif"}, 65535, 0),
     ],
 )
-def test_the_brightest_value_is_that_of_the_type_or_seen(about: dict, brightest: int, tmp_path: Path) -> None:
+def test_the_brightest_value_is_that_of_the_type_or_seen(
+    about: dict, brightest: int, own_depth: int, tmp_path: Path
+) -> None:
     seen = starter.survey(classes(tmp_path, "a", "b", **about))
-    assert (seen.brightest, seen.notes) == (brightest, ())
+    assert (seen.brightest, seen.own_depth) == (brightest, own_depth)
+    notes = ("pictures of 16 bits with values up to 300: read as 0 to 1023; brighter ones are refused",)
+    assert seen.notes == (notes if own_depth == 1023 else ())
+
+
+@pytest.mark.parametrize("depth", [255, 4095, 65535])
+def test_pictures_are_the_same_to_a_network_however_many_of_their_bits_they_use(depth: int, tmp_path: Path) -> None:
+    """Version 0.6.0 divided those of 12 bits by 65535, so that all were black; and told a class of brighter ones."""
+    grey = DRAWS.integers(0, 256, (24, 8, 8))
+    grey[:, 0, :2] = 0, 255
+    for number, pixels in enumerate(grey):
+        for place, most in (("8", 255), ("other", depth)):
+            path = tmp_path / place / "ab"[number % 2] / f"{number:02d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((pixels * (most / 255)).round().astype(np.uint16 if place == "other" else np.uint8)).save(
+                path
+            )
+    shown = []
+    for place in ("8", "other"):
+        bundle = starter.write(tmp_path / f"b{place}", starter.survey(tmp_path / place), size=16)
+        section = Bundle(str(bundle), {"dataset_dir": str(tmp_path / place)}, policy=Policy(trusted=True)).section(
+            "train"
+        )
+        shown.append([_transformed(section, entry) for entry in section.source.entries])
+    for one, same in zip(*shown, strict=True):
+        np.testing.assert_allclose(one, same, atol=0.02)
+    brighter = tmp_path / "brighter.png"
+    Image.fromarray(np.full((8, 8), 65535, np.uint16)).save(brighter)
+    for place, most in (("8", 255), ("other", depth)):
+        section = Bundle(str(tmp_path / f"b{place}"), {"dataset_dir": str(tmp_path / place)}).section("train")
+        if most < 65535:
+            with pytest.raises(
+                InputError, match=f"holds values up to 65535; pictures of 16 bits with values up to {most}"
+            ):
+                _transformed(section, {**section.source.entries[0], "image": str(brighter)})
+
+
+def _transformed(section: Any, entry: Any) -> Any:
+    for transform in section.source.transforms:
+        entry = transform(entry)
+    return np.asarray(entry["image"])
 
 
 def test_pictures_of_8_and_16_bits_are_each_read_by_their_own_depth(tmp_path: Path) -> None:
     """None becomes black, as where all are divided by 65535."""
     data = classes(classes(tmp_path / "data", "a", most=255), "b", most=60000, dtype=np.uint16)
     seen = starter.survey(data)
-    assert (seen.brightest, seen.own_depth) == (1, True)
+    assert (seen.brightest, seen.own_depth) == (1, 65535)
     assert seen.notes == (
         "pictures of several depths, each divided by its own: 12 of at most 255, 12 of at most 65535",
     )
     bundle = starter.write(tmp_path / "mine", seen, size=16)
     section = Bundle(str(bundle), {"dataset_dir": str(data)}, policy=Policy(trusted=True)).section("train")
     for entry in (section.source.entries[0], section.source.entries[-1]):
-        assert 0.5 < float(ReadPixelsd("image", size=16, own_depth=True)(entry)["image"].max()) <= 1
+        assert 0.5 < float(ReadPixelsd("image", size=16, own_depth=65535)(entry)["image"].max()) <= 1
         sample = entry
         for transform in section.source.transforms:
             sample = transform(sample)
@@ -83,7 +127,7 @@ def test_pictures_of_8_and_16_bits_are_each_read_by_their_own_depth(tmp_path: Pa
 def test_depths_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
     classes(classes(tmp_path, "a"), "b", most=3000, dtype=np.uint16)
     picture(tmp_path / "b" / "float.tif", 90000, np.float32)
-    with pytest.raises(InputError, match="several depths: 12 of at most 255, 12 of at most 65535, 1 of at most 90000;"):
+    with pytest.raises(InputError, match="several depths: 12 of at most 255, 12 of at most 4095, 1 of at most 90000;"):
         starter.survey(tmp_path)
 
 

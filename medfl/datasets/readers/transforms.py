@@ -36,15 +36,28 @@ def as_tensor(pixels: Pixels) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, 0).astype(wide, copy=False)))
 
 
-def of_own_depth(pixels: Pixels, uri: str) -> Pixels:
-    """Return pixels of 8 or 16 bits as float32 from 0 to 1, each divided by the largest value of its own type.
+def of_own_depth(pixels: Pixels, uri: str, depth: int) -> Pixels:
+    """Return pixels of 8 or 16 bits as float32 from 0 to 1.
+
+    Args:
+        pixels: as read.
+        uri: of the picture.
+        depth: largest value of pictures of 16 bits, which may be stored ones of 12; those of 8 have 255.
 
     Raises:
-        InputError: they have another type.
+        InputError: they have another type, or larger values.
     """
     if pixels.dtype not in (np.uint8, np.uint16):
         raise InputError(f"{uri} holds {pixels.dtype} values", "pictures of 8 or 16 bits", "save it as one of these")
-    return pixels.astype(np.float32) / np.float32(np.iinfo(pixels.dtype).max)
+    if pixels.dtype == np.uint8:
+        return pixels.astype(np.float32) / np.float32(255)
+    if (most := int(pixels.max())) > depth:
+        raise InputError(
+            f"{uri} holds values up to {most}",
+            f"pictures of 16 bits with values up to {depth}, as those that the bundle was made for, or of 8 bits",
+            f"save it with values from 0 to {depth}, or make a bundle of pictures like it",
+        )
+    return pixels.astype(np.float32) / np.float32(depth)
 
 
 class ReadPixelsd(MapTransform):
@@ -57,7 +70,8 @@ class ReadPixelsd(MapTransform):
         channels: number of channels that every image must have; None takes what the file has.
         convert: convert between grey and RGB (and drop alpha) instead of refusing another number of channels.
         size: (H, W), or one number for both: antialiased bilinear resize while decoding; None keeps the size.
-        own_depth: give float32 from 0 to 1, each picture divided by the largest value of its own 8 or 16 bits.
+        own_depth: give float32 from 0 to 1, each picture divided by the largest value of its own depth: 255 of 8 bits,
+            this number (True: 65535) of 16; 0 leaves values as they are.
 
     Raises:
         InputError: unreadable or truncated image, or another number of channels; the image is named.
@@ -69,7 +83,7 @@ class ReadPixelsd(MapTransform):
         channels: int | None = None,
         convert: bool = False,
         size: int | tuple[int, int] | None = None,
-        own_depth: bool = False,
+        own_depth: bool | int = False,
     ) -> None:
         """Check the arguments; files are opened when called, so the transform can be sent to workers."""
         super().__init__(keys)
@@ -80,7 +94,8 @@ class ReadPixelsd(MapTransform):
         sides = (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
         if sides is not None and min(sides) < 1:
             raise InputError(f"image size {size}", "a whole number from 1, or (height, width)", "give such a size")
-        self.channels, self.convert, self.size, self.own_depth = channels, convert, sides, own_depth
+        self.channels, self.convert, self.size = channels, convert, sides
+        self.own_depth = 65535 if own_depth is True else int(own_depth)
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Return a copy of `data` with a tensor at each key."""
@@ -88,7 +103,7 @@ class ReadPixelsd(MapTransform):
         for key in self.key_iterator(item):
             pixels = read_pixels(str(item[key]), self.size, self.channels, self.convert)
             item.setdefault("id", str(item[key]))
-            item[key] = as_tensor(of_own_depth(pixels, str(item[key])) if self.own_depth else pixels)
+            item[key] = as_tensor(of_own_depth(pixels, str(item[key]), self.own_depth) if self.own_depth else pixels)
         return item
 
 
@@ -126,7 +141,7 @@ class ReadPaird(ReadPixelsd):
         classes: int = 2,
         convert: bool = False,
         size: int | Shape | None = None,
-        own_depth: bool = False,
+        own_depth: bool | int = False,
     ) -> None:
         """Check the arguments; files are opened when called, so the transform can be sent to workers."""
         super().__init__(keys, channels, convert, size, own_depth)
@@ -149,7 +164,7 @@ class ReadPaird(ReadPixelsd):
             item[mask] = torch.from_numpy(indices[None])
         else:
             pixels, shape = read_image(uri, self.channels, self.size, self.convert)
-        pixels = of_own_depth(pixels, uri) if self.own_depth else pixels
+        pixels = of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels
         meta = {"original_affine": np.eye(4), "spatial_shape": np.array(shape), "filename_or_obj": uri}
         item[image] = MetaTensor(
             as_tensor(pixels), affine=torch.from_numpy(_affine(shape, pixels.shape[:2])), meta=meta
