@@ -78,6 +78,11 @@ def require_run(path: Path) -> None:
         )
 
 
+def whole_of(path: Path) -> Path:
+    """Return the folder that is gone on with: a run's own, of a fold that of the cross-validation."""
+    return path.parent if (path.parent / FOLDS).is_file() else path
+
+
 def record_of(source: Path) -> Path:
     """Return the run.json that `--from` names, itself or by its folder."""
     return source / "run.json" if source.is_dir() else source
