@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.places import require_there
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import (
     JOINED,
@@ -98,10 +99,9 @@ def images_at(place: Path, series: bool) -> list[tuple[str, str]]:
     Raises:
         InputError: it is not there, or holds no image.
     """
+    require_there(place)
     if place.is_dir():
         found = _below(place, series)
-    elif not place.is_file():
-        raise InputError(f"{place} is no file and no folder", "images that are there", "check the path")
     elif place.suffix in _ARCHIVES:
         found = _inside(place)
     elif series and _is_dicom(place):
