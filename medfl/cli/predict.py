@@ -81,8 +81,13 @@ def _lines(document: Mapping[str, Any], width: int) -> list[str]:
         from medfl.evaluation.metrics import title
 
         lines += ["", f"scores by the references of {document['scored']} images"]
+        units = {name: f" ({unit})" for name, unit in document["units"].items()}
         rows = [
-            [title(name), f"{value:.3f}", f"{scores.get(f'{name}_cases', document['scored']):.0f}"]
+            [
+                title(name) + units.get(name, ""),
+                f"{value:.3f}",
+                f"{scores.get(f'{name}_cases', document['scored']):.0f}",
+            ]
             for name, value in scores.items()
             if not name.endswith("_cases")
         ]

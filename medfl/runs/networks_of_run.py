@@ -164,15 +164,15 @@ class RunNetworks:
         )
 
     def _check_site(self, site: str) -> None:
+        if not methods.has_site_models(self.method):
+            raise InputError(
+                f"--site {site} with method {self.run.method!r}", "it has one model, the same for all", "leave it out"
+            )
         if site not in self.sites and site != "all":
             raise InputError(
                 f"--site {site}",
                 f"the sites of this run are {', '.join(self.sites)}",
                 "choose one, or all of them: all",
-            )
-        if not methods.has_site_models(self.method):
-            raise InputError(
-                f"--site {site} with method {self.run.method!r}", "it has one model, the same for all", "leave it out"
             )
 
     @cached_property
