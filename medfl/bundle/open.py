@@ -20,7 +20,7 @@ from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
 from medfl.bundle.parts import PartsBundle, opened
 from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
-from medfl.core.places import cache_folder
+from medfl.core.places import PHANTOM, cache_folder
 from medfl.core.release import VERSION
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
@@ -31,7 +31,6 @@ from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
 from medfl.policy.policy import Policy
 
-PHANTOM = "phantom"
 """What --data takes for drawn images, and the data source of such a run."""
 OWN_SPLIT = "bundle"
 """The split of a bundle that is not ours: its own."""

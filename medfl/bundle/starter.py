@@ -26,7 +26,8 @@ from medfl.bundle.new_metadata import metadata_of
 from medfl.bundle.own_layouts import Layout
 from medfl.bundle.picture_facts import Picture, depths, own_depth, pixels, repeats, sides
 from medfl.core.errors import InputError
-from medfl.core.names import check_name, is_plain_text
+from medfl.core.names import is_plain_text
+from medfl.core.places import require_new_bundle
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import bar
 from medfl.datasets import own
@@ -147,14 +148,12 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
         InputError: the folder exists, or no such network or size.
     """
     root = Path(target).expanduser()
-    check_target(root)
+    require_new_bundle(root, size)
     chosen = network or _NETWORKS[seen.kind]
     allowed = [name for name in networks.names() if (name in networks.SEGMENTERS) == (seen.kind != "labelled")]
     if chosen not in allowed:
         raise InputError(f"--network {chosen}", f"for {_KINDS[seen.kind]}: {', '.join(allowed)}", "choose one of them")
     side = size or (64 if seen.kind == "labelled" else 128)
-    if side < 16:
-        raise InputError(f"--size {side}", "a whole number of at least 16 pixels", "give 16 or more")
     if seen.kind == "volumes" and size is not None:
         raise InputError(f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out")
     for text in (*seen.classes, seen.images, seen.masks, seen.labels, seen.group_by or ""):
@@ -186,13 +185,6 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
         shutil.rmtree(root, ignore_errors=True)
         raise InputError(f"{root} cannot be files: {error.strerror}", "a new folder", "check its rights") from error
     return root
-
-
-def check_target(root: Path) -> None:
-    """Raise an InputError if no bundle can be written into this folder."""
-    if root.exists():
-        raise InputError(f"{root} exists", "a new folder for the bundle", "give a path that does not exist")
-    check_name(root.name, "bundle name")
 
 
 def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:

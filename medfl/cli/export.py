@@ -8,6 +8,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
+from medfl.core.places import check_which, require_for_export
 
 _EXAMPLES = """\
 examples
@@ -41,6 +42,8 @@ def add(verbs: Any) -> None:
 
 
 def _export(options: Any) -> int:
+    check_which(options.which)
+    require_for_export(options.out)
     from medfl.export.formats import parse_formats
 
     formats = parse_formats(options.formats)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
+from medfl.core.places import require_new_bundle
 
 if TYPE_CHECKING:
     from medfl.bundle.starter import Survey
@@ -46,9 +47,9 @@ def add(verbs: Any) -> None:
 
 
 def _new(options: Any) -> int:
+    require_new_bundle(options.bundle.expanduser(), options.size)  # before every image is read
     from medfl.bundle import starter
 
-    starter.check_target(options.bundle.expanduser())  # before every image is read
     seen = starter.survey(
         options.images, options.masks, names=arguments.names(options.classes), labels=options.labels,
         group_by=options.group_by, progress=sys.stderr.isatty(),

@@ -12,7 +12,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
 from medfl.core import terminal
 from medfl.core.errors import RunError
-from medfl.core.places import is_run
+from medfl.core.places import check_which, is_run, require_there, require_unused
 
 _EXAMPLES = """\
 examples
@@ -48,7 +48,11 @@ def add(verbs: Any) -> None:
 
 def _predict(options: Any) -> int:
     arguments.requested(options)
-    is_run(options.model.expanduser())  # refuses another folder before PyTorch is imported
+    is_run(options.model.expanduser())  # refuses another folder before PyTorch is imported, as what follows
+    require_unused(options.out.expanduser(), advice="give a new folder")
+    check_which(options.which)
+    for place in options.images:
+        require_there(place.expanduser())
     from medfl.runs.predict import predict
 
     document = predict(
@@ -77,8 +81,13 @@ def _lines(document: Mapping[str, Any], width: int) -> list[str]:
         from medfl.evaluation.metrics import title
 
         lines += ["", f"scores by the references of {document['scored']} images"]
+        units = {name: f" ({unit})" for name, unit in document["units"].items()}
         rows = [
-            [title(name), f"{value:.3f}", f"{scores.get(f'{name}_cases', document['scored']):.0f}"]
+            [
+                title(name) + units.get(name, ""),
+                f"{value:.3f}",
+                f"{scores.get(f'{name}_cases', document['scored']):.0f}",
+            ]
             for name, value in scores.items()
             if not name.endswith("_cases")
         ]

@@ -15,12 +15,19 @@ PRIVATE = "MEDFL_PRIVATE_CACHE"
 BESIDE = ("local",)
 """The Local reference may lie in a run folder before the run itself."""
 
+PHANTOM = "phantom"
+"""What `--data` says in the place of a folder, for drawn images."""
+
+WHICH = {"last": "weights", "best": "best"}
+"""What `--which` says -> name of the weights' file in a run folder."""
+
 FOLDS = "folds.json"
 """What a cross-validation's folder has, and no run's: what was asked for."""
 
 TRIAL = "trial.json"
 """What is said of a run that was validated only, in the place of summary.json."""
 
+_LEAST_SIDE = 16
 _WEIGHTS = {
     "run": ("the weights of a run that is finished", ("weights.safetensors",)),
     "bundle": ("a bundle's weights", ("models/model.safetensors", "models/model.pt")),
@@ -70,12 +77,48 @@ def require_unused(path: Path, beside: Sequence[str] = (), advice: str = "give a
         raise InputError(f"--out {path} exists and is not empty", "a new or empty folder", advice)
 
 
+def require_new_bundle(root: Path, size: int | None = None) -> None:
+    """Raise an InputError if no bundle can be written into this folder, or not with pictures of this size."""
+    if root.exists():
+        raise InputError(f"{root} exists", "a new folder for the bundle", "give a path that does not exist")
+    check_name(root.name, "bundle name")
+    if size is not None and size < _LEAST_SIDE:
+        allowed = f"a whole number of at least {_LEAST_SIDE} pixels"
+        raise InputError(f"--size {size}", allowed, f"give {_LEAST_SIDE} or more")
+
+
+def require_for_export(out: Path) -> None:
+    """Raise an InputError if no exported bundle can be written into this folder."""
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise InputError(f"--out {out} exists and is not empty", "a new or empty folder", "give a new folder")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise InputError(f"--out {out} cannot be made in {above}", "a writable folder", "put it into such a folder")
+
+
+def require_there(place: Path) -> None:
+    """Raise an InputError if there are no images because nothing is there."""
+    if not place.is_dir() and not place.is_file():
+        raise InputError(f"{place} is no file and no folder", "images that are there", "check the path")
+
+
+def check_which(which: str) -> None:
+    """Raise an InputError if a run has no weights of this word."""
+    if which not in WHICH:
+        raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
+
+
 def require_run(path: Path) -> None:
     """Raise an InputError if a folder holds no run."""
     if not (path / "run.json").is_file():
         raise InputError(
             f"--out {path} holds no run (no run.json)", "the folder of an earlier run", "start without --resume"
         )
+
+
+def whole_of(path: Path) -> Path:
+    """Return the folder that is gone on with: a run's own, of a fold that of the cross-validation."""
+    return path.parent if (path.parent / FOLDS).is_file() else path
 
 
 def record_of(source: Path) -> Path:

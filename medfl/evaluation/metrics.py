@@ -92,6 +92,11 @@ def title(name: str) -> str:
     return " ".join([*([METRICS[first].title] if first else []), *words])
 
 
+def is_distance(name: str) -> bool:
+    """Tell whether a metric has the unit of the images' spacing; the number of its cases has none."""
+    return name.startswith("hd95") and not name.endswith("_cases")
+
+
 @dataclass(frozen=True, eq=False)
 class Cases:
     """Per-case outcomes of one model on one set.

@@ -25,6 +25,7 @@ from medfl.bundle.files import config_file, read
 from medfl.bundle.habits import without_fetching
 from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError, RunError
+from medfl.core.places import check_which, require_for_export
 from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import stream
 from medfl.core.storage import save_weights, write_atomic
@@ -59,7 +60,7 @@ from medfl.export.formats import (
     write,
 )
 from medfl.export.images import Images, same_predictions, test_images, without_metadata
-from medfl.runs.networks_of_run import CPU, WHICH, Model, RunNetworks
+from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 
 _TORCHSCRIPT = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
 _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
@@ -97,9 +98,8 @@ def export(
         RunError: a format differs from the network by more than its limit, or a check fails; nothing is written.
     """
     run, out = Path(run), Path(out)
-    if which not in WHICH:
-        raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
-    _refuse_used(out)
+    check_which(which)
+    require_for_export(out)
     result = RunNetworks(run, which, say)
     if is_parts(str(result.bundle.root)):
         given, advice = f"{run}, a run of parts in Python", "take weights.safetensors, or medfl.load_run(DIR).network()"
@@ -127,14 +127,6 @@ def export(
     for document, model in zip(documents, models, strict=True):
         document["folder"] = str(out / safe_file_name(model.site) if several else out)
     return {"run": str(run), "run_hash": result.run_hash, "data_source": result.run.data.source, "bundles": documents}
-
-
-def _refuse_used(out: Path) -> None:
-    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise InputError(f"--out {out} exists and is not empty", "a new or empty folder", "give a new folder")
-    above = next(folder for folder in out.absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"--out {out} cannot be made in {above}", "a writable folder", "put it into such a folder")
 
 
 @dataclass(frozen=True)

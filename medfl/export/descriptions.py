@@ -22,7 +22,7 @@ import jinja2
 from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.new_metadata import SCHEMA
-from medfl.bundle.open import PHANTOM
+from medfl.core.places import PHANTOM
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_rows

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import PHANTOM, bundle_of, reopened, with_data
+from medfl.bundle.open import bundle_of, reopened, with_data
 from medfl.core.errors import InputError
+from medfl.core.places import PHANTOM
 from medfl.core.run_documents import read_rows
 from medfl.core.terminal import Print
 from medfl.data.prepare import prepare

@@ -11,10 +11,9 @@ from typing import Any
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import PHANTOM
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, is_name
-from medfl.core.places import require_unused
+from medfl.core.places import PHANTOM, require_unused
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.flare.files import OWN_IMAGES, RUN_FILE
 from medfl.flare.job import recipe, require_flare, write_job

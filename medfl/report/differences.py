@@ -1,5 +1,9 @@
 """Differences between models and between sites, with intervals: better or worse is said only where zero is outside.
 
+There is no interval from fewer than ten cases, nor of a mean over classes where one of them has fewer than five: draws
+keep each class's number of cases, so that one or two cases of a class hardly vary. Nor is there one of no width
+beside zero, which says no more than that the draws could not vary.
+
 Of two models the same test cases are drawn again for both, a thousand times (`medfl.evaluation.bootstrap`); of a site
 and the others the cases of each apart.
 """
@@ -21,7 +25,10 @@ from medfl.report.formatting import number
 from medfl.report.run_files import Predictions, RunFiles
 
 BETTER, WORSE, UNCLEAR = "better", "worse", "no clear difference"
-FEW = f"fewer than {LEAST} cases"
+FEW = "too few cases"
+LEAST_OF_CLASS = 5
+"""Cases of each class; from fewer there is no interval of a metric that is a mean over classes."""
+_OVER_CLASSES = {"auroc", "balanced_accuracy", "f1_macro"}
 _ROUNDING = 1e-9  # below it an end is zero
 _SITES, _COMPARED = 100, 24
 """Of more sites no differences from Local, and from each other, are computed."""
@@ -41,7 +48,7 @@ class Difference:
 
     Attributes:
         value: the difference on the cases as they are.
-        ends: its interval; None from too few cases.
+        ends: its interval; None from too few cases, and where all draws are the same but not zero.
         cases: the smaller number of cases that it rests on.
         word: what may be said of it.
     """
@@ -52,13 +59,23 @@ class Difference:
     word: str
 
     @classmethod
-    def of(cls, ours: Floats, theirs: Floats, cases: int, higher_is_better: bool) -> Difference | None:
-        """Return the difference of two metrics, each (1 + draws,) with the cases as they are first."""
+    def of(cls, ours: Floats, theirs: Floats, cases: int, higher_is_better: bool, enough: bool) -> Difference | None:
+        """Return the difference of two metrics, each (1 + draws,) with the cases as they are first.
+
+        Args:
+            ours: the one.
+            theirs: the other.
+            cases: the smaller number of cases.
+            higher_is_better: of the metric.
+            enough: whether the cases are enough for an interval.
+        """
         value, drawn = float(ours[0] - theirs[0]), ours[1:] - theirs[1:]
         if np.isnan(value):
             return None
-        ends = bootstrap.interval(drawn) if cases >= LEAST else None
-        return cls(value, ends, cases, word(ends, higher_is_better) if cases >= LEAST else FEW)
+        ends = bootstrap.interval(drawn) if enough else None
+        if ends is not None and ends[1] - ends[0] <= _ROUNDING < abs(value):  # models may well be the same
+            ends, enough = None, False
+        return cls(value, ends, cases, word(ends, higher_is_better) if enough else FEW)
 
 
 def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) -> Difference | None:
@@ -87,7 +104,8 @@ def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) ->
     found = [_key_metric(ours, predictions, rows, times) for predictions, rows in both]
     if found[0] is None or found[1] is None:
         return None
-    return Difference.of(found[0], found[1], int(known.sum()), metrics.higher_is_better(ours.key))
+    enough = _are_enough(ours, *both[0])
+    return Difference.of(found[0], found[1], int(known.sum()), metrics.higher_is_better(ours.key), enough)
 
 
 def from_other_sites(run: RunFiles, site: str) -> Difference | None:
@@ -96,7 +114,7 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
     if predictions is None:
         return None
     own = np.array(predictions.sites) == site
-    found, cases = list[Floats](), list[int]()
+    found, cases, enough = list[Floats](), list[int](), True
     for name, members in (("site", own), ("others", ~own)):
         rows = np.flatnonzero(members)
         if run.key in predictions.scores:
@@ -106,7 +124,8 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
             return None
         found.append(values)
         cases.append(len(rows))
-    return Difference.of(found[0], found[1], min(cases), metrics.higher_is_better(run.key))
+        enough &= _are_enough(run, predictions, rows)
+    return Difference.of(found[0], found[1], min(cases), metrics.higher_is_better(run.key), enough)
 
 
 class Differences:
@@ -180,6 +199,13 @@ def _pairs(ours: Predictions, theirs: Predictions, site: str | None) -> tuple[Ro
     ]
     first, second = (np.array([pair[i] for pair in wanted], np.int64) for i in range(2))
     return first, second
+
+
+def _are_enough(run: RunFiles, predictions: Predictions, rows: Rows) -> bool:
+    """Return whether an interval of the key metric may be made from these cases."""
+    if len(rows) < LEAST or run.key not in _OVER_CLASSES or not len(predictions.label):
+        return len(rows) >= LEAST
+    return bool(np.unique(predictions.label[rows], return_counts=True)[1].min() >= LEAST_OF_CLASS)
 
 
 def _times(run: RunFiles, predictions: Predictions, rows: Rows, name: str) -> Times:

@@ -155,8 +155,19 @@ class Folds:
                  **self.rows[number]}
                 for number, one in self.runs.items()
             ],
-            "spread": sums, "units": (run.summary or {}).get("units") or {}, **totals, "notes": [NOTE],
+            "spread": sums, "units": (run.summary or {}).get("units") or {}, **totals, "notes": [*self.notes],
         }  # fmt: skip
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the figures rest on; and folds that were trained for another number of rounds than others."""
+        rounds = {number: int(run.record["rounds"]) for number, run in self.runs.items()}
+        if len(set(rounds.values())) == 1:
+            return (NOTE,)
+        counts = {count: [f"fold-{n}" for n, of in rounds.items() if of == count] for count in rounds.values()}
+        told = "; ".join(f"{count} in {', '.join(names)}" for count, names in counts.items())
+        again = f"medfl run --resume --out {self.path} --rounds {max(counts)}"
+        return NOTE, f"the folds have different numbers of rounds: {told}; {again} makes them the same"
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return head and rows of the table of the folds: folds, mean, sd and worst, pooled."""
@@ -188,7 +199,7 @@ class Folds:
         phantom = "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
         lines = [self.title(), "", *terminal.table(head, rows, terminal.width()), ""]
         lines += structure_lines(self.first, self.structures, "pooled")
-        lines += terminal.hanging_indent("", NOTE, terminal.width())
+        lines += [line for note in self.notes for line in terminal.hanging_indent("", note, terminal.width())]
         return "\n".join([*lines, phantom if self.first.phantom else f"real data: {self.first.record['bundle']}"])
 
 
@@ -210,7 +221,11 @@ def write(folder: Path) -> Folds:
         environment()
         .get_template("folds.html.j2")
         .render(
-            folds=found, head=head, rows=rows, notes=[NOTE, *notes], links=[f"fold-{number}" for number in found.runs]
+            folds=found,
+            head=head,
+            rows=rows,
+            notes=[*found.notes, *notes],
+            links=[f"fold-{number}" for number in found.runs],
         )
     )
     write_atomic(folder / "report.html", page.encode())

@@ -19,7 +19,7 @@ from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.mask_metrics import slug
 from medfl.report import folds, formatting, round_charts, saved_pictures
-from medfl.report.differences import Differences
+from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
 from medfl.report.picture import Picture
 from medfl.report.prediction_analysis import analyse_predictions
@@ -147,6 +147,7 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
         "each": analysis.each if analysis else {},
         "few_cases": analysis.cases() if analysis else None,
         "least": bootstrap.LEAST,
+        "least_of_class": LEAST_OF_CLASS,
         "exact": [when for kind, when, values in run.pooled() if kind == run.judged and values.get("round") == last],
     }
 

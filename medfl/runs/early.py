@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from medfl import datasets
+from medfl.bundle.files import protocol_of, shipped
+from medfl.bundle.protocol import resolved
 from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.names import name_module
-from medfl.core.places import BESIDE, record_of, require_run, require_unused, weights_file
+from medfl.core.places import BESIDE, PHANTOM, record_of, require_run, require_unused, weights_file
 from medfl.core.run_documents import read_run
 from medfl.core.settings import check_limits
 from medfl.runtimes import registry
@@ -57,6 +60,10 @@ def refuse(
         recorded = read_run(record_of(source))[0].portable
     elif bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
+    elif bundle in shipped():
+        resolved(bundle, protocol_of(bundle), requested.get("presets", ()))
+        if (data := requested.get("data")) not in (None, PHANTOM) and not Path(str(data)).expanduser().is_dir():
+            datasets.locate(bundle, data)
     if requested.get("portable") or recorded:
         portable.begin()
     if requested.get("init"):

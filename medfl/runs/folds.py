@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import PHANTOM
 from medfl.core.errors import InputError
 from medfl.core.names import refuse_unnamed
-from medfl.core.places import FOLDS, default_run_folder, require_unused
+from medfl.core.places import FOLDS, PHANTOM, default_run_folder, require_unused
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.core.type_checks import type_errors

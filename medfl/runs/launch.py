@@ -16,7 +16,7 @@ from medfl.bundle.open import prepared_sections
 from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, refuse_unnamed
-from medfl.core.places import BESIDE, default_run_folder, require_unused
+from medfl.core.places import BESIDE, default_run_folder, require_unused, whole_of
 from medfl.core.run_documents import read_rows, read_summary
 from medfl.core.run_folder import RunFolder
 from medfl.core.settings import LOSSLESS, MEAN
@@ -224,7 +224,7 @@ def federate(
     write_report(path)
     rows = [json.loads(row) for row in (path / "rounds.jsonl").read_text("utf-8").splitlines()]
     scores = [row["val"][key] for row in rows if (key := plan.bundle.key_metric) in row.get("val", {})]
-    further = f"medfl run --resume --out {path} --rounds {2 * run.rounds}"
+    further = f"medfl run --resume --out {whole_of(path)} --rounds {2 * run.rounds}"
     if is_parts(run.bundle_path):
         further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
     if not summary.get("stopped") and (note := still_rising(scores, further)):

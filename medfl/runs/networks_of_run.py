@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
+from medfl.core.places import WHICH
 from medfl.core.run import Run
 from medfl.core.run_documents import read_run, read_summary
 from medfl.core.run_folder import RunFolder
@@ -34,7 +35,6 @@ from medfl.runtimes.step import _judged
 from medfl.training.accelerate.max_pool import use_torch_max_pool
 
 CPU = torch.device("cpu")
-WHICH = {"last": "weights", "best": "best"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,15 +164,15 @@ class RunNetworks:
         )
 
     def _check_site(self, site: str) -> None:
+        if not methods.has_site_models(self.method):
+            raise InputError(
+                f"--site {site} with method {self.run.method!r}", "it has one model, the same for all", "leave it out"
+            )
         if site not in self.sites and site != "all":
             raise InputError(
                 f"--site {site}",
                 f"the sites of this run are {', '.join(self.sites)}",
                 "choose one, or all of them: all",
-            )
-        if not methods.has_site_models(self.method):
-            raise InputError(
-                f"--site {site} with method {self.run.method!r}", "it has one model, the same for all", "leave it out"
             )
 
     @cached_property

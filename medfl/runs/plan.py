@@ -16,13 +16,14 @@ import torch
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import PHANTOM, bundle_of, reopened, with_data, without_data
+from medfl.bundle.open import bundle_of, reopened, with_data, without_data
 from medfl.bundle.open import protocol as protocol_of
 from medfl.bundle.protocol import options_for, resolved
 from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.forms import device
+from medfl.core.places import PHANTOM
 from medfl.core.release import version_of
 from medfl.core.run import PartitionRecord, Run
 from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits

@@ -26,12 +26,13 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
 from medfl.data.prepared import Geometry, Prepared, Shard
 from medfl.datasets.readers import own_folder
-from medfl.datasets.readers.unlabelled import is_channel, without_ending
+from medfl.datasets.readers.unlabelled import is_channel, other_kinds, without_ending
 from medfl.datasets.readers.volumes import is_nifti
 from medfl.evaluation import save_masks
 from medfl.evaluation.evaluators import ClassEvaluator, Masks
 from medfl.evaluation.mask_metrics import by_structure
-from medfl.evaluation.metrics import Cases, summarise
+from medfl.evaluation.metrics import Cases, is_distance, summarise
+from medfl.evaluation.slices import unit
 from medfl.runs import references
 from medfl.runs.predictor import Predictor, open_predictor
 from medfl.training.accelerate.precision import tf32, threads
@@ -51,11 +52,13 @@ class Predictions:
         rows: of predictions.csv, by id.
         cases: outcomes of the images with a reference.
         failed: id -> what went wrong with an image, or with its reference.
+        units: of distances on the images with a reference.
     """
 
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     cases: list[Cases] = field(default_factory=list)
     failed: dict[str, Exception] = field(default_factory=dict)
+    units: set[str] = field(default_factory=set)
 
 
 def predict(
@@ -101,8 +104,10 @@ def predict(
     require_unused(folder, advice="give a new folder")
     predictor = open_predictor(model, which, site, device, say)
     for place in [images] if isinstance(images, str | Path) else images:
-        for line in own_folder.odd(Path(place).expanduser()) if isinstance(place, str | Path) else ():
-            say(f"note: {place}: {line}")
+        if isinstance(place, str | Path):
+            root, scored_by = Path(place).expanduser(), Path(reference).expanduser() if reference else None
+            for line in (*own_folder.odd(root), *other_kinds(root, scored_by)):
+                say(f"note: {place}: {line}")
     with new_images.as_files(images, predictor.metadata) as files:
         known = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
@@ -218,6 +223,7 @@ class _Writer:
             cases = evaluator(predictor.network, part, predictor.device, distances=predictor.distances)
             kept = {name: values for name, values in cases.values.items() if name != "loss"}
             self.found.cases.append(Cases(cases.ids, kept))
+            self.found.units |= {unit(prepared.geometry[index]) for index in labelled}
         return prepared, masks
 
     def _take(self, prepared: Prepared, outcome: list[Masks | None] | Cases) -> None:
@@ -322,6 +328,7 @@ def _document(
         "failed": [{"id": i, "file": files[i], "problem": _told(error)} for i, error in found.failed.items()],
         "scores": scores, "structures": structures, "scored": 0 if cases is None else len(cases),
         "with_reference": len(known),
+        "units": {x: " or ".join(sorted(found.units)) for x in scores or () if is_distance(x)},
     }  # fmt: skip
 
 

@@ -17,14 +17,14 @@ from medfl.bundle.inference import Inference, open_inference
 from medfl.core.errors import InputError
 from medfl.core.forms import DISTANCES
 from medfl.core.names import is_plain_text
-from medfl.core.places import is_run
+from medfl.core.places import check_which, is_run
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.data.lacking import without_labels
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import asked
 from medfl.policy import admission
-from medfl.runs.networks_of_run import WHICH, RunNetworks
+from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import device_named
 
 
@@ -74,8 +74,7 @@ def open_predictor(where: str | Path, which: str, site: str | None, device: str,
         InputError: it is neither, has no weights yet, no such model, or a bundle that inspection refuses.
     """
     path, placed = Path(where).expanduser(), torch.device(device_named(device))
-    if which not in WHICH:
-        raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
+    check_which(which)
     if is_run(path):
         return _checked(_of_run(path, which, site, placed, say))
     if site is not None or which != "last":

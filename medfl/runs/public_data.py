@@ -17,8 +17,9 @@ import torch
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import PHANTOM, Opened, with_data
+from medfl.bundle.open import Opened, with_data
 from medfl.core.errors import InputError
+from medfl.core.places import PHANTOM
 from medfl.core.run import PublicRecord
 from medfl.core.seeding import stream
 from medfl.core.task import Task

@@ -19,7 +19,8 @@ QUICK = (
         "--device gpuu", "--partition dirichlett:1", "--partition shots:1", "--runtime sim", "--metrics dicee",
         "--messages int7", "--aggregation krumm", "--aggregation trimmed:0.7", "--resume", "--resume --out gone",
         "--init gone.pt", "--init .", "--init run:gone", "--init run:.", "--init bundle:.",
-        "--from gone.json", "--out /proc/version/x", "--data x --from gone.json",
+        "--from gone.json", "--out /proc/version/x", "--data x --from gone.json", "--data nosuch", "--preset foo",
+        "--data nosuch --folds 3",
     )],
     *[(words.split(), 2) for words in (
         "run", "compare mednits --methods fedavg --out g", "compare mednist --methods fedavg,fedporx --out g",
@@ -34,6 +35,10 @@ QUICK = (
         "site check gone", "site stats gone", "site audit gone", "site inspect mednist --policy gone",
         "flare export mednits --sites a,b --out q", "flare export mednist --sites a,b --method fedporx --out q",
         "flare export mednist --sites a,b --set mu=1 --out q", "data check gone", "concepts gone --plm minilm",
+        "new {there} --images .", "new x --images . --size 5", "new x --images . --size 0",
+        "predict {there} {there}/run.json --out {there}", "predict {there} gone.png --out x",
+        "predict {there} {there}/run.json --out x --which foo", "export {there} --out {there}",
+        "export {there} --out x --which foo",
     )],
 )  # fmt: skip
 PROGRAM = """
@@ -54,9 +59,15 @@ for words, code in json.load(sys.stdin):
 
 
 def test_listings_and_plain_refusals_import_neither_torch_nor_monai(tmp_path: Path) -> None:
+    """Words with {there} name a folder that is taken for a run's."""
+    there, empty = tmp_path / "there", tmp_path / "empty"
+    empty.mkdir()
+    there.mkdir()
+    (there / "run.json").touch()
+    calls = [([word.replace("{there}", str(there)) for word in words], code) for words, code in QUICK]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=json.dumps(QUICK), capture_output=True, text=True, timeout=600,
-        cwd=tmp_path,
+        [sys.executable, "-c", PROGRAM], input=json.dumps(calls), capture_output=True, text=True, timeout=600,
+        cwd=empty,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert not any(tmp_path.iterdir())
+    assert not any(empty.iterdir())

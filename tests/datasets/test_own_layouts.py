@@ -76,6 +76,18 @@ def test_a_table_names_the_classes(form: str, tmp_path: Path) -> None:
     assert {item["id"]: item["label"] for item in items} == {f"Bild {n:02d} ü.PNG": n % 2 for n in range(20)}
 
 
+def test_classes_that_differ_in_case_only_are_told(tmp_path: Path) -> None:
+    names = ["Benign", "benign", "nevus", "MEL", "mel", "Mel"]
+    (tmp_path / "t.csv").write_text("\n".join(["file,label", *(f"{n}.png,{name}" for n, name in enumerate(names))]))
+    found = label_table.read(tmp_path / "t.csv", [f"{n}.png" for n in range(6)])
+    assert found.notes == (
+        "classes that differ in upper and lower case only: 'Benign' and 'benign'; 'MEL' and 'Mel' and 'mel'; "
+        "they count as different",
+    )
+    different = label_table.read(tmp_path / "t.csv", ["0.png", "2.png", "3.png"])
+    assert not any("upper and lower case" in note for note in different.notes)
+
+
 def test_what_lacks_an_image_or_a_class_is_listed(tmp_path: Path) -> None:
     for number in range(12):
         picture(tmp_path / f"{number}.png")

@@ -425,7 +425,7 @@ def test_nothing_is_left_of_what_does_not_pass(plain: Path, tmp_path: Path, monk
     ("arguments", "said"),
     [
         ({"site": "site-1"}, "--site site-1 with method 'fedavg'; it has one model, the same for all; leave it out"),
-        ({"site": "nobody"}, "--site nobody; the sites of this run are site-1, site-2; choose one"),
+        ({"site": "nobody"}, "--site nobody with method 'fedavg'; it has one model, the same for all; leave it out"),
         ({"which": "first"}, "--which first; last or best; give --which last"),
         ({"data": "/nowhere"}, "/nowhere"),
     ],
@@ -446,6 +446,8 @@ def test_folders_that_are_no_runs_or_are_in_use(plain: Path, personal: Path, tmp
         export(plain, tmp_path / "used")
     with pytest.raises(InputError, match="'fedrep' has a model for each site and none for all; its sites are site-1, "):
         export(personal, tmp_path / "bundle", formats=())
+    with pytest.raises(InputError, match="--site nobody; the sites of this run are site-1, site-2; choose one"):
+        export(personal, tmp_path / "bundle", formats=(), site="nobody")
     (tmp_path / "begun").mkdir()
     shutil.copyfile(plain / "run.json", tmp_path / "begun" / "run.json")
     with pytest.raises(InputError, match="has no weights yet; a model is there after the first round; let it train"):

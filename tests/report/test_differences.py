@@ -66,9 +66,40 @@ def test_a_paired_difference_by_hand(ahead: int, of: int, said: str) -> None:
 
 
 def test_less_is_better_for_a_distance() -> None:
-    found = between_models(scored([3.0] * 12, "hd95"), scored([2.0] * 12, "hd95"))
+    found = between_models(scored([3.0, 3.5] * 6, "hd95"), scored([2.0] * 12, "hd95"))
     assert found is not None
-    assert (found.value, found.ends, found.word) == (1.0, (1.0, 1.0), WORSE)
+    assert (found.value, found.word) == (1.25, WORSE)
+
+
+def test_an_interval_of_no_width_says_nothing() -> None:
+    found = between_models(scored([0.75] * 12), scored([0.5] * 12))
+    assert found is not None
+    assert (found.value, found.ends, found.word) == (0.25, None, FEW)
+    same = between_models(scored([0.75] * 12), scored([0.75] * 12))
+    assert same is not None
+    assert (same.ends, same.word) == ((0.0, 0.0), UNCLEAR), "models that do not differ"
+
+
+@pytest.mark.parametrize(("rare", "said"), [(1, FEW), (2, FEW), (4, FEW), (5, BETTER)])
+@pytest.mark.parametrize("key", ["accuracy", "balanced_accuracy", "f1_macro"])
+def test_a_class_of_few_cases_decides_nothing(key: str, rare: int, said: str) -> None:
+    """Of the rare class all cases are right in one model and none is in the other; of the other class, some."""
+    label = [0] * 20 + [1] * rare
+    ours = classified(label, label, key)
+    found = between_models(ours, classified(label, [0] * 10 + [1] * 10 + [0] * rare, key))
+    assert found is not None
+    assert found.word == (BETTER if key == "accuracy" else said), "accuracy is no mean over classes"
+    assert (found.ends is None) == (found.word == FEW)
+
+
+def test_a_site_with_a_class_of_few_cases_is_not_told_from_the_others() -> None:
+    label, right = [0] * 10 + [1] * 10 + [0] * 10 + [1] * 3, [0] * 10 + [1] * 10 + [1, 0] * 5 + [0] * 3
+    ids, sites = [f"{i}" for i in range(33)], ["a"] * 20 + ["b"] * 13
+    cases = Predictions(ids, sites, np.array(label), np.array(right), None, {})
+    record = {"key_metric": "balanced_accuracy", "seed": 0, "classes": ["x", "y"]}
+    found = from_other_sites(RunFiles(Path(), record, (), (), None, cases), "a")
+    assert found is not None
+    assert (found.cases, found.ends, found.word) == (13, None, FEW)
 
 
 def test_only_common_cases_with_both_values_are_paired() -> None:
@@ -85,8 +116,8 @@ def test_only_common_cases_with_both_values_are_paired() -> None:
 
 def test_classes_are_compared_on_the_same_cases() -> None:
     label = [0, 1] * 20
-    right, wrong = classified(label, label), classified(label, [0] * 40)
-    for key, expected in (("accuracy", 0.5), ("balanced_accuracy", 0.5)):
+    right, wrong = classified(label, label), classified(label, [0] * 30 + [0, 1] * 5)
+    for key, expected in (("accuracy", 0.375), ("balanced_accuracy", 0.375)):
         found = between_models(classified(label, label, key), wrong)
         assert found is not None
         assert (found.value, found.word) == (pytest.approx(expected), BETTER)
@@ -107,11 +138,14 @@ def test_how_often_is_counted() -> None:
     assert counted([BETTER, UNCLEAR, UNCLEAR, WORSE], "site") == (
         "better at 1 of 4 sites, worse at 1, no clear difference at 2"
     )
-    assert counted([FEW], "site") == "better at 0 of 1 site, fewer than 10 cases at 1"
+    assert counted([FEW], "site") == "better at 0 of 1 site, too few cases at 1"
 
 
 def segmented(make: Make) -> Path:
-    """Site a is ahead of its Local model in 12 of 12 cases, b in 6 of 12, c has 9 cases, all of them ahead."""
+    """Site a is ahead of its Local model in 12 of 12 cases, b in 6 of 12, c has 9 cases, all of them ahead.
+
+    The Local models have 0.50 and 0.52 in turn, so that what site a is ahead by is not the same in each case.
+    """
     sizes = {"a": 12, "b": 12, "c": 9}
     folder = make(rounds=1, sites=[*sizes], task="segmentation", key_metric="dice")
     for name in ("summary.json", "rounds.jsonl", "sites.csv"):
@@ -120,9 +154,9 @@ def segmented(make: Make) -> Path:
     document = json.loads((folder / "run.json").read_text()) | {"classes": [], "site_class_counts": {}}
     (folder / "run.json").write_text(json.dumps(document))
     shutil.copytree(folder, folder / "local")
-    for place, ahead in ((folder, 0.25), (folder / "local", 0.0)):
+    for place, ahead, varied in ((folder, 0.25, 0.0), (folder / "local", 0.0, 0.02)):
         rows = [
-            [f"{site}{i}", site, 0.5 + (ahead if site != "b" or i % 2 else -ahead)]
+            [f"{site}{i}", site, 0.5 + varied * (i % 2) + (ahead if site != "b" or i % 2 else -ahead)]
             for site, count in sizes.items()
             for i in range(count)
         ]
@@ -133,13 +167,13 @@ def segmented(make: Make) -> Path:
 
 def test_better_is_said_only_where_it_is_clear(make: Make) -> None:
     folder = segmented(make)
-    sentence = "better at 1 of 3 sites, no clear difference at 1, fewer than 10 cases at 1, each on its own test cases"
+    sentence = "better at 1 of 3 sites, no clear difference at 1, too few cases at 1, each on its own test cases"
     assert Differences(RunFiles.read(folder)).sentence() == f"{sentence}; on these 33 test cases together: better"
     _, page = render(folder)
     words = " ".join(page.text.split())
     assert f"the global model is {sentence}; on these 33 test cases together: better" in words
-    assert "a12 test cases+0.250+0.250 to +0.250better" in words
-    assert "c9 test cases+0.250fewer than 10 cases" in words
+    assert "a12 test cases+0.240+0.235 to +0.245better" in words
+    assert "c9 test cases+0.241too few cases" in words
     assert sentence in " ".join(result_table(folder).split())
 
 

@@ -19,7 +19,7 @@ from medfl.core.errors import InputError
 from medfl.datasets import write_phantom
 from medfl.datasets.base import sections
 from medfl.report import write_report
-from medfl.runs import folds
+from medfl.runs import folds, launch
 from medfl.runs.launch import federate
 
 SMALL = {"rounds": 1, "sites": 1, "local_epochs": 1, "batch_size": 4}
@@ -149,6 +149,22 @@ def test_what_was_cut_off_is_gone_on_with(done: tuple, tmp_path: Path, capsys: p
     with pytest.raises(InputError, match="other images in"):
         folds.resume(tmp_path / "out", {"data": str(moved)})
     assert not (tmp_path / "out" / "fold-3").exists()
+
+
+def test_all_folds_are_gone_on_with_and_uneven_ones_are_told(
+    done: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice of a fold whose metric still rises names the cross-validation's folder, not its own."""
+    monkeypatch.setattr(launch, "still_rising", lambda scores, command: command)
+    out, said = Path(shutil.copytree(done[2], tmp_path / "out")), list[str]()
+    assert "numbers of rounds" not in folds.report.Folds.read(out).text()
+    federate(out=out / "fold-1", resume=True, requested={"rounds": 2}, jobs=1, say=said.append)
+    assert said[-1] == f"note: medfl run --resume --out {out} --rounds 4"
+    told = "the folds have different numbers of rounds: 2 in fold-1; 1 in fold-2, fold-3; "
+    found = folds.report.write(out)
+    assert found.notes[1] == f"{told}medfl run --resume --out {out} --rounds 2 makes them the same"
+    assert told.split(":")[0] in found.text()
+    assert told.removeprefix("the ") in (out / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

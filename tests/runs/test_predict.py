@@ -19,6 +19,7 @@ from PIL import Image
 
 import medfl
 from medfl import datasets, networks
+from medfl.cli.predict import _lines
 from medfl.cli.verbs import main
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
@@ -108,6 +109,20 @@ def pictures(tmp_path: Path, hands: Path) -> Path:
     return folder
 
 
+def test_files_of_other_kinds_are_told_in_one_note(classifier: Path, pictures: Path, tmp_path: Path) -> None:
+    (pictures / "below").mkdir()
+    for name in ("notes.txt", "below/a.xml", ".hidden", "labels.csv"):
+        (pictures / name).write_text("x")
+    (pictures / "labels.csv").write_text("id,label\nBild 0 ü.png,Hand\n")
+    said: list[str] = []
+    answer = predict(classifier, pictures, tmp_path / "out", reference=pictures / "labels.csv", say=said.append)
+    assert answer["images"] == 5
+    assert [line for line in said if "kind" in line] == [
+        f"note: {pictures}: 2 files of another kind: left out, first below/a.xml"
+    ], "the table of the references is used"
+    assert answer["units"] == {}
+
+
 # As the run said
 
 
@@ -145,6 +160,8 @@ def test_masks_and_scores_are_those_of_the_run(segmenter: Path, lungs: Path, tmp
     again = json.loads(json.dumps(predict(segmenter, lungs / "images", tmp_path / "two", reference=lungs / "masks")))
     assert again["predictions"] == answer
     assert again["structures"]["lung"]["dice"] == again["scores"]["dice_lung"]
+    assert again["units"] == {"hd95": "pixels", "hd95_lung": "pixels"}
+    assert any(line.startswith("HD95 (pixels) ") for line in _lines(again, 100))
     shares = {row["id"]: row["lung_share"] for row in answer}
     assert len(set(shares.values())) > 1
     for row in answer:
@@ -414,6 +431,7 @@ def test_what_is_no_model_is_refused_before_anything_is_written(
         (begun, {}, "has no weights yet; .*; let it train: medfl run --resume"),
         (plain, {}, "has no models/model.safetensors or models/model.pt"),
         (classifier, {"site": "site-1"}, "it has one model, the same for all"),
+        (classifier, {"site": "north"}, "it has one model, the same for all"),
         (classifier, {"site": "all"}, "the model of one site predicts"),
         (classifier, {"which": "first"}, "--which first; last or best"),
         (classifier, {"reference": tmp_path / "nowhere"}, "--reference .*nowhere is not there"),

@@ -78,11 +78,17 @@ def read(path: Path, images: Sequence[str]) -> Labels:
             [str(row[heads[column]]) for n, row in enumerate(rows) if n not in matched],
         ),
     )
+    names = sorted({name for name in given.values() if name})
+    alike = [[one for one in names if one.casefold() == form] for form in sorted({name.casefold() for name in names})]
+    twice = "; ".join(" and ".join(map(repr, several)) for several in alike if len(several) > 1)
     return Labels(
         {image: name for image, name in given.items() if name},
         {image: {name: str(rows[n][head] or "").strip() for name, head in taken.items()} for image, n in found.items()},
         ", ".join(parts),
-        tuple(f"{len(names)} {what}: left out, {tables.several(names, 'such')}" for what, names in groups if names),
+        (
+            *(f"{len(names)} {what}: left out, {tables.several(names, 'such')}" for what, names in groups if names),
+            *([f"classes that differ in upper and lower case only: {twice}; they count as different"] if twice else []),
+        ),
     )
 
 

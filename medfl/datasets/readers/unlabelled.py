@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.places import require_there
+from medfl.core.untrusted import printable
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import (
     JOINED,
@@ -98,10 +100,9 @@ def images_at(place: Path, series: bool) -> list[tuple[str, str]]:
     Raises:
         InputError: it is not there, or holds no image.
     """
+    require_there(place)
     if place.is_dir():
         found = _below(place, series)
-    elif not place.is_file():
-        raise InputError(f"{place} is no file and no folder", "images that are there", "check the path")
     elif place.suffix in _ARCHIVES:
         found = _inside(place)
     elif series and _is_dicom(place):
@@ -121,22 +122,41 @@ def without_ending(name: str) -> str:
     return name[: len(name) - len(ending)]
 
 
-def _below(root: Path, series: bool) -> list[tuple[str, str]]:
-    found = []
+def other_kinds(place: Path, used: Path | None = None) -> tuple[str, ...]:
+    """Return a line about the files below a folder that are not read for their kind, but for one used otherwise."""
+    names = sorted(
+        path.relative_to(place).as_posix()
+        for path in _files(place)
+        if not path.name.lower().endswith(ENDINGS)
+        and path.suffix not in _ARCHIVES
+        and path not in (used, path.with_name("DICOMDIR"))
+        and not _is_dicom(path)
+    )
+    told = f"{len(names)} file{'s' if len(names) > 1 else ''} of another kind: left out, first "
+    return (told + printable(names[0]),) if names else ()
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Yield the files below a folder that may be images: not hidden, and with names that are text."""
     for base, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not is_hidden(name) and is_text(name))
         for path in (Path(base, name) for name in files if not is_hidden(name)):
-            name = path.relative_to(root).as_posix()
-            if is_odd(str(path)):
-                continue
-            if name.lower().endswith(ENDINGS):
-                found.append((name, str(path)))
-            elif path.suffix in _ARCHIVES:
-                found += _packed(name, path)
-            elif _is_dicom(path) and not series:
-                found.append((name, str(path)))
-            elif _is_dicom(path):
-                found.append((name.rpartition("/")[0] or root.absolute().name, base))
+            if not is_odd(str(path)):
+                yield path
+
+
+def _below(root: Path, series: bool) -> list[tuple[str, str]]:
+    found = []
+    for path in _files(root):
+        name = path.relative_to(root).as_posix()
+        if name.lower().endswith(ENDINGS):
+            found.append((name, str(path)))
+        elif path.suffix in _ARCHIVES:
+            found += _packed(name, path)
+        elif _is_dicom(path) and not series:
+            found.append((name, str(path)))
+        elif _is_dicom(path):
+            found.append((name.rpartition("/")[0] or root.absolute().name, str(path.parent)))
     return sorted(set(found))
 
 
