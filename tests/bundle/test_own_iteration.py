@@ -11,6 +11,7 @@ import pytest
 import torch
 from monai.bundle import ConfigParser
 
+from medfl.bundle import older
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.configuration import own_python
 from medfl.core.errors import InputError
@@ -159,6 +160,19 @@ def test_other_trainers_by_their_own_iteration(make: Callable[[Path], Path], job
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "a").values())
     if make is prompting:
         assert 0 < first["last"]["dice"] <= 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.meshgrid")
+def test_a_loss_gets_labels_that_are_true_or_false_as_numbers(tmp_path: Path) -> None:
+    """VISTA3D's, which compares labels with a class; recorded only where the loss fails on them."""
+    path = prompting(tmp_path / "bundle")
+    for loss, adapted in ((None, (older.FLOAT_LABELS,)), ({"_target_": "DiceCELoss", "sigmoid": True}, ())):
+        bundle = Bundle(str(path), {"loss": loss} if loss else {}, policy=Policy(trusted=True))
+        assert bundle.adapted == adapted
+        assert any("true or false" in note for note in bundle.notes) == bool(adapted)
+    summary = run(path, tmp_path / "out", batch_size=1, rounds=1)
+    assert 0 <= summary["last"]["dice"] <= 1
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["adapted"] == [older.FLOAT_LABELS]
 
 
 # The public zoo's
