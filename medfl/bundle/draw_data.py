@@ -25,10 +25,10 @@ from medfl.bundle.asked_files import CASE, Heard, Layout, Table, hearing, unmatc
 from medfl.bundle.configuration import Configuration, own_python
 from medfl.bundle.data_needs import Reading
 from medfl.bundle.engines import find_trainer, own_steps
-from medfl.bundle.failures import deepest, missing_path, told
+from medfl.bundle.failures import deepest, missing_path
 from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import SECTIONS, Section, Sections
-from medfl.core.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError, told
 from medfl.core.seeding import stream
 from medfl.datasets.phantoms import phantom, shapes
 from medfl.policy import admission

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from medfl.core.errors import InputError, missing_package, without_package
+from medfl.core.errors import InputError, missing_package, root_cause, told, without_package
 from medfl.core.untrusted import Refused
 from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.findings import NOT_LISTED
@@ -22,19 +22,6 @@ _PATH = re.compile(r"(?<![\w.])/[^\s'\"`,;]+")
 _NAME = re.compile(
     r"Key `(\w+)` of transform|Data list (\w+) not specified|^'?key (\w+) is not|^the attribute \.(\w+) of table"
 )
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the error that an error comes from; MONAI wraps errors several times."""
-    while error.__cause__ is not None and not (isinstance(error, InputError) or "referring item" in str(error)):
-        error = error.__cause__
-    return error
-
-
-def told(error: BaseException) -> str:
-    """Return an error's type and text in one line of limited length."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"
 
 
 def explained(

@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader
 from medfl.bundle import older
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
-from medfl.bundle.failures import told
-from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.errors import InputError, MedflError, RunError, told
 from medfl.core.seeding import derive, stream
 from medfl.data.prepared import Shard
 from medfl.data.samples import random_parts
