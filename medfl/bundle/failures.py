@@ -65,9 +65,12 @@ def explained(
 
 def _reader(key: str, content: Any) -> str:
     """Return the id by which a component's reader of images is chosen, "" if it has none."""
-    for part in key.split("#"):
-        content = content[int(part)] if isinstance(content, list) else content.get(part, {})
-    reader = content.get("reader") if isinstance(content, Mapping) else None
+    node, parts = content, key.split("#")
+    for number, part in enumerate(parts, 1):
+        node = node[int(part)] if isinstance(node, list) else node.get(part) if isinstance(node, Mapping) else None
+        if isinstance(node, str) and node[:1] in ("@", "%"):  # what is written elsewhere is changed there
+            return _reader("#".join([node[1:].replace("::", "#"), *parts[number:]]), content)
+    reader = node.get("reader") if isinstance(node, Mapping) else None
     return str(reader)[1:] if str(reader).startswith("@") else f"{key}#reader" if reader else ""
 
 
