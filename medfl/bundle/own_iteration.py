@@ -64,7 +64,8 @@ class OwnIteration:
             )
         self.model = next(iter(networks.values())) if len(networks) == 1 else nn.ModuleDict(networks)
         vars(self.model)["own_iteration"] = self
-        if older.needs_numbers(loss := held.get("loss_function"), self._trainer.state.device):
+        loss: Any = held.get("loss_function")
+        if older.needs_numbers(loss, self._trainer.state.device):
             config.adapted.add(older.FLOAT_LABELS)
             self._trainer.loss_function = older.of_numbers(loss)
         self._losses: list[Tensor] = []
