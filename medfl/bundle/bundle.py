@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from medfl.bundle import older, own_iteration, text_embeddings
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_trainer, key_metric, own_steps, scoring
-from medfl.bundle.failures import root_cause, told
 from medfl.bundle.files import channel_names, config_file, find, read_metadata, sha256_of, shipped_folders
 from medfl.bundle.files import protocol_of as protocol_of
 from medfl.bundle.files import shipped as shipped
@@ -26,7 +25,7 @@ from medfl.bundle.notes import notes
 from medfl.bundle.optimizers import Optimizers, find_schedule
 from medfl.bundle.prompts import Text, read_text
 from medfl.bundle.sections import SECTIONS, Section, Sections, check_labels
-from medfl.core.errors import InputError, MedflError
+from medfl.core.errors import InputError, MedflError, root_cause, told
 from medfl.core.places import cache_folder
 from medfl.core.release import version_of
 from medfl.core.seeding import stream
@@ -243,7 +242,7 @@ class Bundle:
     def _trial(self) -> tuple[Any, Any, Any]:
         """Network output, target and input of the first training item, twice in a batch: misfits show here."""
         if self.own_trainer:
-            return None, None, None
+            return own_iteration.tried(self.network)
         item, source, labelled = (data := self.sections["train"]).first
         with stream(0, "trial") as generator, torch.no_grad():
             samples = prepare([item], source, data.collate, data.prepare_batch)

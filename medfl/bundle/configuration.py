@@ -23,10 +23,10 @@ from monai.bundle import ConfigParser, ReferenceResolver
 from monai.bundle.utils import merge_kv
 
 from medfl.bundle import habits, monai_networks, older
-from medfl.bundle.failures import explained, told
+from medfl.bundle.failures import explained
 from medfl.bundle.files import read
 from medfl.bundle.guarded import guarded_parser
-from medfl.core.errors import InputError, did_you_mean
+from medfl.core.errors import InputError, did_you_mean, told
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS

@@ -9,6 +9,7 @@ and the transforms (`data_needs`), and where these leave it open, tried.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import shutil
@@ -25,11 +26,12 @@ from medfl.bundle.asked_files import CASE, Heard, Layout, Table, hearing, unmatc
 from medfl.bundle.configuration import Configuration, own_python
 from medfl.bundle.data_needs import Reading
 from medfl.bundle.engines import find_trainer, own_steps
-from medfl.bundle.failures import deepest, missing_path, told
+from medfl.bundle.failures import deepest, missing_path
 from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import SECTIONS, Section, Sections
-from medfl.core.errors import InputError, RunError
+from medfl.core.errors import InputError, RunError, told
 from medfl.core.seeding import stream
+from medfl.core.untrusted import override_value
 from medfl.datasets.phantoms import phantom, shapes
 from medfl.policy import admission
 from medfl.policy.evaluate import ElsewhereRefused
@@ -186,7 +188,7 @@ class _Drawing:
             self._configure()
             if self.config.lists.get(key) != own:  # a run finds it by itself if it has the folder
                 self.overrides[key] = own
-        more = [("--config", f"{key}={value}") for key, value in self.overrides.items() if key != "dataset_dir"]
+        more = [("--config", f"{key}={_typed(value)}") for key, value in self.overrides.items() if key != "dataset_dir"]
         files = sum(path.is_file() for path in self.folder.rglob("*"))
         return Drawn(
             self.folder,
@@ -383,6 +385,11 @@ class _Drawing:
         self.failed[self.tries % len(self.kinds)] = told(why)
         self.tries += 1
         return self.tries < _DRAWS * len(self.kinds)
+
+
+def _typed(value: Any) -> str:
+    """Return a value as a run reads it from its command line."""
+    return value if isinstance(value, str) and override_value(value) == value else json.dumps(value)
 
 
 def _first_part(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from medfl.core.errors import InputError, missing_package, without_package
+from medfl.core.errors import InputError, missing_package, root_cause, told, without_package
 from medfl.core.untrusted import Refused
 from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.findings import NOT_LISTED
@@ -22,19 +22,6 @@ _PATH = re.compile(r"(?<![\w.])/[^\s'\"`,;]+")
 _NAME = re.compile(
     r"Key `(\w+)` of transform|Data list (\w+) not specified|^'?key (\w+) is not|^the attribute \.(\w+) of table"
 )
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the error that an error comes from; MONAI wraps errors several times."""
-    while error.__cause__ is not None and not (isinstance(error, InputError) or "referring item" in str(error)):
-        error = error.__cause__
-    return error
-
-
-def told(error: BaseException) -> str:
-    """Return an error's type and text in one line of limited length."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"
 
 
 def explained(
@@ -78,9 +65,12 @@ def explained(
 
 def _reader(key: str, content: Any) -> str:
     """Return the id by which a component's reader of images is chosen, "" if it has none."""
-    for part in key.split("#"):
-        content = content[int(part)] if isinstance(content, list) else content.get(part, {})
-    reader = content.get("reader") if isinstance(content, Mapping) else None
+    node, parts = content, key.split("#")
+    for number, part in enumerate(parts, 1):
+        node = node[int(part)] if isinstance(node, list) else node.get(part) if isinstance(node, Mapping) else None
+        if isinstance(node, str) and node[:1] in ("@", "%"):  # what is written elsewhere is changed there
+            return _reader("#".join([node[1:].replace("::", "#"), *parts[number:]]), content)
+    reader = node.get("reader") if isinstance(node, Mapping) else None
     return str(reader)[1:] if str(reader).startswith("@") else f"{key}#reader" if reader else ""
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from medfl.bundle import older
 from medfl.bundle.configuration import Configuration, own_modules, target_name
 from medfl.bundle.engines import find_evaluator, own_steps
+from medfl.bundle.optimizers import is_disabled
 from medfl.bundle.sections import Section
 
 
@@ -31,8 +32,9 @@ def notes(root: Path, config: Configuration, trainer: str, train: Section, sched
     for key, path in config.lists.items():
         yield f"{key} is {path}"
     yield from map(older.said, sorted(config.adapted))
-    if any(config.nodes("LrScheduleHandler")) and not scheduled:
-        why = "" if own else " goes by steps or a metric, and"
+    if (handlers := list(config.nodes("LrScheduleHandler"))) and not scheduled:
+        disabled = not own and all(is_disabled(config, key, node) for key, node in handlers)
+        why = "" if own else " is disabled, and" if disabled else " goes by steps or a metric, and"
         yield f"its learning rate schedule{why} is not run; --lr-decay multiplies the rate"
     if any(config.nodes("CheckpointLoader")):
         yield "its checkpoints are not loaded"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import monai.networks.nets
 import monai.transforms
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FLOAT_LABELS = "labels:float"
 _REBUILDERS: tuple[Any, ...] = tuple(
@@ -75,16 +75,29 @@ def of_numbers(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss that gets labels which are true or false as 1.0 and 0.0."""
 
     def with_numbers(prediction: Any, target: Any) -> Tensor:
-        return loss(prediction, target.float())
+        return loss(prediction, target.float() if target.dtype == torch.bool else target)
 
     return with_numbers
+
+
+@torch.no_grad()
+def needs_numbers(loss: Any, device: torch.device) -> bool:
+    """Tell whether a loss of PyTorch's kind fails on labels that are true or false, and not on 1.0 and 0.0."""
+    output, failed = torch.zeros(1, 2, 4, 4, device=device), False
+    with suppress(Exception):  # it may take other shapes
+        try:
+            _ = loss(output, output > 0) if isinstance(loss, nn.Module) else None
+        except RuntimeError:
+            loss(output, output)
+            failed = True
+    return failed
 
 
 def said(name: str) -> str:
     """Return what was done, in words, from its name in `Run.adapted`."""
     what, _, detail = name.partition(".")
     if name == FLOAT_LABELS:
-        return "its labels are true or false, and its loss gets them as 1.0 and 0.0, as this MONAI needs"
+        return "its loss gets labels that are true or false as 1.0 and 0.0, as this MONAI needs"
     if what == "numpy":
         return f"it uses numpy.{detail}, which this NumPy calls {_SAME[detail]}; it gets that"
     return f"{what} is made without {detail!r}, which this MONAI does not have and which sets nothing"

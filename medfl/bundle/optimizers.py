@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,11 +14,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from medfl.bundle.configuration import Configuration
 
 
+def is_disabled(config: Configuration, key: str, node: Mapping[str, Any]) -> bool:
+    """Tell whether a component is left out: by `_disabled_`, which may be an expression."""
+    value = config.content(f"{key}#_disabled_") if "_disabled_" in node else False
+    return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
+
+
 def find_schedule(config: Configuration) -> str:
     """Return the id of the schedule that a handler of the bundle steps once an epoch, "" where there is none."""
     for key, node in config.nodes("LrScheduleHandler"):
         by_epoch = node.get("epoch_level", True) is True and "step_transform" not in node
-        if by_epoch and not node.get("_disabled_") and "lr_scheduler" in node:
+        if by_epoch and "lr_scheduler" in node and not is_disabled(config, key, node):
             return config.raw(f"{key}#lr_scheduler")[0]
     return ""
 

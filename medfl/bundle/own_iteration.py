@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from medfl.bundle import older
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
-from medfl.bundle.failures import told
-from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.errors import InputError, MedflError, RunError, told
 from medfl.core.seeding import derive, stream
 from medfl.data.prepared import Shard
 from medfl.data.samples import random_parts
@@ -64,6 +64,10 @@ class OwnIteration:
             )
         self.model = next(iter(networks.values())) if len(networks) == 1 else nn.ModuleDict(networks)
         vars(self.model)["own_iteration"] = self
+        loss: Any = held.get("loss_function")
+        if older.needs_numbers(loss, self._trainer.state.device):
+            config.adapted.add(older.FLOAT_LABELS)
+            self._trainer.loss_function = older.of_numbers(loss)
         self._losses: list[Tensor] = []
         self._trainer.add_event_handler(Events.ITERATION_COMPLETED, self._keep_loss)
 
@@ -159,6 +163,13 @@ def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
     if len(data):
         engine.run()
     return engine.state
+
+
+def tried(make: Callable[[], nn.Module]) -> tuple[None, None, None]:
+    """Make the networks, by which what they need is known; of data there is nothing to tell."""
+    with stream(0, "trial"):
+        make()
+    return None, None, None
 
 
 def of(network: nn.Module) -> OwnIteration:

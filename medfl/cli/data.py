@@ -12,6 +12,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core import terminal
 from medfl.core.errors import InputError
+from medfl.core.untrusted import override_value
 
 EXAMPLES = """\
 examples
@@ -61,9 +62,9 @@ def _make_foreign(options: Any, sizes: dict[str, int]) -> int:
     from medfl.bundle.draw_data import draw_data
 
     seed, cases, size = sizes.get("seed", 0), sizes.get("per_class", 0), sizes.get("size")
-    config = arguments.pairs("--config", options.config)
+    config = {key: override_value(text) for key, text in arguments.pairs("--config", options.config).items()}
     drawn = draw_data(options.bundle, options.out, config=config, seed=seed, cases=cases, size=size)
-    command = shlex.join(["medfl", "run", options.bundle, *drawn.arguments])
+    command = shlex.join(["medfl", "run", options.bundle, *drawn.arguments, *(["--trust"] if options.trust else [])])
     document = {
         "name": Path(options.bundle).resolve().name, "folder": str(drawn.folder), "source": "phantom",
         "files": drawn.files, "items": dict(drawn.counts), "notes": list(drawn.notes), "command": command,

@@ -48,6 +48,19 @@ class RunError(MedflError):
     """A run failed while running (exit code 1); what was saved before stays and the run can be resumed."""
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error that an error comes from; MONAI wraps errors several times."""
+    while error.__cause__ is not None and not (isinstance(error, InputError) or "referring item" in str(error)):
+        error = error.__cause__
+    return error
+
+
+def told(error: BaseException) -> str:
+    """Return an error's type and text in one line of limited length."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"
+
+
 def missing_package(error: BaseException | None) -> str:
     """Return the Python package whose absence an error comes from, "" if it comes from something else."""
     while error is not None:

@@ -191,6 +191,16 @@ def typed_value(text: str) -> Plain:
     return read_plain(text, is_json=False, nodes=10_000, depth=16)
 
 
+def override_value(value: Any) -> Any:
+    """Read text as YAML, as MONAI does for overrides; expressions and references stay text."""
+    if not isinstance(value, str) or value[:1] in "$@%":
+        return value
+    try:
+        return typed_value(value)
+    except Refused:
+        return value
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:

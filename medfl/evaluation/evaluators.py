@@ -16,7 +16,7 @@ from monai.handlers import IgniteMetricHandler
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.errors import InputError, MedflError, RunError, root_cause, told
 from medfl.data.known_labels import Known
 from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
@@ -286,7 +286,7 @@ def _naming_item(ident: str) -> Iterator[None]:
     except MedflError:
         raise
     except Exception as error:
-        raise RunError(f"the bundle's validation fails on item {ident!r}: {type(error).__name__}: {error}") from error
+        raise RunError(f"the bundle's validation fails on item {ident!r}: {told(root_cause(error))}") from error
 
 
 def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:

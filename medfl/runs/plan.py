@@ -29,7 +29,7 @@ from medfl.core.run import PartitionRecord, Run
 from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits
 from medfl.core.terminal import Print
 from medfl.core.type_checks import type_mismatches
-from medfl.core.untrusted import Refused, typed_value
+from medfl.core.untrusted import override_value
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
@@ -127,7 +127,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     messages, aggregation = str(Compression.parse(request.messages)), str(Aggregation.parse(request.aggregation))
     device = device_named(request.device)
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
-    config = {**protocol["config"], **{key: _value(value) for key, value in request.config.items()}}
+    config = {**protocol["config"], **{key: override_value(value) for key, value in request.config.items()}}
     bundle = without_data(request.bundle, config, device, policy)
     init = initial_weights.take(bundle, request.init)
     chosen = {
@@ -321,16 +321,6 @@ def _typed(name: str, value: Any) -> Any:
     except (TypeError, ValueError) as error:
         given = f"{name} {str(value)!r:.40} in the bundle's federated.yaml"
         raise InputError(given, one.allowed, "correct it there, or give " + one.flag) from error
-
-
-def _value(value: Any) -> Any:
-    """Read text as YAML, as MONAI does for overrides; expressions and references stay text."""
-    if not isinstance(value, str) or value[:1] in "$@%":
-        return value
-    try:
-        return typed_value(value)
-    except Refused:
-        return value
 
 
 def device_named(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.draw_data import Drawn, draw_data
 from medfl.cli import main
 from medfl.core.errors import InputError
+from medfl.core.untrusted import override_value
 from medfl.policy.policy import Policy
 from tests.zoo.build import ZOO
 
@@ -312,6 +314,29 @@ def test_a_transform_that_needs_what_is_not_installed_is_told(tmp_path: Path, mo
     assert drawn.files == 13
 
 
+@pytest.mark.parametrize("shared", ["%steps", "@steps", "$@steps"])
+def test_a_reader_whose_package_is_missing_is_named_where_it_is_written(
+    shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps may stand elsewhere, as the zoo's validation does by `%`; of an expression the place is not known."""
+    from monai.transforms import LoadImaged
+
+    whole = LoadImaged.__init__
+
+    def init(self: Any, keys: Any, reader: Any = None, *args: Any, **named: Any) -> None:
+        if reader:
+            raise ImportError("required package `itk` is not installed")
+        whole(self, keys, reader, *args, **named)
+
+    monkeypatch.setattr(LoadImaged, "__init__", init)
+    ids = volumes(transforms={"_target_": "Compose", "transforms": shared})
+    ids["steps"] = [{"_target_": "LoadImaged", "keys": ["image", "label"], "reader": "ITKReader"}]
+    drawn = draw_data(str(bundle(tmp_path / "bundle", ids, told(1))), tmp_path / "drawn")
+    assert any("`itk` is not installed" in note for note in drawn.notes)
+    with pytest.raises(InputError, match=r"package 'itk'.*--config steps#0#reader=NAME"):
+        _ = Bundle(str(tmp_path / "bundle"), configured(drawn)).section("train").source
+
+
 def test_the_same_seed_draws_the_same(tmp_path: Path) -> None:
     ids = {"images": "$sorted(glob.glob(@dataset_dir + '/img*.png'))",
            "labels": "$sorted(glob.glob(@dataset_dir + '/seg*.png'))"}  # fmt: skip
@@ -434,6 +459,25 @@ def test_a_run_on_drawn_data_says_phantom(tmp_path: Path, capsys: pytest.Capture
     assert main([*command, "--rounds", "1", "--sites", "2", "--out", str(tmp_path / "run"), "--quiet"]) == 0
     assert "PHANTOM data" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["source"] == "phantom"
+
+
+def test_overrides_are_read_as_a_run_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lists and numbers are no texts, and the command that is told gives them again, trusted as it was."""
+    crop = {"_target_": "RandCropByPosNegLabeld", "keys": ["image", "label"], "label_key": "label", "num_samples": 2}
+    ids = volumes(more=[{**crop, "spatial_size": "@roi"}], roi=[96, 96, 96], name="x", off=True)
+    path = str(bundle(tmp_path / "bundle", ids, told(1)))
+    given = {"roi": "[16,16,16]", "name": "'7'", "off": "null"}
+    config = [part for key, value in given.items() for part in ("--config", f"{key}={value}")]
+    for trust in ([], ["--trust"]):
+        assert (
+            main(["data", "make", path, "--out", str(tmp_path / f"drawn{len(trust)}"), *config, *trust, "--json"]) == 0
+        )
+        command = shlex.split(json.loads(capsys.readouterr().out)["command"])
+        assert ("--trust" in command) == bool(trust)
+        again = dict(text.split("=", 1) for text in command if "=" in text)
+        read = {key: override_value(text) for key, text in again.items()}
+        assert read == {"roi": [16, 16, 16], "name": "7", "off": None}
+    assert volume(tmp_path / "drawn0/data/image/case_000.nii.gz").shape == (32, 32, 32)
 
 
 def test_nothing_is_noted_outside_of_hearing(tmp_path: Path) -> None:

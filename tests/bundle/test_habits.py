@@ -15,7 +15,7 @@ from medfl import datasets
 from medfl.bundle import habits, older
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import with_data
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, RunError
 from medfl.data.prepared import Shard, moved
 from medfl.policy import admission
 from medfl.runs.launch import federate
@@ -135,6 +135,13 @@ def test_postprocessing_reads_any_key_of_the_batch(stacked: bool, tmp_path: Path
     assert cases.values["weight_error"].tolist() == [9.0, 9.0]
 
 
+def test_what_postprocessing_misses_is_named(tmp_path: Path) -> None:
+    bundle = opened(tmp_path, lambda config: described(config, "nope", True), TRUSTED)
+    shard = Shard.of(bundle.prepared("validate"), [0])
+    with pytest.raises(RunError, match="validation fails on item 'i0': KeyError: .*nope"):
+        bundle.evaluator(bundle.network(), shard, torch.device("cpu"))
+
+
 def test_labels_that_transforms_compute_are_not_counted(tmp_path: Path) -> None:
     """A run of such a bundle draws its partition without classes."""
 
@@ -214,16 +221,39 @@ def test_a_run_takes_the_rates_of_its_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "handler", [{"epoch_level": False}, {"step_transform": "$lambda engine: 1.0"}, {"_disabled_": True}]
+    ("handler", "why"),
+    [
+        ({"epoch_level": False}, "goes by steps or a metric"),
+        ({"step_transform": "$lambda engine: 1.0"}, "goes by steps or a metric"),
+        ({"_disabled_": True}, "is disabled"),
+        ({"_disabled_": "$not @step_rates"}, "is disabled"),
+    ],
 )
-def test_a_schedule_by_steps_or_metrics_is_not_run(handler: dict[str, Any], tmp_path: Path) -> None:
+def test_a_schedule_that_is_disabled_or_by_steps_or_metrics_is_not_run(
+    handler: dict[str, Any], why: str, tmp_path: Path
+) -> None:
     def edit(config: dict[str, Any]) -> None:
         scheduled(config)
         config["handlers"][0] |= handler
+        config["step_rates"] = False
 
     bundle = opened(tmp_path, edit, TRUSTED)
     assert not bundle.is_scheduled
-    assert any("learning rate schedule" in note for note in bundle.notes)
+    assert any(f"its learning rate schedule {why}, and is not run" in note for note in bundle.notes)
+
+
+@pytest.mark.parametrize("disabled", [False, "false", "$not @step_rates", "@off"])
+def test_a_schedule_that_an_expression_leaves_on_is_run(disabled: object, tmp_path: Path) -> None:
+    """As VISTA3D's."""
+
+    def edit(config: dict[str, Any]) -> None:
+        scheduled(config)
+        config["handlers"][0]["_disabled_"] = disabled
+        config |= {"step_rates": True, "off": False}
+
+    bundle = opened(tmp_path, edit, TRUSTED)
+    assert bundle.is_scheduled
+    assert not any("schedule" in note for note in bundle.notes)
 
 
 def test_mixed_precision_of_the_trainer_is_for_gpus(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from monai.bundle import ConfigParser
 
+from medfl.bundle import older
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.configuration import own_python
 from medfl.core.errors import InputError
@@ -21,6 +22,8 @@ from medfl.export.bundle_writer import export
 from medfl.policy import admission
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
+from medfl.runs.plan import Request, make_plan
+from medfl.runtimes.federation import Federation
 from medfl.training import LocalSettings, Networks, Site, fit, snapshot
 from tests.support.own_trainers import (
     adversarial,
@@ -117,6 +120,32 @@ def test_networks_are_averaged_under_the_trainers_names(tmp_path: Path) -> None:
     assert not (tmp_path / "exported").exists()
 
 
+def test_each_network_is_the_mean_of_what_the_sites_trained(tmp_path: Path) -> None:
+    """Sites of unequal size, trained one by one: the mean by hand, weighted by their images, tensor by tensor."""
+    path = adversarial(tmp_path / "gan")
+    run(path, tmp_path / "out", sites=3, rounds=1, batch_size=1)
+    request = Request(str(path), sites=3, rounds=1, batch_size=1, partition="iid")
+    with admission.trusting(True):
+        plan = make_plan(request)
+        federation = Federation(plan.bundle, plan.method, plan.run)
+        trained, counts = [], []
+        for name in federation.names:
+            with federation.scope():
+                model = federation.networks.lease(federation.networks.initial)
+                fit(model, federation.site(name, 1))
+                trained.append(snapshot(model))
+            counts.append(len(federation.work(name, "train")))
+    assert len(set(counts)) > 1
+    averaged = weights(tmp_path / "out")
+    for name, tensor in averaged.items():
+        mean = sum(state[name].double() * count for state, count in zip(trained, counts, strict=True)) / sum(counts)
+        torch.testing.assert_close(tensor.double(), mean, rtol=1e-5, atol=1e-6)
+    for network in ("g_network.", "d_network."):
+        keys = [name for name in averaged if name.startswith(network) and averaged[name].is_floating_point()]
+        for state in trained:
+            assert any((averaged[key] - state[key]).abs().max() > 1e-4 for key in keys)
+
+
 @pytest.mark.parametrize(
     ("make", "method", "changed"),
     [
@@ -159,6 +188,19 @@ def test_other_trainers_by_their_own_iteration(make: Callable[[Path], Path], job
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "a").values())
     if make is prompting:
         assert 0 < first["last"]["dice"] <= 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.meshgrid")
+def test_a_loss_gets_labels_that_are_true_or_false_as_numbers(tmp_path: Path) -> None:
+    """VISTA3D's, which compares labels with a class; recorded only where the loss fails on them."""
+    path = prompting(tmp_path / "bundle")
+    for loss, adapted in ((None, (older.FLOAT_LABELS,)), ({"_target_": "DiceCELoss", "sigmoid": True}, ())):
+        bundle = Bundle(str(path), {"loss": loss} if loss else {}, policy=Policy(trusted=True))
+        assert bundle.adapted == adapted
+        assert any("true or false" in note for note in bundle.notes) == bool(adapted)
+    summary = run(path, tmp_path / "out", batch_size=1, rounds=1)
+    assert 0 <= summary["last"]["dice"] <= 1
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["adapted"] == [older.FLOAT_LABELS]
 
 
 # The public zoo's

@@ -258,7 +258,8 @@ def prompting(folder: Path) -> Path:
         "imports": ["$import scripts"], "bundle_root": ".", "device": "cpu", "dataset_dir": str(folder / "data"),
         "data_list_file_path": "$@bundle_root + '/configs/folds.json'", "max_point": 5,
         "network_def": "$monai.networks.nets.vista3d132(encoder_embed_dim=8)", "network": "$@network_def.to(@device)",
-        "loss": {"_target_": "DiceCELoss", "sigmoid": True},
+        "loss": {"_target_": "DiceCELoss", "sigmoid": True, "squared_pred": True, "include_background": True,
+                 "to_onehot_y": False, "smooth_nr": 0, "smooth_dr": 1e-05},
         "optimizer": {"_target_": "torch.optim.AdamW", "params": "$@network.parameters()", "lr": 0.001},
         "train": {
             "dataset": {"_target_": "Dataset", "data": f"{fold}[0]",

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from medfl.bundle.failures import root_cause, told
-from medfl.core.errors import InputError, MedflError
+from medfl.core.errors import InputError, MedflError, root_cause, told
 from medfl.core.forms import site_names
 from medfl.core.seeding import stream
 from medfl.data.prepared import Shard
