@@ -135,6 +135,14 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "linear": "$torch.nn.Linear(2, 2)",
         },
     ),
+    "statements_under_other_names": (
+        (),
+        {
+            "download_data": ["$urllib.request.urlretrieve('https://example.org/a.zip', @bundle_root + '/a.zip')"],
+            "evaluate": ["$setattr(torch.backends.cudnn, 'benchmark', True)", "$@train#trainer.run()"],
+            "display": ["$plt.imshow(@images[0])", "$plt.show()"],
+        },
+    ),
     "several_gpus": (
         ("distributed",),
         {
