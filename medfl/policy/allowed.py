@@ -172,7 +172,7 @@ READERS = name_set(
 """What `reader`, `writer` and `merger_cls` may name: MONAI imports and calls anything else that they say."""
 
 _NETWORK = re.compile(
-    r"(densenet|efficientnet[-_][bv]|resnet|resnext|wide_resnet|vgg|vit_|swin_|convnext_|mobilenet_v)\w*"
+    r"(densenet|efficientnet[-_][bv]|resnet|resnext|wide_resnet|vgg|vit_|swin_|convnext_|mobilenet_v|inception_v3)\w*"
 )
 """What `model_name` may say: it is looked up among torchvision's networks, and called."""
 TABLE_ARGUMENTS = (

@@ -48,6 +48,8 @@ _ASKED = name_set(
 )
 """Ids that medfl itself asks for, whether or not anything refers to them; a list under one is no list of statements."""
 _ZOO_DATA = "/workspace/"
+_UPWARDS = re.compile(r"(\.\./)+(?=\w)", re.ASCII)
+"""Begins a placeholder beside the bundle, which is opened only where the user names it."""
 _BUNDLES = ("public", "teachers", "plm", "bundle")
 """Settings that name other bundles, models and runs."""
 _LITERALS: dict[str, Plain] = {"$None": None, "$False": False, "$True": True}
@@ -122,6 +124,8 @@ class _Inspector:
                 continue
             for index, text in enumerate(statements):
                 uses = Uses()
+                if text is None:
+                    continue
                 try:
                     if not isinstance(text, str) or not text.startswith("$"):
                         raise Refused("not an import statement")
@@ -284,8 +288,9 @@ class _Inspector:
             check_id(text[1:])
         elif place[-1:] != ("_desc_",):
             zoo = text.startswith(_ZOO_DATA) or place in (("dataset_dir",), ("bundle_root",))
+            up = _UPWARDS.match(text) if place == ("dataset_dir",) else None
             try:
-                check_path(text, absolute=zoo)
+                check_path(text[up.end() :] if up else text, absolute=zoo)
             except Refused as error:
                 if "absolute" not in str(error) or "paths" not in self.policy.allow:
                     hint = ", for which the policy has to allow 'paths'" if "absolute" in str(error) else ""

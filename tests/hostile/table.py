@@ -394,6 +394,8 @@ HOSTILE: dict[str, Hostile] = {
     "path_upwards": Hostile("leads upwards", {"x": "../../other/data"}),
     "path_upwards_in_an_expression": _runs("os.path.join(@bundle_root, '..', 'other')", "leads upwards"),
     "path_of_the_system": Hostile("folder of the system", {"x": "/etc/passwd"}),
+    "path_upwards_inside_of_data": Hostile("leads upwards", {"dataset_dir": "../a/../../b"}),
+    "path_upwards_of_another_id": Hostile("leads upwards", {"output_dir": "../a"}),
     "path_of_the_system_as_data": Hostile("folder of the system", {"dataset_dir": "/etc"}),
     "path_of_the_system_behind_a_reference": _runs("@bundle_root + '/etc/passwd'", "folder of the system"),
     "path_that_is_absolute": Hostile("'paths'", {"x": "/data/other"}, word="paths"),
