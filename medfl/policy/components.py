@@ -27,6 +27,7 @@ from medfl.policy.allowed import (
     WRITERS,
     argument_refused,
     component_refused,
+    removed,
     without_ending,
 )
 from medfl.policy.allowed_in_expressions import TORCH_FUNCTIONS
@@ -68,7 +69,7 @@ def component(target: str) -> Callable[..., Any]:
     Raises:
         Refused: it is not on the list; nothing but the listed modules was imported to find out.
     """
-    refused = Refused(f"_target_ {printable(target)!r}, which is not on the list")
+    refused = Refused(f"_target_ {printable(target)!r}, which is not on the list{removed(target)}")
     if not _TARGET.fullmatch(target) or "__" in target:
         raise refused
     short, listed = _listed()

@@ -304,6 +304,12 @@ def test_the_word_pickle_lets_a_bundle_load_a_whole_pickle(tmp_path: Path) -> No
     assert config.content("x") == {"a": Path("b")}
 
 
+def test_numpy_s_former_names_are_python_s(tmp_path: Path) -> None:
+    config = configuration(tmp_path / "bundle", {"x": "$[np.float('1.5'), np.int(2.5), np.bool(0)]"})
+    assert config.content("x") == [1.5, 2, False]
+    assert config.adapted >= {"numpy.float", "numpy.int"}
+
+
 def test_a_trusted_bundle_is_monai_s_own_affair(tmp_path: Path) -> None:
     content = {"x": "$" + CODE.replace("MARK", str(tmp_path / "mark"))}
     config = configuration(tmp_path / "bundle", content, Policy(trusted=True))

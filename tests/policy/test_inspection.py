@@ -322,7 +322,20 @@ def test_every_member_on_the_list_exists() -> None:
     listed = sorted(allowed_in_expressions.MEMBERS | allowed_in_expressions.WORDED.keys())
     installed = [path for path in listed if importlib.util.find_spec(path.partition(".")[0])]
     assert len(installed) > 180
-    assert [path for path in installed if pydoc.locate(path) is None] == []
+    absent = {path for path in installed if pydoc.locate(path) is None}
+    assert absent <= allowed_in_expressions.OLDER
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("AddChanneld", "EnsureChannelFirstd with channel_dim: no_channel"), ("SplitChanneld", "SplitDimd"),
+        ("monai.transforms.AsChannelFirst", "EnsureChannelFirst with channel_dim: -1"),
+    ],
+)  # fmt: skip
+def test_a_removed_transform_is_refused_with_what_takes_its_place(old: str, new: str) -> None:
+    with pytest.raises(Refused, match=f"not on the list: MONAI has removed it, {new} takes its place"):
+        component(old)
 
 
 # The command
