@@ -38,7 +38,7 @@ def guarded_parser(
     parser = ConfigParser(content)
     if not policy.trusted:
         names = dict(DEFAULT_NAMES)
-        for text in content.get("imports", []):
+        for text in filter(None, content.get("imports", [])):
             names |= imported(str(text)[1:], Uses())
         parser.ref_resolver = _Resolver(Evaluator(names, policy.allow, own_modules, roots))
     return parser

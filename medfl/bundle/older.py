@@ -29,7 +29,10 @@ _SAME = {
     "string_": "bytes_", "bool8": "bool_", "Inf": "inf", "Infinity": "inf", "infty": "inf", "PINF": "inf", "NaN": "nan",
 }  # fmt: skip
 """Names that NumPy 2 took away, and what was and is the same under another."""
+_PYTHON: dict[str, Any] = {"float": float, "int": int, "bool": bool}
+"""Names that NumPy took away, and Python's own that they were."""
 _GONE = {old: vars(np)[new] for old, new in _SAME.items() if old not in vars(np) and new in vars(np)}
+_GONE |= {name: kind for name, kind in _PYTHON.items() if name not in vars(np)}
 _USES = re.compile(rf"\b(?:np|numpy)\.({'|'.join(_GONE) or '(?!)'})\b")
 _CHECKED_ONLY = {"SwinUNETR": {"img_size"}}
 """Arguments of networks that were compared with nothing but themselves, and then removed."""
@@ -99,5 +102,6 @@ def said(name: str) -> str:
     if name == FLOAT_LABELS:
         return "its loss gets labels that are true or false as 1.0 and 0.0, as this MONAI needs"
     if what == "numpy":
-        return f"it uses numpy.{detail}, which this NumPy calls {_SAME[detail]}; it gets that"
+        now = f"is Python's {detail}" if detail in _PYTHON else f"this NumPy calls {_SAME[detail]}"
+        return f"it uses numpy.{detail}, which {now}; it gets that"
     return f"{what} is made without {detail!r}, which this MONAI does not have and which sets nothing"

@@ -154,6 +154,20 @@ def without_ending(name: str) -> str:
     return name
 
 
+_REMOVED = {
+    "AddChannel": ("EnsureChannelFirst", " with channel_dim: no_channel"),
+    "AsChannelFirst": ("EnsureChannelFirst", " with channel_dim: -1"),
+    "SplitChannel": ("SplitDim", ""),
+}
+
+
+def removed(target: str) -> str:
+    """Return what to say of a transform that MONAI has removed, "" of anything else."""
+    found = re.fullmatch(rf"(?:monai\.[\w.]*)?({'|'.join(_REMOVED)})(d|D|Dict)?", target, re.ASCII)
+    new, how = _REMOVED[found[1]] if found else ("", "")
+    return f": MONAI has removed it, {new}{found[2] or ''}{how} takes its place" if found else ""
+
+
 # Arguments with a meaning of their own, whoever takes them
 
 TORCHVISION = name_set(
@@ -172,7 +186,7 @@ READERS = name_set(
 """What `reader`, `writer` and `merger_cls` may name: MONAI imports and calls anything else that they say."""
 
 _NETWORK = re.compile(
-    r"(densenet|efficientnet[-_][bv]|resnet|resnext|wide_resnet|vgg|vit_|swin_|convnext_|mobilenet_v)\w*"
+    r"(densenet|efficientnet[-_][bv]|resnet|resnext|wide_resnet|vgg|vit_|swin_|convnext_|mobilenet_v|inception_v3)\w*"
 )
 """What `model_name` may say: it is looked up among torchvision's networks, and called."""
 TABLE_ARGUMENTS = (

@@ -25,6 +25,7 @@ _MEMBERS = {
     "math": "ceil floor inf log pi sqrt",
     "os": "getcwd listdir sep",
     "os.path": "abspath basename dirname exists isdir isfile join splitext",
+    "operator": "eq ge gt le lt ne",
     "pathlib": "Path",
     "pandas": "read_csv",
     "scipy.ndimage": "binary_dilation binary_erosion binary_fill_holes gaussian_filter label zoom",
@@ -61,6 +62,8 @@ _MEMBERS = {
     "monai.networks.nets": "vista3d132",
     "monai.networks.utils": "copy_model_state",
     "monai.utils": "ensure_tuple ensure_tuple_rep first set_determinism",
+    "monai.transforms": "concatenate",
+    "monai.utils.misc": "first",
     "monai.utils.CommonKeys": "IMAGE LABEL LOSS METADATA PRED",
     "medfl.datasets": "datalist locate unlabelled",
     "medfl.datasets.own": "above labelled listed paired",
@@ -69,6 +72,9 @@ MEMBERS = frozenset(f"{module}.{name}" for module, names in _MEMBERS.items() for
     "datetime.datetime"
 }
 """Functions, classes and constants of modules, by their full path."""
+OLDER = frozenset({"numpy.bool", "numpy.float", "numpy.int"})
+"""Members that an older NumPy had; `medfl.bundle.older` gives it those back that it lacks."""
+MEMBERS |= OLDER
 
 TORCH_FUNCTIONS = name_set(
     """

@@ -5,8 +5,9 @@ values and walked: each `_target_` and each `$` expression has to be on the list
 macro has to stay inside the configuration, each text that could be a path inside bundle or data folder. What is unknown
 is refused. Words of the site's policy widen this, one by one.
 
-One place is read with more patience: the top-level lists `initialize`, `run` and their like, where nothing refers to
-them, hold statements, which medfl never evaluates. metadata.json describes: no expression is accepted there.
+One place is read with more patience: top-level lists of expressions, `initialize`, `run` and whatever they are called,
+that nothing refers to and medfl does not ask for hold statements, which it never evaluates. metadata.json describes: no
+expression is accepted there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Plain, Refused, check_visible, printable
-from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused, component_refused
+from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused, component_refused, name_set
 from medfl.policy.bundle_files import BundleFiles
 from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
@@ -37,8 +38,18 @@ _RELATIVE = re.compile(r"[@%](#|::)")
 _MACRO = re.compile(r"%\w+((#|::)\w+)*", re.ASCII)
 _SPECIAL = ("_target_", "_disabled_", "_requires_", "_desc_", "_mode_")
 _ENTRIES = ("initialize", "run", "finalize", "training", "evaluating", "testing", "inferring")
-"""Lists that the zoo's bundles give to `monai.bundle run`."""
+"""Statements that the zoo's bundles give to `monai.bundle run`, alone or in lists."""
+_ASKED = name_set(
+    """
+    train validate val trainer evaluator validator val_dataset network network_def network_name inferer preprocessing
+    dataset_dir bundle_root device in_channels image_size patch_size surface_tolerance images masks labels classes
+    group_by split batch_size
+    """
+)
+"""Ids that medfl itself asks for, whether or not anything refers to them; a list under one is no list of statements."""
 _ZOO_DATA = "/workspace/"
+_UPWARDS = re.compile(r"(\.\./)+(?=\w)", re.ASCII)
+"""Begins a placeholder beside the bundle, which is opened only where the user names it."""
 _BUNDLES = ("public", "teachers", "plm", "bundle")
 """Settings that name other bundles, models and runs."""
 _LITERALS: dict[str, Plain] = {"$None": None, "$False": False, "$True": True}
@@ -113,6 +124,8 @@ class _Inspector:
                 continue
             for index, text in enumerate(statements):
                 uses = Uses()
+                if text is None:
+                    continue
                 try:
                     if not isinstance(text, str) or not text.startswith("$"):
                         raise Refused("not an import statement")
@@ -208,7 +221,9 @@ class _Inspector:
         if stem == "federated" and name == "partition" and str(node).startswith("file:"):
             raise Refused(f"{printable(node, 40)!r}, a table that only a user names")
         value = self._resolved(node)
-        for part in () if _is_free(place, stem) else place:  # also of `x#reader#0`
+        for part in (
+            () if _is_free(place, stem) or self._is_statement(place, content, stem) else place
+        ):  # also of `x#reader#0`
             read_as_false = part == "pretrained" and node is True and stem == "inference"  # habits.without_fetching
             if not read_as_false and (why := argument_refused(part, value)):
                 raise Refused(why)
@@ -273,8 +288,9 @@ class _Inspector:
             check_id(text[1:])
         elif place[-1:] != ("_desc_",):
             zoo = text.startswith(_ZOO_DATA) or place in (("dataset_dir",), ("bundle_root",))
+            up = _UPWARDS.match(text) if place == ("dataset_dir",) else None
             try:
-                check_path(text, absolute=zoo)
+                check_path(text[up.end() :] if up else text, absolute=zoo)
             except Refused as error:
                 if "absolute" not in str(error) or "paths" not in self.policy.allow:
                     hint = ", for which the policy has to allow 'paths'" if "absolute" in str(error) else ""
@@ -283,7 +299,7 @@ class _Inspector:
 
     def _expression(self, file: str, place: _Place, text: str, content: Plain, stem: str) -> None:
         _not_relative(text, stem)
-        if self._is_statement(place, content):
+        if self._is_statement(place, content, stem):
             self.inspection.statements.append(f"{file}: {_id(place)}: {printable(text)}")
             return
         uses = Uses()
@@ -302,11 +318,15 @@ class _Inspector:
             raise Refused(f"{error}, in {printable(text)}") from error
         self._note(uses)
 
-    def _is_statement(self, place: _Place, content: Plain) -> bool:
-        """Tell whether medfl never evaluates this: it stands in a list of statements that nothing refers to."""
-        if not place or place[0] not in _ENTRIES or place[0] in self.referred or len(place) > 2:
+    def _is_statement(self, place: _Place, content: Plain, stem: str) -> bool:
+        """Tell whether medfl never evaluates this: a list of statements that nothing asks for, or one of them."""
+        if not place or len(place) > 2 or place[0] in self.referred | _ASKED or not isinstance(content, dict):
             return False
-        return len(place) == 1 or isinstance(content.get(place[0], content.get(f"+{place[0]}")), list)
+        held = content.get(place[0], content.get(f"+{place[0]}"))
+        if place[0] in _ENTRIES:
+            return len(place) == 1 or isinstance(held, list)
+        texts = isinstance(held, list) and all(isinstance(text, str) and text.startswith("$") for text in held)
+        return texts and stem != "federated" and not place[0].startswith("_")
 
 
 def _walk(content: Plain) -> Iterator[tuple[_Place, Plain]]:

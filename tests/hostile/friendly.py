@@ -135,6 +135,14 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "linear": "$torch.nn.Linear(2, 2)",
         },
     ),
+    "statements_under_other_names": (
+        (),
+        {
+            "download_data": ["$urllib.request.urlretrieve('https://example.org/a.zip', @bundle_root + '/a.zip')"],
+            "evaluate": ["$setattr(torch.backends.cudnn, 'benchmark', True)", "$@train#trainer.run()"],
+            "display": ["$plt.imshow(@images[0])", "$plt.show()"],
+        },
+    ),
     "several_gpus": (
         ("distributed",),
         {
@@ -157,6 +165,18 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"initialize": ["$@network_def.load_state_dict(torch.load(@bundle_root + '/models/model.pt'))"]},
     ),
     "weights_that_an_id_reads": (("pickle",), {"code": "$torch.load(@bundle_root + '/models/search.pt')['arch_code']"}),
+    "further_members_and_networks": (
+        (),
+        {
+            "imports": ["$import glob", None, "$import os", "$import operator"],
+            "metric_cmp_fn": "$operator.lt",
+            "joined": "$monai.transforms.concatenate((@train#dataset, 1))",
+            "one": "$monai.utils.misc.first(@images)",
+            "net": {"_target_": "TorchVisionFCModel", "model_name": "inception_v3", "num_classes": 2},
+        },
+    ),
+    "data_beside_the_bundle": ((), {"dataset_dir": "../../MedNIST/Hand"}),
+    "weights_of_a_whole_pickle": (("pickle",), {"state": "$torch.load(@bundle_root + '/a.pt', weights_only=False)"}),
     "tables_and_other_readers": (
         (),
         {

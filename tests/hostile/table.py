@@ -335,6 +335,12 @@ HOSTILE: dict[str, Hostile] = {
     "terminal_escape_in_a_key": Hostile("U+001B", {"a\u001b[2Jb": 1}),
     "statement_list_that_is_referred_to": Hostile(".mkdir", {"run": ["$@bundle_root.mkdir()"], "x": "$[1, @run]"}),
     "statement_list_with_a_danger": Hostile("os.system", {"initialize": ["$os.system('id')"], "x": "$@initialize"}),
+    "list_of_another_name_that_is_referred_to": Hostile(
+        "os.system", {"evaluate": ["$os.system('id')"], "x": "$[1, @evaluate#0]"}
+    ),
+    "list_of_an_id_that_is_asked_for": Hostile("os.system", {"inferer": ["$os.system('id')"]}),
+    "list_of_another_name_with_more_than_expressions": Hostile("os.system", {"test": ["$os.system('id')", 1]}),
+    "list_in_settings": Hostile("os.system", files={"configs/federated.yaml": "test: [\"$os.system('id')\"]\n"}),
     # references and macros
     "reference_to_everything": _runs("[@]", "whole configuration"),
     "reference_to_an_import": _runs("@imports#1.getcwd()", "an import"),
@@ -388,6 +394,8 @@ HOSTILE: dict[str, Hostile] = {
     "path_upwards": Hostile("leads upwards", {"x": "../../other/data"}),
     "path_upwards_in_an_expression": _runs("os.path.join(@bundle_root, '..', 'other')", "leads upwards"),
     "path_of_the_system": Hostile("folder of the system", {"x": "/etc/passwd"}),
+    "path_upwards_inside_of_data": Hostile("leads upwards", {"dataset_dir": "../a/../../b"}),
+    "path_upwards_of_another_id": Hostile("leads upwards", {"output_dir": "../a"}),
     "path_of_the_system_as_data": Hostile("folder of the system", {"dataset_dir": "/etc"}),
     "path_of_the_system_behind_a_reference": _runs("@bundle_root + '/etc/passwd'", "folder of the system"),
     "path_that_is_absolute": Hostile("'paths'", {"x": "/data/other"}, word="paths"),

@@ -281,7 +281,7 @@ def test_the_data_folder_may_be_looked_into_wherever_it_lies(places: dict[str, P
     assert sorted(config.content("x")) == ["a.png", "note.txt"]
 
 
-@pytest.mark.parametrize("folder", ["/", "/usr", "outside"])
+@pytest.mark.parametrize("folder", ["/", "/usr", "outside", "../outside"])
 def test_a_bundle_opens_no_folder_by_calling_it_its_data(folder: str, places: dict[str, Path]) -> None:
     named = str(places["outside"]) if folder == "outside" else folder
     content = {"imports": ["$import os", "$import glob"], "dataset_dir": named, "x": "$os.listdir(@dataset_dir)"}
@@ -291,6 +291,23 @@ def test_a_bundle_opens_no_folder_by_calling_it_its_data(folder: str, places: di
         config.content("x")
     with pytest.raises(InputError, match="root_dir|neither below"):
         config.content("y")
+
+
+def test_the_word_pickle_lets_a_bundle_load_a_whole_pickle(tmp_path: Path) -> None:
+    root = tmp_path / "bundle"
+    root.mkdir()
+    torch.save({"a": Path("b")}, root / "a.pt")
+    content = {"bundle_root": ".", "x": "$torch.load(@bundle_root + '/a.pt', weights_only=False)"}
+    with pytest.raises(InputError, match="not listed|'pickle'"):
+        configuration(root, content).content("x")
+    config = configuration(root, content, Policy(allow=frozenset({"pickle"})))
+    assert config.content("x") == {"a": Path("b")}
+
+
+def test_numpy_s_former_names_are_python_s(tmp_path: Path) -> None:
+    config = configuration(tmp_path / "bundle", {"x": "$[np.float('1.5'), np.int(2.5), np.bool(0)]"})
+    assert config.content("x") == [1.5, 2, False]
+    assert config.adapted >= {"numpy.float", "numpy.int"}
 
 
 def test_a_trusted_bundle_is_monai_s_own_affair(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 from monai.bundle import ConfigParser
 
+from medfl.bundle.engines import _EVALUATORS, _TRAINERS
 from medfl.bundle.files import shipped_root
+from medfl.bundle.sections import _VALIDATION_SETS
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused
@@ -93,6 +95,20 @@ def test_what_a_word_allows_is_shown_under_that_word(tmp_path: Path) -> None:
             found = inspect(root, Policy(allow=frozenset({case.word})))
             assert found.accepted, (name, reasons(found))
             assert case.word in {word for word, _ in found.allowed}, name
+
+
+def test_lists_under_ids_that_medfl_asks_for_are_never_statements(tmp_path: Path) -> None:
+    """Every id that its source asks a bundle or a configuration for by name is one of them."""
+    asked = re.compile(
+        r"(?:bundle|config)\.(?:get|content|raw|within)\(\"(\w+)|self\.get\(\"(\w+)|\"(\w+)\" in self\._config"
+    )
+    sources = [path.read_text() for path in (Path(cli.__file__).parents[1]).glob("**/*.py")]
+    names = {name for text in sources for found in asked.findall(text) for name in found if name} - {"_mode_"}
+    names |= {place.partition("#")[0] for place in (*_TRAINERS, *_EVALUATORS, *_VALIDATION_SETS)}
+    assert len(names) > 12
+    for number, name in enumerate(sorted(names)):
+        train = {name: ["$monai.bundle.run()"]}
+        assert "monai.bundle.run, which is not" in reasons(inspect(write(tmp_path / str(number), train))), name
 
 
 def test_the_table_of_hostile_bundles_grows() -> None:
@@ -306,7 +322,20 @@ def test_every_member_on_the_list_exists() -> None:
     listed = sorted(allowed_in_expressions.MEMBERS | allowed_in_expressions.WORDED.keys())
     installed = [path for path in listed if importlib.util.find_spec(path.partition(".")[0])]
     assert len(installed) > 180
-    assert [path for path in installed if pydoc.locate(path) is None] == []
+    absent = {path for path in installed if pydoc.locate(path) is None}
+    assert absent <= allowed_in_expressions.OLDER
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("AddChanneld", "EnsureChannelFirstd with channel_dim: no_channel"), ("SplitChanneld", "SplitDimd"),
+        ("monai.transforms.AsChannelFirst", "EnsureChannelFirst with channel_dim: -1"),
+    ],
+)  # fmt: skip
+def test_a_removed_transform_is_refused_with_what_takes_its_place(old: str, new: str) -> None:
+    with pytest.raises(Refused, match=f"not on the list: MONAI has removed it, {new} takes its place"):
+        component(old)
 
 
 # The command
