@@ -16,7 +16,7 @@ from medfl.datasets.readers.splitting import Record
 # Card of FedHelp, section 4: images for training and validation / to test of its sites, the large ones first.
 CARD = {
     ("pneumonia", "paper"): ((3134, 374), (1048, 124), (422, 49), (317, 37), (213, 24), (109, 12)),
-    ("lung_cxr", "fedhelp"): ((285, 31), (285, 31), (65, 7)),
+    ("lung_cxr", "paper"): ((285, 31), (285, 31), (65, 7)),
 }
 # FedHelp's columns C1, C2, ... as sites, and how many of them are large.
 COLUMNS = {
@@ -24,7 +24,7 @@ COLUMNS = {
     ("isic19", "flamby"): ("BCN vidir_molemax vidir_modern MSK vienna_dias rosendahl", 3),
     ("isic19", "paper"): ("BCN vidir_molemax vidir_modern MSK vienna_dias rosendahl", 3),
     ("pneumonia", "paper"): ("site-1 site-2 site-3 site-4 site-5 site-6", 2),
-    ("lung_cxr", "fedhelp"): ("site-1 site-2 site-3", 2),
+    ("lung_cxr", "paper"): ("site-1 site-2 site-3", 2),
     ("ixi_brain", ""): ("Guys HH IOP", 2),
 }
 NETWORKS = {
