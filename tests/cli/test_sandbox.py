@@ -161,7 +161,7 @@ def attempted(said: Sequence[str]) -> dict[str, str]:
 
 @landlock
 def test_a_run_that_is_refused_leaves_an_empty_folder_and_one_line(tmp_path: Path) -> None:
-    code, said = medfl(tmp_path, "run", "mednist", "--data=phantom", "--sandbox", "--out=a", "--config=odd=1", "--quiet")
+    code, said = medfl(tmp_path, "run", "mednist", "--data=phantom", "--sandbox", "--out=a", "--config=odd=1")
     assert code == 2
     assert len(said) == 1
     assert said[0].startswith("error: ")
