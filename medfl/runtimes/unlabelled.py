@@ -65,10 +65,11 @@ def unlabelled_notes(run: Run) -> tuple[str, ...]:
 
 def check_sites(method: Method, sites: Iterable[Site], bundle: Bundle) -> None:
     """Raise InputError for a site that a method cannot train; called before anything is written or trained."""
-    several = bundle.structures if len(bundle.structures) != 2 or bundle.structures[0] != "background" else ()
     for site in sites:
         if not site.train.labelled:
             _check_method(method, site.method, site.name)
+            names = bundle.structures
+            several = names and (len(names) != 2 or names[0] != "background")
             if several and not site_labels.exclusive(bundle):
                 raise InputError(
                     f"site {site.name!r} without labels, whose network says yes or no in each of several channels",

@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.flare,
     pytest.mark.slow,
     pytest.mark.xdist_group("provisioned federation"),
-    pytest.mark.usefixtures("warm"),  # the job processes; server and sites start by themselves
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # FLARE's own
     pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
 ]

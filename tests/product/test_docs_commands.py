@@ -33,7 +33,10 @@ from tests.support.docs_pages import (
 from tests.zoo.build import ZOO
 
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
-ELSEWHERE = {"deploy.md": "test_deploy.py, with what a hospital has"}
+ELSEWHERE = {
+    "deploy.md": "test_deploy.py, with what a hospital has",
+    "compatibility.md": "test_upgrade.py, with a run and a bundle of an older version",
+}
 OWN = ["guide.md", "papers.md", "performance.md", "results.md"]
 """Pages with a test of their own here."""
 
