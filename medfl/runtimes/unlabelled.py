@@ -68,8 +68,7 @@ def check_sites(method: Method, sites: Iterable[Site], bundle: Bundle) -> None:
     for site in sites:
         if not site.train.labelled:
             _check_method(method, site.method, site.name)
-            names = bundle.structures
-            several = names and (len(names) != 2 or names[0] != "background")
+            several = bundle.structures and (len(bundle.structures), bundle.structures[0]) != (2, "background")
             if several and not site_labels.exclusive(bundle):
                 raise InputError(
                     f"site {site.name!r} without labels, whose network says yes or no in each of several channels",
