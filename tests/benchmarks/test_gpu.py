@@ -114,5 +114,6 @@ def test_the_benchmark_has_volumes(benchmark: Any) -> None:
     made = benchmark.of_volumes("captured", tiny(benchmark), cube=16)
     assert made["images_per_second"] == 2 * made["steps_per_second"]
     assert made["refused"] == ""
-    amp = benchmark.of_volumes("eager", tiny(benchmark), cube=16, amp=True)
-    assert amp["name"] == "gpu/fedavg 3D U-Net 16 voxels batch 2 amp eager"
+    # On a CPU PyTorch 2.15 leaves gradients of such small volumes in bfloat16 partly unwritten: not a number at times.
+    amp = benchmark.of_volumes("eager", tiny(benchmark), cube=32, amp=True)
+    assert amp["name"] == "gpu/fedavg 3D U-Net 32 voxels batch 2 amp eager"
