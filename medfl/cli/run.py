@@ -10,7 +10,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.sandbox import enter_sandbox
+from medfl.cli.sandbox import enter_sandbox, keep_numpy_to_one_thread
 from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
@@ -94,6 +94,8 @@ def add_flags(run: Any) -> None:
 
 def run(options: Any) -> int:
     """Execute `medfl run`."""
+    if options.sandbox:
+        keep_numpy_to_one_thread()
     if _was_portable(options):
         portable.begin()
     values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)

@@ -97,7 +97,7 @@ def private_folders(folder: Path) -> dict[str, str]:
     (folder / "tmp").mkdir(exist_ok=True)
     caches = {"MPLCONFIGDIR": "matplotlib", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
     variables = {name: str(folder / place) for name, place in {**caches, "TMPDIR": "tmp", PRIVATE: ""}.items()}
-    return {**variables, "LOKY_MAX_CPU_COUNT": str(os.cpu_count())}  # joblib would ask a program for it
+    return {**variables, "LOKY_MAX_CPU_COUNT": "1"}  # else joblib asks a program for the cores
 
 
 class Sandbox:
