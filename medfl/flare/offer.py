@@ -38,13 +38,7 @@ def offer(
 ) -> Run:
     """Return the run, planned on the bundle's phantom, of which it keeps nothing.
 
-    Args:
-        bundle: a shipped bundle's name, or the folder of one that names its data itself.
-        sites: FLARE's names.
-        options: options of the method.
-        config: overrides of the bundle's configuration.
-        requested: other settings by name, as for `federate`.
-        rehearsal: the sites take drawn images.
+    In a rehearsal the sites take drawn images.
 
     Raises:
         InputError: something is not allowed, or not between sites that hold their images apart.
@@ -91,14 +85,7 @@ def export(
 ) -> dict[str, Any]:
     """Write the job of an offered run into a new folder and return its description.
 
-    Args:
-        bundle: as for `offer`.
-        sites: as for `offer`.
-        out: the folder.
-        resume: the server continues the run if it has it already.
-        min_replies: sites of a cohort that have to reply; None: all of them.
-        deadline: seconds that the sites have for a round; None: no limit.
-        asked: further arguments of `offer`.
+    With `resume` the server continues the run if it has it already; `asked` are further arguments of `offer`.
 
     Raises:
         InputError: something is not allowed; nothing was written.

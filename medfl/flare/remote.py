@@ -25,11 +25,7 @@ Reported = Mapping[str, float]
 def federation_of_names(bundle: Bundle, method: Method, run: Run, held_out: bool) -> Federation:
     """Return a federation whose sites have names and no images.
 
-    Args:
-        bundle: the bundle, on the server's own images if there are any.
-        method: the method.
-        run: its partition has no items.
-        held_out: score the global model on the bundle's validation and test items, which no site trains on.
+    With `held_out` the global model is scored on the validation and test items of the bundle, which no site trains on.
     """
     empty: dict[str, Prepared] = dict.fromkeys(SECTIONS, _NoItems([], torch.empty(0), torch.empty(0)))
     sections = prepared_sections(bundle) if held_out else empty

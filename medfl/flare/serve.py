@@ -35,13 +35,7 @@ examples
 
 
 def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> None:
-    """Add the action to `medfl site`.
-
-    Args:
-        actions: where to.
-        verb: adds one verb with the flags that all have.
-        show: prints a result, as JSON or as text.
-    """
+    """Add the action to `medfl site`."""
     about = "join a NVIDIA FLARE federation with the operator's startup kit"
     served = verb(actions, "serve", about, partial(_serve, show=show), _EXAMPLES)
     served.add_argument("bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")

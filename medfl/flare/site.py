@@ -49,13 +49,7 @@ class FlareSite:
         self.algo, self.name, self._shows, self._ready = algo, name, shows, False
 
     def answer(self, task_name: str, payload: Payload, stop: Callable[[], bool] | None = None) -> Payload:
-        """Return the answer to a question, or a failure; raises nothing.
-
-        Args:
-            task_name: one of `wire.TASKS`.
-            payload: sent by the server with it.
-            stop: returns whether to stop.
-        """
+        """Return the answer to a question, or a failure; raises nothing."""
         answers: Mapping[str, Callable[[Payload], Payload]] = {
             wire.INTRODUCE: self._introduce,
             wire.TRAIN: self._train,

@@ -197,12 +197,7 @@ _SCHEMA = {
 
 
 def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
-    """Return what a site or the server takes of an offered run: numbers and names, for its own bundle.
-
-    Args:
-        run: as it came with the job.
-        name: the site; None at the server.
-        config: what site or server has said about itself.
+    """Return what a site, or the server (`name` is None), takes of an offered run: numbers and names.
 
     Raises:
         InputError: the run asks for something else; names who refuses it.

@@ -130,10 +130,6 @@ def to_model(payload: Payload) -> Any:
 def from_model(model: Any, sender: str) -> Payload:
     """Return the payload of a received model, its types checked; a message's names, shapes and values come later.
 
-    Args:
-        model: an FLModel.
-        sender: who sent it, for the error text.
-
     Raises:
         RunError: a value is neither a dense tensor of real numbers nor a number.
     """

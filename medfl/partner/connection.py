@@ -69,11 +69,9 @@ def address(text: str, flag: str = "--server") -> tuple[str, int]:
 
 
 def reach(server: tuple[str, int] | None, kit: Kit | None = None) -> str:
-    """Connect to a server, shake hands where there is a kit, and say what came of it.
+    """Connect to a server, by default those that the kit names, and say what came of it.
 
-    Args:
-        server: host and port; None: those that the kit names.
-        kit: of the site; None: no handshake.
+    Hands are shaken where there is a kit.
 
     Raises:
         InputError: no connection, or one that is not to be trusted; says why.

@@ -30,15 +30,6 @@ def refuse(
 ) -> None:
     """Refuse what needs neither data nor a bundle's content to be refused.
 
-    Args:
-        bundle: name or folder.
-        requested: settings by name.
-        given: whether options of the method or ids of the configuration are given.
-        out: run folder.
-        resume: whether the run in it is continued.
-        source: run.json of a run to repeat.
-        runtime: its name or dotted path.
-
     Raises:
         InputError: nothing was written.
     """

@@ -46,19 +46,8 @@ def cross_validate(
     """Run the folds of a bundle and return the content of summary.json, with the folder under "folder".
 
     Each fold is a run of its own, with `split=fold:NUMBER/COUNT` in its configuration; patients stay together where
-    they are known. Of what a fold does not test, an eighth validates.
-
-    Args:
-        bundle: a shipped bundle's name, or the folder of one of `medfl new`.
-        folds: how many, at least 2.
-        options: of the method.
-        config: overrides of the bundle's configuration.
-        requested: other settings by name.
-        out: new folder.
-        command: what folds.json says about how it was made.
-        say: where lines for the user go.
-        settings: arguments of `medfl.federate` by which runs differ: with_local, save_predictions, runtime, ...
-        machine: its other arguments, as jobs.
+    they are known. Of what a fold does not test, an eighth validates. `settings` are the arguments of `medfl.federate`
+    by which runs differ (with_local, save_predictions, runtime, ...), `machine` its others, as jobs.
 
     Raises:
         InputError: bad input; nothing was written.

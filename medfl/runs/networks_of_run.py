@@ -55,12 +55,7 @@ class Model:
 
 
 class RunNetworks:
-    """What a run's folder holds.
-
-    Args:
-        path: the folder.
-        which: "last" or "best" (by the validation metric).
-        say: where lines for the user go.
+    """What a run's folder holds: its last networks, or the best by the validation metric.
 
     Raises:
         InputError: no run is there, or its bundle has changed; a shipped one may have, that is said.

@@ -230,12 +230,8 @@ def repeat(
 ) -> Plan:
     """Rebuild the plan of a recorded run: same settings, same partition.
 
-    Args:
-        run: the record.
-        data: folder of the images, where it is another.
-        say: where lines for the user go.
-        folder: the run's, which keeps its text embeddings.
-        place: folder of the bundle, where it is another; the plan's run then records it.
+    Its images may lie elsewhere (`data`), its bundle too (`place`, which the plan's run then records); `folder` is that
+    of the run, which keeps its text embeddings.
 
     Raises:
         InputError: the bundle, the data or the text embeddings are not the recorded ones.

@@ -120,13 +120,7 @@ def plan_public(
 ) -> PublicPlan | None:
     """Return the public data that a method's options ask for, or None where it uses none.
 
-    Args:
-        method: derives from `PublicData` if it uses some.
-        options: its options.
-        bundle: the sites' bundle.
-        device: where teachers run.
-        folder: where the public images lie; default: as the option says, else below $MEDFL_DATA, else phantoms.
-        say: where lines for the user go.
+    They lie in `folder`; by default as the option says, else below $MEDFL_DATA, else they are phantoms.
 
     Raises:
         InputError: none are named, or they do not fit the sites' task or dimensions, or a teacher does not fit them.

@@ -29,13 +29,7 @@ LISTED = 200
 
 
 def recorded_plan(source: Path, data: str | None, say: Print, bundle: str | None = None) -> Plan:
-    """Return the plan that repeats a recorded run, with the versions of here.
-
-    Args:
-        source: its run.json, or the folder of it.
-        data: folder of the images, where it is another.
-        say: where lines for the user go.
-        bundle: folder of the bundle, where it is another.
+    """Return the plan that repeats a recorded run, with the versions of here; `source` is its run.json or its folder.
 
     Raises:
         InputError: the record is damaged, or bundle or data are not the recorded ones.
@@ -128,11 +122,6 @@ def _scored(path: Path) -> int | None:
 
 def known(run: Run, path: Path, sums: bool = True) -> int | None:
     """Return how many rounds of this run are done in a folder, None if it holds no run.
-
-    Args:
-        run: with the rounds that are asked for.
-        path: the folder.
-        sums: as for `run_integrity.verified_manifest`.
 
     Raises:
         InputError: it holds another run or a damaged one, or more rounds.

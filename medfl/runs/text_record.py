@@ -87,15 +87,8 @@ def carry(bundle: Bundle, run: Run, method: Method, folder: Path) -> list[Path]:
 def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> None:
     """Let a recorded run's bundle have the embeddings and initial weights that it had.
 
-    They are in a folder; the embeddings are also found anew.
-
-    Records that say nothing of embeddings take what is found.
-
-    Args:
-        bundle: the run's.
-        run: the record.
-        method: the run's.
-        folder: the run's, or that of a job's configuration.
+    They are in a folder, that of the run or of a job's configuration; the embeddings are also found anew. Records that
+    say nothing of embeddings take what is found.
 
     Raises:
         InputError: there are none, or others.

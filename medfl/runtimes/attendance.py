@@ -98,14 +98,9 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Attendance:
-    """Which of the sites that were asked for something answer.
+    """Which of the sites that were asked for `what`, as "round 3", answer.
 
-    Attributes:
-        names: the sites.
-        least: how many have to answer; None: all of them.
-        left_out: takes the reason of each site that does not.
-        what: they are asked for, as "round 3".
-        say: where lines for the user go.
+    `left_out` takes the reason of each that does not; `least` have to, None: all of them.
     """
 
     names: Sequence[str]

@@ -226,14 +226,7 @@ class Federation:
         return shards
 
     def hold(self, free: Free = free_memory) -> str:
-        """Hold the prepared data on the device of the networks, as far as they fit in half of its free memory.
-
-        Args:
-            free: tells how many bytes the device has left.
-
-        Returns:
-            what is held there and what is not, "" on the CPU.
-        """
+        """Hold the data on the networks' device, as far as they fit in half of its free memory; say what is held."""
         public = {} if self.public is None else {"public": self.public.shard.prepared}
         held, report = hold({**self.sections, **public}, self.networks.device, free)
         if self.public is not None:

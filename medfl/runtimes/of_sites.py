@@ -34,14 +34,7 @@ def said_of(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, A
 
 
 def with_own_word(run: Run, site: str, own: Mapping[str, Sequence[str]], say: Print) -> Run:
-    """Return a run that says of a site what this says of itself.
-
-    Args:
-        run: as it was offered.
-        site: of the run.
-        own: setting -> names, () where the site says nothing.
-        say: is told where the two disagree.
-    """
+    """Return a run that says of a site what this says of itself; `say` is told where the two disagree."""
     each = {name: _read(name, getattr(run, name)) for name, names in own.items() if names}
     for name, told in each.items():
         if site in told and {*told[site]} != {*own[name]}:

@@ -27,11 +27,6 @@ def names(bundle: Bundle) -> tuple[str, ...]:
 def read(text: str, channels: Collection[str], sites: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Return site -> ascending positions of the channels that it has, of the sites that a run says it of.
 
-    Args:
-        text: as `--site-channels` has it.
-        channels: names of the bundle's.
-        sites: of the run.
-
     Raises:
         InputError: a name is no channel, or no site of the run.
     """
@@ -61,11 +56,6 @@ def check(text: str, drop: float, bundle: Bundle, sites: Collection[str]) -> Non
 
 def filled(sections: Mapping[str, Prepared], bundle: Bundle, run: Run) -> dict[str, Prepared]:
     """Return the sections with zeros in the channels that an item's site lacks, and channels dropped in training.
-
-    Args:
-        sections: section -> items, also some that this has returned.
-        bundle: names the channels.
-        run: says which site has which items and channels.
 
     Raises:
         InputError: as for `check`.

@@ -26,11 +26,6 @@ _FLAG = "--site-labels"
 def read(text: str, structures: Sequence[str], sites: Collection[str]) -> dict[str, tuple[int, ...] | None]:
     """Return site -> ascending positions of its structures among those of the bundle, None to look into its masks.
 
-    Args:
-        text: as `--site-labels` has it.
-        structures: names of the channels, () where they have none.
-        sites: of the run.
-
     Raises:
         InputError: a name is no structure, or no site of the run.
     """
@@ -68,12 +63,6 @@ def check(text: str, bundle: Bundle, method: Method, sites: Collection[str]) -> 
 
 def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, Shard]) -> dict[str, Known]:
     """Return what the masks of each site show; sites that annotate everything, or whose masks are elsewhere, lack.
-
-    Args:
-        bundle: names the structures.
-        method: the run's.
-        run: says what is known of the sites.
-        shards: the sites' training items.
 
     Raises:
         InputError: as for `check`; masks show none of the structures; or the bundle's loss cannot leave some out.
@@ -115,14 +104,7 @@ def told(known: Mapping[str, Known], bundle: Bundle) -> dict[str, dict[str, list
 
 
 def owned(shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bundle: Bundle) -> Shard:
-    """Return a finished run's items, which say what their masks show.
-
-    Args:
-        shard: the items.
-        owner: id -> site.
-        summary: the run's, which has what `told` gives.
-        bundle: the run's.
-    """
+    """Return a finished run's items, which say what their masks show."""
     labels = summary.get("labels") or {}
     known = {site: _known([bundle.structures.index(name) for name in names], bundle) for site, names in labels.items()}
     sites = [(index, owner.get(ident)) for index, ident in zip(shard.indices.tolist(), shard.ids, strict=True)]

@@ -58,14 +58,6 @@ def site_step(
     """Train at one site; for globally judged methods also score the trained model on its own sections `judge`.
 
     Both ends of the wire are here: the broadcast and the reply are made smaller, counted and restored.
-
-    Args:
-        federation: the sites.
-        round_: in which round.
-        name: the site.
-        state: its State, None before its first round.
-        down: what the server says to it.
-        judge: sections.
     """
     method, site, messages = federation.method, federation.site(name, round_), federation.messages
     if site.optimizers is not None:
@@ -130,14 +122,7 @@ def site_masks(
 ) -> dict[str, Masks]:
     """Segment a site's test items with the network that it is judged by.
 
-    Args:
-        federation: the sites.
-        round_: in which round.
-        name: the site.
-        state: its State.
-        down: what the server sends it.
-        wanted: ids of the cases whose masks are returned.
-        folder: where the predictions of all its cases are written, or None.
+    Masks of the cases `wanted` are returned; the predictions of all cases are written into `folder`, if there is one.
 
     Returns:
         id -> masks; without the cases whose channels overlap, of which nothing is written.
@@ -170,14 +155,6 @@ def refuse_other_state(
     federation: Federation, round_: int, name: str, state: State, path: Path, error: Exception
 ) -> None:
     """Say that a step failed because of a State of another form than the method's, if it is one.
-
-    Args:
-        federation: the sites.
-        round_: in which round.
-        name: the site.
-        state: what was read.
-        path: its file, for the error text.
-        error: why the step failed.
 
     Raises:
         RunError: the State lacks something of the method's first one, or has it in another form.

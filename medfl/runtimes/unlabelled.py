@@ -29,12 +29,7 @@ def check_unlabelled(
 ) -> None:
     """See that the sites without labels are sites of a run, and not all of them, and that its method is made for them.
 
-    Args:
-        text: as `--unlabelled` has it.
-        name: of the method.
-        method: of the run.
-        sites: of the run, with the ids of their items by section.
-        items: of the training data; those without a label have to be at sites without labels.
+    Items of the training data without a label have to be at sites without labels.
 
     Raises:
         InputError: they are not, or it is not.

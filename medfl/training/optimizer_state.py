@@ -25,13 +25,7 @@ def restore_state(optimizer: Optimizer, state: State) -> None:
 
 
 def set_rates(optimizer: Optimizer, settings: LocalSettings, epoch: int) -> None:
-    """Change the learning rates where a local epoch begins, the first (0) excepted.
-
-    Args:
-        optimizer: of the visit.
-        settings: with the schedule, if there is one.
-        epoch: the local epoch.
-    """
+    """Change the learning rates where a local epoch begins, the first (0) excepted."""
     if epoch == 0:
         return
     factor = settings.epoch_factor

@@ -32,13 +32,7 @@ class Adapters(AdapterOptions):
         return "" if self.share == "stack" else self.up
 
     def first(self, where: Host | Site, found: Weights, rank: int = 0) -> Pairs:
-        """Return A as drawn from the run's seed, with `stack` in each round anew, and B = 0.
-
-        Args:
-            where: the server or a site; they draw the same.
-            found: the matrices.
-            rank: of the factors; default: the bank's.
-        """
+        """Return A as drawn from the run's seed, with `stack` in each round anew, and B = 0."""
         seed, round_ = where.networks.seed, where.round if self.share == "stack" else 0
         bank = {n: drawn(matrix, self.bank, derive(seed, "adapters", round_, n)) for n, matrix in found.items()}
         return {name: (a[: rank or None], b[:, : rank or None]) for name, (a, b) in bank.items()}

@@ -16,13 +16,7 @@ def fit_part(
 ) -> FitReport:
     """Train the named parameters for so many epochs; all others, and the buffers of their layers, stay as they are.
 
-    Args:
-        model: the network, in place.
-        site: data, loss and settings.
-        names: parameter names.
-        purpose: name of the random stream.
-        epochs: passes over the site's data.
-        rate: plain SGD of this learning rate in all rounds; default: the site's optimiser.
+    Plain SGD of the learning rate `rate` does it in all rounds, without one the site's optimiser.
     """
     settings = replace(site.settings, epochs=epochs)
     if rate is not None:

@@ -107,11 +107,6 @@ def has_prototype(rows: Tensor) -> Tensor:
 def average_prototypes(before: Weights, replies: Mapping[str, Message], *, by_samples: bool) -> dict[str, Tensor]:
     """Average each class's means over its owners, plainly or by samples; a class that nobody sent keeps its prototype.
 
-    Args:
-        before: the prototypes so far.
-        replies: messages with prototypes, and with counts where they are averaged by samples.
-        by_samples: weigh by the counts.
-
     Raises:
         InputError: features differ in length between the sites, or from those so far.
     """

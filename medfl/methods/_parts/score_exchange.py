@@ -99,15 +99,8 @@ class ScoreExchange(PublicMethod, OwnNetworks):
     ) -> None:
         """Train on the items of the received consensus.
 
-        Args:
-            model: the site's network.
-            site: the site.
-            down: the broadcast.
-            loss: (scores of a batch, the consensus on it) -> scalar.
-            purpose: name of the random stream.
-            epochs: passes over the items.
-            size: items a step.
-            least: a last batch of fewer items joins the one before.
+        `loss` is (scores of a batch, the consensus on it) -> scalar. A last batch of fewer than `least` items joins the
+        one before.
         """
 
         def objective(network: nn.Module, x: Any, consensus: Any) -> Tensor:

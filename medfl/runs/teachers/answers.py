@@ -112,12 +112,6 @@ def open_teacher(name: str, bundle: Bundle, device: torch.device) -> Teacher:
 def obtain(teacher: Teacher, questions: Questions, *, progress: bool = False, say: Print = str) -> Tensor:
     """Return a teacher's answers about all public items, asking it only what the cache does not know.
 
-    Args:
-        teacher: who answers.
-        questions: about what.
-        progress: show a bar.
-        say: where lines for the user go.
-
     Returns:
         distributions (P, C) float32 or foreground logits (P, H, W[, D]) float16, mapped from the cache's file. Writing
         into the tensor does not reach the file.

@@ -22,10 +22,6 @@ _ITEMS = (2, 5)
 def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> None:
     """Train on a few items of a site with labels, as FedAvg would, and forget it.
 
-    Args:
-        federation: of the run that is to come.
-        overrides: ids of the bundle's configuration that the user overrides, to name in an error.
-
     Raises:
         InputError: network, loss and images do not go together, or the network has not an output for each class.
     """

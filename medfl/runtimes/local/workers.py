@@ -81,14 +81,8 @@ class Workers(AbstractContextManager["Workers"]):
         """Start tasks, and return at once an iterator that yields their results as `run` does.
 
         What is run meanwhile waits until each of these tasks has a worker, and then fills the gaps. Where nothing
-        overlaps, the tasks start when the first result is asked for.
-
-        Args:
-            tasks: make the tasks.
-            sizes: how long each may take.
-            round_: which round their time is recorded for.
-            on_result: called whenever a result has come, whether or not it has been asked for.
-            folder: where results wait past what may stay in memory.
+        overlaps, the tasks start when the first result is asked for. `on_result` is called whenever a result has come,
+        whether or not it has been asked for; in `folder` results wait past what may stay in memory.
         """
         if self._pool is not None:
             return self._pool.start(TaskGroup(tasks, sizes, round_, on_result, folder))

@@ -149,9 +149,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def train(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> None:
         """Train for one round; `get_weights` then has the reply.
 
-        Args:
-            data: what the server says.
-            extra: "judge" names sections on which the trained model is scored.
+        `extra["judge"]` names sections on which the trained model is scored.
 
         Raises:
             RunError: what was received is not what the method expects, or training failed; nothing has changed.
@@ -192,9 +190,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def evaluate(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> ExchangeObject:
         """Return the metrics of the network that the site is judged by, on its own items.
 
-        Args:
-            data: what the server says.
-            extra: "section" may be train, validate (default) or test.
+        `extra["section"]` may be train, validate (default) or test.
 
         Raises:
             RunError: what was received is not what the method expects, or scoring failed.

@@ -122,13 +122,7 @@ class Guard:
         return dict(numbers) if self._gate is None else self._gate.told(numbers, *optional)
 
     def spend(self, activity: Activity, reply: Message, wire: Message, samples: int) -> None:
-        """Put a reply that is about to leave on the account, and say so.
-
-        Args:
-            activity: the training.
-            reply: before it was made smaller.
-            wire: after it.
-            samples: number of the site's training images.
+        """Put a reply that is about to leave on the account, and say so; `wire` is the reply made smaller.
 
         Raises:
             RunError: it is too large.
@@ -141,11 +135,7 @@ class Guard:
     def leave(self, activity: Activity, wire: Message, told: Mapping[str, Any], *, telling: bool) -> None:
         """Check an introduction that is about to leave; write down any message.
 
-        Args:
-            activity: a training, or an introduction.
-            wire: as it is encoded.
-            told: numbers beside it.
-            telling: whether an introduction depends on the site's images.
+        `telling` says whether an introduction depends on the site's images; `told` are the numbers beside the message.
 
         Raises:
             RunError: it may not leave; names what.

@@ -41,13 +41,7 @@ class AtSite(Federation):
     """
 
     def __init__(self, federation: Federation, name: str, stop: threading.Event) -> None:
-        """Share everything; nothing is prepared again.
-
-        Args:
-            federation: with this site's images in it.
-            name: the site.
-            stop: is set to make it stop.
-        """
+        """Share everything; nothing is prepared again."""
         vars(self).update(vars(federation))
         self.name, self.wire, self.messages = name, federation.messages, Compression()
         self._stop = stop

@@ -11,13 +11,7 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """TensorBoard event files of a run of which `done` rounds are done, continued after a resume.
-
-    Args:
-        path: folder of the files.
-        done: rounds.
-        places: where the numbers go besides.
-    """
+    """TensorBoard event files of a run of which `done` rounds are done, continued after a resume."""
 
     def __init__(self, path: Path, done: int, *places: Tracker) -> None:
         """Point at the folder of the files."""

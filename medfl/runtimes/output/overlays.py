@@ -33,11 +33,6 @@ def drawn(
     """Draw the Dice of each site's test cases, and of each site the best, the median and the worst of them.
 
     Of more than `SITES` sites these many are drawn, the best and the worst among them.
-
-    Args:
-        federation: the sites.
-        cases: site -> outcomes of its test items.
-        masks: site -> id -> masks of the cases that are shown.
     """
     dice = _drawn_sites(_dice(cases))
     if dice:

@@ -38,10 +38,7 @@ _BATCH, _LONGEST = 100, 500
 class Tracking(Tracker):
     """One MLflow run.
 
-    Args:
-        folder: of the run, with its `run.json`.
-        uri: of MLflow's store; None: the one that the folder names, else MLFLOW_TRACKING_URI, else in the folder.
-        say: where lines for the user go.
+    Its store is `uri`; without one that which the folder names, else MLFLOW_TRACKING_URI, else in the folder.
     """
 
     title, file = "MLflow", FILE
@@ -131,10 +128,7 @@ def parse(text: str) -> tuple[type[Tracker], str | None]:
 def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracker]:
     """Return where a run's numbers go besides its folder.
 
-    Args:
-        folder: of the run.
-        track: what `--track` says; None goes on with what the folder says, if it was tracked before.
-        say: where lines for the user go.
+    `track` None goes on with what the folder says, if it was tracked before.
 
     Raises:
         InputError: as `parse`.

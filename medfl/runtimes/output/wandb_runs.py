@@ -19,13 +19,7 @@ PROJECT = "medfl"
 
 
 class Wandb(Tracker):
-    """One run of Weights & Biases.
-
-    Args:
-        folder: of the run, with its `run.json`.
-        project: None: the one that the folder names, else "medfl".
-        say: where lines for the user go.
-    """
+    """One run of Weights & Biases, in `project`; without one in that which the folder names, else in "medfl"."""
 
     title, file = "Weights & Biases", "wandb.json"
 

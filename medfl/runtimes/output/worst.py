@@ -20,10 +20,6 @@ def drawn(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Pictur
     """Yield the images with the highest loss, the highest first, as the network is given them; volumes in a slice.
 
     None where items are no images. A case that several sites own is shown once, as the first of them has it.
-
-    Args:
-        federation: the sites.
-        cases: site -> outcomes of its test items by the judged model, with loss, label and probabilities.
     """
     losses: dict[str, tuple[float, str, int]] = {}
     for site, outcomes in cases.items():

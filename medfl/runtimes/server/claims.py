@@ -34,12 +34,6 @@ _COUNT = "counts"
 def check_counts(federation: Federation, name: str, message: Message, most: int) -> None:
     """See that a site's numbers of items can be true: of all, and of each class where the method sends those.
 
-    Args:
-        federation: the run.
-        name: the site.
-        message: its reply or introduction.
-        most: how many training items it has.
-
     Raises:
         RunError: one is not; names the site, the number and what it may be.
     """
@@ -67,15 +61,9 @@ def _counts(message: Message, low: int) -> Iterator[tuple[str, int, Tensor]]:
 def far_replies(
     federation: Federation, replies: Mapping[str, Message], broadcast: Mapping[str, Weights]
 ) -> dict[str, str]:
-    """Return the replies whose change of a group, or whose number, is more than `FARTHEST` times the middle one.
+    """Return site -> why, of replies whose change of a group, or number, is over `FARTHEST` times the middle one.
 
-    Args:
-        federation: the run.
-        replies: site -> reply.
-        broadcast: what the server sent, group -> name -> tensor; a tensor that it did not send has changed from 0.
-
-    Returns:
-        site -> why.
+    A tensor that the server did not send has changed from 0.
     """
     reasons: dict[str, str] = {}
     if len(replies) < _SEVERAL or not federation.aggregation.counts_samples:
@@ -113,11 +101,7 @@ def _change(members: Weights, before: Weights) -> float:
 def check_shares(federation: Federation, what: str, replies: Mapping[str, Message], most: float | None) -> None:
     """See that no site has more of the weight of the replies, by numbers of items, than the operator allows.
 
-    Args:
-        federation: the run.
-        what: the replies are of, as "round 3".
-        replies: site -> reply.
-        most: the largest share of one among three or more; None: any.
+    `most` is the largest share of one among three or more; None: any.
 
     Raises:
         InputError: one has more; names it.

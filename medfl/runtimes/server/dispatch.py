@@ -21,15 +21,7 @@ from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Train
 
 
 class Dispatcher:
-    """Makes the tasks of one run, each when its turn comes, and yields (site, result) as the results come.
-
-    Args:
-        federation: sites and server.
-        folder: of the run, where the sites' States are.
-        workers: run the tasks.
-        tolerance: how many sites may fail to answer.
-        say: where lines for the user go.
-    """
+    """Makes the tasks of one run, each when its turn comes, and yields (site, result) as the results come."""
 
     def __init__(
         self, federation: Federation, folder: RunFolder, workers: Workers, tolerance: Tolerance, say: Print
@@ -40,10 +32,7 @@ class Dispatcher:
         """Whether scores show a bar on stderr as they come."""
 
     def introductions(self, missing: dict[str, str]) -> Iterator[tuple[str, Message]]:
-        """Yield the introductions.
-
-        Args:
-            missing: takes the reason of each site without one.
+        """Yield the introductions; `missing` takes the reason of each site without one.
 
         Raises:
             RunError: too few sites have one.
@@ -64,15 +53,9 @@ class Dispatcher:
     ) -> Iterator[tuple[str, tuple[StepResult, bool]]]:
         """Start the training of a round; yield the result of each site, and whether it has a new State.
 
-        Training goes on while other tasks are run, if the workers can do both.
-
-        Args:
-            round_: which round.
-            server: the server's State.
-            names: the cohort.
-            sections: those that the trained models are scored on.
-            left_out: takes the reason of each site without a reply.
-            on_result: called whenever a site's result has come.
+        Training goes on while other tasks are run, if the workers can do both. The trained models are scored on
+        `sections`; `left_out` takes the reason of each site without a reply, `on_result` is called whenever a site's
+        result has come.
 
         Raises:
             RunError: too few sites replied.
@@ -116,12 +99,8 @@ class Dispatcher:
     ) -> Iterator[tuple[str, Any]]:
         """Yield the result of a task at each site; where some sites may be missing, one is enough.
 
-        Args:
-            task: makes it, called with the fields of `RoundTask`.
-            round_: which round.
-            server: the server's State.
-            names: the sites.
-            sections: those whose items it goes through, by which the longest site is known.
+        `task` makes it, called with the fields of `RoundTask`; it goes through items of `sections`, by which the
+        longest site is known.
         """
         tasks = [partial(self._make, task, round_, server, name) for name in names]
         results = self._shown(len(tasks), self.workers.run(tasks, self._sizes(names, *sections) if sections else None))

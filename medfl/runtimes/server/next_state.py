@@ -65,14 +65,8 @@ def next_state(
 ) -> NextState:
     """Return the server's next State, made of the replies that it can be made of.
 
-    Args:
-        federation: sites and server.
-        round_: in which round.
-        server: the server's State.
-        replies: of the cohort, as they passed `Federation.check`.
-        tolerance: how many may be missing.
-        left_out: has the reason of each site without a reply, and takes those of the refused.
-        say: where lines for the user go.
+    They are those of the cohort that passed `Federation.check`. `left_out` has the reason of each site without one, and
+    takes those of the refused.
 
     Raises:
         RunError: a reply is refused and too few are left; names site and tensor. Or the server's half fails with each.
@@ -107,12 +101,7 @@ def first_state(
 ) -> State:
     """Return the server's first State, made of the introductions that it can be made of.
 
-    Args:
-        federation: sites and server.
-        introductions: of the sites, as they passed `Federation.check`.
-        tolerance: how many may be missing.
-        absent: has the reason of each site without one, and takes those of the refused.
-        say: where lines for the user go.
+    They passed `Federation.check`. `absent` has the reason of each site without one, and takes those of the refused.
 
     Raises:
         RunError: an introduction is refused and too few are left, or the server's half fails with each.
@@ -135,11 +124,6 @@ def first_state(
 
 def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[str, Any]) -> State:
     """Return the server's State of a run that is gone on with, after trying what the next round asks of it.
-
-    Args:
-        federation: sites and server, without those that take no part.
-        folder: of the run.
-        manifest: of its last committed round.
 
     Raises:
         InputError: the file is no State of this run's method and network.
@@ -264,10 +248,7 @@ def odd_replies(
 ) -> dict[str, str]:
     """Return which replies have a tensor of another form than most, and what is odd about it.
 
-    Args:
-        replies: site -> reply.
-        broadcast: what the server sends, group -> name -> tensor; it decides where the replies do not.
-        known: groups whose forms were checked on arrival.
+    Where the replies do not decide, the broadcast does; `known` are groups whose forms were checked on arrival.
     """
     forms = {name: _forms(message.tensors, known) for name, message in replies.items()}
     expected, reasons = _forms(broadcast, known), dict[str, str]()

@@ -11,11 +11,6 @@ from medfl.runtimes.step import StepResult
 class RoundTraining:
     """The training of one round, from its start.
 
-    Args:
-        round_: which round.
-        cohort: the sites that train.
-        on_result: called whenever a site's result has come.
-
     Attributes:
         results: the result of each site, and whether it has a new State.
         left_out: the reason of each site without a reply.

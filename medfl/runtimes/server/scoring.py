@@ -48,14 +48,7 @@ class Final(NamedTuple):
 
 
 class Scoring:
-    """Scores the models of one run.
-
-    Args:
-        federation: sites and server.
-        folder: of the run.
-        record: of the run so far; its best round is kept here.
-        dispatcher: runs tasks at the sites and at the server.
-    """
+    """Scores the models of one run."""
 
     def __init__(
         self, federation: Federation, folder: RunFolder, record: dict[str, Any], dispatcher: Dispatcher
@@ -212,12 +205,7 @@ class Scoring:
     def masks(
         self, server: State, cases: Mapping[str, Cases], save: bool
     ) -> tuple[dict[str, dict[str, Masks]], int | None]:
-        """Segment what the pictures show by the network that is judged.
-
-        Args:
-            server: the server's State.
-            cases: outcomes of each site's test items.
-            save: write the masks of all of them.
+        """Segment what the pictures show by the network that is judged; with `save` all masks are written.
 
         Returns:
             site -> id -> masks, and how many were written, None if there was nothing to write.

@@ -102,10 +102,7 @@ def current_visit() -> Visit[Any] | None:
 def interleave(tasks: Iterator[Task[T]], count: int, serve_all: ServeAll) -> Iterator[T]:
     """Do tasks, up to `count` at a time, and yield their results as they are ready.
 
-    Args:
-        tasks: one is taken when fewer than `count` are under way.
-        count: how many may be under way.
-        serve_all: is called when each of these waits for a request.
+    `serve_all` is called when each of those under way waits for a request.
 
     Raises:
         BaseException: what a task raised; all others are cancelled.

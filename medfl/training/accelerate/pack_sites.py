@@ -133,12 +133,7 @@ class StackedMemory:
 
 
 class PackedStep:
-    """A recording of one step of several sites.
-
-    Args:
-        request: of one of them; nothing of it changes.
-        count: sites, K.
-        way: `BESIDE` or `GROUPED`.
+    """A recording of one step of K sites, `BESIDE` each other or `GROUPED`; nothing changes in the request of one.
 
     Raises:
         RuntimeError: it cannot be recorded.

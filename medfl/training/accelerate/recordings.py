@@ -77,12 +77,6 @@ class VisitMemory:
 class Recording:
     """A recorded step with its own memory.
 
-    Args:
-        graph: has recorded nothing yet.
-        step: to be recorded.
-        memory: the memory that it uses.
-        batch: its arguments; those of later steps have the same shapes.
-
     Attributes:
         busy: whether the values of a visit are in it.
 
