@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 
 from medfl.core.message import Message
-from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.robust import Aggregation
+from medfl.methods.base import sample_shares, weighted_mean
 
 RULES = ("clip:auto", "median", "trimmed:0.2", "krum:2", "multikrum:2")
 

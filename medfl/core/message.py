@@ -142,26 +142,3 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor)  # NaN propagates; unlike isfinite it allocates nothing
     return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def verify(message: Message, expected: Message, sender: str) -> None:
-    """Check a received message against the one expected: same groups, names, shapes, dtypes; finite values.
-
-    Args:
-        message: what arrived.
-        expected: a message of the right form; its values do not matter.
-        sender: who sent it, for the error text.
-
-    Raises:
-        RunError: naming the sender and the first tensor or number that differs.
-    """
-    received, wanted = message.flat(), expected.flat()
-    for label, names in (("unexpected", received.keys() - wanted.keys()), ("missing", wanted.keys() - received.keys())):
-        if names:
-            raise RunError(f"{sender}: {label} {min(names)!r} in its message ({len(names)} such)")
-    for name, tensor in received.items():
-        form, wanted_form = ((tuple(t.shape), t.dtype) for t in (tensor, wanted[name]))
-        if form != wanted_form:
-            raise RunError(f"{sender}: {name!r} has shape and dtype {form}; expected {wanted_form}")
-        if not is_finite(tensor):
-            raise RunError(f"{sender}: {name!r} has NaN or infinite values")

@@ -13,7 +13,6 @@ from medfl.core.errors import InputError
 from medfl.core.names import check_method_name
 from medfl.core.names import method_names as names
 from medfl.core.option_values import OptionForm, read_options
-from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.extras import (
     Bodies,
     MakesImages,
@@ -25,7 +24,7 @@ from medfl.methods._parts.extras import (
     WithoutLabels,
 )
 from medfl.methods._parts.prototype_sharing import Sharing, WithPrototypes
-from medfl.methods.base import Group, Method, option
+from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
 
 __all__ = [
     "Bodies", "Group", "MakesImages", "Method", "PublicData", "SiteModels", "SiteNetworks", "TextEmbeddings",

@@ -16,9 +16,8 @@ from torch import nn
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.aggregation import shares_by, weighted_mean
 from medfl.methods._parts.personal_head import PersonalHead
-from medfl.methods.base import option
+from medfl.methods.base import option, shares_by, weighted_mean
 from medfl.training import FitReport, Host, Site, fit, merged, train_only
 
 

@@ -18,8 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medfl.core.message import Message
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import shares_by, weighted_mean
-from medfl.methods.base import Method, option
+from medfl.methods.base import Method, option, shares_by, weighted_mean
 from medfl.training import Host, split_names
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {

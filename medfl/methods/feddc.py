@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods._parts.effective_steps import effective_steps
-from medfl.methods.base import Group, Method, option
+from medfl.methods.base import Group, Method, option, uniform_shares, weighted_mean
 from medfl.training import GradientHook, Host, Site, clip, fit, in_turn, pull, push, snapshot, zeros_of
 
 

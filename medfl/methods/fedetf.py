@@ -20,10 +20,11 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
+from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.extras import SiteModels
 from medfl.methods._parts.phases import fit_part
 from medfl.methods._parts.prototypes import log_prior
-from medfl.methods.base import Method, class_head, option
+from medfl.methods.base import Method, option
 from medfl.networks.heads import head, head_name, replace_head
 from medfl.training import FitReport, Site, fit
 

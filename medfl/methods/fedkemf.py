@@ -32,11 +32,10 @@ from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.data.prepared import Shard
 from medfl.data.public import Public
-from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
 from medfl.methods._parts.distillation import divergence, ensemble
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
-from medfl.methods.base import option
+from medfl.methods.base import option, uniform_shares, weighted_mean
 from medfl.networks.heads import frozen
 from medfl.training import Host, LocalSettings, Site, fit, snapshot
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import sample_shares, step_towards, trained_names, weighted_mean
-from medfl.methods.base import Method, option
+from medfl.methods.base import Method, option, sample_shares, step_towards, trained_names, weighted_mean
 from medfl.training import Host
 
 _SQUARES: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {

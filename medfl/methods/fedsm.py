@@ -28,9 +28,8 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.extras import SiteModels
-from medfl.methods.base import Group, Method, option
+from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
 from medfl.training import Host, Site, fit, one_sample_safe, snapshot
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)

@@ -26,9 +26,8 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
 from medfl.methods._parts.prototypes import class_counts
-from medfl.methods.base import Method, option
+from medfl.methods.base import Method, option, sample_shares, uniform_shares, weighted_mean
 from medfl.training import Host, Site, snapshot
 
 

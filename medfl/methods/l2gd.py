@@ -25,8 +25,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import uniform_shares, weighted_mean
-from medfl.methods.base import Method, option
+from medfl.methods.base import Method, option, uniform_shares, weighted_mean
 from medfl.training import FitReport, Host, Site, fit, snapshot
 
 

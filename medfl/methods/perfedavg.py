@@ -36,9 +36,8 @@ from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.data.prepared import Batch
-from medfl.methods._parts.aggregation import shares_by, weighted_mean
 from medfl.methods._parts.side_stream import SideStream
-from medfl.methods.base import Method, option
+from medfl.methods.base import Method, option, shares_by, weighted_mean
 from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 
 

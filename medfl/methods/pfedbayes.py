@@ -40,9 +40,8 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import shares_by, step_towards, trained_names, weighted_mean
 from medfl.methods._parts.repeated_batches import repeating
-from medfl.methods.base import Group, Method, option
+from medfl.methods.base import Group, Method, option, shares_by, step_towards, trained_names, weighted_mean
 from medfl.training import Host, Site, fit, snapshot, split_names
 
 _NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)

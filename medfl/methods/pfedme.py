@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import shares_by, step_towards, trained_names, weighted_mean
 from medfl.methods._parts.repeated_batches import repeating
-from medfl.methods.base import Method, option
+from medfl.methods.base import Method, option, shares_by, step_towards, trained_names, weighted_mean
 from medfl.training import Host, Site, fit, snapshot
 
 

@@ -19,8 +19,7 @@ from torch import nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.methods._parts.aggregation import shares_by, step_towards, uniform_shares, weighted_mean
-from medfl.methods.base import Group, Method, option
+from medfl.methods.base import Group, Method, option, shares_by, step_towards, uniform_shares, weighted_mean
 from medfl.training import Host, Site, fit, snapshot, zeros_of
 
 

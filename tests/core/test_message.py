@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medfl.core.errors import RunError
-from medfl.core.message import Message, is_finite, verify
+from medfl.core.message import Message, is_finite
 from tests.support.toy import bits
 
 MESSAGES = {
@@ -114,39 +114,6 @@ def test_a_number_that_is_not_one_is_refused() -> None:
 
     with pytest.raises(RunError):
         Message.decode(save({"scalars/samples": torch.zeros(3)}))
-
-
-WANTED = Message({"weights": {"a": torch.zeros(2, 3), "n": torch.tensor(0)}}, {"samples": 0})
-
-
-def changed(**tensors: torch.Tensor | None) -> Message:
-    named = {**WANTED["weights"], **tensors}
-    return Message({"weights": {k: v for k, v in named.items() if v is not None}}, {"samples": 4})
-
-
-@pytest.mark.parametrize(
-    ("message", "text"),
-    [
-        (changed(z=torch.zeros(1)), "unexpected 'weights/z'"),
-        (changed(a=None), "missing 'weights/a'"),
-        (Message(WANTED.tensors), "missing 'scalars/samples'"),
-        (Message({**WANTED.tensors, "extra": {"q": torch.zeros(1)}}, {"samples": 1}), "unexpected 'extra/q'"),
-        (Message(WANTED.tensors, {"samples": 1, "x": 2}), "unexpected 'scalars/x'"),
-        (changed(a=torch.zeros(3, 2)), r"'weights/a' has shape and dtype \(\(3, 2\)"),
-        (changed(a=torch.zeros(2, 3).double()), r"'weights/a' .*float64.*expected .*float32"),
-        (changed(n=torch.tensor(0.0)), r"'weights/n' .*float32.*expected .*int64"),
-        (changed(a=torch.full((2, 3), torch.nan)), "'weights/a' has NaN or infinite"),
-        (changed(a=torch.tensor([[0, 0, 0], [0, -torch.inf, 0]])), "'weights/a' has NaN or infinite"),
-        (Message(WANTED.tensors, {"samples": float("nan")}), "'scalars/samples' has NaN or infinite"),
-    ],
-)
-def test_verify_names_sender_and_tensor(message: Message, text: str) -> None:
-    with pytest.raises(RunError, match=f"site-2: {text}"):
-        verify(message, WANTED, "site-2")
-
-
-def test_verify_accepts_other_values_of_the_same_form() -> None:
-    verify(changed(a=torch.randn(2, 3), n=torch.tensor(9)), WANTED, "site-2")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

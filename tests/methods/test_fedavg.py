@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medfl.methods import load
-from medfl.methods._parts.aggregation import sample_shares
+from medfl.methods.base import sample_shares
 from medfl.training.site import snapshot
 from tests.support.toy import Toy, bits, judged, quadratic, sgd, simulate
 

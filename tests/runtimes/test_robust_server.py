@@ -19,7 +19,7 @@ from medfl.core.run import PartitionRecord
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights
 from medfl.methods import load
-from medfl.methods._parts.aggregation import sample_shares, weighted_mean
+from medfl.methods.base import sample_shares, weighted_mean
 from medfl.runs.launch import federate
 from medfl.runtimes.attendance import Absent, Tolerance
 from medfl.runtimes.federation import Federation

@@ -12,8 +12,8 @@ from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.methods._parts import low_rank
 from medfl.methods._parts.adapter_options import AdapterOptions
-from medfl.methods._parts.aggregation import sample_shares, weighted_mean
 from medfl.methods._parts.low_rank import Pairs, cut, drawn, key, named, padded, read, read_all
+from medfl.methods.base import sample_shares, weighted_mean
 from medfl.training import Host, Site, merged
 
 

@@ -10,10 +10,25 @@ from torch.nn.functional import cross_entropy
 
 from medfl.core.errors import InputError
 from medfl.core.task import Task
-from medfl.methods.base import class_head
 from medfl.networks.heads import head, head_name
 from medfl.training.accelerate.capture import StepRunner
 from medfl.training.accelerate.cuda_graphs import without_readback
+
+
+def class_head(network: nn.Module, task: Task) -> nn.Linear:
+    """Return the head of a classification network: a linear layer with one output a class.
+
+    Raises:
+        InputError: the head is another one.
+    """
+    layer = head(network)
+    if not isinstance(layer, nn.Linear) or layer.out_features != task.num_classes:
+        raise InputError(
+            f"a network whose head {head_name(network)!r} is {layer}",
+            f"this method needs a linear layer with one output for each of the {task.num_classes} classes",
+            "use a network that ends in such a layer, or another method (medfl methods)",
+        )
+    return layer
 
 
 def class_count(network: nn.Module) -> int:

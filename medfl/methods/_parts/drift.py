@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from medfl.core.message import Message, Weights
-from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods.base import sample_shares, uniform_shares, weighted_mean
 
 
 def mean_with_drift(

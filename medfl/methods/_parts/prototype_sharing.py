@@ -20,7 +20,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.core.task import Task
-from medfl.methods._parts.class_heads import class_count
+from medfl.methods._parts.class_heads import class_count, class_head
 from medfl.methods._parts.manifold import inter_class_loss, shaped
 from medfl.methods._parts.prototype_exchange import (
     average_prototypes,
@@ -31,7 +31,7 @@ from medfl.methods._parts.prototype_exchange import (
     received,
 )
 from medfl.methods._parts.prototypes import class_counts, class_means, prototype_groups
-from medfl.methods.base import Group, Method, class_head, option
+from medfl.methods.base import Group, Method, option
 from medfl.networks.heads import feature_size, head
 from medfl.training import FitReport, Host, Site, merged
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from medfl.core import forms
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
-from medfl.methods._parts.aggregation import sample_shares, slices, uniform_shares, weighted_mean
+from medfl.methods.base import sample_shares, slices, uniform_shares, weighted_mean
 
 _BLOCK = 2**22  # numbers of all replies together that are looked at at a time
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medfl.core.message import Message
-from medfl.methods._parts.aggregation import sample_shares, uniform_shares, weighted_mean
+from medfl.methods.base import sample_shares, uniform_shares, weighted_mean
 from tests.support.toy import bits
 
 
