@@ -29,12 +29,7 @@ def explained(
 ) -> InputError:
     """Return an error that names the innermost id that failed, the root cause and what helps.
 
-    Args:
-        error: what evaluation raised.
-        key: the id that was asked for.
-        file: the configuration file.
-        content: the unevaluated configuration, with metadata.json under `_meta_`.
-        resolved: what was evaluated before.
+    `content` is the unevaluated configuration, with metadata.json under `_meta_`; `resolved` was evaluated before.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "_resolve_one_item":

@@ -92,14 +92,7 @@ def reopened(
 ) -> Bundle:
     """Open a recorded run's bundle without its data: today's where it is the recorded one, else the recorded folder.
 
-    Args:
-        run: the record.
-        config: overridden ids of its configuration.
-        device: where its networks live.
-        policy: as `Bundle` takes it.
-        given: the folder to take instead.
-        folder: the run's, for the user.
-        changed: take today's also where a shipped bundle has changed since.
+    `given` is a folder to take instead; with `changed` today's is taken also where a shipped bundle has changed since.
 
     Raises:
         InputError: no bundle is there, or it has changed since the run.

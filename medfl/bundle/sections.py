@@ -67,14 +67,9 @@ class Unlabelled:
 
 
 class Sections:
-    """Sections by name.
+    """Sections by name; `evaluation` reads the training configuration with evaluate.* merged in.
 
-    Args:
-        root: the bundle's folder.
-        trainer: id of its trainer.
-        config: its training configuration.
-        evaluation: reads the same with evaluate.* merged in.
-        whole: its trainer takes whole batches apart by itself, and may do without validation data.
+    A `whole` trainer takes batches apart by itself, and may do without validation data.
     """
 
     def __init__(

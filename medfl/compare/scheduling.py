@@ -38,12 +38,9 @@ R = TypeVar("R", bound=Waiting)
 
 @dataclass(frozen=True)
 class Start(Generic[R]):
-    """A run that may start now.
+    """A run that may start now, and take `allowance` bytes of the device (None on a CPU).
 
-    Attributes:
-        run: the run.
-        allowance: bytes of the device that it may take; None on a CPU.
-        measures: whether it runs alone because its kind has not been measured.
+    It `measures` where it runs alone because its kind has not been measured.
     """
 
     run: R

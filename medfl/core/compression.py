@@ -85,14 +85,7 @@ class Compression:
         return message if self.lossless or self.kind == "topk" else self._rounded(message, {}, seed)
 
     def reply(self, message: Message, received: Message, seed: int, unsent: Weights) -> tuple[Message, Weights]:
-        """Return a reply as it is sent, and the error feedback after it.
-
-        Args:
-            message: the site's message.
-            received: the broadcast as the site received it.
-            seed: of the rounding.
-            unsent: the error feedback so far; empty before the first round.
-        """
+        """Return a reply as it is sent, and the error feedback after it; `unsent` is that so far, at first empty."""
         if self.lossless:
             return message, unsent
         base = received.tensors.get("weights", {})
@@ -159,12 +152,7 @@ class Compression:
         return wire if self.lossless or self.kind == "topk" else self._opened(wire, {}, sender)
 
     def opened_reply(self, wire: Message, sent: Message, sender: str) -> Message:
-        """Return a reply as the server uses it.
-
-        Args:
-            wire: what arrived.
-            sent: the broadcast to this site as it was before `broadcast` made it smaller.
-            sender: who replied, for the error text.
+        """Return a reply as the server uses it; `sent` is the broadcast as it was before it was made smaller.
 
         Raises:
             RunError: `reply` cannot have made it; names the sender and the tensor.

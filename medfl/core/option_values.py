@@ -17,14 +17,7 @@ _KINDS = {"float": float, "int": int, "bool": bool, "str": str, "None": type(Non
 
 @dataclass(frozen=True)
 class OptionForm:
-    """What an option takes.
-
-    Attributes:
-        name: of the option.
-        type: as written in Python, as `int | None`.
-        choices: the values that it may have; None: any of its type.
-        minimum, maximum: limits of a number, both included.
-    """
+    """What an option takes: its type as written in Python, its choices (None: any), its limits, both included."""
 
     name: str
     type: str

@@ -65,10 +65,7 @@ def _built(kind: Any, value: Any, where: str) -> Any:
 def type_errors(document: Mapping[str, Any], form: Mapping[str, Any], within: str = "") -> Iterator[str]:
     """Yield the entries of a wrong type, as "has 'x' under rounds, where a whole number belongs".
 
-    Args:
-        document: of JSON; entries that the form does not name are not looked at, and missing ones are no error.
-        form: name -> type, or the form of an object.
-        within: prefix of the names.
+    Entries that the form (name -> type, or an object's form) does not name are passed over, missing ones are no error.
     """
     for name, expected in form.items():
         if name not in document:

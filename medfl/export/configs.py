@@ -141,13 +141,8 @@ def _child(node: Any, part: str) -> Any:
 def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequence[int]) -> bool:
     """Let an inference configuration predict every image below `dataset_dir`, whatever it is called, and say so.
 
-    Args:
-        file: the configuration.
-        classes: names in label order, () in segmentation.
-        shape: (C, H, W[, D]) of an image.
-
-    Returns:
-        Whether it did: it lists images by medfl; another bundle's own list stays as it is.
+    Return whether it did: it lists images by medfl; another bundle's own list stays as it is. `shape` is (C, H, W[,
+    D]).
     """
     dataset = file.get("dataset")
     if not isinstance(dataset, Mapping) or not str(dataset.get("data")).startswith("$medfl.datasets."):

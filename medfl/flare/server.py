@@ -78,15 +78,9 @@ class Link(Protocol):
 
 @dataclass
 class _Question:
-    """A question to one site.
+    """A question to one site, whose answer `read` takes; `message` is that of the method, None at the introduction.
 
-    Attributes:
-        index: position of its task.
-        task_name: one of `wire.TASKS`.
-        message: the method's message as it is sent; None at the introduction.
-        read: makes the task's result from the answer.
-        extra: further tensors.
-        kept: round of the State that the site continues from, 0 for none.
+    `kept` is the round of the State that the site continues from, 0 for none.
     """
 
     index: int

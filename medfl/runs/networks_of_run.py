@@ -39,13 +39,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A trained network.
+    """A trained network on the CPU in evaluation mode, which belongs to the caller.
 
-    Attributes:
-        network: on the CPU, in evaluation mode; belongs to the caller.
-        site: whose it is, "" for the global model.
-        round: after which it was.
-        config: ids of the bundle's configuration that this site's network is built with.
+    It is that of a site ("": the global model) after a round; `config` has the ids of the bundle that it is built with.
     """
 
     network: nn.Module

@@ -47,14 +47,10 @@ POOLED = "central"
 
 @dataclass(frozen=True)
 class _Body:
-    """What the sites with one network share.
+    """What the sites with one network share: the bundle that builds it and its optimiser, and the pool.
 
-    Attributes:
-        bundle: builds the network and its optimiser.
-        networks: the pool.
-        leaves: form of each tensor that may leave, under its flat name in a message.
-        personal: names of tensors that leave in no group of a message.
-        stays: number of tensors that never leave.
+    `leaves` is the form of each tensor that may leave, under its flat name in a message, `personal` names those that
+    leave in no group, and `stays` is how many never do.
     """
 
     bundle: Bundle

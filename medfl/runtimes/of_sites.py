@@ -74,13 +74,7 @@ def positions(
 ) -> tuple[int, ...]:
     """Return the ascending positions of the labels or channels that a site has.
 
-    Args:
-        what: "label" or "channel".
-        site: its name.
-        names: as they are given -> as they stand in `known`.
-        known: name -> position, of all that there are.
-        allowed: says which, for errors.
-        advice: for a name like none of these.
+    `names` has them as they are given -> as they stand in `known`, name -> position of all that there are.
     """
     for name, plain in names.items():
         if plain not in known:

@@ -40,12 +40,7 @@ class Adapters(AdapterOptions):
     def pairs(self, site: Host | Site, state: State, down: Message, found: Weights, rank: int) -> Pairs:
         """Return the factors that a site goes on from: its own, those that it received, else the first ones.
 
-        Args:
-            site: or the server.
-            state: of the site.
-            down: what it received; its own reply stands for that where the trained network is scored.
-            found: the matrices.
-            rank: of the site.
+        Where the trained network is scored its own reply stands for what it received.
 
         Raises:
             RunError: the server's message lacks a factor, or one has another form.

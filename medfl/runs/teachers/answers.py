@@ -147,13 +147,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Kept:
-    """One array of answers in the cache.
-
-    Attributes:
-        path: the array's file.
-        about: all that the answers depend on.
-        notes: the teacher's remarks.
-    """
+    """One array of answers in the cache, what they depend on, and the teacher's remarks."""
 
     path: Path
     about: Mapping[str, Any]

@@ -39,10 +39,8 @@ class Workers(AbstractContextManager["Workers"]):
     def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
         """Run tasks and yield (position, result) as they are ready; `Absent` in the place of what a site fails to do.
 
-        Args:
-            tasks: make the tasks.
-            sizes: how long each may take, in any unit: with several workers the longest start first, so that none of
-                them starts when all others are about to end.
+        `sizes` say how long each may take: the longest start first, so that none starts when all others are about to
+        end.
 
         Raises:
             MedflError: raised by a task of the server; RunError if a worker died.

@@ -211,15 +211,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     ) -> Any:
         """Call a function of `step` at this site with its State and what the server says; nothing is kept or sent.
 
-        The caller tells metrics of what it gets: these have to be permitted where the site has rules for what leaves,
+        It is called as (federation, round, name, State, message, *rest). The caller tells metrics of what it gets, and
+        with `counted` of how many items they are: these have to be permitted where the site has rules for what leaves,
         and stand in its audit log.
-
-        Args:
-            function: (federation, round, name, State, message, *rest).
-            data: what the server says.
-            rest: further arguments.
-            part: what its time is counted as.
-            counted: whether the caller tells how many items the metrics are of, too.
 
         Raises:
             RunError: what was received is not what the method expects, the function fails, or that may not leave.

@@ -40,12 +40,7 @@ def in_words(error: BaseException) -> str:
 class Guard:
     """What stands between a site and everybody else.
 
-    Args:
-        rules: for what leaves; the default ones are none.
-        audit: the log's file.
-        folder: where the account of the site's privacy lasts; None: in memory.
-        say: where lines for the site's user go.
-        site: its name, where it is known already.
+    Without a folder the account of the site's privacy lasts in memory; without a name it is told later.
 
     Attributes:
         least: of statistics, counts below it are not told.
@@ -153,12 +148,7 @@ class Guard:
     ) -> None:
         """Check and write down what the caller of a visit may tell: metrics, or in a simulation what it shows.
 
-        Args:
-            activity: the evaluation.
-            function: of `step`, by its name.
-            found: what it returned.
-            state: the site's.
-            counted: whether the number of each section's items is told beside its metrics.
+        `counted` says whether the number of each section's items is told beside its metrics.
 
         Raises:
             RunError: it may not leave.

@@ -46,12 +46,9 @@ class States:
         return self._load(round_) or None if round_ else None
 
     def keep(self, round_: int, state: State, base: int | None = None) -> None:
-        """Keep the State of a round and the one that it was made from, and remove all others.
+        """Keep the State of a round and that of its base, from which it was made; remove all others.
 
-        Args:
-            round_: the round.
-            state: may be empty: then it says that the round is over.
-            base: round of the State that it was made from; None: the newest before.
+        An empty one says that the round is over; without a base that is the newest before.
         """
         base = self._newest_round(round_ - 1) if base is None else base
         self._save(round_, state)

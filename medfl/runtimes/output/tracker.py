@@ -26,10 +26,8 @@ _APART = ("bundle_path", "data.folder", "data.counts", "data.notes", "partition.
 class Tracker(ABC):
     """One run elsewhere, which `Events` writes to besides; nothing that happens there ends a run.
 
-    Args:
-        folder: of the run, with its `run.json`.
-        place: where, as `--track KIND:PLACE` says; None: what the folder says, else the kind's default.
-        say: where lines for the user go.
+    Its place is as `--track KIND:PLACE` says; without one what the folder of the run says, else the default of its
+    kind.
 
     Attributes:
         title: its name in lines for the user.

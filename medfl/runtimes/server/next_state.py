@@ -41,13 +41,7 @@ T = TypeVar("T")
 
 
 class NextState(NamedTuple):
-    """What a round has come to.
-
-    Attributes:
-        server: the server's next State.
-        replies: those that it is made of.
-        observed: what the method tells of the round.
-    """
+    """What a round has come to: the server's next State, the replies that it is made of, what the method tells."""
 
     server: State
     replies: Mapping[str, Message]
