@@ -92,9 +92,6 @@ class Reading:
         keys = self._argument(part, "keys") or []
         return [str(key) for key in (keys if isinstance(keys, list | tuple) else [keys])]
 
-    def _has_mask(self, part: Component) -> bool:
-        return any(shapes.is_mask(key) for key in self._keys(part))
-
     # Images
 
     def kinds(self, size: int | None) -> list[tuple[Need, int]]:
@@ -114,7 +111,8 @@ class Reading:
         values = [need.values, *([(0,)] if self._points else [])]
         if need.values == (0, 1) and dims == 2:  # in many pictures the one value is the whitest
             values.append((0, 255))
-            scaled = any(self._has_mask(part) for part in self._of(r"ScaleIntensity(Range)?(d|D|Dict)"))
+            scaling = self._of(r"ScaleIntensity(Range)?(d|D|Dict)")
+            scaled = any(shapes.is_mask(key) for part in scaling for key in self._keys(part))
             values.sort(reverse=scaled)
         kinds = dict.fromkeys(
             (replace(need, shape=tuple(shape), channels=channels, values=marks), number)

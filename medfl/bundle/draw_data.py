@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.bundle.asked_files import CASE, Heard, Layout, Table, hearing, unmatched
+from medfl.bundle.asked_files import CASE, Heard, Layout, hearing, unmatched
 from medfl.bundle.configuration import Configuration, own_python
 from medfl.bundle.data_needs import Reading
 from medfl.bundle.engines import find_trainer, own_steps
@@ -320,7 +320,9 @@ class _Drawing:
         if heard is not None and self._follow(heard):
             return True
         before = copy.deepcopy(self.layout)
-        self.reading.correct(self.layout, why, self._last_table(heard or []))
+        read_last = [Path(path) for kind, path in reversed(heard or []) if kind == "file"]
+        table = next((self.layout.tables[path] for path in read_last if path in self.layout.tables), None)
+        self.reading.correct(self.layout, why, table)
         return self.layout != before or (self._try_other(why) if heard is None else self._add_cases(why))
 
     def _provide(self, why: BaseException) -> bool:
@@ -369,10 +371,6 @@ class _Drawing:
         self.layout.patterns += [f"{folder}/*" for folder in of_classes]
         self.layout.listed += [] if of_classes else empty
         return bool(empty)
-
-    def _last_table(self, heard: Heard) -> Table | None:
-        paths = [Path(path) for kind, path in reversed(heard) if kind == "file"]
-        return next((self.layout.tables[path] for path in paths if path in self.layout.tables), None)
 
     def _add_cases(self, why: BaseException) -> bool:
         few = re.search(r"is empty|out of range|num_samples=0|must be non-empty|at least", str(why))

@@ -93,7 +93,9 @@ def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
             f"add --config {ARGUMENTS}={{{', '.join(f'{key}: ...' for key in missing)}}}",
         )
     try:
-        check_arguments(found, (), {key: ... if _is_reference(value) else value for key, value in given.items()})
+        texts = {key: value for key, value in given.items() if isinstance(value, str)}
+        references = {key: ... for key, text in texts.items() if text.startswith(("$", "@", "%"))}
+        check_arguments(found, (), {**given, **references})
     except Refused as refused:
         raise InputError(f"--config network={asked}: {refused}", "what inspection lists", "leave it out") from refused
     return {"_target_": f"monai.networks.nets.{name}", **given}
@@ -121,7 +123,3 @@ def _parameters(found: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         if not any(one.kind is one.VAR_KEYWORD for one in own.values()):
             break
     return {key: one for key, one in known.items() if one.kind is one.POSITIONAL_OR_KEYWORD}
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, str) and value[:1] in "$@%" and value != ""

@@ -262,13 +262,11 @@ def _foreign_checksum(bundle: Bundle) -> str:
 
 def _is_drawn(bundle: Bundle, folder: str) -> bool:
     """Tell whether the images of a bundle that is not ours are drawn ones."""
-    return (isinstance(bundle, PartsBundle) and bundle.parts.drawn) or _cohort(bundle, folder) is not None
-
-
-def _cohort(bundle: Bundle, folder: str) -> Path | None:
-    """Return the phantom cohort in which images of a bundle that is not ours lie, None where none is known to."""
+    if isinstance(bundle, PartsBundle) and bundle.parts.drawn:
+        return True
     lists = [data for section in SECTIONS if isinstance(data := bundle.data(section), list | tuple)]
-    return own.cohort_of([*([folder] if folder else []), *(path for data in lists for e in data for path in _paths(e))])
+    paths = [path for data in lists for entry in data for path in _paths(entry)]
+    return own.cohort_of([*([folder] if folder else []), *paths]) is not None
 
 
 def _paths(entry: object) -> Iterator[Path]:

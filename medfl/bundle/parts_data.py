@@ -168,7 +168,11 @@ def _split(site: str, given: Any) -> dict[str, Any]:
     for index, item in enumerate(items):
         where[home[item.get("group", item["id"])]].append(index)
     whole = dataset if isinstance(dataset, torch.utils.data.Dataset) else _Listed(dataset)
-    return {name: _like(given, Subset(whole, indices)) for name, indices in where.items()}
+    subsets = {name: Subset(whole, indices) for name, indices in where.items()}
+    if not isinstance(given, DataLoader):
+        return subsets
+    size = given.batch_size or 1
+    return {name: DataLoader(subset, size, collate_fn=given.collate_fn) for name, subset in subsets.items()}
 
 
 class _Listed(torch.utils.data.Dataset[Any]):
@@ -184,13 +188,6 @@ class _Listed(torch.utils.data.Dataset[Any]):
         return self.entries[index]
 
 
-def _like(given: Any, dataset: Any) -> Any:
-    """Return a loader of a data set where a loader was given."""
-    if not isinstance(given, DataLoader):
-        return dataset
-    return DataLoader(dataset, given.batch_size or 1, collate_fn=given.collate_fn)
-
-
 def _joined(datasets: list[Any], sources: list[Source]) -> Source:
     """Return the data of all sites as one: a list where all are lists with the same transforms."""
     if all(one.is_list and one.fixed and one.transforms == sources[0].transforms for one in sources):
@@ -204,7 +201,8 @@ def _labels(source: Source) -> Iterator[int]:
     for index in range(len(source.entries)):
         with stream(0, "labels", index):
             sample = source.entries[index]
-        value = sample.get("label") if isinstance(sample, Mapping) else sample[1] if _is_pair(sample) else None
+        is_pair = isinstance(sample, tuple | list) and len(sample) == 2
+        value = sample.get("label") if isinstance(sample, Mapping) else sample[1] if is_pair else None
         label = class_index(np.asarray(value) if isinstance(value, Tensor) else value)
         if label is None:
             raise InputError(
@@ -229,7 +227,3 @@ def _hash(value: Any, digest: Any) -> None:
         digest.update(str(Path(value).stat().st_size).encode())
     elif isinstance(value, str | int | float | None):
         digest.update(f"{value}\0".encode())
-
-
-def _is_pair(sample: Any) -> bool:
-    return isinstance(sample, tuple | list) and len(sample) == 2

@@ -106,12 +106,7 @@ class PairedTest:
 
 @dataclass(frozen=True)
 class CostToTarget:
-    """Rounds, bytes and seconds until a row's validation metric reached a value; None where it never did.
-
-    Attributes:
-        reached: how many of its runs did.
-        count: its runs.
-    """
+    """Rounds, bytes and seconds until the runs of a row, `reached` of them, had a value of their validation metric."""
 
     rounds: MeanSd | None
     bytes: MeanSd | None

@@ -49,11 +49,7 @@ class Start(Generic[R]):
 
 
 class Schedule(Generic[R]):
-    """The runs of a grid that are left, and the time and memory of each kind that has been measured.
-
-    Attributes:
-        left: runs that have not started.
-    """
+    """The runs of a grid that are left, and the time and memory of each kind that has been measured."""
 
     def __init__(self, runs: Sequence[R], at_once: int, memory: int | None = None) -> None:
         """Take the runs, seed after seed, and the bytes of the device that they share, None on a CPU."""

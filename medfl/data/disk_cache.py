@@ -80,12 +80,7 @@ class DiskCache:
     budget: int
 
     def keep(self, count: int, make: Callable[[Sequence[int]], Iterator[Any]]) -> Sequence[Any]:
-        """Return all samples: a list, or memory maps where they exceed the budget going by the first one.
-
-        Args:
-            count: how many there are.
-            make: positions -> their samples, in order.
-        """
+        """Return all samples: a list, or memory maps where they exceed the budget going by the first one."""
         if not count:
             return []
         (first,) = make([0])

@@ -292,12 +292,7 @@ class _Executor(Executor):  # type: ignore[misc]
 
 
 class MedflExecutor(_Executor):
-    """A site of a run on one machine, whose processes all see the data.
-
-    Args:
-        folder: the run folder.
-        start: folder that relative paths of the run start from.
-    """
+    """A site of a run on one machine, whose processes all see the data."""
 
     def __init__(self, folder: str, start: str) -> None:
         super().__init__()

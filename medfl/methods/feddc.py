@@ -72,7 +72,8 @@ class FedDC(Method):
         drift, own, total = state["drift"], state["control"], zeros_of(model)
         shift = {name: self.alpha * drift[name] + (common[name] - own[name]) for name in drift}
         hooks = [pull(model, received, self.alpha), push(model, shift), clip(self.max_norm)]
-        by_gradient = self._by_gradient(site, model)
+        is_sgd = isinstance(site.settings.optimizer(model), torch.optim.SGD)
+        by_gradient = self.control == "gradient" or (self.control == "auto" and not is_sgd)
         if by_gradient:
             hooks.append(_sum_into(total))
         steps = fit(model, site, gradient_hook=in_turn(*hooks)).steps
@@ -89,10 +90,6 @@ class FedDC(Method):
             "control": {name: own[name] + change[name] for name in drift},
         }
         return state, Message({"weights": trained, "control": change}, {"samples": site.num_samples})
-
-    def _by_gradient(self, site: Site, model: nn.Module) -> bool:
-        sgd = isinstance(site.settings.optimizer(model), torch.optim.SGD)
-        return self.control == "gradient" or (self.control == "auto" and not sgd)
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move w, the mean drift and c; absent sites keep h_k and c_k."""

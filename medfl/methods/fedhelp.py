@@ -201,14 +201,12 @@ class FedHelp(LessonOptions, SiteNetworks):
         following = lesson.items(site)
         factor = self.lambda_j * (len(lesson.public) / site.num_samples if self.loss_reduction == "sum" else 1)
 
-        def with_items(x: Any, y: Any) -> tuple[Any, ...]:
-            return x, y, *following(len(x))
-
         def objective(pair: nn.Module, x: Any, y: Any, *items: Tensor) -> Tensor:
             return loss(network(x), y) + factor * lesson.loss(*items)  # eq. 3
 
         steady = replace(site, train=_passes(site, len(lesson.public))) if self.public_schedule == "full" else site
-        fit(nn.ModuleList([network, lesson.trained]), optimizing_each(steady), objective=objective, feed=with_items)
+        both = nn.ModuleList([network, lesson.trained])
+        fit(both, optimizing_each(steady), objective=objective, feed=lambda x, y: (x, y, *following(len(x))))
         trained = snapshot(network)
         return trained, {"weights": trained, **lesson.state}
 

@@ -31,7 +31,6 @@ from torch.nn.functional import l1_loss, mse_loss
 
 from medfl.core.message import Message
 from medfl.core.storage import State
-from medfl.data.public import Public
 from medfl.methods._parts.public import on_public, public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
 from medfl.methods.base import option
@@ -75,8 +74,9 @@ class FedMD(ScoreExchange):
 
     def _transfer(self, model: nn.Module, site: Site, size: int) -> None:
         """Train on public labels, where they are of the sites' classes, and for so long on the site's own data."""
-        public = public_data(site)
-        if self.pretrain_epochs and same_classes(site, public):
+        public, task = public_data(site), site.task
+        same_classes = task.classes and (task.kind, task.classes) == (public.task.kind, public.task.classes)
+        if self.pretrain_epochs and same_classes:
 
             def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
                 return site.loss(public.outputs(network, x), y)  # type: ignore[no-any-return]
@@ -84,12 +84,6 @@ class FedMD(ScoreExchange):
             everything = on_public(site, public, torch.arange(len(public)), None, self.pretrain_epochs, size)
             self.fit_public(model, everything, objective, "public labels")
         self.first_epochs(model, site)
-
-
-def same_classes(site: Site, public: Public) -> bool:
-    """Tell whether public labels mean what the site's do: the same kind of task with the same classes in order."""
-    own, other = site.task, public.task
-    return bool(own.classes) and (own.kind, own.classes) == (other.kind, other.classes)
 
 
 METHOD = FedMD

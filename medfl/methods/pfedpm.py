@@ -186,7 +186,7 @@ class PFedPM(PrototypeExchange):
                         for x, y in site.train.batches(site.settings.batch_size, generator):
                             learn(x.to(site.device), class_indices(y).to(site.device))
         if self.features == "running":
-            means = (sums / seen.clamp(min=1)[:, None]).to(_head_type(model))
+            means = (sums / seen.clamp(min=1)[:, None]).to(next(head(model).parameters()).dtype)
             return means, class_counts(site.train, classes).to(site.device)
         return class_means(model, site)
 
@@ -239,10 +239,6 @@ def class_distance(h: Tensor, label: Tensor, target: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(target.nan_to_num().to(h.dtype) - means, dim=1)  # its gradient at 0 is 0
     total: Tensor = (counts * has_prototype(target) * norms).sum()
     return total / len(label)
-
-
-def _head_type(network: nn.Module) -> torch.dtype:
-    return next(head(network).parameters()).dtype
 
 
 METHOD = PFedPM

@@ -34,12 +34,7 @@ _VALUES = 256
 
 
 class Findings:
-    """Gathers what is found; images are not kept.
-
-    Attributes:
-        unreadable: why items could not be read.
-        bytes: section -> bytes that its images take, once transformed.
-    """
+    """Gathers what is found; images are not kept."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle

@@ -123,7 +123,9 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     Raises:
         InputError: anything in the request that is not allowed.
     """
-    _check_numbers(request)
+    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    check_kinds(values)
+    check_limits(values)
     messages, aggregation = str(Compression.parse(request.messages)), str(Aggregation.parse(request.aggregation))
     device = device_named(request.device)
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
@@ -350,9 +352,3 @@ def check_kinds(requested: Mapping[str, Any]) -> None:
     for name, value, allowed in type_mismatches(Request, requested):
         flag = name if name in ("bundle", "options", "config") else f"--{name.replace('_', '-')}"
         raise InputError(f"{flag} {value!r:.60}", f"{flag} takes {allowed}", f"change the value of {flag}")
-
-
-def _check_numbers(request: Request) -> None:
-    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
-    check_kinds(values)
-    check_limits(values)

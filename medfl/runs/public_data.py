@@ -90,12 +90,7 @@ class PublicPlan:
             )
 
     def notes(self, bundle: Bundle, used: Mapping[str, Sequence[Item]]) -> list[str]:
-        """Say what these data are, for a user of the run.
-
-        Args:
-            bundle: the sites' bundle.
-            used: section -> its items.
-        """
+        """Say what these data are, for a user of the run."""
         record, public = self.record, self.opened.bundle
         said = [f"public data: {record.items} items of {public.name}, section {self.section}"]
         if record.data.source == PHANTOM:

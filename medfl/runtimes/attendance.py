@@ -20,12 +20,7 @@ _KEPT = "; the last good round is kept"
 
 
 class Absent(NamedTuple):
-    """A site's answer that did not come or was refused.
-
-    Attributes:
-        site: the site.
-        why: in one line, for the user.
-    """
+    """A site's answer that did not come or was refused, and why, in one line for the user."""
 
     site: str
     why: str

@@ -126,12 +126,7 @@ class RoundTask(SiteTask):
 
 @dataclass(frozen=True)
 class Train(RoundTask):
-    """Train at one site, and write its next State, if it has any.
-
-    Attributes:
-        new_state: the file of the next State.
-        sections: those that the trained model is scored on.
-    """
+    """Train at one site, write its next State, if it has any, and score the trained model on some sections."""
 
     new_state: Path
     sections: tuple[str, ...] = ()

@@ -167,12 +167,7 @@ def pull(model: nn.Module, anchor: Mapping[str, Tensor], strength: float) -> Gra
 
 
 def push(model: nn.Module, terms: Mapping[str, Tensor]) -> GradientHook:
-    """Return a gradient hook that adds constant tensors, the gradient of the linear term <terms, w> of a loss.
-
-    Args:
-        model: the network to be trained.
-        terms: name of each trainable parameter -> what to add.
-    """
+    """Return a gradient hook that adds constant tensors, the gradient of the linear term <terms, w> of a loss."""
     added = [terms[name] for name, p in model.named_parameters() if p.requires_grad]
 
     def hook(parameters: Sequence[nn.Parameter]) -> None:

@@ -107,12 +107,7 @@ def run(
 
 
 def presets_of(grid: Grid, more: Sequence[str] = ()) -> list[str]:
-    """Return the presets of a grid's runs: the bundle's `paper` unless the grid names one of its own paper, then more.
-
-    Args:
-        grid: of a published table.
-        more: that the user adds.
-    """
+    """Return the presets of a grid's runs: `paper` of the bundle unless the grid has one of its own, and `more`."""
     found = list(dict.fromkeys([*grid.requested.get("presets", ()), *more]))
     named = any(name.partition("-")[0] == PAPER for name in found)
     return found if named or PAPER not in Bundle(grid.bundle).protocol.get("presets", {}) else [PAPER, *found]

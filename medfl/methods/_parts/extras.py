@@ -24,11 +24,7 @@ class SiteNetworks(ABC):
     """The sites need not have the same network."""
 
     def settled(self, sizes: Mapping[str, int]) -> SiteNetworks:
-        """Return the method with options that say names where they said "auto".
-
-        Args:
-            sizes: training images of the participants, in the partition's order.
-        """
+        """Return the method with options that say names where they said "auto"."""
         return self
 
     @abstractmethod
@@ -43,11 +39,7 @@ class SiteNetworks(ABC):
         """
 
     def keeps_network(self, config: Mapping[str, Any]) -> bool:
-        """Tell whether a site with a network of this configuration keeps it whole, and sends one of the server's kind.
-
-        Args:
-            config: what `site_networks` says of the site.
-        """
+        """Tell whether a site with a network of this configuration keeps it, and sends one of the server's kind."""
         return False
 
 

@@ -80,12 +80,7 @@ def on_public(
 
 @contextmanager
 def untracked(network: nn.Module, active: bool = True) -> Iterator[None]:
-    """Run a network in training mode without moving BatchNorm's running statistics or counters.
-
-    Args:
-        network: the network.
-        active: without it nothing changes.
-    """
+    """Run a network in training mode without moving BatchNorm's running statistics or counters."""
     layers = [module for module in network.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     for layer in layers if active else ():
         layer.track_running_stats = False

@@ -67,11 +67,7 @@ _IMAGE_POSITIONS = "shared_image_embedding.positional_embedding"
 
 
 class MedSAM(nn.Module):
-    """MedSAM on whole images: pixels and boxes in, probabilities out.
-
-    Args:
-        sam: a `transformers.SamModel`.
-    """
+    """MedSAM on whole images: pixels and boxes in, probabilities out."""
 
     def __init__(self, sam: Any) -> None:
         """Keep it."""
@@ -209,11 +205,7 @@ def _from_original(path: Path, config: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class MaskTeacher:
-    """MedSAM, prompted with the boxes of the public masks.
-
-    Attributes:
-        network: on its device, in evaluation mode.
-    """
+    """MedSAM, prompted with the boxes of the public masks."""
 
     name: str
     sha256: str

@@ -36,12 +36,7 @@ Judged = dict[str, dict[str, Cases]]
 
 
 class Final(NamedTuple):
-    """What the end of a run gives.
-
-    Attributes:
-        summary: of the scores, for summary.json.
-        cases: outcomes of each site's test items under the model that is judged.
-    """
+    """What a run's end gives: scores for summary.json, and outcomes of each site's test items by the judged model."""
 
     summary: dict[str, Any]
     cases: dict[str, Cases]
@@ -77,7 +72,7 @@ class Scoring:
         val_global = summarise(whole) if whole is not None else None
         own = {name: cases["validate"] for name, cases in personal.items()}
         val_personal = summarise(Cases.concat(list(own.values()))) if own else None
-        received = self._per_site(whole, "validate")
+        received = {name: summarise(cases) for name, cases in self._cut(whole, "validate").items()}
         sites: dict[str, dict[str, Any]] = {}
         for name in self.federation.names:
             site: dict[str, Any] = {}
@@ -120,11 +115,8 @@ class Scoring:
         task = partial(tasks.ScoreSite, sections=sections)
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
 
-    def _per_site(self, whole: Cases | None, section: str) -> dict[str, Metrics]:
-        """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
-        return {name: summarise(cases) for name, cases in self._cut(whole, section).items()}
-
     def _cut(self, whole: Cases | None, section: str) -> dict[str, Cases]:
+        """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
         shards = {name: self.federation.shard(name, section) for name in self.federation.names if whole is not None}
         return {name: whole.select(shard.indices.tolist()) for name, shard in shards.items() if whole and len(shard)}
 

@@ -74,11 +74,8 @@ def _kernels(function: Callable[..., Any]) -> tuple[Callable[..., Tensor], ...]:
         with torch._C.DisableTorchFunctionSubclass(), np.errstate(all="ignore"):
             return torch.from_numpy(np.asarray(function(x.detach().to(wide).numpy()))).to(kept)
 
-    def in_place(x: Tensor) -> Tensor:
-        return x.copy_(new(x))
-
     def into(x: Tensor, *, out: Tensor) -> Tensor:
         made = new(x)
         return out.resize_(made.shape).copy_(made)
 
-    return new, in_place, into
+    return new, lambda x: x.copy_(new(x)), into

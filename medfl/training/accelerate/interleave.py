@@ -26,12 +26,7 @@ class Cancelled(BaseException):
 
 
 class Visit(Generic[T]):
-    """A task in a thread that runs only when it is its turn.
-
-    Attributes:
-        request: what it waits for, None if for nothing.
-        ended: whether its task has returned or raised.
-    """
+    """A task in a thread that runs only when it is its turn; `request` is what it waits for, None if for nothing."""
 
     def __init__(self, task: Task[T]) -> None:
         """Start the thread, which waits for its first turn."""

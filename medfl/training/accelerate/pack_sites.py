@@ -191,12 +191,7 @@ class PackedStep:
 
 
 class _Group:
-    """The steps with one key, done in the fastest way.
-
-    Attributes:
-        choice: what was measured, and the way.
-        eager: why they are done eagerly, "" where they are not.
-    """
+    """The steps with one key, done in the fastest way: `choice`, or eagerly, and then `eager` says why."""
 
     def __init__(
         self, request: Request, size: int, clock: Clock, ways: Sequence[str], known: Choice | None = None
@@ -267,12 +262,7 @@ def _now(like: Tensor) -> float:
 
 
 class Packer:
-    """Serves the requests of interleaved visits.
-
-    Attributes:
-        size: visits at once.
-        choices: what was measured, in the order in which steps of new shapes came.
-    """
+    """Serves the requests of interleaved visits; `choices` come in the order of steps of new shapes."""
 
     def __init__(self, size: int, clock: Clock = _now, ways: Sequence[str] = WAYS) -> None:
         """Start without recordings; of these ways the fastest is taken."""

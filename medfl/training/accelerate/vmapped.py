@@ -61,12 +61,7 @@ def trace_step(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -
 
 
 class GroupedStep(Interpreter):
-    """The operations of a step on the values of several networks.
-
-    Args:
-        operations: from `trace_step`.
-        count: networks, K.
-    """
+    """The operations of a step, from `trace_step`, on the values of several networks."""
 
     def __init__(self, operations: GraphModule, count: int) -> None:
         super().__init__(operations)  # type: ignore[no-untyped-call]
@@ -116,7 +111,9 @@ class GroupedStep(Interpreter):
             if plain.rstrip("_") in _ELEMENTWISE and _same_shapes(args):
                 return target(*args, **kwargs)
             return self._each(plain, args, kwargs)
-        if "batch_norm" in name and not all(arg.is_contiguous() for arg in args if _is_channel_statistic(arg)):
+        # What may be running statistics of all networks, which `torch.vmap` updates only in one piece.
+        by_channel = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim == 2]
+        if "batch_norm" in name and not all(arg.is_contiguous() for arg in by_channel):
             raise CannotBeGrouped("running statistics that do not lie in one piece would not be updated")
         return self._vmapped(target, args, kwargs)
 
@@ -159,8 +156,3 @@ def _same_shapes(args: Sequence[Any]) -> bool:
     if any(isinstance(arg, Tensor) for arg in args):
         return False
     return all(len({tensor.shape for tensor in row}) == 1 for row in zip(*lists, strict=True))
-
-
-def _is_channel_statistic(value: Any) -> bool:
-    """Return whether this may be a running statistic of all networks, which `torch.vmap` updates only in one piece."""
-    return isinstance(value, Tensor) and value.ndim == 2
