@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from medfl.compare.scheduling import Kind, Schedule, Start, allowance, describe_memory, fitting, next_start, remaining
+from medfl.compare.scheduling import Kind, Schedule, Start, allowance
 from medfl.core.gpu_memory import GIB
 
 MEMORY = 100 * GIB
@@ -40,12 +40,12 @@ def on_gpu(
     at_once: int = 8,
     alone: tuple[Run, ...] = (),
 ) -> Start[Run] | None:
-    taken = [int(size * GIB) for size in running]
-    return next_start(left, taken, seconds=seconds or {}, peaks=peaks, memory=MEMORY, at_once=at_once, alone=alone)
+    taken = [Start(Run("other"), int(size * GIB)) for size in running]
+    return Schedule(left, at_once, MEMORY, {**(seconds or {})}, {**peaks}, [*alone]).start(taken)
 
 
 def on_cpu(left: list[Run], running: int = 0, seconds: Mapping[Kind, float] | None = None) -> Start[Run] | None:
-    return next_start(left, [None] * running, seconds=seconds or {}, peaks={}, memory=None, at_once=2)
+    return Schedule(left, 2, seconds={**(seconds or {})}).start([Start(Run("other"))] * running)
 
 
 # One after the other
@@ -126,39 +126,50 @@ def test_a_run_that_has_to_be_alone_is() -> None:
 # What is said
 
 
-def test_how_many_fit() -> None:
-    kinds = [kind("fedavg")] * 3 + [kind("fedprox")]
-    assert fitting(kinds, gib(fedavg=10, fedprox=60), MEMORY, 8) == 4  # 3 x 11 + 66
-    assert fitting(kinds, gib(fedavg=10, fedprox=61), MEMORY, 8) == 3
-    assert fitting(kinds, gib(fedavg=10, fedprox=10), MEMORY, 2) == 2
-    assert fitting(kinds, {}, MEMORY, 8) == 1
-    assert fitting([], {}, MEMORY, 8) == 1
+@pytest.mark.parametrize(
+    ("peaks", "at_once", "count"),
+    [
+        (gib(fedavg=10, fedprox=60), 8, 4),  # 3 x 11 + 66
+        (gib(fedavg=10, fedprox=61), 8, 3),
+        (gib(fedavg=10, fedprox=10), 2, 2),
+        ({}, 8, 1),
+    ],
+)
+def test_how_many_fit(peaks: dict[Kind, int], at_once: int, count: int) -> None:
+    runs = [Run("fedavg", 0), Run("fedavg", 1), Run("fedavg", 2), Run("fedprox")]
+    assert Schedule(runs, at_once, MEMORY, peaks=peaks).fitting(MEMORY) == count
+    assert Schedule([], at_once, MEMORY).fitting(MEMORY) == 1
 
 
 def test_peaks_are_told_when_all_are_known() -> None:
     runs = [Run(method, seed) for seed in range(3) for method in ("fedavg", "fedprox")]
-    assert describe_memory(runs, runs, gib(fedavg=10), MEMORY, 8) == ""
-    assert describe_memory(runs, [], gib(fedavg=10, fedprox=20.6), MEMORY, 8) == ""
-    line = describe_memory(runs, runs[2:], gib(fedavg=10, fedprox=20.6), MEMORY, 8)
-    assert line == "peaks: fedavg 10.0 GiB, fedprox 20.6 GiB; up to 5 runs at a time on 100.0 GiB"
+    schedule = Schedule(runs, 8, MEMORY, peaks=gib(fedavg=10))
+    assert [*schedule.messages()] == []
+    schedule.peaks = gib(fedavg=10, fedprox=20.6)
+    schedule.left = []
+    assert [*schedule.messages()] == []
+    schedule.left = runs[2:]
+    line = "peaks: fedavg 10.0 GiB, fedprox 20.6 GiB; up to 5 runs at a time on 100.0 GiB"
+    assert [*schedule.messages()] == [line]
 
 
 def test_what_is_too_large_is_told() -> None:
     runs = [Run("fedavg", 0, "iid"), Run("fedavg", 1, "iid")]
-    line = describe_memory(runs, runs, {("fedavg", "iid"): 120 * GIB}, MEMORY, 8)
-    assert line == (
+    schedule = Schedule(runs, 8, MEMORY, peaks={("fedavg", "iid"): 120 * GIB})
+    assert [*schedule.messages()] == [
         "peaks: fedavg on iid 120.0 GiB; up to 1 run at a time on 100.0 GiB; "
         "alone, as there is no margin for more: fedavg on iid"
-    )
+    ]
 
 
 def test_the_time_that_is_left_counts_what_runs_and_what_waits() -> None:
     fedavg, scaffold = Run("fedavg"), Run("scaffold")
-    assert remaining([fedavg], [], {}, 2) is None
+    assert Schedule([fedavg], 2).remaining([]) is None
     seconds = {fedavg.kind: 10.0, scaffold.kind: 30.0}
-    assert remaining([fedavg, fedavg], [(scaffold, 10.0)], seconds, 2) == 20.0  # (10 + 10 + 20) / 2
-    assert remaining([], [(scaffold, 5.0), (fedavg, 50.0)], seconds, 2) == 25.0  # no run is shared between workers
-    assert remaining([Run("fedprox")], [], seconds, 1) == 20.0
+    assert Schedule([fedavg, fedavg], 2, seconds=seconds).remaining([(scaffold, 10.0)]) == 20.0  # (10 + 10 + 20) / 2
+    no_run_is_shared = Schedule([], 2, seconds=seconds).remaining([(scaffold, 5.0), (fedavg, 50.0)])
+    assert no_run_is_shared == 25.0
+    assert Schedule([Run("fedprox")], 1, seconds=seconds).remaining([]) == 20.0
 
 
 # A grid from its beginning to its end
