@@ -221,9 +221,9 @@ class _Inspector:
         if stem == "federated" and name == "partition" and str(node).startswith("file:"):
             raise Refused(f"{printable(node, 40)!r}, a table that only a user names")
         value = self._resolved(node)
-        for part in (
-            () if _is_free(place, stem) or self._is_statement(place, content, stem) else place
-        ):  # also of `x#reader#0`
+        is_free = _is_free(place, stem) or self._is_statement(place, content, stem)
+        checked = () if is_free else place  # every part of it, so that `x#reader#0` is one of the argument `reader`
+        for part in checked:
             read_as_false = part == "pretrained" and node is True and stem == "inference"  # habits.without_fetching
             if not read_as_false and (why := argument_refused(part, value)):
                 raise Refused(why)
