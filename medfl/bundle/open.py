@@ -162,17 +162,10 @@ def with_data(
 ) -> Opened:
     """Open a bundle on its images.
 
-    Args:
-        name: a shipped bundle's name, or the folder of any.
-        data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom, which is said.
-        config: overridden ids of its configuration.
-        device: where its networks live.
-        say: where lines for the user go.
-        seed: of splits that are drawn.
-        preferred: the split to take where the folder offers it.
-        bundle: the bundle with this configuration, if it was opened before; its data must not have been asked for.
-        policy: as `Bundle` takes it.
-        unlabelled: images without a label are training images too.
+    `data` is a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom, which is said.
+    `preferred` is the split to take where the folder offers it, `seed` that of splits that are drawn. `bundle` has this
+    configuration and was opened before; its data must not have been asked for. With `unlabelled` images without a label
+    are training images too.
 
     Raises:
         InputError: no such images, or another bundle's phantom is asked for.

@@ -26,13 +26,9 @@ _BATCH = 16
 
 
 class PartSections:
-    """Sections by name, as `medfl.bundle.sections.Sections`.
+    """Sections by name, as `medfl.bundle.sections.Sections`, of data as `Parts` takes them.
 
-    Args:
-        data: site -> section -> data set or loader, or site -> one of them.
-        prepare_batch: (batch, device, non_blocking) -> (inputs, targets).
-        batch_size: of a step; None: the loaders'.
-        labelled: each item has a class, which is looked for in the samples where no data list says it.
+    Where items are `labelled`, their class is looked for in the samples if no data list says it.
 
     Raises:
         InputError: data that cannot be divided; names site and section.

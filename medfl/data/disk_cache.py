@@ -67,12 +67,9 @@ def size_of(sample: Any) -> int:
 
 @dataclass(frozen=True)
 class DiskCache:
-    """Where samples too large for memory go.
+    """Where samples go that are too large for memory.
 
-    Attributes:
-        folder: holds the files; made when needed.
-        key: position -> what the sample's file is named by.
-        budget: bytes that the samples may take in memory together.
+    They become files of `folder`, named by `key` of their positions, beyond a `budget` of bytes in memory together.
     """
 
     folder: Path

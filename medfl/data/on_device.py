@@ -26,10 +26,6 @@ def within(allowance: int, memory: int) -> Free:
 
     The allowance is what a run of the same kind took alone on the device, its data included. So all that is left of it
     may hold data: the function returns twice as much, as `hold` fills half, but no more than that run had.
-
-    Args:
-        allowance: bytes that the tensors of this process may take.
-        memory: bytes that a process has which is alone on the device.
     """
 
     def free(device: torch.device) -> int:

@@ -44,15 +44,8 @@ def prepare(
 ) -> Prepared:
     """Return the items ready to be batched.
 
-    Args:
-        items: one record per item (id, label, ...).
-        source: the data set, taken apart.
-        collate: samples -> batch, as the data loader's.
-        prepare_batch: (batch, device, non_blocking) -> (inputs, targets), as the engine's.
-        label: what the progress bar says.
-        jobs: worker processes for long lists.
-        progress: show a bar.
-        cache: where samples go that are too large for memory; None keeps them there whatever their size.
+    Samples too large for memory go to `cache`; None keeps them there whatever their size. `label` is what the progress
+    bar says.
 
     Raises:
         InputError: an item cannot be read, or the images differ in their channels; names the item.

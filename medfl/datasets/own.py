@@ -184,12 +184,7 @@ def _record(uri: str, label: int, ident: str) -> Record:
 def notes(folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[str, Any]) -> tuple[str, ...]:
     """Return notes on a folder that the items of all sections are of: what is left out, whether patients are unknown.
 
-    Items of another kind of data list have no notes.
-
-    Args:
-        folder: of the images.
-        items: of all sections.
-        ids: `images`, `masks`, `labels` and `classes` of the bundle, those that it has.
+    Items of another kind of data list have no notes. `ids` are `images`, `masks`, `labels`, `classes` of the bundle.
     """
     root, used = Path(folder), {str(item.get("image")) for item in items}
     try:

@@ -46,13 +46,7 @@ def require_flare() -> None:
 def recipe(run: Run, carried: Sequence[Path], clients: list[str], controller: Any, executor: Any, least: int) -> Any:
     """Return the recipe of a run, for `SimEnv`, `PocEnv`, `ProdEnv` or `export`.
 
-    Args:
-        run: the run.
-        carried: files that the job takes along: its record, and what goes with it.
-        clients: FLARE's names of the sites.
-        controller: of the server's job process.
-        executor: of each site's.
-        least: sites without which FLARE neither starts the job nor lets it go on.
+    The job takes the `carried` files along; without `least` sites FLARE neither starts it nor lets it go on.
     """
     from nvflare.job_config.api import FedJob
     from nvflare.recipe.spec import Recipe

@@ -32,14 +32,10 @@ _BUILDERS: list[Mapping[str, Any]] = [
 
 
 class LocalFederation:
-    """A federation in a folder; as a context manager it ends all its processes.
+    """A federation in a new folder, for all its files; as a context manager it ends all its processes.
 
-    Args:
-        folder: a new folder, for all its files.
-        sites: FLARE's names.
-        allowed: class paths that FLARE may make besides its own, at server and sites.
-        environment: further variables of the processes.
-        builders: further builders of FLARE's provisioning; their output is signed.
+    FLARE may make the `allowed` classes besides its own, at server and sites; what further `builders` of its
+    provisioning make is signed.
     """
 
     def __init__(

@@ -174,12 +174,9 @@ def with_cases(payload: Payload, cases: Mapping[str, Cases]) -> Payload:
 
 
 def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) -> dict[str, Cases]:
-    """Return the outcomes in a payload, section -> cases.
+    """Return the outcomes in a payload that `with_cases` made, section -> cases.
 
-    Args:
-        payload: made by `with_cases`.
-        ids: section that was asked for -> ids of its cases, in their order.
-        sender: for the error text.
+    `ids` are section that was asked for -> ids of its cases, in their order.
 
     Raises:
         RunError: sections that were not asked for, or a number of outcomes other than that of the cases.

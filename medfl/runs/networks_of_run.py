@@ -125,12 +125,9 @@ class RunNetworks:
         return Task(kind, tuple(self.document.get("classes") or ()), self.bundle.embeddings)
 
     def models(self, site: str | None, data: str | None, say: Print) -> list[Model]:
-        """Return the global model, that of one site, or those of all.
+        """Return the global model (`site` None), that of one site, or those of all ("all").
 
-        Args:
-            site: whose; "all" for everybody's; None for the global one.
-            data: folder of the images, where it is another than the run's; only sites' models need them.
-            say: where lines for the user go.
+        `data` is the folder of the images, where it is another than the run's; only sites' models need them.
 
         Raises:
             InputError: there is no such model.

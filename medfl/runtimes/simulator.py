@@ -43,10 +43,6 @@ class Simulator:
     No process holds more than one site's State or broadcast, and the server's no more replies than a budget: what it
     needs of memory does not grow with the number of sites, but for names and scores.
 
-    Args:
-        execution: what to run, and how.
-        workers: what runs the tasks: (federation, jobs) -> workers.
-
     Raises:
         InputError: the tolerance does not fit the run.
     """

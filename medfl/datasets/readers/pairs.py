@@ -81,13 +81,8 @@ def paired(
 ) -> Table:
     """Return the records of the images that have a mask, each its own group.
 
-    Images without a mask are left out, which a note says; a mask without its image is a problem.
-
-    Args:
-        images: name -> URI.
-        masks: name of the image -> URI.
-        centre: name -> where the image was taken.
-        sections: split name -> section of all of them.
+    Images and masks are by the name of the image. Images without a mask are left out, which a note says; a mask without
+    its image is a problem. `centre` says where an image was taken, `sections` are split -> section of all of them.
     """
     table = Table()
     for key in sorted(images.keys() & masks.keys()):

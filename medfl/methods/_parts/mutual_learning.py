@@ -50,12 +50,8 @@ def proxy_model(site: Site, weights: Weights) -> nn.Module:
 def train_together(site: Site, private: nn.Module, proxy: nn.Module, loss: PairLoss, purpose: str) -> None:
     """Train both models on the same batches, in one step from the same forward passes.
 
-    Args:
-        site: data and settings.
-        private: its dropout is that of a model trained alone.
-        proxy: draws its dropout from a stream of its own.
-        loss: of both; what one of them holds constant it detaches.
-        purpose: name of the proxy's stream.
+    The private model's dropout is that of one trained alone, the proxy draws its own from the stream `purpose`. `loss`
+    is of both; what one of them holds constant it detaches.
     """
     beside = SideStream(site, purpose)
 

@@ -62,13 +62,7 @@ class LessonOptions(PublicData, PixelWeights):
 
 
 class Lesson:
-    """The public half of a site's round.
-
-    Args:
-        options: how it is taught.
-        site: whose public data, seed and device it has.
-        state: what `LessonOptions.first_lesson` or an earlier lesson's `state` returned.
-        network: the site's, theta with phi.
+    """The public half of a site's round; `state` is what the first lesson or an earlier one's `state` returned.
 
     Attributes:
         trained: psi, and normalisation layers for public batches where they are separate.

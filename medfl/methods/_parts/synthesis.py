@@ -105,10 +105,7 @@ def common_shape(introductions: Mapping[str, Message]) -> list[int]:
 def check_received(down: Message, dimension: int, shape: Mapping[str, float]) -> dict[str, int]:
     """Compare a generator that a server sent with the one that a site expects; return its version and image size.
 
-    Args:
-        down: a broadcast with the group `generator`.
-        dimension: length of z.
-        shape: of the site's images, by `AXES`; empty at a site without any.
+    z has this dimension, and the site's images the shape, by `AXES`; empty at a site without any.
 
     Raises:
         RunError: it is for other images or conditions, or no generator.
