@@ -89,11 +89,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        """Open the folder of an earlier run.
-
-        Raises:
-            InputError: there is no run in it.
-        """
+        """Open the folder of an earlier run; InputError if there is none in it."""
         require_run(path)
         return cls(path)
 

@@ -138,11 +138,7 @@ class SiteConfig:
         return cls(**{**given, **places})
 
     def checked_policy(self) -> Policy:
-        """Return the policy, after an inspection of the bundle by it.
-
-        Raises:
-            InputError: the bundle is refused.
-        """
+        """Return the policy, after an inspection of the bundle by it; InputError if that is refused."""
         policy = Policy.read(Path(self.policy)) if self.policy else Policy()
         inspect(shipped_folders().get(self.bundle, Path(self.bundle)), policy).require()
         return policy

@@ -77,11 +77,7 @@ def _block(wide_in: int, wide_out: int) -> list[nn.Module]:
 
 
 def check_size(height: int, width: int) -> None:
-    """See that the generator can make images of this size.
-
-    Raises:
-        InputError: it cannot; names the size.
-    """
+    """See that the generator can make images of this size; InputError, which names it, if not."""
     if height % _STEPS or width % _STEPS or min(height, width) < _STEPS:
         raise InputError(
             f"images of {height} x {width} pixels",

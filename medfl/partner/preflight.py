@@ -135,11 +135,7 @@ class PreflightOptions:
 
 
 def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
-    """Look at everything.
-
-    Raises:
-        InputError: there is no such bundle.
-    """
+    """Look at everything; InputError if there is no such bundle."""
     report = Preflight(options.bundle, options.data or "the data folder of the bundle")
     accepted = _check_inspection(report, options)
     here = ", ".join(f"{name} {version}" for name, version in versions().items())

@@ -100,11 +100,7 @@ def check_name(name: str) -> None:
 
 
 def load(name: str) -> Runtime:
-    """Return a runtime by its name or dotted path.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return a runtime by its name or dotted path; InputError if there is none."""
     check_name(name)
     module, _, attribute = SHIPPED.get(name, name).partition(":")
     try:

@@ -60,11 +60,7 @@ class Noted(Protocol):
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one.
-
-    Raises:
-        InputError: an empty place in it.
-    """
+    """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one; InputError for an empty place."""
     names = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
     if "" in names:
         raise InputError(f"teachers={text}", "teachers is NAME,NAME,...", "drop the comma that is too much")
