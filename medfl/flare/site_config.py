@@ -95,11 +95,7 @@ class SiteConfig:
 
     @classmethod
     def read(cls, path: Path) -> SiteConfig:
-        """Read a site's file.
-
-        Raises:
-            InputError: it cannot be read, or has an entry that is not allowed.
-        """
+        """Read a site's file; InputError if it cannot be read, or has an entry that is not allowed."""
         advice = "see docs/deploy.md, Across machines with NVIDIA FLARE"
         try:
             text = decode_text(path.read_bytes()[:_BYTES])

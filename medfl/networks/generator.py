@@ -42,11 +42,7 @@ class Generator(nn.Module):
     """
 
     def __init__(self, dimension: int, channels: int, height: int, width: int) -> None:
-        """Build the network with PyTorch's initialisation.
-
-        Raises:
-            InputError: height or width is not a multiple of 16.
-        """
+        """Build the network with PyTorch's initialisation; InputError if a side is not a multiple of 16."""
         check_size(height, width)
         super().__init__()
         self.start = (_WIDTH, height // _STEPS, width // _STEPS)

@@ -76,11 +76,7 @@ class Preflight:
             self.add(topic, FAILED, text, advice)
 
     def require(self) -> None:
-        """Raise where something failed.
-
-        Raises:
-            InputError: names the first, and how many there are.
-        """
+        """Raise an InputError where something failed, which names the first, and how many there are."""
         failed = [line for line in self.lines if line.level == FAILED]
         if failed:
             more = f" (and {len(failed) - 1} more)" if failed[1:] else ""

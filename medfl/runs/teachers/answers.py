@@ -252,11 +252,7 @@ def _answer(teacher: Teacher, questions: Questions, positions: Sequence[int]) ->
 
 
 def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], answer: Tensor) -> NDArray[Any]:
-    """Return a batch of answers as it is kept.
-
-    Raises:
-        InputError: another shape, no distributions, or NaN.
-    """
+    """Return a batch of answers as it is kept; InputError for another shape, no distributions, or NaN."""
     values = answer.detach().float().cpu()
     classifies = questions.bundle.task == "classification"
     names = public_classes(questions.bundle)
