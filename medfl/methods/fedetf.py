@@ -83,7 +83,7 @@ class FedETF(SiteModels, Method):
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message, purpose: str = "local") -> FitReport:
         """Train body, projection and tau by balanced softmax."""
-        prior = log_prior(site, _head(model).etf.shape[1], self.gamma)
+        prior = log_prior(site, site.task.num_classes, self.gamma)
         return fit(model, site, objective=lambda network, x, y: site.loss(network(x) + prior, y), purpose=purpose)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
@@ -93,7 +93,8 @@ class FedETF(SiteModels, Method):
         model = site.network()  # not a leased one: its simplex is changed for good
         model.load_state_dict(down["weights"])
         self.train(model.train(), site, state, down, "finetune")
-        layer = _head(model)
+        layer = head(model)
+        assert isinstance(layer, SimplexHead)
         simplex_here = layer.etf.clone()
         del layer.etf
         layer.etf = nn.Parameter(simplex_here)
@@ -110,12 +111,6 @@ def simplex(dimension: int, classes: int) -> Tensor:
     orthonormal: Tensor = torch.linalg.qr(torch.rand(dimension, classes)).Q
     centred = torch.eye(classes) - torch.ones(classes, classes) / classes
     return orthonormal.mul((classes / (classes - 1)) ** 0.5) @ centred
-
-
-def _head(network: nn.Module) -> SimplexHead:
-    layer = head(network)
-    assert isinstance(layer, SimplexHead)
-    return layer
 
 
 METHOD = FedETF

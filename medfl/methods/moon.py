@@ -84,11 +84,8 @@ class MOON(Method):
 def contrastive(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
     """Return the mean of -log[e^(s_g / tau) / (e^(s_g / tau) + e^(s_p / tau))] = log(1 + e^((s_p - s_g) / tau)).
 
-    Args:
-        z: features (B, d), or maps (B, d, H, W[, D]), which are averaged over space.
-        z_g: those of the received model, which attracts.
-        z_p: those of the previous model, which repels.
-        tau: temperature.
+    z are features (B, d), or maps (B, d, H, W[, D]), which are averaged over space; z_g of the received model attract,
+    z_p of the previous one repel.
     """
     z, z_g, z_p = (value.flatten(2).mean(2) if value.ndim > 2 else value for value in (z, z_g, z_p))
     return softplus((cosine_similarity(z, z_p) - cosine_similarity(z, z_g)) / tau).mean()
