@@ -56,11 +56,7 @@ def begin() -> None:
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Raise an InputError if a portable run has a setting whose results depend on the machine.
-
-    Args:
-        values: settings by name; what is left open (None) is let pass.
-    """
+    """Raise an InputError if a portable run has a setting whose results depend on the machine; None is let pass."""
     if not values.get("portable"):
         return
     given = {

@@ -69,12 +69,12 @@ def read_resources(path: Path) -> dict[str, Any]:
     return read_kit_file(source) if source.is_file() else {"format_version": 2}
 
 
-def allow_classes(resources: Path, classes: Sequence[str], never: Sequence[str] = ()) -> None:
+def allow_classes(resources: Path, classes: Sequence[str]) -> None:
     """Change the list of classes that FLARE may make at a site, keeping the file's other entries."""
     from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
     document = read_resources(resources)
-    listed = [name for name in document.get("class_allow_list") or DEFAULT_CLASS_ALLOW_LIST if name not in never]
+    listed = list(document.get("class_allow_list") or DEFAULT_CLASS_ALLOW_LIST)
     document["class_allow_list"] = listed + [name for name in classes if name not in listed]
     resources.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(resources, json.dumps(document, indent=4).encode())

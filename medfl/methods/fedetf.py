@@ -11,6 +11,7 @@ Departures: the bundle's loss stands for cross-entropy; no fine-tuning by defaul
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,8 @@ class FedETF(SiteModels, Method):
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message, purpose: str = "local") -> FitReport:
         """Train body, projection and tau by balanced softmax."""
-        prior = log_prior(site, site.task.num_classes, self.gamma)
+        layer: Any = head(model)  # a SimplexHead
+        prior = log_prior(site, layer.etf.shape[1], self.gamma)
         return fit(model, site, objective=lambda network, x, y: site.loss(network(x) + prior, y), purpose=purpose)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
@@ -93,8 +95,7 @@ class FedETF(SiteModels, Method):
         model = site.network()  # not a leased one: its simplex is changed for good
         model.load_state_dict(down["weights"])
         self.train(model.train(), site, state, down, "finetune")
-        layer = head(model)
-        assert isinstance(layer, SimplexHead)
+        layer: Any = head(model)
         simplex_here = layer.etf.clone()
         del layer.etf
         layer.etf = nn.Parameter(simplex_here)

@@ -38,9 +38,8 @@ _WITHIN = ("model", "state_dict", "model_state_dict", "network")
 def take(bundle: Bundle, text: str) -> str:
     """Let a bundle's networks begin as `--init` says, and return what the record says of it.
 
-    Args:
-        bundle: the run's; the weights are compared with its network when the federation is made.
-        text: FILE, run:DIR or bundle:DIR; "" for weights that are drawn; what a record said is left as it is.
+    Without a text weights are drawn; what a record said is left as it is. The weights are compared with the network
+    when the federation is made.
 
     Raises:
         InputError: no weights are there.

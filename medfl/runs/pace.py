@@ -71,12 +71,7 @@ def steps(run: Run) -> str:
 
 
 def still_rising(scores: Sequence[float], command: str) -> str:
-    """Return a line where a validation metric was still rising at the end of a run, "" where it was not.
-
-    Args:
-        scores: of each round that was validated; higher is better.
-        command: that goes on with the run.
-    """
+    """Return a line where a validation metric was still rising at the end of a run, "" where it was not."""
     part = len(scores) // 3
     if part < 1 or not all(map(math.isfinite, scores)):
         return ""

@@ -109,11 +109,7 @@ class Exchange(Workers):
 
 
 class _TaskStates(States):
-    """A site's State in the files of the run folder that a task names.
-
-    Attributes:
-        written: whether there is a new State.
-    """
+    """A site's State in the files of the run folder that a task names; `written` tells whether there is a new one."""
 
     def __init__(self, task: RoundTask, new_state: Path | None, device: torch.device) -> None:
         super().__init__()

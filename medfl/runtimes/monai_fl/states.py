@@ -73,12 +73,7 @@ class States:
 
 
 class StatesInFolder(States):
-    """States in files, from which a site goes on after it was stopped.
-
-    Args:
-        folder: of this site and run alone; it is made when the first State is kept.
-        device: where the tensors are wanted.
-    """
+    """States in files, from which a site goes on after it was stopped; the folder is this site's and run's alone."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         """Point at the folder."""
