@@ -37,11 +37,6 @@ def read(bundle: Bundle, section: str, folder: str) -> dict[str, dict[str, Any]]
 
     Age is in years; a key that the data do not have is left out, a value that is missing for a case is `UNKNOWN`, of
     age None.
-
-    Args:
-        bundle: opened on its data.
-        section: train, validate or test.
-        folder: of the data; "" where the bundle says it.
     """
     items = bundle.items(section)
     cases: dict[str, dict[str, Any]] = {

@@ -200,13 +200,7 @@ class Reading:
                     yield key.replace("::", "#"), Path(os.path.abspath(value))
 
     def correct(self, layout: Layout, why: BaseException, table: Table | None) -> None:
-        """Give data lists the sections and fields that an error misses, or other values where theirs do not serve.
-
-        Args:
-            layout: is changed, if the error says how.
-            why: the error.
-            table: the data list that was read last; None where an item passed its transforms.
-        """
+        """Give data lists the sections and fields that an error misses, or other values where theirs do not serve."""
         text = str(why)
         if wrong := re.search(r"([^/\s'\"]+)/case_\d+", text):
             for fields in (each.fields for each in layout.tables.values() if wrong[1] in each.fields):

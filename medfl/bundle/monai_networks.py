@@ -31,10 +31,6 @@ _ADAPTERS = ("NetAdapter", "TorchVisionFCModel")
 def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
     """Return overrides in which a network of MONAI is a component: ids that exist -> value.
 
-    Args:
-        values: the overrides.
-        content: the configuration, or any mapping with its ids.
-
     Raises:
         InputError: there is no such network, it may not be made, or lacks arguments.
     """

@@ -13,14 +13,7 @@ SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/downlo
 
 
 def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]:
-    """Return the content of metadata.json.
-
-    Args:
-        name: of the bundle.
-        seen: the images.
-        side: pixels to which pictures are resized.
-        kind: of the images, in words.
-    """
+    """Return the content of metadata.json."""
     segments = seen.kind != "labelled"
     shape = list(seen.patch) if seen.kind == "volumes" else [side, side]
     rgb = seen.channels == 3 and seen.kind != "volumes"

@@ -15,15 +15,7 @@ from medfl.bundle.sections import Section
 
 
 def notes(root: Path, config: Configuration, trainer: str, train: Section, scheduled: bool) -> Iterator[str]:
-    """Yield the notes of a bundle.
-
-    Args:
-        root: its folder.
-        config: its training configuration.
-        trainer: id of its trainer.
-        train: its training data.
-        scheduled: whether its learning rate schedule is run.
-    """
+    """Yield the notes of a bundle."""
     own = own_steps(config, trainer)
     inferer, amp = (config.raw(f"{trainer}#{part}")[1] for part in ("inferer", "amp"))
     sampler, modules = getattr(train.loader, "sampler", None), sorted(own_modules(root))

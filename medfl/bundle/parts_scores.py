@@ -49,13 +49,7 @@ class OwnMasks(MaskEvaluator):
 
 
 class OwnCases(CaseEvaluator):
-    """Any other task: the loss, and the given metrics.
-
-    Args:
-        loss: (output, target) -> loss.
-        inferer: (inputs, network) -> output.
-        metrics: name -> (output, target) -> number.
-    """
+    """Any other task: the loss, and the given metrics."""
 
     def __init__(self, loss: Callable[[Any, Any], Tensor], inferer: Callable[..., Any], metrics: Metrics) -> None:
         """Keep them."""

@@ -39,11 +39,6 @@ def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
     Every frame of a group is combined with every noun of it: `{noun}` becomes the noun, `{a noun}` the noun with the
     article that it is written with ("an image").
 
-    Args:
-        node: the configuration's content.
-        classes: class names in label order.
-        where: the file, for error texts.
-
     Raises:
         InputError: another form, a class without words, prompts that do not differ; or other classes, another number
             or order of them: names both lists.

@@ -25,11 +25,6 @@ _OF_SITES: Mapping[str, str] = {"labels": "site_labels", "channels": "site_chann
 def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()) -> dict[str, Any]:
     """Return a protocol's values, complete, with the presets laid over them in their order.
 
-    Args:
-        bundle: its name, for errors.
-        values: the content of its federated.yaml.
-        presets: names of presets in it.
-
     Raises:
         InputError: no such preset, one that sets what no run has, or a table that is none.
     """

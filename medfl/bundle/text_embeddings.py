@@ -231,14 +231,7 @@ def _open(plm: str, model: str | None, download: bool, masked: bool) -> tuple[nn
 
 @contextmanager
 def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool = False) -> Iterator[None]:
-    """Read a model in this block, from this machine unless it may be downloaded.
-
-    Args:
-        what: the model, for error texts.
-        reader: the package that reads it.
-        advice: what to do where it is not here.
-        instead: what does without that package.
-        download: let the hub's client reach for the network.
+    """Read a model in this block, from this machine unless the hub's client may `download` it.
 
     Raises:
         InputError: the model or the package is not here.

@@ -45,13 +45,7 @@ class MeanSd:
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one partition.
-
-    Attributes:
-        method: its label.
-        partition: the partition's spec.
-        runs: seed -> run.
-    """
+    """One method on one partition: its label, the partition's spec, and seed -> run."""
 
     method: str
     partition: str

@@ -13,15 +13,7 @@ from medfl.core.names import check_method_name
 
 @dataclass(frozen=True)
 class Entry:
-    """A method of the grid.
-
-    Attributes:
-        label: what the user typed.
-        method: its name.
-        options: of the method.
-        settings: of the run, where they are its own.
-        trials: of the search that has chosen them (`medfl tune`); None: there was none.
-    """
+    """A method of the grid, as `label` has it; `trials` are those of the search that has chosen its options."""
 
     label: str
     method: str

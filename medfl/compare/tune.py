@@ -46,14 +46,8 @@ def tune(
 ) -> tuple[dict[str, Any], Comparison | None, dict[str, str]]:
     """Run what is missing of a search in a folder, write best.json, and run the chosen settings whole.
 
-    Of several seeds the mean of the validation metric's best round counts; of equal trials the first one.
-
-    Args:
-        grid: with the trials as its entries, and `search`.
-        out: folder; a new one, or one of the same search.
-        at_once: as for `compare`.
-        progress: likewise.
-        say: likewise.
+    The grid has the trials as its entries; what is not told here is as for `compare`. Of several seeds the mean of the
+    validation metric's best round counts; of equal trials the first one.
 
     Returns:
         The content of best.json; the comparison of the chosen settings' runs; title -> error of runs that failed.

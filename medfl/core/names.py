@@ -36,10 +36,6 @@ def is_name(text: Any) -> bool:
 def check_name(text: Any, what: str) -> str:
     """Return a name from outside.
 
-    Args:
-        text: it.
-        what: it names, as "site".
-
     Raises:
         InputError: it is none.
     """
@@ -119,11 +115,6 @@ def naming_any(trust: bool) -> Iterator[None]:
 
 def refuse_unnamed(path: str, what: str, file: Path) -> None:
     """Refuse a module that a file names by a dotted path, unless the user has named it too or it is imported already.
-
-    Args:
-        path: of a method or runtime, or its name where it ships.
-        what: "method" or "runtime".
-        file: that names it.
 
     Raises:
         InputError: to import it would run what the file's author has chosen.

@@ -30,11 +30,7 @@ def width() -> int:
 def bar(items: Any = None, total: int | None = None, *, shown: bool, **settings: Any) -> Any:
     """Return tqdm's progress bar on stderr, 80 columns wide where the terminal does not know its own width.
 
-    Args:
-        items: what is iterated over; None: `update` counts.
-        total: how many there are.
-        shown: whether it is.
-        settings: further ones of tqdm.
+    Without `items` its `update` counts, up to `total`.
     """
     from tqdm import tqdm
 

@@ -34,11 +34,6 @@ Count = Annotated[int, range(2**63)]
 def read_record(kind: type[R], document: Any, where: str = "") -> R:
     """Return the dataclass that a JSON object describes: lists become tuples, and objects in it records too.
 
-    Args:
-        kind: the dataclass.
-        document: the JSON value.
-        where: dotted name of the record within its file.
-
     Raises:
         ValueError: an entry is missing, is not of its field's type, or belongs to no field; names it.
     """
@@ -105,10 +100,6 @@ def type_mismatches(declared: type | Callable[..., Any], values: Mapping[str, An
     """Yield (name, value, allowed type in words) for each value that is not of its field's or argument's type.
 
     An int passes for a float and a list for a tuple; True and False are not numbers.
-
-    Args:
-        declared: a dataclass, or a function.
-        values: field or argument -> value, of some or all of its fields.
     """
     hints = _HINTS(declared)
     for name, value in values.items():

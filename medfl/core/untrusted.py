@@ -89,13 +89,7 @@ def _at_once(path: str, flags: int) -> int:
 
 
 def read_json(path: Path, allowed: str, advice: str, most: int = JSON_BYTES) -> Plain:
-    """Return the values of a JSON file that somebody else may have written.
-
-    Args:
-        path: the file; a link to one is followed.
-        allowed: what it should be, for the error text.
-        advice: likewise what to do.
-        most: bytes.
+    """Return the values of a JSON file of at most `most` bytes that somebody else may have written; links are followed.
 
     Raises:
         InputError: it cannot be read, is no JSON, or exceeds a bound.

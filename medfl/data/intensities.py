@@ -20,10 +20,6 @@ def constants(steps: Sequence[Any], key: str = "image") -> Constants:
 
     Random transforms vary that, and are left out.
 
-    Args:
-        steps: the transforms.
-        key: of the image.
-
     Raises:
         InputError: they scale each image by its own values, or by what cannot be read; names the transform.
     """

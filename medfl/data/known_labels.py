@@ -95,13 +95,7 @@ class Known:
 
 @dataclass(frozen=True)
 class PartialLoss:
-    """A bundle's loss over what a site's masks show.
-
-    Attributes:
-        loss: the bundle's.
-        known: what they show.
-        naive: let the loss take what they do not show for background.
-    """
+    """A bundle's loss over what a site's masks show; `naive` lets it take what they do not show for background."""
 
     loss: Callable[..., Tensor]
     known: Known

@@ -153,14 +153,7 @@ def foreground(names: Sequence[str], count: int) -> list[str]:
 def by_structure(
     summary: Mapping[str, float], measured: Collection[str], names: Sequence[str], cases: int
 ) -> dict[str, dict[str, float | None]]:
-    """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number.
-
-    Args:
-        summary: what `metrics.summarise` makes of the cases.
-        measured: the names of the metrics that each case has.
-        names: of the structures, those of a bundle.
-        cases: how many there are.
-    """
+    """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number."""
     numbered = [f"class {index}" for index in range(1, len(measured))]
     named, others = ([name for name in some if f"dice_{slug(name)}" in measured] for some in (names, numbered))
     found: dict[str, dict[str, float | None]] = {}

@@ -23,9 +23,6 @@ _OF_METHOD = ("network", "method", "options", "task", "classes", "embeddings")
 class EditedConfig:
     """A configuration file that is changed id by id.
 
-    Args:
-        path: a JSON or YAML file.
-
     Raises:
         InputError: it is not valid.
     """

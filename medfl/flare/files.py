@@ -70,13 +70,7 @@ def read_resources(path: Path) -> dict[str, Any]:
 
 
 def allow_classes(resources: Path, classes: Sequence[str], never: Sequence[str] = ()) -> None:
-    """Change the list of classes that FLARE may make at a site, keeping the file's other entries.
-
-    Args:
-        resources: `local/resources.json` of a startup kit.
-        classes: to add.
-        never: to remove.
-    """
+    """Change the list of classes that FLARE may make at a site, keeping the file's other entries."""
     from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
     document = read_resources(resources)

@@ -106,15 +106,8 @@ def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: An
 def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings: Any) -> dict[str, Any]:
     """Execute the run in a folder on FLARE, in processes on this machine, and return the summary.
 
-    The processes' output goes to `flare/` in the folder, which is removed unless the run fails. Errors are those of
-    `Simulator.execute`.
-
-    Args:
-        run: the run.
-        folder: where its run.json is.
-        say: takes lines for the user.
-        poc: run a federation with certificates, server and sites instead of FLARE's simulator.
-        settings: further arguments of `MedflController`.
+    They are those of FLARE's simulator, or with `poc` of a federation with certificates, server and sites. Their output
+    goes to `flare/` in the folder, which is removed unless the run fails. Errors are those of `Simulator.execute`.
     """
     beside = folder.resolve() / FLARE_FOLDER
     for _ in range(50):  # processes of a run that was killed may still write their last lines

@@ -29,12 +29,7 @@ _WITHHELD = (*_OPERATION, "show_errors", "configure_job_log", "configure_site_lo
 
 
 def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
-    """Write and check the permissions of a kit.
-
-    Args:
-        kit: the startup kit.
-        kind: "site" or "server".
-        classes: all class paths that a job may name.
+    """Write and check the permissions of a kit of a "site" or "server", whose jobs may name these classes.
 
     Raises:
         InputError: the kit's own authorization grants code or commands, or the kit accepts unsigned jobs.

@@ -14,13 +14,7 @@ _OURS = re.compile(r"\(ours\b|\bours[;)]")
 
 
 def departures(methods: Iterable[str], protocols: Mapping[str, Mapping[str, Any]], notes: Iterable[str]) -> list[str]:
-    """Return lines of a list: the notes, each bundle's protocol and presets, and each method's departures.
-
-    Args:
-        methods: names; each counts once.
-        protocols: name of a bundle -> the values of its federated.yaml.
-        notes: the table's.
-    """
+    """Return lines of a list: the notes, each bundle's protocol and presets, and each method's departures."""
     lines = [f"- {note}" for note in notes]
     lines += [f"- bundle {name}: {values['protocol']}" for name, values in protocols.items() if values.get("protocol")]
     for name in dict.fromkeys(methods):

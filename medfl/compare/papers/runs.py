@@ -44,20 +44,9 @@ def run(
 ) -> tuple[list[str], int, dict[str, Any]]:
     """Run what is missing of a published table, a folder a bundle, and compare.
 
-    Args:
-        table: the table.
-        out: folder.
-        bundle: only this one of the table's bundles.
-        methods: only these, by the name of the method (all its variants) or of the table's row.
-        seeds: used instead of the table's.
-        partitions: only these of the table's.
-        scale: part of the rounds.
-        options: for all methods that have them; they take the place of the table's, and are printed.
-        config: of the bundle, likewise.
-        requested: other settings, likewise.
-        at_once: runs at the same time.
-        progress: show a bar.
-        say: where lines for the user go.
+    Only this bundle, these methods (a method's name is all its variants, a row's is one), seeds and partitions, and
+    this `scale` of the rounds are run; `options` are for all methods that have them, take the place of the table's, and
+    are printed.
 
     Returns:
         lines to print, exit code, document.

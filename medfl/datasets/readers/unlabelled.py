@@ -34,11 +34,6 @@ _READ = f"files that end in {', '.join(ENDINGS)}, DICOM series, .zip archives of
 def unlabelled(folder: str | Path, series: bool = True, channels: int = 1) -> list[dict[str, str]]:
     """Return {id, image} of every image below a folder, the id its path there: a data list of unlabelled images.
 
-    Args:
-        folder: of the images.
-        series: as of `named`.
-        channels: of an image, as of `joined`.
-
     Raises:
         InputError: there is no such folder, or no image in it.
     """
