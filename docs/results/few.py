@@ -2,6 +2,7 @@
 
     python docs/results/few.py HAM10000 OUT --most 150           at most so many images of each class
     python docs/results/few.py MEDNIST OUT --every 2             OUT/public: every second image, OUT/private: the rest
+    python docs/results/few.py HAM10000 OUT --most 500 --every 4    both: every fourth lesion is public
 
 Lesions are taken by the hash of their names. Archives are linked, not copied.
 """
@@ -63,17 +64,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with labels.csv and images_<centre>.zip, or with mednist_<side>.npz")
     parser.add_argument("out", type=Path)
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--most", type=int, help="images of a class")
-    asked.add_argument("--every", type=int, help="one image of so many is public")
+    parser.add_argument("--most", type=int, help="images of a class")
+    parser.add_argument("--every", type=int, help="one image or lesion of so many is public")
     options = parser.parse_args()
-    if options.every:
+    if not options.most and not options.every:
+        parser.error("give --most, --every or both")
+    table = options.folder / "labels.csv"
+    if not table.exists():
         (archive,) = options.folder.glob("*.npz")
         cut(archive, options.every, options.out)
         return
-    with (options.folder / "labels.csv").open(newline="") as file:
+    with table.open(newline="") as file:
         rows: list[Mapping[str, str]] = list(csv.DictReader(file))
-    write(options.folder, few(rows, options.most), options.out)
+    rows = few(rows, options.most) if options.most else rows
+    if not options.every:
+        write(options.folder, rows, options.out)
+        return
+    for name, public in (("public", True), ("private", False)):
+        kept = [row for row in rows if (int(_hash(row)[-8:], 16) % options.every == 0) == public]
+        write(options.folder, kept, options.out / name)
 
 
 if __name__ == "__main__":

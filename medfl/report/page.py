@@ -86,6 +86,7 @@ def context(run: RunFiles) -> dict[str, Any]:
         "phantom": run.phantom,
         "public": run.public,
         "finished": run.finished,
+        "rise": run.rise,
         "rounds": run.rounds,
         "summary": run.summary,
         "sites": [

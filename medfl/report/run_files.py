@@ -20,6 +20,7 @@ from medfl.evaluation.mask_metrics import slug
 
 _SOURCE = "a folder that `medfl run` or `medfl compare` wrote"
 _REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
+_RISE = 0.005
 KINDS = (("received", "Global model"), ("personal", "Personalised"), ("local", "Local only"))
 """The models that a site's test items are scored with, and their titles."""
 POOLED = {
@@ -130,6 +131,19 @@ class RunFiles:
         told = self.summary or {}
         wanted = told["rounds"] if told.get("status") == "stopped" else self.record["rounds"]
         return self.summary is not None and len(self.rounds) >= int(wanted)
+
+    @property
+    def rise(self) -> tuple[float, float] | None:
+        """The best validation metric before the last third of the rounds and in it, None where it no longer rose."""
+        scores = [row["val"][self.key] for row in self.rounds if self.key in (row.get("val") or ())]
+        part = len(scores) // 3
+        finite = all(isinstance(score, int | float) and math.isfinite(score) for score in scores)
+        if part < 1 or not finite or (self.summary or {}).get("status") == "stopped":
+            return None
+        before, last = max(scores[:-part]), max(scores[-part:])
+        if last - before < _RISE or scores[-1] < last - (last - before) / 2:
+            return None
+        return before, last
 
     @property
     def judged(self) -> str:

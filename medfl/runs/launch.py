@@ -26,9 +26,9 @@ from medfl.data.on_device import Free, free_memory
 from medfl.data.prepared import Prepared
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
-from medfl.report import write_report
+from medfl.report import RunFiles, write_report
 from medfl.runs import early
-from medfl.runs.pace import steps, still_rising
+from medfl.runs.pace import steps
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
 from medfl.runs.resume import LISTED as _LISTED
 from medfl.runs.resume import (
@@ -222,13 +222,11 @@ def federate(
     if untested:
         return {**summary, "folder": str(path)}
     write_report(path)
-    rows = [json.loads(row) for row in (path / "rounds.jsonl").read_text("utf-8").splitlines()]
-    scores = [row["val"][key] for row in rows if (key := plan.bundle.key_metric) in row.get("val", {})]
     further = f"medfl run --resume --out {whole_of(path)} --rounds {2 * run.rounds}"
     if is_parts(run.bundle_path):
         further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
-    if not summary.get("stopped") and (note := still_rising(scores, further)):
-        say(f"note: {note}")
+    if rise := RunFiles.read(path).rise:
+        say(f"note: validation was still rising at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}")
     return {**summary, "folder": str(path)}
 
 

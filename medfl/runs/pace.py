@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from medfl.core.run import Run
@@ -15,7 +15,6 @@ _WANTED, _LEAST_BATCH, _MOST_EPOCHS = 20, 2, 10
 _IN_ALL = {"segmentation": 240}
 _IN_ALL_ELSE = 640  # an image says one class, a mask one for each pixel
 _LEAST_ROUNDS, _MOST_ROUNDS, _MOST_IMAGES = 5, 30, 20_000
-_RISE = 0.005
 
 
 def fitted(chosen: Mapping[str, Any], sizes: Collection[int], most: int, task: str) -> dict[str, Any]:
@@ -68,14 +67,3 @@ def steps(run: Run) -> str:
     better = fitted({"batch_size": AUTO, "local_epochs": AUTO, "rounds": 1}, [counts[name]], run.batch_size, "")
     advice = f"--batch-size {better['batch_size']} --local-epochs {better['local_epochs']}"
     return f"{line}; few at {name}, which has {counts[name]} training images: more are had with {advice}"
-
-
-def still_rising(scores: Sequence[float], command: str) -> str:
-    """Return a line where a validation metric was still rising at the end of a run, "" where it was not."""
-    part = len(scores) // 3
-    if part < 1 or not all(map(math.isfinite, scores)):
-        return ""
-    before, last = max(scores[:-part]), max(scores[-part:])
-    if last - before < _RISE or scores[-1] < last - (last - before) / 2:
-        return ""
-    return f"validation was still rising at the end, from {before:.3f} to {last:.3f}: go on with {command}"

@@ -12,7 +12,7 @@ from medfl.bundle.protocol import options_for, resolved
 from medfl.compare import papers
 from medfl.compare.papers import tables
 from medfl.compare.papers.departures import departures
-from medfl.compare.papers.runs import presets_of
+from medfl.compare.papers.runs import _ours, presets_of
 from medfl.methods import load, options_of
 
 
@@ -111,10 +111,12 @@ def test_fedmr_s_isic2019_rows_have_its_protocol(key: str, number: int) -> None:
         "isic19", "efficientnet_b0", 128, 0.01, 0,
     )  # fmt: skip
     assert found["partition"] == "centre", "rosendahl whole"
+    (told,) = (line for line in _ours(tables.load(key), [grid]) if line.startswith("- bundle "))
+    assert told.startswith("- bundle isic19, preset paper-fedmr: FedMR's ISIC2019 row"), "not FedHelp's protocol"
 
 
 def test_the_list_of_departures_is_made_from_docstrings_and_options() -> None:
-    lines = departures(["ccvr", "fedavg", "ccvr"], {"x": {"protocol": "a split of ours"}, "y": {}}, ["a note"])
+    lines = departures(["ccvr", "fedavg", "ccvr"], {"bundle x": "a split of ours", "bundle y": ""}, ["a note"])
     assert lines[:2] == ["- a note", "- bundle x: a split of ours"]
     assert sum("ccvr: Departures. The paper calibrates once" in line for line in lines) == 1
     ours = {one["name"] for one in options_of(type(load("ccvr"))) if "(ours)" in one["help"]}

@@ -258,7 +258,7 @@ def test_values_without_a_name_are_refused(tmp_path: Path) -> None:
 # BIDS
 
 
-def bids(root: Path) -> Path:
+def bids(root: Path, entities: str = "label-lesion_desc-expert") -> Path:
     root.mkdir(parents=True, exist_ok=True)
     (root / "dataset_description.json").write_text("{}")
     for subject in range(1, 5):
@@ -266,13 +266,14 @@ def bids(root: Path) -> Path:
             name = f"sub-{subject:02d}_ses-{session}"
             place = f"sub-{subject:02d}/ses-{session}/anat"
             volume(root / place / f"{name}_T1w.nii.gz")
-            volume(root / "derivatives" / "manual" / place / f"{name}_label-lesion_desc-expert_dseg.nii.gz", 2)
+            volume(root / "derivatives" / "manual" / place / f"{name}_{entities}_dseg.nii.gz", 2)
         (root / f"sub-{subject:02d}" / f"sub-{subject:02d}_sessions.tsv").write_text("session_id\n")
     return root
 
 
-def test_a_bids_data_set_keeps_its_subjects_together(tmp_path: Path) -> None:
-    seen = starter.survey(bids(tmp_path))
+@pytest.mark.parametrize("entities", ["label-lesion_desc-expert", "space-orig_desc-x", "space-T1w_res-1"])
+def test_a_bids_data_set_keeps_its_subjects_together(tmp_path: Path, entities: str) -> None:
+    seen = starter.survey(bids(tmp_path, entities))
     assert (seen.kind, seen.images, seen.masks) == ("volumes", ".", "derivatives/manual")
     assert (seen.counts, seen.patients) == ((8, 8), 4)
     found = [paired(tmp_path, ".", "derivatives/manual", section) for section in SECTIONS]
@@ -280,6 +281,14 @@ def test_a_bids_data_set_keeps_its_subjects_together(tmp_path: Path) -> None:
     assert [len({item["group"] for item in items}) for items in found] == [2, 1, 1]
     for item in (item for items in found for item in items):
         assert Path(item["image"]).name.partition("_T1w")[0] in str(item["label"])
+
+
+def test_a_mask_in_another_space_is_no_mask_of_an_image(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="space-MNI"):
+        starter.survey(bids(tmp_path, "space-MNI152NLin6Asym"))
+    assert conventions.bids([("a/sub-1_T1w", "x"), ("a/sub-1_T2w", "y")], [("b/sub-1_space-T2w_mask", "z")])[1] == [
+        ("a/sub-1_T2w", "z")
+    ]
 
 
 def test_bids_masks_that_are_not_plain_are_refused(tmp_path: Path) -> None:

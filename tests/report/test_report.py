@@ -165,6 +165,27 @@ def test_unfinished_run(make: Make) -> None:
     assert "site-6" in table
 
 
+@pytest.mark.parametrize(
+    ("scores", "rising"),
+    [
+        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "0.400 to 0.600. More rounds are had with --resume --rounds 12"),
+        ([0.5, 0.6, 0.7, 0.7, 0.7, 0.7], ""),
+        ([0.1, 0.2, 0.3, 0.4, 0.6, 0.2], ""),
+        ([0.1, 0.9], ""),
+        ([0.1, 0.2, float("nan"), 0.4, 0.5, 0.6], ""),
+    ],
+)
+def test_a_metric_that_still_rises_is_told(make: Make, scores: list[float], rising: str) -> None:
+    folder = make(rounds=len(scores))
+    entries = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for entry, score in zip(entries, scores, strict=True):
+        entry["val"]["balanced_accuracy"] = score
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    words = " ".join(render(folder)[1].text.split())
+    assert ("Still learning" in words) == bool(rising)
+    assert rising in words
+
+
 def test_no_round_yet(make: Make) -> None:
     folder = make(done=0)
     (folder / "rounds.jsonl").unlink()

@@ -18,8 +18,8 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.datasets import write_phantom
 from medfl.datasets.base import sections
-from medfl.report import write_report
-from medfl.runs import folds, launch
+from medfl.report import RunFiles, write_report
+from medfl.runs import folds
 from medfl.runs.launch import federate
 
 SMALL = {"rounds": 1, "sites": 1, "local_epochs": 1, "batch_size": 4}
@@ -155,11 +155,11 @@ def test_all_folds_are_gone_on_with_and_uneven_ones_are_told(
     done: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The advice of a fold whose metric still rises names the cross-validation's folder, not its own."""
-    monkeypatch.setattr(launch, "still_rising", lambda scores, command: command)
+    monkeypatch.setattr(RunFiles, "rise", (0.1, 0.2))
     out, said = Path(shutil.copytree(done[2], tmp_path / "out")), list[str]()
     assert "numbers of rounds" not in folds.report.Folds.read(out).text()
     federate(out=out / "fold-1", resume=True, requested={"rounds": 2}, jobs=1, say=said.append)
-    assert said[-1] == f"note: medfl run --resume --out {out} --rounds 4"
+    assert said[-1].endswith(f"from 0.100 to 0.200: go on with medfl run --resume --out {out} --rounds 4")
     told = "the folds have different numbers of rounds: 2 in fold-1; 1 in fold-2, fold-3; "
     found = folds.report.write(out)
     assert found.notes[1] == f"{told}medfl run --resume --out {out} --rounds 2 makes them the same"

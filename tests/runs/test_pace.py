@@ -11,7 +11,7 @@ import pytest
 from medfl.bundle import starter
 from medfl.datasets import write_phantom
 from medfl.runs.launch import federate
-from medfl.runs.pace import AUTO, FEW, fitted, steps, still_rising
+from medfl.runs.pace import AUTO, FEW, fitted, steps
 
 OPEN = {"batch_size": AUTO, "local_epochs": AUTO, "rounds": 10}
 TASK = "segmentation"
@@ -59,23 +59,6 @@ def test_few_steps_are_warned_of_with_what_gives_more() -> None:
     assert line.startswith("steps a round: 1 to 10 (batch 8, local epochs 1); few at a, which has 7 training images")
     assert line.endswith("--batch-size 2 --local-epochs 5")
     assert steps(a_run({"a": 7, "b": 8}, 2, 5)) == "steps a round: 20 (batch 2, local epochs 5)"
-
-
-@pytest.mark.parametrize(
-    ("scores", "rising"),
-    [
-        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], True),
-        ([0.5, 0.6, 0.7, 0.7, 0.7, 0.7], False),
-        ([0.1, 0.2, 0.3, 0.4, 0.6, 0.2], False),
-        ([0.1, 0.9], False),
-        ([0.1, 0.2, math.nan, 0.4, 0.5, 0.6], False),
-        ([], False),
-    ],
-)
-def test_a_metric_that_still_rises_is_told_with_the_command(scores: list[float], rising: bool) -> None:
-    line = still_rising(scores, "medfl run --resume --out x --rounds 12")
-    assert line.endswith("go on with medfl run --resume --out x --rounds 12") == rising
-    assert bool(line) == rising
 
 
 def test_a_new_bundle_s_run_says_and_records_its_steps(tmp_path: Path) -> None:

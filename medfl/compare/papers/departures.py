@@ -6,17 +6,16 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from medfl.methods import method_class, options_of
 
 _OURS = re.compile(r"\(ours\b|\bours[;)]")
 
 
-def departures(methods: Iterable[str], protocols: Mapping[str, Mapping[str, Any]], notes: Iterable[str]) -> list[str]:
-    """Return lines of a list: the notes, each bundle's protocol and presets, and each method's departures."""
+def departures(methods: Iterable[str], protocols: Mapping[str, str], notes: Iterable[str]) -> list[str]:
+    """Return lines of a list: the notes, what protocols and presets say of themselves, and each method's departures."""
     lines = [f"- {note}" for note in notes]
-    lines += [f"- bundle {name}: {values['protocol']}" for name, values in protocols.items() if values.get("protocol")]
+    lines += [f"- {whose}: {text}" for whose, text in protocols.items() if text]
     for name in dict.fromkeys(methods):
         paragraphs = (inspect.getdoc(importlib.import_module(method_class(name).__module__)) or "").split("\n\n")
         told = [" ".join(part[part.index("Departures") :].split()) for part in paragraphs if "Departures" in part]

@@ -114,7 +114,13 @@ def presets_of(grid: Grid, more: Sequence[str] = ()) -> list[str]:
 
 
 def _ours(table: PaperTable, grids: Sequence[Grid]) -> list[str]:
-    protocols = {grid.bundle: Bundle(grid.bundle).protocol for grid in grids}
+    protocols = {}
+    for grid in grids:
+        protocol, laid = Bundle(grid.bundle).protocol, presets_of(grid)
+        if not any(name.startswith(f"{PAPER}-") for name in laid):  # which stand in place of the protocol
+            protocols[f"bundle {grid.bundle}"] = str(protocol.get("protocol", ""))
+        told = {name: values.get("about", "") for name, values in protocol.get("presets", {}).items() if name in laid}
+        protocols |= {f"bundle {grid.bundle}, preset {name}": about for name, about in told.items()}
     return departures((entry.method for grid in grids for entry in grid.entries), protocols, table.notes)
 
 

@@ -24,6 +24,8 @@ _BIDS = re.compile(r"(sub-[A-Za-z0-9]+)((?:_[a-z]+-[A-Za-z0-9+]+)*)_([A-Za-z0-9]
 _MASKS = ("dseg", "mask")
 _OF_MASKS = ("label", "desc", "res", "den")
 """Entities that a mask has beside those of its image."""
+_NATIVE = ("orig", "individual")
+"""Values of the entity `space` that say the grid of the image itself."""
 _LONGEST = 60
 
 
@@ -76,7 +78,8 @@ def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
 def bids(images: Named, masks: Named) -> tuple[Named, Named]:
     """Return the images and masks of a BIDS data set; a mask has the path of the image with the same entities.
 
-    An image has these entities, a mask besides `label`, `desc`, `res` or `den`, and the suffix `dseg` or `mask`.
+    An image has these entities, a mask besides `label`, `desc`, `res` or `den`, and the suffix `dseg` or `mask`; with
+    `space-orig`, `space-individual` or the image's suffix, as in `space-T1w`, it is on the image's grid.
 
     Raises:
         InputError: several images have the entities of a mask; names them.
@@ -93,6 +96,10 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
             continue
         entities = [part for part in match[2].split("_") if part.partition("-")[0] not in _OF_MASKS]
         fits = images_of.get("_".join([match[1], *filter(None, entities)]), [])
+        if not fits and (space := next((part[6:] for part in entities if part.startswith("space-")), "")):
+            native = [part for part in entities if part and not part.startswith("space-")]
+            fits = images_of.get("_".join([match[1], *native]), [])
+            fits = [path for path in fits if space in _NATIVE or path.endswith(f"_{space}")]
         if len(fits) > 1:
             raise InputError(
                 f"mask {uri} fits the images {' and '.join(fits)}",
