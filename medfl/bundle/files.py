@@ -104,7 +104,11 @@ def protocol_of(name_or_path: str) -> Mapping[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON or YAML file; InputError if it is not valid."""
+    """Return the content of a JSON or YAML file.
+
+    Raises:
+        InputError: it is not valid.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         return dict((json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)) or {})

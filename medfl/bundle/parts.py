@@ -203,7 +203,11 @@ def is_parts(name: str) -> bool:
 
 
 def known(name: str) -> Parts:
-    """Return the parts of this name; InputError if they were not made in this process, or were others."""
+    """Return the parts of this name.
+
+    Raises:
+        InputError: they were not made in this process, or were others.
+    """
     if name not in _GIVEN:
         raise InputError(
             f"a run of {name}, made of parts in Python",

@@ -70,7 +70,11 @@ def _check_tables(bundle: str, values: Mapping[str, Any], within: str = "") -> N
 
 
 def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values whose `sites` is a number, with what it said of each site as settings; InputError for others."""
+    """Return values whose `sites` is a number, with what it said of each site as settings.
+
+    Raises:
+        InputError: it says what is not known of a site.
+    """
     sites = values.get("sites")
     if not isinstance(sites, Mapping):
         return dict(values)

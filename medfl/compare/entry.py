@@ -23,7 +23,11 @@ class Entry:
 
     @classmethod
     def read(cls, text: str) -> Entry:
-        """Read `fedcb classifier=random_frozen`; InputError for no method, or a word that is no OPTION=VALUE."""
+        """Read `fedcb classifier=random_frozen`.
+
+        Raises:
+            InputError: no such method, or a word that is no OPTION=VALUE.
+        """
         try:
             name, *words = shlex.split(text)
         except ValueError as error:

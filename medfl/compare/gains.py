@@ -201,7 +201,11 @@ def _pairing(run: RunFiles) -> tuple[Any, ...]:
 
 
 def _reference(run: RunFiles, method: str, rows: Sequence[RunFiles]) -> RunFiles | None:
-    """Return the run of `method` that is the reference of another, None without one; InputError if there are two."""
+    """Return the run of `method` that is the reference of another, None where there is none.
+
+    Raises:
+        InputError: there are two.
+    """
     candidates = [row for row in rows if row.method == method and _pairing(row) == _pairing(run)]
     candidates = [row for row in candidates if not _differing(run, row)] or candidates
     if len(candidates) > 1:

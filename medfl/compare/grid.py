@@ -79,7 +79,11 @@ class Cell:
         return summary.get("status") == "finished" and (rounds is None or summary["rounds"] >= rounds)
 
     def _summary(self) -> dict[str, Any]:
-        """Return the run's summary, {} where it is not over; InputError if it is damaged."""
+        """Return the run's summary, {} where it is not over.
+
+        Raises:
+            InputError: it is damaged.
+        """
         path = self.folder / (TRIAL if self.untested else "summary.json")
         return read_summary(path) if path.is_file() else {}
 

@@ -56,7 +56,11 @@ class Compression:
 
     @classmethod
     def parse(cls, text: str) -> Compression:
-        """Read what `--messages` takes; InputError for anything else."""
+        """Read what `--messages` takes.
+
+        Raises:
+            InputError: it is something else.
+        """
         return cls(*forms.messages(text))
 
     def __str__(self) -> str:

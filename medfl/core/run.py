@@ -134,7 +134,11 @@ class Run(GeneralSettings, ProtocolSettings):
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Run:
-        """Invert `to_dict`, ignoring other keys; InputError if a setting is missing or not of its kind."""
+        """Invert `to_dict`, ignoring other keys.
+
+        Raises:
+            InputError: a setting is missing or not of its kind.
+        """
         optional = {*_OPTIONAL, *ADDED_LATER}
         names = [field.name for field in dataclasses.fields(cls)]
         try:

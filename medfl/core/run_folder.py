@@ -89,7 +89,11 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        """Open the folder of an earlier run; InputError if there is none in it."""
+        """Open the folder of an earlier run.
+
+        Raises:
+            InputError: there is no run in it.
+        """
         require_run(path)
         return cls(path)
 

@@ -185,7 +185,11 @@ def _libc() -> ctypes.CDLL:
 
 
 def _called(*arguments: int | bytes) -> int:
-    """Make a system call; OSError if it fails."""
+    """Make a system call.
+
+    Raises:
+        OSError: it fails.
+    """
     result = _libc().syscall(*arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")

@@ -128,7 +128,11 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> DataSet:
-    """Return the data set `name`; InputError if there is none."""
+    """Return the data set `name`.
+
+    Raises:
+        InputError: no such data set.
+    """
     if name not in _registry():
         raise InputError(
             f"data set {name!r} is not known",

@@ -309,7 +309,11 @@ def _root(folder: str | Path) -> Path:
 
 
 def below(root: Path, name: str) -> Path:
-    """Return a place that a bundle names in the data folder; InputError if it is elsewhere."""
+    """Return a place that a bundle names in the data folder.
+
+    Raises:
+        InputError: it is elsewhere.
+    """
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
         raise InputError(f"the bundle looks for images in {name!r}", f"a place below {root}", "change the bundle's ids")
     return root if name in ("", ".") else root / name

@@ -135,7 +135,11 @@ class Cases:
         return index
 
     def select(self, which: Sequence[str] | Sequence[int]) -> Cases:
-        """Return these cases, by id or by index, in this order; KeyError for an id that is not among them."""
+        """Return these cases, by id or by index, in this order.
+
+        Raises:
+            KeyError: an id is not among the cases.
+        """
         rows = [self._index[item] if isinstance(item, str) else int(item) for item in which]
         index = torch.tensor(rows, dtype=torch.int64)
         values = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.values.items()}

@@ -152,7 +152,11 @@ class LocalFederation:
             return ""
 
     def wait(self, job: str, timeout: float = 600.0) -> str:
-        """Wait until a job is over and return its last status; RunError if it is not after the timeout."""
+        """Wait until a job is over and return its last status.
+
+        Raises:
+            RunError: it is not over after the timeout.
+        """
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             status = self.status(job)

@@ -95,7 +95,11 @@ class SiteConfig:
 
     @classmethod
     def read(cls, path: Path) -> SiteConfig:
-        """Read a site's file; InputError if it cannot be read, or has an entry that is not allowed."""
+        """Read a site's file.
+
+        Raises:
+            InputError: it cannot be read, or has an entry that is not allowed.
+        """
         advice = "see docs/deploy.md, Across machines with NVIDIA FLARE"
         try:
             text = decode_text(path.read_bytes()[:_BYTES])
@@ -134,7 +138,11 @@ class SiteConfig:
         return cls(**{**given, **places})
 
     def checked_policy(self) -> Policy:
-        """Return the policy, after an inspection of the bundle by it; InputError if that is refused."""
+        """Return the policy, after an inspection of the bundle by it.
+
+        Raises:
+            InputError: the bundle is refused.
+        """
         policy = Policy.read(Path(self.policy)) if self.policy else Policy()
         inspect(shipped_folders().get(self.bundle, Path(self.bundle)), policy).require()
         return policy

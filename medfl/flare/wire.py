@@ -57,7 +57,11 @@ class Payload:
         return {name[len(group) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{group}/")}
 
     def whole_number(self, name: str) -> int:
-        """Return a number that has to be whole and not negative; RunError if it is missing or another."""
+        """Return a number that has to be whole and not negative.
+
+        Raises:
+            RunError: it is missing or another number.
+        """
         value = self.numbers.get(name)
         if value is None or value != int(value) or value < 0:
             raise RunError(f"the number {name!r} is {value}; expected a whole one of at least 0")
@@ -94,7 +98,11 @@ def state_rounds(kept: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def state_round(payload: Payload, site: str) -> int:
-    """Return the round of the State that a site continues from; RunError if the server did not send it."""
+    """Return the round of the State that a site continues from.
+
+    Raises:
+        RunError: the server did not send it.
+    """
     round_ = payload.tensors.get(f"kept/{site}")
     if round_ is None or round_.dtype != torch.int64 or round_.ndim or round_ < 0:
         raise RunError(f"site {site!r}: the server does not say which of its States it is to go on from")

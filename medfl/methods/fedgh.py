@@ -66,7 +66,11 @@ class FedGH(PrototypeExchange):
         return Message({"header": server["header"]})
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
-        """Train phi on the class means; InputError if features differ in length between sites, or from the header's."""
+        """Train phi on the class means.
+
+        Raises:
+            InputError: features differ in length between the sites, or from the header's.
+        """
         network = host.model(host.networks.initial)
         layer = deepcopy(head(network))
         layer.load_state_dict(server["header"])

@@ -72,7 +72,11 @@ class PFedBayes(Method):
         return (Group("rho", like_weights=True),)
 
     def check(self, site: Site) -> None:
-        """Refuse draws where there are no probabilities; InputError if the task is of another kind."""
+        """Refuse draws where there are no probabilities.
+
+        Raises:
+            InputError: the task is of another kind.
+        """
         if self.draws and site.task.kind == "other":
             raise InputError(
                 f"draws={self.draws} for method 'pfedbayes' on a task without classes",

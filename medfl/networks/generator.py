@@ -42,7 +42,11 @@ class Generator(nn.Module):
     """
 
     def __init__(self, dimension: int, channels: int, height: int, width: int) -> None:
-        """Build the network with PyTorch's initialisation; InputError if a side is not a multiple of 16."""
+        """Build the network with PyTorch's initialisation.
+
+        Raises:
+            InputError: height or width is not a multiple of 16.
+        """
         check_size(height, width)
         super().__init__()
         self.start = (_WIDTH, height // _STEPS, width // _STEPS)
@@ -73,7 +77,11 @@ def _block(wide_in: int, wide_out: int) -> list[nn.Module]:
 
 
 def check_size(height: int, width: int) -> None:
-    """See that the generator can make images of this size; InputError, which names it, if not."""
+    """See that the generator can make images of this size.
+
+    Raises:
+        InputError: it cannot; names the size.
+    """
     if height % _STEPS or width % _STEPS or min(height, width) < _STEPS:
         raise InputError(
             f"images of {height} x {width} pixels",

@@ -76,7 +76,11 @@ class Preflight:
             self.add(topic, FAILED, text, advice)
 
     def require(self) -> None:
-        """Raise an InputError where something failed, which names the first, and how many there are."""
+        """Raise where something failed.
+
+        Raises:
+            InputError: names the first, and how many there are.
+        """
         failed = [line for line in self.lines if line.level == FAILED]
         if failed:
             more = f" (and {len(failed) - 1} more)" if failed[1:] else ""
@@ -131,7 +135,11 @@ class PreflightOptions:
 
 
 def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
-    """Look at everything; InputError if there is no such bundle."""
+    """Look at everything.
+
+    Raises:
+        InputError: there is no such bundle.
+    """
     report = Preflight(options.bundle, options.data or "the data folder of the bundle")
     accepted = _check_inspection(report, options)
     here = ", ".join(f"{name} {version}" for name, version in versions().items())

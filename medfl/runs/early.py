@@ -28,7 +28,11 @@ def refuse(
     source: Path | None,
     runtime: str,
 ) -> None:
-    """Refuse what needs neither data nor a bundle's content to be refused: InputError, nothing was written."""
+    """Refuse what needs neither data nor a bundle's content to be refused.
+
+    Raises:
+        InputError: nothing was written.
+    """
     recorded = False
     registry.check_name(runtime)
     for module in (runtime, requested.get("method")):

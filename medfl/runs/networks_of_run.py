@@ -94,7 +94,11 @@ class RunNetworks:
 
     @cached_property
     def round(self) -> int:
-        """The round whose model is taken; InputError if there is none yet."""
+        """The round whose model is taken.
+
+        Raises:
+            InputError: there is none yet.
+        """
         if self.which == "best":
             best = (self.manifest or {"record": {}})["record"].get("best") or (self.summary or {}).get("best")
             if best is None or not (self.path / "best.safetensors").is_file():

@@ -261,7 +261,11 @@ def repeat(
 
 
 def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> PublicPlan | None:
-    """Open a recorded run's public data again; InputError if they, or the teachers, are not the recorded ones."""
+    """Open a recorded run's public data again.
+
+    Raises:
+        InputError: they, or the teachers, are not the recorded ones.
+    """
     if run.public is None:
         return None
     folder = run.public.data.folder

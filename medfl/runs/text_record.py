@@ -61,7 +61,11 @@ def record(bundle: Bundle, method: Method) -> TextRecord | None:
 
 
 def keep(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
-    """Write a run's embeddings and initial weights into its folder, once; RunError if the disk is full."""
+    """Write a run's embeddings and initial weights into its folder, unless they are there.
+
+    Raises:
+        RunError: the disk is full.
+    """
     initial_weights.keep(bundle, run, folder)
     path = folder / FILE
     if run.text is not None and not path.is_file():

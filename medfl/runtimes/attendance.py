@@ -41,7 +41,11 @@ class Tolerance:
     max_share: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing, by an InputError: replies below 1, or a deadline that is not above 0."""
+        """Refuse numbers that mean nothing.
+
+        Raises:
+            InputError: the number of replies is below 1, or the deadline not above 0.
+        """
         if self.min_replies is not None and self.min_replies < 1:
             raise InputError(f"--min-replies {self.min_replies}", "a whole number of at least 1", "give 1 or more")
         if self.deadline is not None and not 0 < self.deadline < math.inf:

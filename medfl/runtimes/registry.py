@@ -100,7 +100,11 @@ def check_name(name: str) -> None:
 
 
 def load(name: str) -> Runtime:
-    """Return a runtime by its name or dotted path; InputError if there is none."""
+    """Return a runtime by its name or dotted path.
+
+    Raises:
+        InputError: there is none.
+    """
     check_name(name)
     module, _, attribute = SHIPPED.get(name, name).partition(":")
     try:

@@ -27,7 +27,11 @@ Marks = dict[str, tuple[int, int]]
 
 
 def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
-    """Return what `local_update` gave; BrokenRule if it is no State with a reply, or `fit` trained nothing."""
+    """Return what `local_update` gave.
+
+    Raises:
+        BrokenRule: it is no State with a reply, or nothing was trained by `fit`.
+    """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Message)):
         returned = type(result).__name__
         if isinstance(result, tuple):
@@ -48,7 +52,11 @@ def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
 
 
 def check_state(method: str, which: str, state: Any) -> None:
-    """See that a State can be saved; BrokenRule names what is neither a tensor, a number nor text in it."""
+    """See that a State can be saved.
+
+    Raises:
+        BrokenRule: something in it is neither a tensor, a number nor text; names it.
+    """
     wrong = _flaw(state, "") if isinstance(state, dict) else f"it is a {type(state).__name__}"
     if wrong:
         raise BrokenRule(

@@ -38,7 +38,11 @@ class TensorStore:
         self._file: Any = None
 
     def keep(self, tensors: Weights) -> Weights:
-        """Return the same tensors, to be used instead of the given ones; RunError if the disk is full."""
+        """Return the same tensors, to be used instead of the given ones.
+
+        Raises:
+            RunError: the disk is full.
+        """
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self.held + size <= self._budget:
             self.held += size

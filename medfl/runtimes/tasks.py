@@ -48,7 +48,11 @@ MakeTask = Callable[[], Task]
 
 
 def result_or_absent(task: Task, run: Callable[[], Any]) -> Any:
-    """Run a task; where a site fails, return its `Absent`. RunError if a task of the server failed."""
+    """Run a task; where a site fails, return its `Absent`.
+
+    Raises:
+        RunError: a task of the server failed.
+    """
     try:
         return run()
     except RunError as error:

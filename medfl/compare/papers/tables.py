@@ -109,7 +109,11 @@ class PaperTable:
 
 
 def load(key: str) -> PaperTable:
-    """Return a table by its name; InputError if there is none."""
+    """Return a table by its name.
+
+    Raises:
+        InputError: there is no such table.
+    """
     check_name(key)
     document = yaml.safe_load((ROOT / f"{key}.yaml").read_text())
     unit = float(document.get("unit", 100))

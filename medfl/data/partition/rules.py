@@ -84,7 +84,11 @@ class Partition:
         seed: int,
         notes: Sequence[str] = (),
     ) -> Partition:
-        """Undo `to_ids`; InputError if an id is not in its section any more."""
+        """Undo `to_ids`.
+
+        Raises:
+            InputError: an id is not in its section any more.
+        """
         where = {name: {str(item["id"]): i for i, item in enumerate(sections.get(name, ()))} for name in SECTIONS}
         sites = {}
         for site in sorted(ids, key=_place(spec)):

@@ -113,7 +113,11 @@ def _array(path: str, name: str, version: tuple[int, int]) -> Pixels:
 
 
 def archive(path: str | Path) -> zipfile.ZipFile:
-    """Return the zip archive at `path`, opened once per process; InputError if it is none or damaged."""
+    """Return the zip archive at `path`, opened once per process.
+
+    Raises:
+        InputError: `path` is not a zip archive or is damaged.
+    """
     require_file(str(path))
     try:
         return _archive(str(path), _version(path), os.getpid())

@@ -105,7 +105,11 @@ def check_folds(count: int) -> None:
 
 
 def fold_of(split: str, salt: str) -> Rule | None:
-    """Return the rule of a split `fold:NUMBER/COUNT`, None of another; InputError for numbers of no fold."""
+    """Return the rule of a split `fold:NUMBER/COUNT`, None of another.
+
+    Raises:
+        InputError: the numbers are none of a fold.
+    """
     if not split.startswith("fold:"):
         return None
     match = re.fullmatch(r"fold:([1-9]\d{0,3})/([1-9]\d{0,3})", split)
@@ -203,7 +207,11 @@ class WholeCentres:
     trial: int = 0
 
     def __call__(self, records: Sequence[Record]) -> list[str]:
-        """Return the section of each record; InputError if too few centres are small enough."""
+        """Return the section of each record.
+
+        Raises:
+            InputError: too few centres are small enough.
+        """
         sizes = Counter(record.centre for record in records)
         small = [centre for centre, size in sizes.items() if size < self.below]
         if len(small) < sum(self.numbers):

@@ -171,7 +171,11 @@ class Adapters(SiteNetworks, Method):
         return weighted_mean(same, "adapters", sample_shares(replies))
 
     def mean_products(self, replies: Mapping[str, Message], found: Weights) -> dict[str, Tensor]:
-        """Return sum_k p_k B_k A_k of each matrix, float64; RunError as `bank_of`."""
+        """Return sum_k p_k B_k A_k of each matrix, float64.
+
+        Raises:
+            RunError: as above.
+        """
         taken, shares = self._taken(replies, found), sample_shares(replies)
         pairs = {name: {site: (part[name]["A"], part[name]["B"]) for site, part in taken.items()} for name in found}
         return {name: low_rank.mean_product(each, shares) for name, each in pairs.items()}

@@ -86,7 +86,11 @@ def named(pairs: Pairs, factors: str) -> dict[str, Tensor]:
 
 
 def read(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: int) -> Tensor:
-    """Return a factor of an adapter of a matrix; RunError if it is missing, or of another form."""
+    """Return a factor of an adapter of a matrix.
+
+    Raises:
+        RunError: it is missing, or of another form.
+    """
     found, wanted = tensors.get(key(name, factor, rank)), [rank, matrix.shape[1]]
     if factor == "B":
         wanted = [len(matrix), rank]

@@ -21,7 +21,11 @@ class PersonalHead(Method):
     judged = "personal"
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
-        """Return the head's tensors; InputError if there is no such layer."""
+        """Return the head's tensors.
+
+        Raises:
+            InputError: no such layer.
+        """
         return head_names(network, self.head_layers.replace(",", " ").split())
 
     def check_parts(self, network: nn.Module, method: str, *, head: bool) -> nn.Module:

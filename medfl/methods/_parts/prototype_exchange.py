@@ -39,7 +39,11 @@ class PrototypeExchange(OwnNetworks):
         return Message({}, {"features": feature_size(site.model(site.initial_weights))}) if self.bodies else Message()
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
-        """Start without prototypes; InputError if the sites' features differ in length."""
+        """Start without prototypes.
+
+        Raises:
+            InputError: the sites' features differ in length.
+        """
         self.check_introduced(introductions)
         return {"prototypes": {}}
 
@@ -161,7 +165,11 @@ def only_classes(logits: Tensor, allowed: Tensor) -> Tensor:
 
 
 def check_lengths(lengths: Mapping[str, int]) -> None:
-    """Compare the lengths of the sites' features; InputError, with the sites of each length, if they differ."""
+    """Compare the lengths of the sites' features.
+
+    Raises:
+        InputError: they differ; names the sites of each length.
+    """
     different = sorted({*lengths.values()})
     if len(different) > 1:
         sites = {d: ", ".join(name for name in sorted(lengths) if lengths[name] == d) for d in different}

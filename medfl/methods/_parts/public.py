@@ -31,7 +31,11 @@ class PublicMethod(PublicData, Method):
 
 
 def public_data(owner: Site | Host) -> Public:
-    """Return the public data of a site or of the server; InputError if there are none."""
+    """Return the public data of a site or of the server.
+
+    Raises:
+        InputError: there are none.
+    """
     if owner.public is None:
         raise InputError("a run without public data", "this method learns from some", "add --set public=BUNDLE[:DIR]")
     return owner.public

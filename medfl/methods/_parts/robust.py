@@ -63,7 +63,11 @@ class Aggregation:
 
     @classmethod
     def parse(cls, text: str) -> Aggregation:
-        """Read what `--aggregation` takes; InputError for anything else."""
+        """Read what `--aggregation` takes.
+
+        Raises:
+            InputError: it is something else.
+        """
         return cls(*forms.aggregation(text))
 
     def __str__(self) -> str:

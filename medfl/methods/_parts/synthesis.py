@@ -67,7 +67,11 @@ class Source:
 
 
 def shape_of(images: Tensor, site: str) -> dict[str, float]:
-    """Return the size along `AXES` of a batch of a site's images; InputError if its items are no images."""
+    """Return the size along `AXES` of a batch of a site's images.
+
+    Raises:
+        InputError: its items are no images.
+    """
     if images.ndim != 4:
         raise InputError(
             f"site {site!r} has items of shape {tuple(images.shape[1:])}",

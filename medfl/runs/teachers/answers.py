@@ -60,7 +60,11 @@ class Noted(Protocol):
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one; InputError for an empty place."""
+    """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one.
+
+    Raises:
+        InputError: an empty place in it.
+    """
     names = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
     if "" in names:
         raise InputError(f"teachers={text}", "teachers is NAME,NAME,...", "drop the comma that is too much")
@@ -252,7 +256,11 @@ def _answer(teacher: Teacher, questions: Questions, positions: Sequence[int]) ->
 
 
 def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], answer: Tensor) -> NDArray[Any]:
-    """Return a batch of answers as it is kept; InputError for another shape, no distributions, or NaN."""
+    """Return a batch of answers as it is kept.
+
+    Raises:
+        InputError: another shape, no distributions, or NaN.
+    """
     values = answer.detach().float().cpu()
     classifies = questions.bundle.task == "classification"
     names = public_classes(questions.bundle)

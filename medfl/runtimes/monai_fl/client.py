@@ -102,7 +102,11 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         audit: Path | str | None = None,
         say: Callable[[str], object] = str,
     ) -> None:
-        """Take the parts, of which nothing is prepared yet; InputError if there is no such kind of host."""
+        """Take the parts; nothing is prepared yet.
+
+        Raises:
+            InputError: there is no such kind of host.
+        """
         if host not in HOSTS:
             raise InputError(f"host {host!r}", f"one of {', '.join(HOSTS)}", "choose one")
         self.name, self.host, self.folder = name, host, folder

@@ -37,7 +37,11 @@ class Bins:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Bins | None:
-        """Read what a host asks for, None if it asks for no histograms; InputError if the bins are none."""
+        """Read what a host asks for, None if it asks for no histograms.
+
+        Raises:
+            InputError: the bins are none.
+        """
         number, limits = (extra.get(key) for key in (_BINS, _RANGE))
         if number is None and limits is None:
             return None

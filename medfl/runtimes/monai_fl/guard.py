@@ -49,7 +49,11 @@ class Guard:
     def __init__(
         self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Print, site: str = ""
     ) -> None:
-        """Take the parts; InputError if the log cannot be written."""
+        """Take the parts.
+
+        Raises:
+            InputError: the log cannot be written.
+        """
         self._rules, self._folder, self._say = rules or Outbound(), folder, say
         self._log = None if audit is None else Audit(audit, site, say)
         self._gate: Gate | None = None
@@ -86,7 +90,11 @@ class Guard:
     # What comes
 
     def came(self, activity: Activity, message: Callable[[], Message]) -> None:
-        """Write down what came; RunError if a training is not within the budget."""
+        """Write down what came; a training has to be within the budget.
+
+        Raises:
+            RunError: it is not.
+        """
         if self._log is not None:
             self._add(activity, "came", describe_message(message()))
         if self._gate is not None and activity.kind == "train":
@@ -160,7 +168,11 @@ class Guard:
             self._numbers(activity, "metrics", named, telling=trained or bool(own) or "train" in cases)
 
     def statistics(self, activity: Activity, found: Mapping[str, Any]) -> None:
-        """Check and write down statistics of the site's images; RunError if they may not leave."""
+        """Check and write down statistics of the site's images.
+
+        Raises:
+            RunError: they may not leave.
+        """
         self._numbers(activity, "data_stats", found, telling=True)
 
     def _numbers(self, activity: Activity, group: str, named: Mapping[str, Any], *, telling: bool) -> None:
