@@ -41,7 +41,10 @@ def cache_folder(kind: str) -> Path:
     """
     if kind == "prepared" and os.environ.get(PRIVATE):
         return Path(os.environ[PRIVATE]) / kind
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medfl"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if home.startswith("~"):
+        raise InputError("a user without a home", "HOME or XDG_CACHE_HOME is set, for the cache", "set one of them")
+    root = Path(home) / "medfl"
     return root / "portable" / kind if portable.active() else root / kind
 
 

@@ -167,14 +167,16 @@ def _hashed(*parts: str | bytes) -> str:
 
 
 def _write(path: Path, sample: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    name = ""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
         with os.fdopen(handle, "wb") as file:
             torch.save(sample, file)
         os.replace(name, path)
     except OSError as error:
-        Path(name).unlink(missing_ok=True)
+        with suppress(OSError):
+            os.unlink(name)
         raise RunError(
             f"cannot write the prepared sample {path}: {error.strerror or error}; free some space, set XDG_CACHE_HOME "
             "to a larger disk, or MEDFL_MEMORY to more GiB"
