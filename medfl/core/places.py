@@ -72,6 +72,8 @@ def is_run(folder: Path) -> bool:
 
 def require_unused(path: Path, beside: Sequence[str] = (), advice: str = "give a new folder, or add --resume") -> None:
     """Raise an InputError if a folder cannot be made, or holds anything but what `beside` names."""
+    if "\ufffd" in (shown := os.fsencode(path).decode(errors="replace")):
+        raise InputError(f"--out {shown}", "a path in UTF-8", "give another name, or run with PYTHONUTF8=1")
     parent = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
     if parent != path and not (parent.is_dir() and os.access(parent, os.W_OK)):
         reason = "may not be written to" if parent.is_dir() else "is not a folder"

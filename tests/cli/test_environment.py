@@ -77,3 +77,10 @@ def test_what_the_system_refuses_is_a_line(monkeypatch: pytest.MonkeyPatch, caps
     assert verbs.main(["report", "."]) == 1
     said = "error: a.png: Too many open files; what was saved is intact; --debug shows where it failed\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_folder_whose_name_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    done = shell(tmp_path, "$MEDFL run mnist --data phantom --out $'o\\xfc'")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2, ["error: --out o\ufffd; a path in UTF-8; give another name, or run with PYTHONUTF8=1"],
+    )  # fmt: skip
