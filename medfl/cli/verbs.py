@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         terminal.flush(sys.stdout)
         return 0
-    except (MedflError, MemoryError, OSError) as error:
+    except (MedflError, MemoryError, OSError, ImportError) as error:
         if "--debug" in given:
             traceback.print_exc()
         warn(f"error: {' '.join(_told(error).split())}")
