@@ -80,16 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MedflError, MemoryError, OSError, ImportError) as error:
         if "--debug" in given:
             traceback.print_exc()
-        warn(f"error: {' '.join(_told(error).split())}")
+        told = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
+        warn(f"error: {' '.join(told.split())}")
         terminal.flush(sys.stdout)
         return error.exit_code if isinstance(error, MedflError) else 1
-
-
-def _told(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}; what was saved is intact; --debug shows where it failed"
-    return f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
 
 
 def _trusting(options: Any) -> AbstractContextManager[None]:

@@ -28,9 +28,7 @@ def mend_streams() -> None:
     while (handle := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(handle)
-    for name, stream in {"stdout": sys.stdout, "stderr": sys.stderr}.items():
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for good)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115 (for good)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

@@ -75,7 +75,7 @@ def test_what_the_system_refuses_is_a_line(monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr("medfl.cli.report._report", fail)
     assert verbs.main(["report", "."]) == 1
-    said = "error: a.png: Too many open files; what was saved is intact; --debug shows where it failed\n"
+    said = "error: [Errno 24] Too many open files: 'a.png'\n"
     assert capsys.readouterr().err == said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,26 +14,35 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from medfl.core.errors import RunError
 from medfl.runtimes.output.events import Events
 
+TOLD = r"cannot write .*events: no space left on the disk; .* --resume"
+
 
 @pytest.fixture
-def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Events:
-    """Events whose files are on a full disk."""
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(RecordWriter, "write", fail)
-    return Events(tmp_path / "events", 0)
-
-
-def test_a_full_disk_is_a_line(events: Events, capsys: pytest.CaptureFixture[str]) -> None:
+def events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Events]:
+    """Events, and nothing said or left."""
     hook = threading.excepthook
-    with pytest.raises(RunError, match=r"cannot write .*events: No space left on device; .* --resume"), events:
-        events.add_image("a", np.zeros((2, 2)), 0, "HW")
+    yield Events(tmp_path / "events", 0)
     assert threading.excepthook == hook
     assert capsys.readouterr().err == ""
 
 
-def test_it_hides_no_error_before_it(events: Events) -> None:
-    events.__enter__().add_image("a", np.zeros((2, 2)), 0, "HW")
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", fail)
+
+
+def test_a_full_disk_is_a_line(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    events.__enter__()
+    fill(monkeypatch)
+    events.add_image("a", np.zeros((2, 2)), 0, "HW")
+    with pytest.raises(RunError, match=TOLD):
+        events.__exit__(None)
+
+
+def test_it_hides_no_error_before_it(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    events.__enter__()
+    fill(monkeypatch)
+    events.add_image("a", np.zeros((2, 2)), 0, "HW")
     events.__exit__(RunError)

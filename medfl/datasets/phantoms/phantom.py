@@ -66,9 +66,7 @@ def write_phantom(
             target.rmdir()
         os.rename(partial, target)
     except OSError as error:
-        raise RunError(
-            f"the phantom cohort cannot be written to {target}: {error}; name another place: --out, XDG_CACHE_HOME"
-        ) from error
+        raise RunError(f"the phantom cohort cannot be written to {target}: {error}") from error
     finally:
         if partial is not None and partial.exists():
             shutil.rmtree(partial, ignore_errors=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl.core.errors import RunError
+from medfl.core.storage import writing
 
 if TYPE_CHECKING:
     from medfl.runtimes.output.tracker import Tracker
@@ -31,29 +31,21 @@ class Events:
         """Open the files, and the other places."""
         from torch.utils.tensorboard import SummaryWriter  # imports for a second
 
-        self._hook = threading.excepthook
-        threading.excepthook = self._tell
         self._writer: Any = SummaryWriter(str(self.path), purge_step=self.done + 1 if self.done else None)  # type: ignore[no-untyped-call]
+        self._hook, threading.excepthook = threading.excepthook, self._tell
         for place in self.places:
             place.open(self.done)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close them."""
-        with suppress(OSError) if kind else self._writing():
-            self._writer.close()
-        threading.excepthook = self._hook
+        try:
+            with suppress(OSError) if kind else writing(self.path):
+                self._writer.close()
+        finally:
+            threading.excepthook = self._hook
         for place in self.places:
             place.close(kind is None)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Raise a RunError where the files cannot be written."""
-        try:
-            yield
-        except OSError as error:
-            reason = f"{error.strerror}; what was saved before is intact; free some space and continue with --resume"
-            raise RunError(f"cannot write {self.path}: {reason}") from error
 
     def _tell(self, failed: threading.ExceptHookArgs) -> None:
         """Leave what fails in TensorBoard's thread to its next call, which raises it again."""
@@ -62,13 +54,13 @@ class Events:
 
     def add_image(self, name: str, pixels: Any, step: int, dataformats: str) -> None:
         """Write a picture."""
-        with self._writing():
+        with writing(self.path):
             self._writer.add_image(name, pixels, step, dataformats=dataformats)
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Write a round's numbers."""
         numbers = scalars(entry)
-        with self._writing():
+        with writing(self.path):
             for name, value in numbers.items():
                 self._writer.add_scalar(name, value, entry["round"])
         for place in self.places:
