@@ -70,8 +70,7 @@ def writing(place: Path | str, advice: str = "free some space and continue with 
     except (OSError, safetensors.SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's, of a full disk
             raise
-        reason = f"{_reason(error)}; what was saved before is intact"
-        raise RunError(f"cannot write {place}: {reason}; {advice}") from error
+        raise RunError(f"cannot write {place}: {_reason(error)}; what was saved before is intact; {advice}") from error
 
 
 def _reason(error: Exception) -> str:

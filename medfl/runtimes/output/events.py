@@ -32,7 +32,8 @@ class Events:
         from torch.utils.tensorboard import SummaryWriter  # imports for a second
 
         self._writer: Any = SummaryWriter(str(self.path), purge_step=self.done + 1 if self.done else None)  # type: ignore[no-untyped-call]
-        self._hook, threading.excepthook = threading.excepthook, self._tell
+        self._hook = tell = threading.excepthook  # what fails in the writer's thread is raised by its next call
+        threading.excepthook = lambda failed: None if "Async" in type(failed.thread).__name__ else tell(failed)
         for place in self.places:
             place.open(self.done)
         return self
@@ -46,11 +47,6 @@ class Events:
             threading.excepthook = self._hook
         for place in self.places:
             place.close(kind is None)
-
-    def _tell(self, failed: threading.ExceptHookArgs) -> None:
-        """Leave what fails in TensorBoard's thread to its next call, which raises it again."""
-        if type(failed.thread).__name__ != "_AsyncWriterThread":
-            self._hook(failed)
 
     def add_image(self, name: str, pixels: Any, step: int, dataformats: str) -> None:
         """Write a picture."""
