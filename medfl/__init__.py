@@ -7,7 +7,9 @@ a `Site` or a `Host`, `Message` and `State`, and trains with `fit`.
 
 from __future__ import annotations
 
+import getpass
 import importlib
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,11 @@ if TYPE_CHECKING:
     from medfl.training.loop import fit as fit
     from medfl.training.site import Host as Host
     from medfl.training.site import Site as Site
+
+try:
+    getpass.getuser()
+except (KeyError, OSError, ImportError):  # a container's user without a name, which MONAI and PyTorch ask for
+    os.environ["LOGNAME"] = "nameless"
 
 __version__ = VERSION
 __all__, _load = lazy_names(__name__)

@@ -29,8 +29,9 @@ from medfl.bundle.engines import find_trainer, own_steps
 from medfl.bundle.failures import deepest, missing_path
 from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import SECTIONS, Section, Sections
-from medfl.core.errors import InputError, RunError, told
+from medfl.core.errors import InputError, told
 from medfl.core.seeding import stream
+from medfl.core.storage import writing
 from medfl.core.untrusted import override_value
 from medfl.datasets.phantoms import phantom, shapes
 from medfl.policy import admission
@@ -95,10 +96,8 @@ def draw_data(
     admission.admit(root, policy)
     existed = target.exists()
     data = target / "data"  # a bundle may list it, and would meet the marker there
-    try:
+    with writing(data, "give another folder"):
         data.mkdir(parents=True)
-    except OSError as error:
-        raise RunError(f"the data cannot be written to {data}: {error}") from error
     try:
         drawn = _Drawing(root, data, config or {}, policy, seed, cases or _CASES, size).run()
         phantom.write_marker(target, root.name, drawn.files, seed)

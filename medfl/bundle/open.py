@@ -46,7 +46,6 @@ def phantom_folder(name: str) -> Path:
     """Return the phantom cohort of a data set, drawn once per user into the cache folder ($XDG_CACHE_HOME/medfl)."""
     folder = cache_folder("phantom") / f"{name}-{VERSION}"
     if not datasets.is_phantom(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
         datasets.write_phantom(name, folder)
     return folder
 

@@ -25,7 +25,7 @@ from medfl.bundle import own_layouts
 from medfl.bundle.new_metadata import metadata_of
 from medfl.bundle.own_layouts import Layout
 from medfl.bundle.picture_facts import Picture, depths, own_depth, pixels, repeats, sides
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text
 from medfl.core.places import require_new_bundle
 from medfl.core.storage import write_atomic
@@ -181,9 +181,9 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
         for name, text in files.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(root / name, text.encode())
-    except OSError as error:
+    except (OSError, RunError) as error:
         shutil.rmtree(root, ignore_errors=True)
-        raise InputError(f"{root} cannot be files: {error.strerror}", "a new folder", "check its rights") from error
+        raise InputError(f"{root} cannot be files: {error}", "a new folder", "check its rights and disk") from error
     return root
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from medfl.core import terminal
@@ -83,5 +84,6 @@ def log(text: str) -> None:
 def warn(text: str) -> None:
     """Print a line on stderr as it is."""
     with terminal.beside_bars():
-        sys.stderr.write(terminal.visible(text) + "\n")
-        sys.stderr.flush()
+        with suppress(OSError):  # nobody reads it any more: a run goes on
+            sys.stderr.write(terminal.visible(text) + "\n")
+        terminal.flush(sys.stderr)

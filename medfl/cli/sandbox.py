@@ -41,12 +41,9 @@ def enter_sandbox(options: Any) -> None:
     bundle = options.bundle or (before.bundle_path if before else "")
     private = cache_folder("sandbox") / hashlib.sha256(os.fsencode(Path(bundle).resolve())).hexdigest()[:16]
     written = [cache_folder("phantom"), cache_folder("answers")]
-    try:
-        for folder in [*written, *([] if options.resume else [out])]:
-            folder.mkdir(parents=True, exist_ok=True)
-        variables = private_folders(private)
-    except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}", "folders that can be made", "name another") from error
+    for folder in [*written, *([] if options.resume else [out])]:
+        folder.mkdir(parents=True, exist_ok=True)
+    variables = private_folders(private)
     programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if options.compile else ()
     allowed = Allowed(
         read=(*python_and_system(), *_named(options, before), cache_folder(""), *_hub()),

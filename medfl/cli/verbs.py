@@ -5,7 +5,6 @@ Exit codes: 0, 1 (failed while running), 2 (bad input), 130 (Ctrl-C). An error i
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from medfl.cli import (
     tune,
 )
 from medfl.cli.parser import Parser, warn
-from medfl.core import portable
+from medfl.core import portable, terminal
 from medfl.core.errors import MedflError
 from medfl.core.release import VERSION
 
@@ -62,6 +61,7 @@ VERBS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    terminal.mend_streams()
     try:
         options = parser().parse_args(given)
         options.given = given
@@ -75,16 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warn("interrupted: what was saved is intact; a run continues with --resume")
         return 130
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        terminal.flush(sys.stdout)
         return 0
-    except MemoryError as error:
-        warn(f"error: out of memory ({' '.join(str(error).split())})")
-        return 1
-    except MedflError as error:
+    except (MedflError, MemoryError, OSError, ImportError) as error:
         if "--debug" in given:
             traceback.print_exc()
-        warn(f"error: {' '.join(str(error).split())}")
-        return error.exit_code
+        told = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
+        warn(f"error: {' '.join(told.split())}")
+        terminal.flush(sys.stdout)
+        return error.exit_code if isinstance(error, MedflError) else 1
 
 
 def _trusting(options: Any) -> AbstractContextManager[None]:

@@ -80,6 +80,12 @@ def without_package(where: str, package: str, reader: str = "") -> InputError:
     )
 
 
+def refuse_folder(error: OSError) -> None:
+    """Raise an InputError for a folder that is there but cannot be read, which `os.walk` would pass over."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise InputError(f"folder {error.filename} ({error.strerror})", "folders that may be read", "check its rights")
+
+
 def did_you_mean(given: str, known: Iterable[str], advice: str) -> str:
     """Return advice on an unknown name: the most similar known name, if there is one, then `advice`."""
     near = difflib.get_close_matches(given, list(known), 1)

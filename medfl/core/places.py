@@ -41,7 +41,10 @@ def cache_folder(kind: str) -> Path:
     """
     if kind == "prepared" and os.environ.get(PRIVATE):
         return Path(os.environ[PRIVATE]) / kind
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medfl"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if home.startswith("~"):
+        raise InputError("a user without a home", "HOME or XDG_CACHE_HOME is set, for the cache", "set one of them")
+    root = Path(home) / "medfl"
     return root / "portable" / kind if portable.active() else root / kind
 
 
@@ -69,6 +72,8 @@ def is_run(folder: Path) -> bool:
 
 def require_unused(path: Path, beside: Sequence[str] = (), advice: str = "give a new folder, or add --resume") -> None:
     """Raise an InputError if a folder cannot be made, or holds anything but what `beside` names."""
+    if "\ufffd" in (shown := os.fsencode(path).decode(errors="replace")):
+        raise InputError(f"--out {shown}", "a path in UTF-8", "give another name, or run with PYTHONUTF8=1")
     parent = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
     if parent != path and not (parent.is_dir() and os.access(parent, os.W_OK)):
         reason = "may not be written to" if parent.is_dir() else "is not a folder"

@@ -22,7 +22,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from medfl.core.errors import InputError, RunError
+from medfl.core.errors import InputError
 from medfl.core.message import Weights
 from medfl.core.names import as_cell, readable_file_name
 from medfl.core.places import TRIAL, require_run, require_unused
@@ -37,6 +37,7 @@ from medfl.core.storage import (
     save_weights,
     state_round,
     write_atomic,
+    writing,
 )
 
 SITES = "sites"
@@ -225,13 +226,9 @@ class RunFolder:
 
     def append_round(self, entry: Mapping[str, Any]) -> None:
         """Append one line to rounds.jsonl."""
-        try:
-            with (self.path / "rounds.jsonl").open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            raise RunError(
-                f"cannot write {self.path / 'rounds.jsonl'}: {error.strerror}; continue with --resume"
-            ) from error
+        path = self.path / "rounds.jsonl"
+        with writing(path), path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
     def rounds(self, up_to: int | None = None) -> list[dict[str, Any]]:
         """Read rounds.jsonl up to the first incomplete line, as a kill leaves one.
@@ -289,10 +286,8 @@ class RunFolder:
 
     def _subfolder(self, *names: str) -> Path:
         path = self.path.joinpath(*names)
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot make {path}: {error.strerror}; continue with --resume") from error
         return path
 
     def _json(self, name: str, document: Mapping[str, Any]) -> None:

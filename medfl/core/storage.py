@@ -53,23 +53,31 @@ def atomic_replace(path: Path, size: int) -> Iterator[Path]:
     """Yield a sibling file to write, which replaces `path` at the end of the block."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # a link there would be written through
-        yield temporary
-        os.replace(temporary, path)
-    except (OSError, safetensors.SafetensorError) as error:
+        with writing(f"{path} ({size} bytes)"):
+            temporary.unlink(missing_ok=True)  # a link there would be written through
+            yield temporary
+            os.replace(temporary, path)
+    finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise RunError(
-            f"cannot write {path} ({size} bytes): {_reason(error)}; what was saved before is intact; "
-            "free some space and continue with --resume"
-        ) from error
+
+
+@contextmanager
+def writing(place: Path | str, advice: str = "free some space and continue with --resume") -> Iterator[None]:
+    """Raise a RunError where what the block writes to a place cannot be written."""
+    try:
+        yield
+    except (OSError, safetensors.SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's, of a full disk
+            raise
+        raise RunError(f"cannot write {place}: {_reason(error)}; what was saved before is intact; {advice}") from error
 
 
 def _reason(error: Exception) -> str:
     """Return why a file cannot be written; the Rust writer has the system's error number only in its text."""
     in_text = re.search(r"os error (\d+)", str(error))
     number = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if isinstance(error, RuntimeError) or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "no space left on the disk"
     return os.strerror(number) if number else str(error)
 

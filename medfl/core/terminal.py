@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -20,6 +21,24 @@ _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def visible(text: str) -> str:
     """Return a text without what would steer a terminal: files of others name images, classes and sites."""
     return _STEERING.sub("?", text)
+
+
+def mend_streams() -> None:
+    """Open what was closed before Python began (`>&-`), and let stdout take any text in any locale."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(handle)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115 (for good)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def flush(stream: Any) -> None:
+    """Flush a stream; where nobody reads it any more, or its disk is full, all that is written there goes nowhere."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def width() -> int:

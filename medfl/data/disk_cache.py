@@ -27,6 +27,7 @@ from torch import Tensor
 
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
+from medfl.core.storage import writing
 from medfl.datasets.readers.reading import content_key
 
 _SHARE = 0.5  # of the free memory that one section's samples may take
@@ -159,15 +160,13 @@ def _hashed(*parts: str | bytes) -> str:
 
 
 def _write(path: Path, sample: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(sample, file)
-        os.replace(name, path)
-    except OSError as error:
-        Path(name).unlink(missing_ok=True)
-        raise RunError(
-            f"cannot write the prepared sample {path}: {error.strerror or error}; free some space, set XDG_CACHE_HOME "
-            "to a larger disk, or MEDFL_MEMORY to more GiB"
-        ) from error
+    advice = "free some space, set XDG_CACHE_HOME to a larger disk, or MEDFL_MEMORY to more GiB"
+    with writing(f"the prepared sample {path}", advice):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                torch.save(sample, file)
+            os.replace(name, path)
+        finally:
+            Path(name).unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.places import check_which, require_for_export
 from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import stream
-from medfl.core.storage import save_weights, write_atomic
+from medfl.core.storage import save_weights, write_atomic, writing
 from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.export import network as exported
@@ -110,18 +110,17 @@ def export(
     several = site == "all" and "all" not in result.sites
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
-        temporary.mkdir(parents=True)
-        documents = [
-            _BundleWriter(
-                result, model, temporary / safe_file_name(model.site) if several else temporary, formats, data, say
-            ).write()
-            for model in models
-        ]
-        if out.is_dir():
-            out.rmdir()
-        temporary.rename(out)
-    except OSError as error:
-        raise RunError(f"cannot write {out}: {error.strerror or error}") from error
+        with writing(out, "free some space"):
+            temporary.mkdir(parents=True)
+            documents = [
+                _BundleWriter(
+                    result, model, temporary / safe_file_name(model.site) if several else temporary, formats, data, say
+                ).write()
+                for model in models
+            ]
+            if out.is_dir():
+                out.rmdir()
+            temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for document, model in zip(documents, models, strict=True):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from medfl.bundle import new_images
 from medfl.bundle.new_images import Images
 from medfl.core import terminal
-from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
 from medfl.core.places import require_unused
 from medfl.core.run_folder import RunFolder
@@ -238,10 +238,7 @@ class _Writer:
             assert masks is not None
             geometry = prepared.geometry[index]
             mask, path = save_masks.to_original(masks.prediction, geometry), self.folder / self.places[ident]
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise RunError(f"cannot make {path.parent}: {error.strerror}") from error
+            path.parent.mkdir(parents=True, exist_ok=True)
             written = save_masks.write(mask, masks.classes, geometry, path).relative_to(self.folder)
             amounts = _amounts(mask, masks.classes, geometry, self.predictor.classes)
             self.found.rows[ident] = {"id": ident, "mask": written.as_posix(), **amounts}

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
+from medfl.core.storage import writing
 from medfl.data.disk_cache import free_memory
 
 BUDGET: int | None = None
@@ -64,17 +64,12 @@ class TensorStore:
 
     def _write(self, tensor: Tensor) -> _Place:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        try:
+        with writing(self._folder):
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (open for as long as the store)
             offset = self._file.seek(0, 2)
             self._file.write(data)
             self._file.flush()
-        except OSError as error:
-            raise RunError(
-                f"cannot keep what the sites sent in {self._folder}: {error.strerror}; the last round is intact; "
-                "free some space and continue with --resume"
-            ) from error
         return _Place(offset, tensor.shape, tensor.dtype, tensor.device)
 
     def __del__(self) -> None:

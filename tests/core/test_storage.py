@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from medfl.core.errors import RunError
 from medfl.core.storage import (
+    atomic_replace,
     load_state,
     load_weights,
     save_state,
@@ -213,3 +215,18 @@ def test_weights_are_as_readable_as_the_files_beside_them(tmp_path: Path) -> Non
     save_weights(tmp_path / "weights.safetensors", {"w": torch.zeros(2)})
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert modes["weights.safetensors"] == modes["table.csv"]
+
+
+def test_what_torch_cannot_save_on_a_full_disk_is_our_own_error(tmp_path: Path) -> None:
+    """Its writer has no number of the system; a limit of file sizes stands for the disk."""
+    resource = pytest.importorskip("resource")
+    (tmp_path / "model.pt").write_bytes(b"old")
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(RunError, match="no space left"), atomic_replace(tmp_path / "model.pt", 8000) as temporary:
+            torch.save({"w": torch.zeros(2000)}, temporary)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]

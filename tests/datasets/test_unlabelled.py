@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
+import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from PIL import Image
 from medfl.core.errors import InputError
 from medfl.datasets import WriteClassesd, read_pixels
 from medfl.datasets.readers.dicom import own_locale
+from medfl.datasets.readers.tables import image_files
 from medfl.datasets.readers.unlabelled import named, unlabelled, without_ending
 from tests.datasets.test_volumes import IMAGE, save, save_dicom
 
@@ -26,11 +30,31 @@ def draw(*files: Path) -> None:
 
 
 def test_a_folder_gives_all_below_it_by_their_paths(tmp_path: Path) -> None:
-    draw(*(tmp_path / name for name in ("b.png", "ä b/a.JPG", ".hidden.png", ".trash/c.png", "__MACOSX/d.png")))
+    draw(
+        *(
+            tmp_path / name
+            for name in ("b.png", "ä b/a.JPG", ".hidden.png", ".trash/c.png", "__MACOSX/d.png", "@eaDir/e.png")
+        )
+    )
     (tmp_path / "notes.txt").write_text("no image")
     save(tmp_path / "v.nii.gz", IMAGE)
     assert list(named([tmp_path])) == ["b.png", "v.nii.gz", "ä b/a.JPG"]
     assert unlabelled(tmp_path)[0] == {"id": "b.png", "image": str(tmp_path / "b.png")}
+
+
+def test_a_folder_that_may_not_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw(tmp_path / "a" / "b.png", tmp_path / "c" / "d.png", tmp_path / "lost+found" / "e.png")
+    scan = os.scandir
+
+    def scanned(path: str) -> Any:
+        if Path(path).name in ("c", "lost+found"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    for read in (lambda: named([tmp_path]), lambda: image_files(tmp_path)):
+        with pytest.raises(InputError, match=r"folder .*c \(Permission denied\)"):
+            read()
 
 
 def test_series_are_found_with_and_without_endings(tmp_path: Path) -> None:

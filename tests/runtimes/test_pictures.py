@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_take_pictures_is_our_own_error(tmp_path: Path) -> 
     """The run stops, nothing of its state is lost."""
     folder = RunFolder.create(tmp_path / "out")
     (folder.path / "pictures").touch()
-    with pytest.raises(RunError, match="cannot make .*pictures.*--resume"):
+    with pytest.raises(RunError, match="cannot write .*pictures.*--resume"):
         folder.write_picture("spectrum", b"")
 
 

@@ -56,7 +56,7 @@ def test_every_access_reads_a_tensor_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_room_is_our_own_error(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="cannot keep what the sites sent in .*--resume"):
+    with pytest.raises(RunError, match="cannot write .*--resume"):
         TensorStore(tmp_path / "gone", 0).keep(TENSORS)
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, refuse_folder
 from medfl.datasets.readers import dicom, png16, stacks
 
 Pixels = NDArray[Any]
@@ -128,8 +128,8 @@ def archive(path: str | Path) -> zipfile.ZipFile:
 
 
 def is_hidden(name: str) -> bool:
-    """Tell whether a path has a hidden part, or one that macOS adds to archives."""
-    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+    """Tell whether a path has a hidden part, or one that macOS, a NAS or a disk adds."""
+    return any(part.startswith((".", "__MACOSX", "@eaDir", "lost+found")) for part in name.split("/"))
 
 
 def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -140,7 +140,7 @@ def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
     if root.is_file():
         return [(name, f"{root}!{name}") for name in sorted(archive(root).namelist()) if _counts(name, endings)]
     names = []
-    for base, folders, files in os.walk(root):
+    for base, folders, files in os.walk(root, onerror=refuse_folder):
         folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
         paths = [os.path.join(base, name) for name in files if _counts(name, endings)]
         names += [os.path.relpath(path, root).replace(os.sep, "/") for path in paths if not is_odd(path)]

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, refuse_folder
 from medfl.core.places import require_there
 from medfl.core.untrusted import printable
 from medfl.datasets.readers import dicom
@@ -133,7 +133,7 @@ def other_kinds(place: Path, used: Path | None = None) -> tuple[str, ...]:
 
 def _files(root: Path) -> Iterator[Path]:
     """Yield the files below a folder that may be images: not hidden, and with names that are text."""
-    for base, folders, files in os.walk(root):
+    for base, folders, files in os.walk(root, onerror=refuse_folder):
         folders[:] = sorted(name for name in folders if not is_hidden(name) and is_text(name))
         for path in (Path(base, name) for name in files if not is_hidden(name)):
             if not is_odd(str(path)):

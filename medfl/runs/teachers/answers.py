@@ -7,7 +7,6 @@ of all that the answers depend on: the teacher's weights and facts, the data's c
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -29,7 +28,7 @@ from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.places import cache_folder
 from medfl.core.seeding import stream
-from medfl.core.storage import write_atomic
+from medfl.core.storage import write_atomic, writing
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
 from medfl.runs.teachers import medsam, open_clip, trained
@@ -123,7 +122,7 @@ def obtain(teacher: Teacher, questions: Questions, *, progress: bool = False, sa
     kept = _Kept.of(teacher, questions)
     for note in kept.notes:
         say(f"note: {note}")
-    with _told(kept.path):
+    with writing(kept.path, "free some space, or set XDG_CACHE_HOME to a larger disk"):
         kept.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone(kept.path, say):
             state, why = kept.state()
@@ -304,17 +303,3 @@ def _alone(path: Path, say: Print) -> Iterator[None]:
             say(f"another process is asking about the same; waiting for {path.with_suffix('.lock')}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Tell in one line that the cache cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        reason = "no space left on the disk" if full else (error.strerror or str(error))
-        raise RunError(
-            f"cannot keep a teacher's answers in {path}: {reason}; what was answered before is kept: free some space, "
-            "or set XDG_CACHE_HOME to a larger disk"
-        ) from error

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from medfl.core.storage import writing
 
 if TYPE_CHECKING:
     from medfl.runtimes.output.tracker import Tracker
@@ -22,25 +26,33 @@ class Events:
         from torch.utils.tensorboard import SummaryWriter  # imports for a second
 
         self._writer: Any = SummaryWriter(str(self.path), purge_step=self.done + 1 if self.done else None)  # type: ignore[no-untyped-call]
+        self._hook = tell = threading.excepthook  # what fails in the writer's thread is raised by its next call
+        threading.excepthook = lambda failed: None if "Async" in type(failed.thread).__name__ else tell(failed)
         for place in self.places:
             place.open(self.done)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close them."""
-        self._writer.close()
+        try:
+            with suppress(OSError) if kind else writing(self.path):
+                self._writer.close()
+        finally:
+            threading.excepthook = self._hook
         for place in self.places:
             place.close(kind is None)
 
     def add_image(self, name: str, pixels: Any, step: int, dataformats: str) -> None:
         """Write a picture."""
-        self._writer.add_image(name, pixels, step, dataformats=dataformats)
+        with writing(self.path):
+            self._writer.add_image(name, pixels, step, dataformats=dataformats)
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Write a round's numbers."""
         numbers = scalars(entry)
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, entry["round"])
+        with writing(self.path):
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, entry["round"])
         for place in self.places:
             place.log(entry["round"], numbers)
 

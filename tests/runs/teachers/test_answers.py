@@ -227,9 +227,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(kept: Path, monkeypatch
     teacher = Table(distributions())
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(
-            RunError, match="cannot keep a teacher's answers in .*: no space left on the disk; "
-        ) as told:
+        with pytest.raises(RunError, match="cannot write .*: no space left on the disk; ") as told:
             obtain(teacher, classification())
     assert "\n" not in str(told.value)
     assert teacher.asked == []

@@ -1,0 +1,86 @@
+"""The command line where streams are closed, a locale is old, a disk is full, or a user has neither name nor home."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medfl.cli import verbs
+from tests.support.programs import ROOT
+
+NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME", "XDG_CACHE_HOME")
+
+
+def shell(place: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell's command, in which $MEDFL is the command line, without the variables that name a user."""
+    kept = {name: value for name, value in os.environ.items() if name not in (*NAMES, "PYTHONUNBUFFERED")}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "MEDFL": f"{sys.executable} -m medfl", **variables}
+    return subprocess.run(["bash", "-c", command], cwd=place, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("$MEDFL bundles mnist >&-", 0),
+        ("$MEDFL --help >&- 2>&- <&-", 0),
+        ("$MEDFL bundles nothing 2>&-", 2),
+        ("$MEDFL bundles nothing <&- >&- 2>/dev/full", 2),
+        ("$MEDFL bundles | head -c 10; exit ${PIPESTATUS[0]}", 0),
+        ("$MEDFL bundles mnist > /dev/full", 1),
+    ],
+)
+def test_a_stream_may_be_closed_or_full(tmp_path: Path, command: str, code: int) -> None:
+    done = shell(tmp_path, command)
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.splitlines()) == int("> /dev/full" in command)
+
+
+def test_what_is_written_into_a_file_is_not_mixed_with_a_closed_stream(tmp_path: Path) -> None:
+    program = "import os; from medfl.core import terminal; terminal.mend_streams(); print(os.open('a', 65) > 2)"
+    assert shell(tmp_path, f'{sys.executable} -c "{program}" 2>&- <&-').stdout == "True\n"
+
+
+def test_lines_that_nobody_reads_any_more_do_not_end_a_run(tmp_path: Path) -> None:
+    lines = "from medfl.cli.parser import warn; [warn('line ' * 9) for _ in range(9999)]; print('done')"
+    done = shell(tmp_path, f'{{ {sys.executable} -c "{lines}" 2>&1 >&3 | head -1 >&2; exit ${{PIPESTATUS[0]}}; }} 3>&1')
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_any_text_can_be_printed_in_an_old_locale(tmp_path: Path) -> None:
+    program = "from medfl.core import terminal; terminal.mend_streams(); print('─ü\\udce4.png')"
+    assert shell(tmp_path, f'{sys.executable} -c "{program}"', PYTHONIOENCODING="ascii").stdout == "???.png\n"
+
+
+def test_a_user_without_a_name_is_given_one(tmp_path: Path) -> None:
+    nobody = "import pwd; pwd.getpwuid = {}.__getitem__; import medfl, getpass; print(getpass.getuser())"
+    done = shell(tmp_path, f'{sys.executable} -c "{nobody}"')
+    assert done.stdout == "nameless\n", done.stderr
+
+
+def test_a_user_without_a_home_is_told(tmp_path: Path) -> None:
+    nobody = "import pwd; pwd.getpwuid = {}.__getitem__; from medfl.core import places; places.cache_folder('a')"
+    done = shell(tmp_path, f'{sys.executable} -c "{nobody}"')
+    said = "InputError: a user without a home; HOME or XDG_CACHE_HOME is set, for the cache; set one of them"
+    assert done.stderr.splitlines()[-1].endswith(said)
+
+
+def test_what_the_system_refuses_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "a.png")
+
+    monkeypatch.setattr("medfl.cli.report._report", fail)
+    assert verbs.main(["report", "."]) == 1
+    said = "error: [Errno 24] Too many open files: 'a.png'\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_folder_whose_name_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    done = shell(tmp_path, "$MEDFL run mnist --data phantom --out $'o\\xfc'")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2, ["error: --out o\ufffd; a path in UTF-8; give another name, or run with PYTHONUTF8=1"],
+    )  # fmt: skip
