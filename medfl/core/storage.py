@@ -63,7 +63,7 @@ def atomic_replace(path: Path, size: int) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(place: Path | str, advice: str = "free some space and continue with --resume") -> Iterator[None]:
+def writing(place: Path | str, advice: str = "free some space, then go on (a run with --resume)") -> Iterator[None]:
     """Raise a RunError where what the block writes to a place cannot be written."""
     try:
         yield
