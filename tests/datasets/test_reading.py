@@ -174,6 +174,16 @@ def test_a_page_of_postscript_starts_no_program(tmp_path, monkeypatch):
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("name", ["picture.mhd", "picture.dcm"])
+def test_a_header_that_begins_as_dicom_reads_no_other_file(tmp_path, name):
+    (tmp_path / "secret").write_bytes(bytes(100))
+    head = "ObjectType = Image\nNDims = 3\nComment = "
+    head += "x" * (128 - len(head)) + "DICM\nDimSize = 10 10 1\nElementType = MET_UCHAR\n"
+    (tmp_path / name).write_text(f"{head}ElementDataFile = {tmp_path / 'secret'}\n")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_pixels(str(tmp_path / name))
+
+
 def test_damaged_zip_member_is_named(tmp_path, uris):
     data = bytearray((tmp_path / "a.zip").read_bytes())
     data[data.index(b"IDAT") + 6] ^= 0xFF
