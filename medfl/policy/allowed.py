@@ -255,7 +255,7 @@ def component_refused(name: str, arguments: Mapping[str, Any]) -> str:
         return f"{name} of {printable(model)!r}, which is none of torchvision's networks"
     if (name == "TorchVisionFCModel" or _NETWORK.fullmatch(name)) and arguments.get("weights") is not None:
         return f"{name} with 'weights', which would be fetched"
-    odd = [key for key in arguments if key not in _READING_ARGUMENTS and key[:1] != "_"]
+    odd = {*map(str, arguments)} - _READING_ARGUMENTS - {"_target_", "_disabled_", "_requires_", "_desc_", "_mode_"}
     if odd and without_ending(name) in _READING:
         return f"{name} with {printable(min(odd))!r}, which would say how a file is opened"
     if others := set(arguments.get("kwargs_read_csv") or ()) - set(TABLE_ARGUMENTS):

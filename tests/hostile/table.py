@@ -185,6 +185,9 @@ HOSTILE: dict[str, Hostile] = {
     "reader_that_opens_to_change": Hostile(
         "how a file is opened", {"x": {"_target_": "NumpyReader", "mmap_mode": "r+"}}
     ),
+    "reader_with_a_number_for_a_name": Hostile(
+        "how a file is opened", files={"configs/evaluate.yaml": "x: {_target_: PILReader, 1: 2}\n"}
+    ),
     "attributes_by_the_keys_of_a_dictionary": _target("torch.nn.ParameterDict", parameters={"forward": 1}),
     "cache_of_pickles": Hostile("'weights_only'", {"x": {"_target_": "PersistentDataset", "weights_only": False}}),
     "download_of_data": Hostile("'download'", {"x": {"_target_": "DecathlonDataset", "download": True}}),
