@@ -90,6 +90,8 @@ class _Component(ConfigComponent):
         if name.endswith("DataLoader"):
             arguments |= {"num_workers": 0, "multiprocessing_context": None, "worker_init_fn": None}
             arguments.pop("persistent_workers", None), arguments.pop("prefetch_factor", None)
+        for word in () if own else ("compile", "compile_kwargs"):  # of an engine: they would start a compiler
+            arguments.pop(word, None)
         self._evaluator.check_places(check_arguments(found, (), arguments), found)
         try:
             return found(**arguments)

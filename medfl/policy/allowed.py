@@ -195,6 +195,23 @@ TABLE_ARGUMENTS = (
 )  # fmt: skip
 """What the reading of a CSV file may be told beside its path."""
 
+_READING = name_set(
+    "ITKReader ImageDataset LoadImage MaskedPatchWSIDataset NibabelReader NrrdReader NumpyReader PILReader "
+    "PatchWSIDataset PydicomReader SlidingPatchWSIDataset WSIReader WSISlidingWindowSplitter"
+)
+"""Components that hand what they do not know on to a reader, and a reader to what opens the file."""
+_READING_ARGUMENTS = name_set(
+    """
+    additional_meta_keys affine_lps_to_ras allow_missing_keys allow_pickle as_closest_canonical backend center_location
+    channel_dim converter data device dtype ensure_channel_first expanduser filter_fn fname_regex force image_files
+    image_only include_label index_order keys label_dict label_transform labels level mask_level meta_key_postfix
+    meta_keys mode mpp mpp_atol mpp_rtol npz_keys offset offset_limits overlap overwriting pad_mode patch_level
+    patch_size power power_atol power_rtol prune_meta_pattern prune_meta_sep prune_metadata reader reverse_indexing seed
+    seg_files seg_transform series_meta series_name simple_keys squeeze_non_spatial_dims swap_ij to_gpu transform
+    transform_with_metadata
+    """
+)
+"""What MONAI's readers and these take themselves: anything else says how a file is opened, as `mmap_mode: r+` does."""
 PLACES = frozenset({"src", "npzfile", "root_dir", "load_path", "weights", "path"})
 """Arguments that name a file or folder, where they are texts or paths."""
 _SWITCHES = ("download", "pretrained", "allow_pickle", "trust_remote_code", "expanduser")
@@ -238,6 +255,9 @@ def component_refused(name: str, arguments: Mapping[str, Any]) -> str:
         return f"{name} of {printable(model)!r}, which is none of torchvision's networks"
     if (name == "TorchVisionFCModel" or _NETWORK.fullmatch(name)) and arguments.get("weights") is not None:
         return f"{name} with 'weights', which would be fetched"
+    odd = {*map(str, arguments)} - _READING_ARGUMENTS - {"_target_", "_disabled_", "_requires_", "_desc_", "_mode_"}
+    if odd and without_ending(name) in _READING:
+        return f"{name} with {printable(min(odd))!r}, which would say how a file is opened"
     if others := set(arguments.get("kwargs_read_csv") or ()) - set(TABLE_ARGUMENTS):
         return f"{name} with {printable(min(others))!r}, which reading a CSV file is not told here"
     return ""

@@ -17,9 +17,11 @@ _CONFIGURATION = (".json", ".yaml", ".yml")
 READ = ("train", "evaluate", "inference", "metadata", "federated")
 """The configurations that medfl reads, by their names in configs/; all others are pinned, and never evaluated."""
 _WEIGHTS = (".safetensors", ".onnx", ".pt", ".pth", ".ts", ".ckpt", ".pkl", ".pickle", ".bin", ".joblib")
+_READ_AS = (*_CONFIGURATION, ".py", ".safetensors")
 _COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".egg", ".whl")
 """What Python would import in the place of other modules."""
 _CHUNK = 1 << 20
+_UNPACKED, _BLOCK = 1 << 31, 100 * 512  # bytes of a file, or of each of its blocks on the disk: more are holes
 
 
 class BundleFiles:
@@ -46,10 +48,15 @@ class BundleFiles:
                 self.inspection.refuse(name, "", f"more than {self.policy.limits.files} files")
                 return
             try:
-                if stat.S_ISLNK(path.lstat().st_mode):
+                status = path.lstat()
+                if stat.S_ISLNK(status.st_mode):
                     raise Refused("a link: a bundle consists of plain files and folders")
-                if not stat.S_ISREG(path.lstat().st_mode):
+                if stat.S_ISDIR(status.st_mode):
+                    raise Refused("a folder with the name of a file")
+                if not stat.S_ISREG(status.st_mode):
                     raise Refused("neither a file nor a folder")
+                if status.st_size > max(_UNPACKED, _BLOCK * getattr(status, "st_blocks", status.st_size)):
+                    raise Refused(f"{status.st_size} bytes that are not there: it would be read for hours")
                 self._file(path, name, self._kind_or_refusal(name))
             except (Refused, OSError) as error:
                 self.inspection.refuse(name, "", error)
@@ -62,7 +69,7 @@ class BundleFiles:
 
         for folder, folders, files in os.walk(self.root, onerror=unreadable):
             paths += [Path(folder) / name for name in files]
-            paths += [Path(folder) / name for name in folders if (Path(folder) / name).is_symlink()]
+            paths += [one for one in map(Path(folder).joinpath, folders) if one.is_symlink() or one.suffix in _READ_AS]
             if len(paths) > self.policy.limits.files:
                 break
         return paths

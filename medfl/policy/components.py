@@ -137,6 +137,9 @@ def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str,
         raise Refused(f"{getattr(function, '__name__', 'a call')} with more arguments than it has names for")
     if getattr(function, "__name__", "") in _TYPED and any(map(_makes_objects, (*arguments, *given.values()))):
         raise Refused("an array of objects")
+    for value in (*arguments, *given.values()):
+        if isinstance(value, Mapping) and any(str(key).startswith("__") for key in value):
+            raise Refused("a key with two underscores, which would become an attribute")
     for name, value in given.items():
         loads = function is torch.load and name == "weights_only"  # reached with its word only
         if not loads and (why := argument_refused(name, value)):
@@ -186,7 +189,8 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
     for module_name, base in _BASES.items():
         module = importlib.import_module(module_name)
         for found in vars(module).values():
-            if inspect.isclass(found) and issubclass(found, getattr(module, base)) and _of_package(found, "torch"):
+            listed = inspect.isclass(found) and issubclass(found, getattr(module, base)) and _of_package(found, "torch")
+            if listed and not issubclass(found, nn.ParameterDict):  # whose keys are set as attributes
                 identities[id(found)] = found
     return short, identities
 

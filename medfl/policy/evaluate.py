@@ -190,7 +190,7 @@ class Evaluator:
             self._check_handed(value)
         self.check_places(check_arguments(function, arguments, named), function)
         if type(function).__module__.startswith("monai."):  # a transform that was made: it may read the file
-            self.check_places({"path": [value for value in _inside(arguments) if _is_far(value)]})
+            self.check_places({"path": [value for value in _inside([*arguments, *named.values()]) if _is_far(value)]})
         return function(*arguments, **named)
 
     def _check_handed(self, value: Any) -> None:

@@ -160,6 +160,30 @@ def test_broken_images_are_named(tmp_path, picture):
             read_pixels(f"{tmp_path}/n.npz!{part}")
 
 
+def test_a_page_of_postscript_starts_no_program(tmp_path, monkeypatch):
+    mark, program = tmp_path / "mark", tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    page = tmp_path / "page.png"
+    page.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EndProlog\nshowpage\n%%EOF\n")
+    with pytest.raises(InputError, match="page.png cannot be read"):
+        read_pixels(str(page))
+    with Image.open(page) as image, pytest.raises(OSError, match="Ghostscript"):
+        image.load()  # as MONAI's readers do
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["picture.mhd", "picture.dcm"])
+def test_a_header_that_begins_as_dicom_reads_no_other_file(tmp_path, name):
+    (tmp_path / "secret").write_bytes(bytes(100))
+    head = "ObjectType = Image\nNDims = 3\nComment = "
+    head += "x" * (128 - len(head)) + "DICM\nDimSize = 10 10 1\nElementType = MET_UCHAR\n"
+    (tmp_path / name).write_text(f"{head}ElementDataFile = {tmp_path / 'secret'}\n")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_pixels(str(tmp_path / name))
+
+
 def test_damaged_zip_member_is_named(tmp_path, uris):
     data = bytearray((tmp_path / "a.zip").read_bytes())
     data[data.index(b"IDAT") + 6] ^= 0xFF

@@ -178,6 +178,17 @@ HOSTILE: dict[str, Hostile] = {
     "writer_that_is_a_program": Hostile("'writer'", {"x": {"_target_": "SaveImage", "writer": "os.mkdir"}}),
     "merger_that_is_a_program": Hostile("'merger_cls'", {"x": {"_target_": "PatchInferer", "merger_cls": "os.mkdir"}}),
     "pickled_arrays": Hostile("'allow_pickle'", {"x": {"_target_": "LoadImage", "allow_pickle": True}}),
+    "images_opened_to_be_changed": Hostile(
+        "how a file is opened",
+        {"x": {"_target_": "LoadImaged", "keys": "a", "reader": "NumpyReader", "mmap_mode": "r+"}},
+    ),
+    "reader_that_opens_to_change": Hostile(
+        "how a file is opened", {"x": {"_target_": "NumpyReader", "mmap_mode": "r+"}}
+    ),
+    "reader_with_a_number_for_a_name": Hostile(
+        "how a file is opened", files={"configs/evaluate.yaml": "x: {_target_: PILReader, 1: 2}\n"}
+    ),
+    "attributes_by_the_keys_of_a_dictionary": _target("torch.nn.ParameterDict", parameters={"forward": 1}),
     "cache_of_pickles": Hostile("'weights_only'", {"x": {"_target_": "PersistentDataset", "weights_only": False}}),
     "download_of_data": Hostile("'download'", {"x": {"_target_": "DecathlonDataset", "download": True}}),
     "pretrained_by_a_reference_in_inference": Hostile(

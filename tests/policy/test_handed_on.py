@@ -39,6 +39,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "picture_elsewhere": {"x": f"${LOAD}()(os.sep + 'tmp/secret.npy')"},
     "archive_elsewhere": {"x": {"_target_": "NPZDictItemDataset", "npzfile": "$os.sep + 'tmp/a.npz'", "keys": {"a": "a"}}},
     "listing_elsewhere": {"x": f"$paired({FOLDER}, 'a', 'b', 'train')"},
+    "picture_elsewhere_by_its_name": {"x": f"${LOAD}()(filename=os.sep + 'tmp/secret.npy')"},
+    "opened_to_be_changed": {"x": f"$list(map(functools.partial({LOAD}, 'NumpyReader', mmap_mode='r+'), ['secret.npy']))"},
+    "copied_as_an_attribute_says": {"x": "$copy.deepcopy(torch.nn.ModuleDict({'_' + '_deepcopy_' + '_': torch.nn.Identity()}))"},
+    "attributes_by_keys": {"x": "$list(map(torch.nn.ParameterDict, [{'forward': 1}]))"},
     "processes": {"x": "$monai.data.DataLoader([1], num_workers=1)"},
     "guard_by_its_name": {"f": f"$lambda _call: {LOAD}('this.s')", "x": "$@f(lambda *a: a)"},
     "list_that_grows": {"x": "$[b for a in [[1]] for b in a if a.append(1)]"},
@@ -46,7 +50,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "objects_by_position": {"x": "$np.array(['x'], 'O')"},
 }  # fmt: skip
 IMPORTS = [
-    "$import functools", "$import json", "$import os", "$import pandas", "$from medfl.datasets.own import paired",
+    "$import copy", "$import functools", "$import json", "$import os", "$import pandas", "$from medfl.datasets.own import paired",
 ]  # fmt: skip
 
 
@@ -58,7 +62,7 @@ def test_it_is_refused_before_it_happens(name: str, tmp_path: Path) -> None:
     with pytest.raises(
         InputError,
         match=r"is not on the list|which is not|can only|cannot be|names what|neither below|a URL|URL|"
-        r"an array of objects|more arguments|handed on|attribute \.append",
+        r"how a file is opened|become an attribute|an array of objects|more arguments|handed on|attribute \.append",
     ):
         made.content("y" if "y" in REFUSED[name] else "x")
     assert not mark.exists()
@@ -85,6 +89,15 @@ def test_loaders_of_a_bundle_start_no_processes(tmp_path: Path) -> None:
     made = configuration(tmp_path / "bundle", {"x": loader}).content("x")
     assert made.num_workers == 0
     assert sorted(int(batch[0]) for batch in made) == [1, 2]
+
+
+def test_engines_of_a_bundle_start_no_compiler(tmp_path: Path) -> None:
+    network = {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}
+    engine = {"_target_": "SupervisedEvaluator", "device": "cpu", "val_data_loader": [1], "network": network}
+    made = configuration(
+        tmp_path / "bundle", {"x": {**engine, "compile": True, "compile_kwargs": {"backend": "eager"}}}
+    )
+    assert not made.engines("x")[0].compile
 
 
 def test_an_array_of_objects_is_never_unpickled(tmp_path: Path) -> None:

@@ -454,3 +454,18 @@ def test_a_policy_for_a_folder_without_a_name_is_not_written(tmp_path: Path) -> 
     root, policy = write(tmp_path / "a b"), tmp_path / "policy.yaml"
     assert cli.main(["site", "inspect", str(root), "--write-policy", str(policy)]) == 2
     assert not policy.exists()
+
+
+@pytest.mark.parametrize("name", ["configs/evaluate.json", "scripts/net.py", "embeddings/a.safetensors"])
+def test_a_folder_with_the_name_of_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    root = write(tmp_path / "bad")
+    (root / name).mkdir(parents=True)
+    assert f"{name}: a folder with the name" in "\n".join(map(str, inspect(root, EVERYTHING).refusals))
+
+
+def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
+    root = write(tmp_path / "bad", files={"models/model.pt": b"", "models/small.pt": b""})
+    os.truncate(root / "models" / "model.pt", 1 << 43)
+    os.truncate(root / "models" / "small.pt", 1 << 20)
+    (refusal,) = inspect(root, EVERYTHING).refusals
+    assert "that are not there" in refusal.why

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from medfl.core.errors import InputError
 
 SUFFIX = ".dcm"
+_FORMAT = "GDCMImageIO"  # others, which SimpleITK takes by a file's ending, read what their header names elsewhere
 _DESCRIPTION, _POSITION = "0008|103e", "0020|0032"
 _PHOTOMETRIC, _BITS, _SIGNED = "0028|0004", "0028|0101", "0028|0103"
 _CENTRE, _WIDTH, _INTERCEPT, _SLOPE = "0028|1050", "0028|1051", "0028|1052", "0028|1053"
@@ -41,6 +42,7 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     """
     files = _files(folder)
     reader = _sitk().ImageSeriesReader()
+    reader.SetImageIO(_FORMAT)
     reader.SetFileNames(files)
     reader.MetaDataDictionaryArrayUpdateOn()
     image = _executed(reader, f"series {folder}", "all its files are complete", "copy the series again")
@@ -131,6 +133,7 @@ def picture_affine(file: str) -> NDArray[np.float64]:
 
 def _execute(file: str) -> Any:
     reader = _sitk().ImageFileReader()
+    reader.SetImageIO(_FORMAT)
     reader.SetFileName(file)
     image = _executed(reader, f"file {file}", "a complete image", "copy the file again")
     if image.GetDimension() != 3 or image.GetSize()[2] != 1:
@@ -216,6 +219,7 @@ def is_dicom(file: str) -> bool:
 
 def _information(file: str) -> Any:
     reader = _sitk().ImageFileReader()
+    reader.SetImageIO(_FORMAT)
     reader.SetFileName(file)
     reader.ReadImageInformation()
     return reader

@@ -21,11 +21,13 @@ from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import EpsImagePlugin, ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError, refuse_folder
 from medfl.datasets.readers import dicom, png16, stacks
+
+EpsImagePlugin.gs_binary = False  # a page of PostScript, whatever its file is called, starts no program to draw it
 
 Pixels = NDArray[Any]
 
