@@ -39,10 +39,10 @@ FIGURES: dict[str, tuple[int | None, int]] = {
     "hooks of Method": (14, 14),
     "facts of Method": (None, 6),
     "method files over 120 lines": (8, 8),
-    "lines of the longest method file": (300, 284),
+    "lines of the longest method file": (300, 285),
     "lines of the longest module": (400, 400),
     "words of the README": (1200, 1200),
-    "lines of the product": (None, 62656),
+    "lines of the product": (None, 62657),
 }
 
 

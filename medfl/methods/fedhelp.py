@@ -10,16 +10,17 @@ Small:   J = L_i + lambda_J R_i on theta, phi, psi (eq. 1-3):
 Large:   G = L_j + lambda_F KL(p || p~) + lambda_B sum_(r in Omega) -log p[r] (eq. 4-7), p~ of the proxy, p of the large
          network, Omega the proxy's top classes. The first divergence trains the proxy only, the rest the large network.
 Server:  w <- sum_c n_c w_c / sum_c n_c over surrogates and proxies.
-In segmentation L and R are cross-entropies of pixels weighted by beta (eq. 8-11, medfl.methods._parts.weight_map),
-without Dice. Judged by the small site's network, or by the large one, after local training and before aggregation.
+In segmentation L and R are the bundle's loss, or as printed cross-entropies of pixels weighted by beta (`mask_loss`;
+eq. 8-11, medfl.methods._parts.weight_map). Judged by a site's small or large network, between training and aggregation.
 
 Departures, and what the paper leaves open. Sums over a data set are means of mini-batches (`loss_reduction`; as printed
 the public loss of a small site would weigh P/K_i times as much, 3 to 11 times lambda_J's 0.2), with a public batch
-beside each private one (`public_schedule`); the bundles' preset `paper` has both as printed. The proxy sees no label
-(`proxy_ce`); both networks step together on the same forward passes (`schedule`). The larger divergence's teacher side
-is constant. alpha's rule is ours (medfl.methods._parts.teacher_weights); its rows see the gradient of KL alone, so
-their rate takes no part in lambda_J. Public batches use their own BatchNorm statistics and leave the running ones alone
-(`public_bn`). Optimisers start anew each round (the run's `keep_optimizer`). Early stopping is the run's `patience`.
+beside each private one (`public_schedule`); masks by the bundle's own loss (docs/results.md says why); the bundles'
+preset `paper` has all three as printed. The proxy sees no label (`proxy_ce`); both networks step together on the same
+forward passes (`schedule`). The larger divergence's teacher side is constant. alpha's rule is ours
+(medfl.methods._parts.teacher_weights), by the gradient of KL alone, whatever lambda_J. Public batches use their own
+BatchNorm statistics and leave the running ones alone (`public_bn`). Optimisers start anew each round (the run's
+`keep_optimizer`). Early stopping is the run's `patience`.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ def test_what_a_method_refuses_is_a_row(benchmark: Any) -> None:
     assert "multiples of 16" in made["refused"]
 
 
+@pytest.mark.slow
 def test_the_benchmark_has_volumes(benchmark: Any) -> None:
     made = benchmark.of_volumes("captured", tiny(benchmark), cube=16)
     assert made["images_per_second"] == 2 * made["steps_per_second"]

@@ -11,11 +11,13 @@ from tests.benchmarks.test_gpu import loaded
 from tests.support.phantoms import draw_small
 
 
-def test_every_rule_gives_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_each_rule_gives_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module: Any = loaded("lying_sites", monkeypatch)
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
     monkeypatch.setattr(module, "ATTACKS", ("count",))
     draw_small(monkeypatch)
+    monkeypatch.setattr(module, "RULES", ("mean", "clip:auto", "krum:1"))
     given = ["--bundles", "ham10000", "--data", "phantom", "--liars", "1", "--rounds", "1", "--seeds", "3"]
     options = module.parser().parse_args(given)
     found = list(module.rows(tmp_path, options))

@@ -164,9 +164,8 @@ def attempted(said: Sequence[str]) -> dict[str, str]:
 @landlock
 def test_a_run_that_is_refused_leaves_an_empty_folder_and_one_line(tmp_path: Path) -> None:
     wrong = ["--data=phantom", "--sandbox", "--out=a", "--config=odd=1", "--quiet"]
-    process = started(tmp_path, ["run", "mednist", *wrong])
-    said = process.communicate(timeout=120)[1].splitlines()
-    assert process.returncode == 2
+    code, said = medfl(tmp_path, "run", "mednist", *wrong)
+    assert code == 2
     assert len(said) == 1
     assert said[0].startswith("error: ")
     assert "odd" in said[0]

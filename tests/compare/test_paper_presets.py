@@ -92,6 +92,7 @@ def test_fedhelp_as_printed(bundle: str) -> None:
         assert (found["public"], found["teachers"]) == ("cifar100", "clip-vit-l14,clip-rn50x16")
     else:
         assert (found["public"], found["teachers"]) == ("skin_lesion", "medsam")
+        assert found["mask_loss"] == "weighted", "equations 8 to 11"
 
 
 def test_every_grid_of_a_table_takes_its_own_paper_s_preset() -> None:

@@ -30,7 +30,7 @@ def toy(dims: int) -> Toy:
 
 def lesson(dims: int, **options: object) -> tuple[Lesson, torch.nn.Module, Toy]:
     made = toy(dims)
-    method, site = methods.load("fedhelp", {"large": "a", **options}), made.site("b")
+    method, site = methods.load("fedhelp", {"large": "a", "mask_loss": "weighted", **options}), made.site("b")
     network = site.model(made.initial)
     return Lesson(method, site, method.init_site(site), network), network, made
 
@@ -58,14 +58,14 @@ def test_the_public_loss_of_masks_by_hand(dims: int) -> None:
 
 
 def test_a_small_site_without_public_data_trains_on_weighted_pixels() -> None:
-    """Its loss is the mean of beta CE; `mask_loss=bundle` is FedAvg's, bit for bit."""
+    """Its loss is FedAvg's, bit for bit, or with `mask_loss=weighted` the mean of beta CE."""
     made = toy(2)
     site, down = made.site("b"), Message({"weights": made.initial})
-    plain = methods.load("fedhelp", large="a", lambda_j=0, mask_loss="bundle")
+    plain = methods.load("fedhelp", large="a", lambda_j=0)
     _, reply = plain.local_update(site, plain.init_site(site), down)
     _, expected = methods.load("fedavg").local_update(made.site("b"), {}, down)
     assert bits(reply) == bits(expected)
-    weighted = methods.load("fedhelp", large="a", lambda_j=0)
+    weighted = methods.load("fedhelp", large="a", lambda_j=0, mask_loss="weighted")
     balance = weighted.init_site(site)["balance"]
     x, y = made.data["b"]
     torch.testing.assert_close(balance, class_balance([y], 2))
@@ -79,7 +79,7 @@ def test_a_small_site_without_public_data_trains_on_weighted_pixels() -> None:
 def test_a_large_site_trains_on_weighted_pixels(schedule: str) -> None:
     """Without what the two networks say to each other the large one learns by the mean of beta CE alone."""
     made = toy(2)
-    method = methods.load("fedhelp", large="a", lambda_f=0, lambda_b=0, schedule=schedule)
+    method = methods.load("fedhelp", large="a", lambda_f=0, lambda_b=0, schedule=schedule, mask_loss="weighted")
     site, down = made.site("a"), Message({"weights": made.initial})
     balance, network = class_balance([made.data["a"][1]], 2), made.site("a").network()
     state, _ = method.local_update(site, method.init_site(site), down)
@@ -96,7 +96,7 @@ def test_a_large_site_trains_on_weighted_pixels(schedule: str) -> None:
 def test_the_balance_is_that_of_whole_masks() -> None:
     """Whatever patches training draws of them; bits as without random transforms."""
     made = toy(2)
-    site, method = made.site("b"), methods.load("fedhelp", large="a", lambda_j=0)
+    site, method = made.site("b"), methods.load("fedhelp", large="a", lambda_j=0, mask_loss="weighted")
     kept = site.train.prepared
     patches = Augmented(kept.items, kept, BatchRecipe((Crop(("image", "label"), (4, 4)),), True))
     drawn = replace(site, train=Shard(patches, site.train.indices))
@@ -106,7 +106,7 @@ def test_the_balance_is_that_of_whole_masks() -> None:
 
 def test_the_backward_part_is_the_proxys_mask() -> None:
     """|Omega| = 1: CE of the large network against the argmax of the proxy, without beta."""
-    method = methods.load("fedhelp", large="a", mask_loss="bundle")
+    method = methods.load("fedhelp", large="a")
     generator = torch.Generator().manual_seed(0)
     z, z_proxy = (torch.randn(2, 2, 4, 4, generator=generator) for _ in range(2))
     zero = lambda z, y: z.new_zeros(())  # noqa: E731

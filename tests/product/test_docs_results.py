@@ -106,7 +106,7 @@ def test_a_figure_cannot_hide_in_marks_code_or_templates() -> None:
     assert PAGE.count("<!-- end -->") == PAGE.count("<!--") / 2 == len(asked)
     assert _unaccounted(f"{PAGE}\nIt reaches `0.987`.\n") == ["0.987"]
     shown = [line for block in re.findall(r"^```.*?^```$", PAGE, re.M | re.S) for line in block.splitlines()[1:-1]]
-    begun = ("medfl run ", "medfl compare ", "medfl tune ", "  -")
+    begun = ("medfl new ", "medfl run ", "medfl compare ", "medfl tune ", "  -")
     assert all(line.startswith(begun) for line in shown), "commands, and nothing that they printed"
     templates = [text for table in asked.values() for text in table["columns"].values()]
     for table in asked.values():

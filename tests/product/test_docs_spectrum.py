@@ -36,6 +36,7 @@ def test_collapsed_classes_by_hand(module: ModuleType) -> None:
     assert 0 < found["batches"] < found["classes"]
 
 
+@pytest.mark.slow
 def test_rows_of_a_comparison(module: ModuleType, tmp_path: Path) -> None:
     asked = {"data": "phantom", "rounds": 1, "sites": 2, "partition": "iid", "local_epochs": 1}
     for seed in (0, 1):

@@ -100,7 +100,7 @@ class PixelWeights(Method):
     """A method that weighs the pixels of masks by beta."""
 
     mask_loss: str = option(
-        "weighted", "masks: cross-entropy with beta (paper), or the bundle's own loss", choices=("weighted", "bundle")
+        "bundle", "masks: the bundle's loss (ours), or cross-entropy with beta (paper)", choices=("bundle", "weighted")
     )
     beta_0: float = option(10.0, "height of beta between objects (U-Net)", minimum=0.0)
     sigma: float = option(5.0, "width of it in pixels (U-Net)", minimum=0.01)
