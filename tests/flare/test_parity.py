@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from medfl import datasets
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.storage import load_state, load_weights
+from medfl.flare import job
 from medfl.runs import launch
 from tests.support.toy import bits
 
@@ -76,6 +78,24 @@ def test_law1_flare_gives_the_simulator_s_bits(scans: Path, digits: Path, tmp_pa
     assert left(tmp_path / "flare") == left(tmp_path / "simulator")
     assert json.loads((tmp_path / "flare" / "run.json").read_text())["runtime"] == "flare"
     assert not (tmp_path / "flare" / "flare").exists()
+
+
+def test_files_that_a_process_writes_after_the_end_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, remove = tmp_path / "flare", shutil.rmtree
+    place.mkdir()
+    (place / "done").touch()
+    (tmp_path / "summary.json").write_text(json.dumps({"rounds": 1, "seconds": 1.0}))
+    late = ["output.txt"]
+
+    def removed(path: Path, **settings: Any) -> None:
+        remove(path, **settings)
+        if late:
+            path.mkdir()
+            (path / late.pop()).touch()
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    job._result(tmp_path, "a test")
+    assert not place.exists()
 
 
 def test_law1_a_run_killed_in_a_round_goes_on_with_resume(scans: Path, tmp_path: Path) -> None:
