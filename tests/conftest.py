@@ -25,6 +25,11 @@ LONGEST = (
 """Files and folders that are begun first, so that no worker is left alone with them at the end."""
 
 
+def pytest_collection() -> None:
+    """Let the garbage collector rest while modules are imported and tests are made: it would find nothing to free."""
+    gc.disable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("loadgroup", False):
@@ -41,6 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what was imported: millions of objects that none of its passes can free."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

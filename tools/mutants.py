@@ -3,8 +3,10 @@
     python tools/mutants.py NAME... [--sample N] [--seed S] [--out FILE]
 
 A mutant changes one operator, comparison, constant, condition or statement of medfl/methods/NAME.py. It is killed where
-a test of tests/methods/test_NAME*.py that is not slow fails or takes too long. Each runs in a fork of a process that
-has imported all else. FILE gets a line of JSON a mutant; those that it has are not tried again.
+a test of tests/methods/test_NAME*.py that is not slow fails or takes too long. NAME may be a part, as _parts/robust:
+its tests are tests/methods/parts/test_robust*.py and those of the methods that import it, itself or through other
+parts. Each mutant runs in a fork of a process that has imported torch and MONAI. FILE gets a line of JSON a mutant;
+those that it has are not tried again.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import argparse
 import ast
 import contextlib
 import importlib
+import importlib.abc
+import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -79,15 +84,48 @@ def mutants(path: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: (one["line"], one["mutant"]))
 
 
-def outcome(name: str, path: Path, source: str, seconds: float) -> str:
-    """Run a method's tests on a source in a fork; return the test that fails, "too long", or "" if all pass."""
+class _Mutant(importlib.abc.SourceLoader, importlib.abc.MetaPathFinder):
+    """Finds a changed source in the place of a module's file."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        self.path, self.source = path, source
+        self.name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        return importlib.util.spec_from_file_location(name, self.path, loader=self) if name == self.name else None
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self.path)
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return self.source.encode()
+
+
+def tests_of(path: Path) -> list[str]:
+    """Return the test files of a method; of a part its own and those of the methods that import it."""
+    folder, tests = ROOT / "medfl" / "methods", ROOT / "tests" / "methods"
+    if path.parent == folder:
+        return sorted(map(str, tests.glob(f"test_{path.stem}*.py")))
+    texts = {one: one.read_text() for one in folder.rglob("*.py")}
+    users, more = set[Path](), {path}
+    while more:
+        words = "|".join(re.escape(one.stem) for one in more)
+        importing = re.compile(rf"(from|import) medfl\.methods\._parts\.({words})\b")
+        users |= more
+        more = {one for one, text in texts.items() if importing.search(text)} - users
+    named = {file for one in users if one.parent == folder for file in tests.glob(f"test_{one.stem}.py")}
+    return sorted(map(str, named | set((tests / "parts").glob(f"test_{path.stem}*.py"))))
+
+
+def outcome(path: Path, source: str, seconds: float) -> str:
+    """Run a file's tests on a source in a fork; return the test that fails, "too long", or "" if all pass."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
         os.close(read)
         signal.alarm(int(seconds))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.write(write, _run(name, path, source).encode()[:2000])
+        os.write(write, _run(path, source).encode()[:2000])
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
@@ -95,21 +133,21 @@ def outcome(name: str, path: Path, source: str, seconds: float) -> str:
     return failed if status == 0 else "too long" if status == signal.SIGALRM else f"status {status}"
 
 
-def _run(name: str, path: Path, source: str) -> str:
+def _run(path: Path, source: str) -> str:
     failed: list[str] = []
     first = types.ModuleType("first")
     first.pytest_runtest_logreport = lambda report: failed.append(report.nodeid) if report.failed else None
-    module = types.ModuleType(f"medfl.methods.{name}")
-    sys.modules[module.__name__] = module
-    setattr(importlib.import_module("medfl.methods"), name, module)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("medfl", "tests")]:
+        del sys.modules[name]
+    mutant = _Mutant(path, source)
+    sys.meta_path.insert(0, mutant)
     try:
-        exec(compile(source, str(path), "exec"), module.__dict__)
+        importlib.import_module(mutant.name)
     except Exception as error:  # whatever a mutant raises
         return f"import: {type(error).__name__}"
-    tests = map(str, sorted((ROOT / "tests" / "methods").glob(f"test_{name}*.py")))
     how = ("-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--assert=plain")
-    code = pytest.main([*tests, *how], plugins=[first])
-    return failed[0].partition("::")[2] if failed else "" if code == 0 else f"pytest {int(code)}"
+    code = pytest.main([*tests_of(path), *how], plugins=[first])
+    return failed[0].rpartition("/")[2] if failed else "" if code == 0 else f"pytest {int(code)}"
 
 
 def main() -> None:
@@ -120,7 +158,7 @@ def main() -> None:
         parser.add_argument(flag, type=kind, default=default)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    for needed in ("medfl.networks", "medfl.runtimes.simulator", "tests.support.toy"):
+    for needed in ("monai", "medfl.networks", "medfl.runtimes.simulator", "tests.support.toy"):
         importlib.import_module(needed)
     from medfl.core.seeding import stream
 
@@ -129,7 +167,7 @@ def main() -> None:
     for name in options.names:
         path = ROOT / "medfl" / "methods" / f"{name}.py"
         made, started = mutants(path), time.monotonic()
-        if why := outcome(name, path, path.read_text(), 90):
+        if why := outcome(path, path.read_text(), 600):
             raise SystemExit(f"{name}: its tests fail without a mutant: {why}")
         limit = 10 + 4 * (time.monotonic() - started)
         with stream(options.seed, name) as generator:
@@ -137,9 +175,9 @@ def main() -> None:
         chosen = [made[i] for i in sorted(order[: options.sample])]
         print(f"{name}: {len(chosen)} of {len(made)} mutants, at most {limit:.0f} s each", flush=True)
         for one in chosen:
-            row = {"file": path.name, "line": one["line"], "mutant": one["mutant"], "killed_by": None}
+            row = {"file": f"{name}.py", "line": one["line"], "mutant": one["mutant"], "killed_by": None}
             if row not in done:
-                row["killed_by"] = outcome(name, path, one["source"], limit)
+                row["killed_by"] = outcome(path, one["source"], limit)
                 with options.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print("  SURVIVES" if not row["killed_by"] else "  killed", one["line"], one["mutant"], flush=True)

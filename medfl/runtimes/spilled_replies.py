@@ -88,7 +88,22 @@ class _Place(NamedTuple):
     device: torch.device
 
 
-class _TensorsOnDisk(Mapping[str, Tensor]):
+class _ByPlace(Mapping[str, Tensor]):
+    """Tensors that lie in places under their names."""
+
+    _places: Mapping[str, Any]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class _TensorsOnDisk(_ByPlace):
     """Named tensors of a store's file; each access reads one anew."""
 
     def __init__(self, store: TensorStore, places: Mapping[str, _Place]) -> None:
@@ -100,15 +115,6 @@ class _TensorsOnDisk(Mapping[str, Tensor]):
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Return the numbers start..stop of a tensor, and read no others."""
         return self._store.part(self._places[name], start, stop)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 class Replies(Mapping[str, Message]):
@@ -137,7 +143,7 @@ class Replies(Mapping[str, Message]):
         return len(self._messages)
 
 
-class SitesWeights(Mapping[str, Tensor]):
+class SitesWeights(_ByPlace):
     """The weights of each site's own model under `<site>/<tensor>`."""
 
     def __init__(self, folder: Path, budget: int | None = None) -> None:
@@ -153,15 +159,3 @@ class SitesWeights(Mapping[str, Tensor]):
         """Return one tensor."""
         kept, key = self._places[name]
         return kept[key]
-
-    def __contains__(self, name: object) -> bool:
-        """Tell whether there is this tensor."""
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        """List the tensors' names."""
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        """Return the number of tensors."""
-        return len(self._places)

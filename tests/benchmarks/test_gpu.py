@@ -77,6 +77,7 @@ def test_the_benchmark_makes_rows_of_measurements(benchmark: Any) -> None:
     json.dumps([made])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "way", "refused"),
     [

@@ -190,6 +190,7 @@ def test_other_trainers_by_their_own_iteration(make: Callable[[Path], Path], job
         assert 0 < first["last"]["dice"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.meshgrid")
 def test_a_loss_gets_labels_that_are_true_or_false_as_numbers(tmp_path: Path) -> None:
     """VISTA3D's, which compares labels with a class; recorded only where the loss fails on them."""

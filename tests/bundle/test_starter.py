@@ -154,6 +154,7 @@ def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Pa
     assert row["structure_share"] == pytest.approx((answer["mask"] == 1).mean(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_structures_have_the_names_that_are_given(pairs: Path, tmp_path: Path) -> None:
     """A name more than there are values is a structure that no mask has."""
     data, bundle = pairs / "images", tmp_path / "named"
@@ -222,6 +223,7 @@ def test_there_is_a_name_for_each_value(pairs: Path) -> None:
         starter.survey(pairs / "images", names=["lung"])
 
 
+@pytest.mark.slow
 def test_a_run_says_how_many_images_have_no_mask(pairs: Path, tmp_path: Path) -> None:
     """Also of images that came after the bundle was written, once a run, and again where it is resumed."""
     bundle = starter.write(

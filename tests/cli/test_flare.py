@@ -56,6 +56,7 @@ def test_export_writes_a_job_and_says_how_to_submit_it(tmp_path: Path, capsys: p
     assert f"nvflare job submit -j {tmp_path / 'again'}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_that_submits_a_job_finds_its_kit(tmp_path: Path) -> None:
     """With the kit of a federation whose server is away; without a kit FLARE looks for no server."""
     command = ["flare", "export", "mednist", "--sites", "north", "--rounds", "1", "--rehearsal"]

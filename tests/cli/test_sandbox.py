@@ -54,6 +54,7 @@ def medfl(place: Path, *arguments: str) -> tuple[int, list[str]]:
     return process.exitcode, (place / "said.txt").read_text().splitlines()
 
 
+@pytest.mark.slow
 @landlock
 def test_the_weights_are_those_without_it_also_after_a_kill(data: Path, tmp_path: Path) -> None:
     run = ["run", "mednist", "--data", str(data), *SMALL]

@@ -231,6 +231,7 @@ def _summary(out: Path) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_fedbm_goes_on_bit_for_bit_after_an_interruption(
     scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def limit(need: int) -> int:
 # A grid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_grid_leaves_cuda_to_its_runs(
     gpu: Pretended, scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str
@@ -161,6 +162,7 @@ def test_a_grid_leaves_cuda_to_its_runs(
     assert {run[2] for run in gpu.runs}.isdisjoint({FREE})
 
 
+@pytest.mark.slow
 def test_a_run_that_runs_out_of_its_share_goes_on_alone(
     gpu: Pretended, scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def test_the_collector_rests_inside_and_is_as_before_after() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_a_run_begins_without_a_full_collection_and_without_a_language_model() -> None:
     """In one new process: torch and MONAI are imported, then shipped embeddings read, which imports neither of two."""
     code = (

@@ -16,6 +16,7 @@ import medfl.datasets as datasets
 from medfl.core.errors import InputError
 from medfl.datasets.phantoms.phantom import draw_medmnist, save
 from medfl.datasets.phantoms.scenes_colour import skin
+from tests.support.sweeps import mostly_slow
 
 SECTIONS = ("train", "validate", "test")
 SEGMENTED = tuple(name for name in datasets.names() if datasets.get(name).task == "segmentation")
@@ -66,7 +67,7 @@ def test_every_data_set_is_found_and_described():
         assert set().union(*(layout.splits for layout in dataset.readers)) == set(dataset.splits)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, ("ham10000", "mednist", "pneumonia")))
 def test_items_of_every_split(phantoms, name):
     dataset, folder = datasets.get(name), phantoms[name]
     assert datasets.locate(name, folder) == folder

@@ -13,6 +13,7 @@ from sklearn.metrics import balanced_accuracy_score
 import medfl.datasets as datasets
 import medfl.datasets.phantoms.phantom as phantom
 from medfl.core.errors import InputError, RunError
+from tests.support.sweeps import mostly_slow
 
 NAMES = tuple(name for name in datasets.names() if datasets.get(name).task == "classification")
 
@@ -39,7 +40,7 @@ def test_the_same_seed_gives_the_same_files(tmp_path):
         assert first != other
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, ("ham10000", "mednist", "pneumonia")))
 def test_classes_can_be_learned_but_not_from_a_glance(phantoms, name):
     """A forest on 8 x 8 thumbnails, which see little texture, is clearly above chance on the test section."""
     train, labels, _ = pixels(name, phantoms[name], "train")

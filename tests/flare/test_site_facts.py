@@ -60,6 +60,7 @@ def config(scans: dict[str, Path], name: str) -> SiteConfig:
     return SiteConfig("hippocampus", "unused", str(scans[name]), permits=permits, labels=OWN[name])
 
 
+@pytest.mark.slow
 def test_law1_a_site_s_own_word_counts_and_the_server_reports_it(scans: dict[str, Path], tmp_path: Path) -> None:
     """The job is wrong about one site and knows nothing of the other; the weights are those of a run that is right."""
     lines: list[str] = []

@@ -251,6 +251,7 @@ def run(phantom: Path, out: Path, **changes: Any) -> dict[str, Any]:
     return federate("pneumonia", options=options, config=config, requested=requested, out=out, **called)
 
 
+@pytest.mark.slow
 def test_law1_workers_a_resume_and_monai_fl_give_the_same_bits(phantom: Path, tmp_path: Path) -> None:
     whole = run(phantom, tmp_path / "whole")
     run(phantom, tmp_path / "cut", rounds=1)

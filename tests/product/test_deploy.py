@@ -55,6 +55,7 @@ def hospital(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_commands_run_one_after_the_other(hospital: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = blocks("python")
     commands = [line for block in blocks("sh") for line in block.splitlines()]

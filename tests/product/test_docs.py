@@ -170,6 +170,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_site_is_built_and_asks_nothing_of_the_net(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(PAGES)
@@ -180,6 +181,7 @@ def test_the_site_is_built_and_asks_nothing_of_the_net(site: Path) -> None:
         assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", sheet.read_text(encoding="utf-8")), sheet
 
 
+@pytest.mark.slow
 def test_equations_are_mathml_without_leftovers(site: Path) -> None:
     for name in methods.names():
         text = (site / "methods" / f"{name}.html").read_text(encoding="utf-8")

@@ -106,6 +106,7 @@ def _start(phantom: Path, out: Path, jobs: int) -> multiprocessing.Process:
     return process
 
 
+@pytest.mark.slow
 def test_law1_kill_at_ten_random_moments_and_resume(
     phantom: Path, reference: dict[str, object], tmp_path: Path
 ) -> None:

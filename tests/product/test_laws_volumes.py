@@ -85,6 +85,7 @@ def test_what_is_scored_by_changes_no_weight(phantom: Path, reference: dict[str,
         run(phantom, tmp_path / "none", metrics="hd95_hippocampus")
 
 
+@pytest.mark.slow
 def test_law1_rerun_workers_and_disk_cache_change_nothing(
     phantom: Path, reference: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_law1_rerun_workers_and_disk_cache_change_nothing(
         assert _tables(Path(str(found["folder"]))) == _tables(Path(str(reference["folder"]))), name
 
 
+@pytest.mark.slow
 def test_law1_kill_and_resume(phantom: Path, reference: dict[str, object], tmp_path: Path) -> None:
     def child() -> None:
         os.setpgid(0, 0)

@@ -83,6 +83,7 @@ def test_no_shipped_bundle_changes_anything_outside(tmp_path: Path) -> None:
     check(outside(tmp_path, *runs))
 
 
+@pytest.mark.slow
 def test_an_accepted_bundle_changes_nothing_outside_and_the_watch_sees_what_a_trusted_one_does(tmp_path: Path) -> None:
     """The second run is the control: what no gate would let pass is seen, where it is read and where it trains."""
     accepted, trusted = ZOO["seg2d_csv_flat"](tmp_path / "zoo"), ZOO["cls2d_glob_yaml"](tmp_path / "other")

@@ -115,6 +115,7 @@ def test_a_run_of_a_shipped_bundle_that_has_changed_is_exported(
     assert f"`{pip_install()}`" in (old_shipped / "exported" / "docs" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_of_a_shipped_bundle_that_has_changed_goes_on_with_its_folder(
     old_shipped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -293,7 +293,7 @@ def simulate(out: Path, method: str = "fedavg", jobs: int = 1, save: bool = True
     return Simulator(Execution(federation, folder, jobs=jobs, save_predictions=save)).execute()
 
 
-@pytest.mark.parametrize("method", ["fedavg", "local"])
+@pytest.mark.parametrize("method", ["fedavg", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_run_leaves_pictures_masks_and_cases(method: str, tmp_path: Path) -> None:
     """Of the global model, or of each site's own; the pictures say the Dice that predictions.csv has."""
     from PIL import Image
@@ -344,6 +344,7 @@ def test_workers_and_masks_change_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert [set(entry["val"]) for entry in rounds] == [{"dice", "dice_core", "pixel_accuracy", "loss"}] * 2
 
 
+@pytest.mark.slow
 def test_masks_of_a_foreign_bundle_lie_in_their_files_grid(tmp_path: Path) -> None:
     """Volumes of several sizes and spacings, predicted at 1 mm."""
     bundle = ZOO["seg3d_decathlon_json"](tmp_path)

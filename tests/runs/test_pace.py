@@ -61,6 +61,7 @@ def test_few_steps_are_warned_of_with_what_gives_more() -> None:
     assert steps(a_run({"a": 7, "b": 8}, 2, 5)) == "steps a round: 20 (batch 2, local epochs 5)"
 
 
+@pytest.mark.slow
 def test_a_new_bundle_s_run_says_and_records_its_steps(tmp_path: Path) -> None:
     """The batch and epochs of the record are numbers, so that it repeats."""
     images = write_phantom("lung_cxr", tmp_path / "data", per_class=10, size=32)

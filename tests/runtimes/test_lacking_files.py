@@ -116,6 +116,7 @@ def test_law1_images_without_labels_give_the_bits_of_hidden_labels(pictures: Pat
     assert [(row["train"], row["validate"]) for row in rows] == [("4", "2"), ("4", "2"), ("8", "0")]
 
 
+@pytest.mark.slow
 def test_law1_volumes_without_masks_and_channels_give_the_bits_of_hidden_ones(volumes: Path, tmp_path: Path) -> None:
     both = {"site_channels": "west=1"}
     hidden = run(volumes, "full", tmp_path / "hidden", **both)

@@ -131,6 +131,7 @@ def test_weights_are_asked_for_before_any_training(differences: bool, places: Pa
         assert algo.get_weights({}).weights.keys() == own_network(algo.train_workflow).state_dict().keys()
 
 
+@pytest.mark.slow
 def test_it_is_tracked_by_mlflow(places: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy", reason="MLflow keeps its runs in SQLite by it")

@@ -282,7 +282,10 @@ def manifest(out: Path) -> dict[str, Any]:
     return {**told, "record": record}
 
 
-@pytest.mark.parametrize(("method", "moments"), [("fedavg", range(15, 40, 6)), ("ditto", range(23, 60, 10))])
+@pytest.mark.parametrize(
+    ("method", "moments"),
+    [("fedavg", range(15, 40, 6)), pytest.param("ditto", range(23, 60, 10), marks=pytest.mark.slow)],
+)
 def test_a_run_is_killed_within_rounds_that_overlap_and_resumed(tmp_path: Path, method: str, moments: range) -> None:
     whole, done = simulate(tmp_path / "whole", method), []
     for at in moments:

@@ -66,6 +66,7 @@ def test_a_site_sees_zeros_wherever_its_images_are_used(skin: Path) -> None:
     assert not gone.all(1).any()
 
 
+@pytest.mark.slow
 def test_law1_workers_a_resume_and_monai_fl_give_the_same_bits(skin: Path, tmp_path: Path) -> None:
     whole = run(skin, tmp_path / "whole")
     run(skin, tmp_path / "cut", rounds=1)

@@ -151,6 +151,7 @@ def same(found: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
     assert tables[0] == tables[1]
 
 
+@pytest.mark.slow
 def test_a_pause_changes_nothing(phantom: Path, reference: Mapping[str, Any], tmp_path: Path) -> None:
     run(phantom, tmp_path / "paused", rounds=1)
     same(run(phantom, tmp_path / "paused", resume=True), reference)

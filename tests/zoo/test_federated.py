@@ -20,6 +20,7 @@ from medfl.evaluation.metrics import higher_is_better
 from medfl.policy import admission
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
+from tests.support.sweeps import mostly_slow
 from tests.zoo.broken import BROKEN
 from tests.zoo.build import ZOO
 from tests.zoo.record import BrokenBundle, ZooBundle
@@ -50,7 +51,9 @@ def fingerprint(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    "name", mostly_slow(ZOO, ("seg3d_decathlon_json", "cls2d_glob_yaml", "seg2d_own_scripts_yaml"))
+)
 def test_federates_unmodified(name: str, tmp_path: Path) -> None:
     """Two rounds train; nothing that `initialize`, `run`, handlers or caches would write is there afterwards."""
     bundle = ZOO[name](tmp_path)

@@ -73,9 +73,8 @@ def trained(made: Toy, name: str, compile_: bool, **arguments: Any) -> tuple[Fit
             return fit(model, made.site(name), **arguments), snapshot(model)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [sgd(0.1, momentum=0.9), sgd(0.1, weight_decay=0.5), pytest.param(sgd(0.1), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [sgd(0.1, momentum=0.9), sgd(0.1, weight_decay=0.5), sgd(0.1)])
 def test_a_compiled_step_trains_as_an_eager_one(optimizer: Any) -> None:
     made = toy(optimizer=optimizer)
     eager, weights = trained(made, "a", False)
