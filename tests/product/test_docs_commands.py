@@ -132,7 +132,7 @@ FEWER = {"shots": "shots:2,2,0", "centre": "centre", "file": "iid --sites 3"}
 
 
 def test_the_results_commands_run_on_phantoms(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a round each and of one seed; an image data set's classes and centres have fewer images as phantoms."""
+    """In a round of one epoch each and of one seed; an image data set's classes and centres have fewer images as phantoms."""
     datasets.write_phantom("mednist", elsewhere / "data" / "mednist-cut" / "public", per_class=20, size=16)
     datasets.write_phantom("ham10000", elsewhere / "data" / "ham-cut" / "public", per_class=20, size=16)
     draw_cells(elsewhere / "data" / "wbc")
@@ -152,6 +152,7 @@ def test_the_results_commands_run_on_phantoms(elsewhere: Path, capsys: pytest.Ca
         drawn = "bundles/wbc" in command
         more = ["--rounds", "1"] + (["--seeds", "0"] if "--seeds" in command else [])
         more += [] if drawn else ["--data", "phantom"]
+        more += ["--local-epochs", "1"] if "--local-epochs" in command else []
         more += ["--trials", "1"] if " tune " in command else []
         more += ["--config", "patch_size=null"] if "brain_tissue" in command and "patch_size" not in command else []
         out = execute(command, capsys, *more)
