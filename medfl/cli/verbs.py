@@ -1,6 +1,6 @@
 """The command line: `medfl VERB ...`, each verb a module.
 
-Exit codes: 0, 1 (failed while running), 2 (bad input), 130 (Ctrl-C). An error is one line on stderr.
+Exit codes: 0, 1 (failed while running), 2 (bad input), 130 (Ctrl-C), 143 (SIGTERM). An error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -67,13 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.given = given
         if getattr(options, "portable", False):
             portable.begin()  # before anything that computes is imported
-        with _trusting(options):
+        with terminal.sigterm_as_ctrl_c(), _trusting(options):
             return int(options.verb(options) or 0)
     except SystemExit as done:  # argparse after --help and --version
         return int(done.code or 0)
-    except KeyboardInterrupt:
-        warn("interrupted: what was saved is intact; a run continues with --resume")
-        return 130
+    except KeyboardInterrupt as signalled:
+        terminated = isinstance(signalled, terminal.Terminated)
+        word = "ended by SIGTERM" if terminated else "interrupted"
+        warn(f"{word}: what was saved is intact; a run continues with --resume")
+        return 143 if terminated else 130
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         terminal.flush(sys.stdout)
         return 0

@@ -445,18 +445,24 @@ def test_nan_loss_keeps_the_last_round_and_can_be_resumed(
     assert _summary(tmp_path / "run")["weights_sha256"] == _summary(finished)["weights_sha256"]
 
 
-def test_ctrl_c_ends_with_130_and_can_be_resumed(chest: Path, finished: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted: "), (signal.SIGTERM, 143, "ended by SIGTERM: ")]
+)
+def test_ctrl_c_and_sigterm_end_in_a_line_and_the_run_can_be_resumed(
+    chest: Path, finished: Path, tmp_path: Path, number: signal.Signals, code: int, said: str
+) -> None:
     out = tmp_path / "run"
     run = ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--out", str(out)]
     process = forked.start(cli.main, [*run, "--rounds", "100000"], output=tmp_path / "printed")
     deadline = time.monotonic() + 60
     while not (out / "state" / "manifest.json").exists() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     process.join(60)
     printed = (tmp_path / "printed").read_text()
-    assert process.exitcode == 130, printed
+    assert process.exitcode == code, printed
     assert "Traceback" not in printed
+    assert printed.splitlines()[-1].startswith(said)
     assert "--resume" in printed.splitlines()[-1]
     rounds = json.loads((out / "state" / "manifest.json").read_text())["round"] + 1
     assert cli.main([*run, "--rounds", str(rounds), "--resume", "--quiet"]) == 0

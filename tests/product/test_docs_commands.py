@@ -132,7 +132,7 @@ FEWER = {"shots": "shots:2,2,0", "centre": "centre", "file": "iid --sites 3"}
 
 
 def test_the_results_commands_run_on_phantoms(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a round of one epoch each and of one seed; an image data set's classes and centres have fewer images as phantoms."""
+    """In a round of one epoch and of one seed each; as phantoms a data set's classes and centres have fewer images."""
     datasets.write_phantom("mednist", elsewhere / "data" / "mednist-cut" / "public", per_class=20, size=16)
     datasets.write_phantom("ham10000", elsewhere / "data" / "ham-cut" / "public", per_class=20, size=16)
     draw_cells(elsewhere / "data" / "wbc")
