@@ -144,10 +144,10 @@ class TextHead(nn.Linear):
         features: int,
         embeddings: Tensor,
         tau: float,
-        covariance: str = "full",
+        covariance: str,
         *,
-        renormalise: bool = False,
-        unscaled_evaluation: bool = False,
+        renormalise: bool,
+        unscaled_evaluation: bool,
     ) -> None:
         """Initialise the projection as PyTorch does and estimate the Gaussians."""
         super().__init__(features, embeddings.shape[2])

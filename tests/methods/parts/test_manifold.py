@@ -155,6 +155,11 @@ def test_the_released_scale() -> None:
     assert intra_class_loss(z, labels, scale="released").item() == pytest.approx(expected, rel=1e-7)
 
 
+def test_the_released_scale_of_two_samples() -> None:
+    """Two points are a line: every correlation is 1 or -1, so 1/2 (2 - 1)^2."""
+    assert alone(drawn(2, 5), scale="released").item() == pytest.approx(0.5)
+
+
 def test_the_released_scale_is_the_papers_for_classes_of_one_size() -> None:
     """mu1 = mu_code (n - 1)^2 / (n d (d - 1)): the same gradients, here n = 9, d = 5."""
     z, labels = drawn(18, 5) @ drawn(5, 5, seed=1), torch.tensor([0, 1] * 9)

@@ -156,6 +156,7 @@ def test_one_item_has_covariance_zero_and_an_absent_class_is_nothing() -> None:
     assert whole.counts.tolist() == [2, 0, 0]
     assert (whole.means[0].item(), whole.covariances[0].item()) == (1, 2)
     assert not whole.covariances[1:].any()
+    assert pool(parts[1:]).means[0].item() == 2
 
 
 def test_samples_have_the_mean_and_covariance_even_if_it_is_singular() -> None:

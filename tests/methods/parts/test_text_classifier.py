@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.methods._parts.text_classifier import Gaussians, centred, finite_loss, variances
+from medfl.methods._parts.text_classifier import (
+    Gaussians,
+    adapt,
+    centred,
+    embeddings_of,
+    finite_loss,
+    variances,
+)
 from tests.support.embeddings import structured, unit
 
 TAUS = (1.0, 7.5, 12.5, 17.5, 50.0)
@@ -345,8 +352,25 @@ def test_mixed_precision_leaves_the_losses_alone() -> None:
     """tau 12.5 times a similarity in bfloat16 would be off by 0.05."""
     embeddings, h = structured(0.3).float(), unit(6, 32, seed=1).float()
     labels, gaussians = torch.arange(6) % 5, Gaussians.of(embeddings, 12.5)
-    losses = [lambda: finite_loss(h, labels, embeddings, 12.5), lambda: gaussians.surrogate(h, labels)]
-    for loss in losses:
+    wide, precise = (h.double(), labels, embeddings.double()), Gaussians.of(embeddings.double(), 12.5)
+    losses = [
+        (lambda: finite_loss(h, labels, embeddings, 12.5), finite_loss(*wide, 12.5)),
+        (lambda: gaussians.surrogate(h, labels), precise.surrogate(*wide[:2])),
+    ]
+    for loss, exactly in losses:
         with torch.autocast("cpu", torch.bfloat16):
             mixed = loss()
         assert torch.equal(mixed, loss())
+        torch.testing.assert_close(mixed.double(), exactly, rtol=1e-4, atol=1e-4)
+
+
+def test_embeddings_are_a_buffer_of_any_head_and_in_no_state_dict() -> None:
+    """So they go with the network to another device and are in no upload."""
+    network, embeddings = nn.Sequential(nn.Flatten(), nn.Linear(4, 5)), structured(0.3).float()
+    before = list(network.state_dict())
+    for again in (embeddings, embeddings + 1):
+        adapt(network, again, classifier="trainable", covariance="full", tau=12.5)
+        assert torch.equal(dict(network[1].named_buffers())["embeddings"], again)
+        assert torch.equal(embeddings_of(network), again)
+    assert list(network.state_dict()) == before
+    assert all(parameter.requires_grad for parameter in network.parameters())
