@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -179,7 +180,8 @@ def test_a_reply_is_scored_as_it_was_trained(share: str) -> None:
         ({"layers": "4"}, r"layers=4.*layers that fit are 0"),  # the head is trained whole
         ({"layers": ","}, r"layers=: no layer of the network that fits; layers that fit are 0; name some"),
         ({"full": "head,"}, r"full=: no layer of the network that fits"),
-        ({"full": "6"}, r"full=6.*layers that fit are 0, 1, 4"),
+        ({"layers": "6"}, r"name some, all of a kind \(linear, conv\), or none"),
+        ({"full": "6"}, r"full=6.*layers that fit are 0, 1, 4.*all of a kind \(head, norm\), or none"),
         ({"rank": 7}, r"rank=7 for 0\.weight, which is 6 x 8; a rank is at most the smaller side, 6"),
         ({"ranks": "a=7"}, r"rank=7 for 0\.weight"),
         ({"layers": "none", "full": "none"}, "something is trained"),
@@ -191,6 +193,23 @@ def test_options_that_fit_no_layer_are_refused(options: dict[str, Any], told: st
     assert "\n" not in str(caught.value)
 
 
+def test_the_largest_rank_and_no_adapters_beside_a_whole_layer_are_allowed() -> None:
+    for options in ({"rank": 6}, {"layers": "none", "full": "head"}):
+        load("fedlora", options).adapt(classifier(norm=True)(), None)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_is_called_head_is_the_head_that_full_names() -> None:
+    network = nn.Sequential(OrderedDict(head=nn.Linear(3, 3), last=nn.Linear(3, 2)))
+    assert load("fedlora", full="head").whole(network) == {"head.weight", "head.bias"}
+    assert load("fedlora", full="last").whole(network) == {"last.weight", "last.bias"}
+
+
+def test_the_defaults() -> None:
+    method = load("fedlora")
+    assert (method.rank, method.alpha) == (4, 4.0)
+    assert load("fedlora", alpha=0.0).alpha == 0
+
+
 def test_ranks_are_of_sites_that_are_there() -> None:
     for ranks in ("a=0", "a", "a=1,a=2"):
         with pytest.raises(
@@ -199,6 +218,7 @@ def test_ranks_are_of_sites_that_are_there() -> None:
             load("fedlora", ranks=ranks)
     with pytest.raises(InputError, match="there is no site 'd'.*the sites are a, b"):
         site_networks(load("fedlora", ranks="d=2"), ["a", "b"])
+    assert set(site_networks(load("fedlora", ranks="d=2"), ["a"])) == {"a"}  # it is planned alone
 
 
 def test_a_site_with_another_base_does_not_train() -> None:

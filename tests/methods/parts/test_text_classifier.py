@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from medfl.core.errors import InputError
 from medfl.methods._parts.text_classifier import (
     Gaussians,
     adapt,
@@ -292,6 +293,14 @@ def test_order_of_prompts_and_of_classes() -> None:
         )
         permuted = Gaussians.of(embeddings[order], 12.5, kind).logits(h)
         torch.testing.assert_close(permuted, gaussians.logits(h)[:, order], rtol=0, atol=1e-12)
+
+
+def test_two_prompts_are_enough_for_a_distribution() -> None:
+    two = structured(0.3).float()[:, :2]
+    network = adapt(nn.Sequential(nn.Linear(4, 5)), two, classifier="text_distribution", covariance="full", tau=12.5)
+    assert network(torch.rand(3, 4)).shape == (3, 5)
+    with pytest.raises(InputError, match="one prompt a class with classifier=text_distribution"):
+        adapt(network, two[:, :1], classifier="text_distribution", covariance="full", tau=12.5)
 
 
 def test_one_prompt_has_no_variance_and_ranks_stay_below_the_number_of_prompts() -> None:
