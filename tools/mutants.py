@@ -113,7 +113,7 @@ def tests_of(path: Path) -> list[str]:
         importing = re.compile(rf"(from|import) medfl\.methods\._parts\.({words})\b")
         users |= more
         more = {one for one, text in texts.items() if importing.search(text)} - users
-    named = {file for one in users if one.parent == folder for file in tests.glob(f"test_{one.stem}.py")}
+    named = {file for one in users if one.parent == folder for file in tests.glob(f"test_{one.stem}*.py")}
     return sorted(map(str, named | set((tests / "parts").glob(f"test_{path.stem}*.py"))))
 
 

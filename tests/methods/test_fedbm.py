@@ -358,6 +358,7 @@ def changed(message: Message, group: str, tensors: dict[str, torch.Tensor], **sc
         ("generator", lambda g: {}, {"height": 4096.0}, "height 4096, not "),
         ("generator", lambda g: {}, {"width": -16.0}, "width -16"),
         ("generator", lambda g: {}, {"version": 0.5}, "version 0.5"),
+        ("generator", lambda g: {}, {"version": -3.0}, "version -3"),
     ],
 )
 def test_what_does_not_fit_the_site_is_refused(group: str, change, scalars: dict[str, float], said: str) -> None:
@@ -369,6 +370,9 @@ def test_what_does_not_fit_the_site_is_refused(group: str, change, scalars: dict
     assert caught.value.safe_to_send
     state, _ = method.local_update(toy.site("b"), {}, Message(down.tensors, {**down.scalars, "more": 1.0}))
     assert set(state) == {"embeddings", "generator", "version", "channels", "height", "width"}
+    without = Message(down.tensors, {name: value for name, value in down.scalars.items() if name != "version"})
+    with toy.networks.scope(), pytest.raises(RunError, match="version -1"):
+        method.local_update(toy.site("b"), method.init_site(toy.site("b")), without)
 
 
 def test_the_cards_defaults_and_limits() -> None:

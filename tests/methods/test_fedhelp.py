@@ -276,6 +276,16 @@ def test_shares_sum_to_one_and_start_equal() -> None:
     torch.testing.assert_close(alpha, torch.full((3, 2), 1 / 3))
 
 
+@pytest.mark.parametrize(("rule", "teachers"), [("uniform", 3), ("table", 1), ("gate", 1)])
+def test_shares_that_nothing_can_teach_are_equal_and_stay(rule: str, teachers: int) -> None:
+    contribution = Contribution(rule, Contribution.start(rule, 5, teachers, 2), teachers, 0.5)
+    answers, log_q = logits(teachers, 2, 4).softmax(2).float(), log_softmax(logits(2, 4, seed=5).float(), 1)
+    for _ in range(2):
+        t = contribution.mix(torch.tensor([0, 4]), torch.zeros(2, 2), answers, log_q, torch.zeros(2).long())
+        torch.testing.assert_close(t, answers.mean(0))
+    assert contribution.state == {}
+
+
 def test_the_gradient_of_the_shares_is_the_cards() -> None:
     """d KL / d a_m = alpha_m (g_m - sum_n alpha_n g_n), g_m = sum_c T_m(c) (log t(c) - log q(c)); rows sum to 0."""
     answers = logits(3, 1, 4).softmax(2)
