@@ -168,6 +168,7 @@ def test_in_turns_by_hand() -> None:
     large.load_state_dict(state["weights"])
     proxy.load_state_dict(federation.initial)
     steps = [torch.optim.SGD(network.parameters(), 0.1, momentum=0.9) for network in (large, proxy)]
+    losses = []
     for purpose in ("local", "local 1"):
         x, y = next(iter(site.train.batches(100, generator_of(site, purpose))))
         for turn, network in enumerate((large, proxy)):
@@ -178,9 +179,11 @@ def test_in_turns_by_hand() -> None:
             network.zero_grad()
             parts[turn].backward()
             steps[turn].step()
+            losses.append(parts[turn].item())
     assert bits(snapshot(large)) == bits(dict(after["weights"]))
     assert bits(snapshot(proxy)) == bits(dict(reply["weights"]))
     assert site.journal[-1].steps == 2
+    assert site.journal[-1].loss == pytest.approx((losses[0] + losses[2]) / 2)  # the large network's
 
 
 @pytest.mark.parametrize("warm", [1.0, 2.0])

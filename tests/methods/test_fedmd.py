@@ -17,7 +17,7 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods import load
 from medfl.methods._parts.public import Scored
-from medfl.methods._parts.score_exchange import reduced
+from medfl.methods._parts.score_exchange import batch_size, reduced
 from medfl.training import Networks, Site, evaluating
 from medfl.training.loop import fit
 from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
@@ -337,6 +337,18 @@ def test_it_trains_with_mixed_precision(classes: Toy) -> None:
 
 
 # Items with scores
+
+
+def test_the_defaults_and_a_step_s_public_items() -> None:
+    """As many as are asked for; else the code's number, in segmentation the run's batch size, and two at least."""
+    assert (METHOD.alignment, METHOD.initial_epochs, METHOD.map_size) == (5000, 0, 32)
+    toy = Toy(blobs({"a": 4}), classifier(), batch_size=5)
+    with toy.networks.scope():
+        site = toy.site("a")
+    masks = replace(site, task=Task("segmentation", ("background", "lung")))
+    single = replace(masks, settings=replace(site.settings, batch_size=1))
+    assert [batch_size(one, 0, 256) for one in (site, masks, single)] == [256, 5, 2]
+    assert [batch_size(one, 9, 256) for one in (site, masks, single)] == [9, 9, 9]
 
 
 def test_each_public_item_comes_with_its_own_score() -> None:
