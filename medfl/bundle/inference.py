@@ -14,7 +14,7 @@ from torch import nn
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.files import channel_names, config_file, read_metadata
 from medfl.core.errors import InputError
-from medfl.core.storage import load_weights
+from medfl.core.storage import load_pickled, load_weights
 from medfl.policy import admission
 from medfl.policy.policy import Policy
 
@@ -103,7 +103,7 @@ def _network(config: Configuration, weights: Path, device: torch.device) -> nn.M
         if weights.suffix == ".safetensors":
             state: Any = load_weights(weights)
         else:
-            state = torch.load(weights, map_location="cpu", weights_only=True)
+            state = load_pickled(weights)
         network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
         placed: nn.Module = network.to(device).eval()
         return placed

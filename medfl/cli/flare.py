@@ -82,17 +82,10 @@ def _export(options: Any) -> int:
     from medfl.flare.offer import export
 
     document = export(
-        options.bundle,
-        sites,
-        options.out,
-        options=values,
-        config=config,
-        requested=requested,
-        rehearsal=options.rehearsal,
-        resume=options.resume,
-        min_replies=options.min_replies,
+        options.bundle, sites, options.out, options=values, config=config, requested=requested,
+        rehearsal=options.rehearsal, resume=options.resume, min_replies=options.min_replies,
         deadline=options.deadline,
-    )
+    )  # fmt: skip
     return show(options, document, lambda: _text(document))
 
 

@@ -120,24 +120,12 @@ def run(options: Any) -> int:
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
     document = federate(
-        bundle=options.bundle,
-        options=values,
-        config=config,
-        requested=requested,
-        out=options.out,
-        resume=options.resume,
-        source=options.source,
-        jobs=options.jobs,
-        with_local=options.with_local,
-        save_predictions=options.save_predictions,
-        profile=options.profile,
-        track=options.track,
-        runtime=options.runtime,
-        min_replies=options.min_replies,
-        deadline=options.deadline,
-        command="medfl " + shlex.join(options.given),
-        **telling(options),
-    )
+        bundle=options.bundle, options=values, config=config, requested=requested, out=options.out,
+        resume=options.resume, source=options.source, jobs=options.jobs, with_local=options.with_local,
+        save_predictions=options.save_predictions, profile=options.profile, track=options.track,
+        runtime=options.runtime, min_replies=options.min_replies, deadline=options.deadline,
+        command="medfl " + shlex.join(options.given), **telling(options),
+    )  # fmt: skip
     return show(options, document, lambda: _result(Path(document["folder"])))
 
 

@@ -298,18 +298,10 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
             resume = (cell.folder / "run.json").is_file()
             requested = {name: getattr(request, name) for name in _REQUESTED if getattr(request, name) is not None}
             federate(
-                grid.bundle,
-                options=request.options,
-                config=request.config,
-                requested=requested,
-                out=cell.folder,
-                resume=resume,
-                jobs=1,
-                shared=shared,
-                untested=cell.untested,
-                command=f"a run of medfl compare {grid.bundle}",
-                say=partial(print, file=log, flush=True),
-            )
+                grid.bundle, options=request.options, config=request.config, requested=requested, out=cell.folder,
+                resume=resume, jobs=1, shared=shared, untested=cell.untested,
+                command=f"a run of medfl compare {grid.bundle}", say=partial(print, file=log, flush=True),
+            )  # fmt: skip
         except Exception as error:  # of any kind: the other runs go on, and the parent reports it
             text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
             if gpu and allowance is not None and gpu_memory.is_out_of_memory(error):

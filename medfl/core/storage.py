@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import mmap
 import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from medfl.core.errors import RunError
 from medfl.core.untrusted import JSON_VALUES, printable, read_plain
@@ -184,6 +187,30 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         return dict(safetensors.torch.load_file(path))
     except Exception as error:  # as above
         raise RunError(f"cannot read the weights {path}: {printable(error, 200)}") from error
+
+
+def load_pickled(path: Path) -> Any:
+    """Read what `torch.save` wrote, as tensors and no code, and without more memory than the file has bytes.
+
+    Raises:
+        ValueError: it would take more; other damage raises whatever torch raises.
+    """
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError("there is no plain file")
+    size = path.stat().st_size
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > size:
+                raise ValueError(f"its {size} bytes would unpack to more, which torch.save never writes")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content.find(b"bytearray") >= 0:  # of any length, which a pickle may ask for beside tensors
+            raise ValueError("it holds other things than tensors by name")
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    dense = [one for one in tree_leaves(found) if isinstance(one, Tensor) and one.layout == torch.strided]
+    held = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in dense)}
+    if sum(held.values()) > size:
+        raise ValueError(f"its tensors take {sum(held.values())} bytes, which its {size} do not hold")
+    return found
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:

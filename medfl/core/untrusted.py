@@ -10,7 +10,8 @@ import re
 import stat
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ TABLE_BYTES, TABLE_ROWS = 2**29, 5_000_000
 JSON_BYTES, JSON_VALUES, JSON_LEVELS = 2**26, 2_000_000, 32
 """Bounds of a JSON file: a run's record lists the ids of all its images."""
 _NUMBER = 64  # characters: no number that a configuration needs has more, and YAML reads 1:1:1:... for minutes
+_TEXT = 10_000_000  # characters that all texts of a YAML document have together, one under an alias counted each time
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: an escape may write it, and no terminal takes it
 _YAML = "tag:yaml.org,2002:"
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: several times as fast
@@ -86,6 +88,18 @@ def read_bytes(path: Path, most: int) -> bytes:
 def _at_once(path: str, flags: int) -> int:
     """Open a file; of a pipe the other end is not waited for."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def folders_below(
+    root: str | Path, unreadable: Callable[[OSError], object] | None = None
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield each folder below `root`, itself first, with its folders and files, as `os.walk`, however deep they lie."""
+    todo = [os.fspath(root)]
+    while todo:
+        for found in islice(os.walk(todo.pop(), onerror=unreadable), 1):
+            yield found
+            paths = [os.path.join(found[0], name) for name in reversed(found[1])]
+            todo += [path for path in paths if not os.path.islink(path)]
 
 
 def read_json(path: Path, allowed: str, advice: str, most: int = JSON_BYTES) -> Plain:
@@ -234,7 +248,7 @@ def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
         root: yaml.Node | None = loader.get_single_node()
         if root is None:
             return None
-        _check_node(root, [nodes], depth)
+        _check_node(root, [nodes, max(_TEXT, len(text))], depth)
         return loader.construct_document(root)
     finally:
         loader.dispose()
@@ -242,8 +256,9 @@ def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
 
 def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
     left[0] -= 1
-    if left[0] < 0:
-        raise Refused("aliases that stand for too many values")
+    left[1] -= len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+    if min(left) < 0:
+        raise Refused("aliases that stand for too many values, or too much text")
     if depth < 0:
         raise Refused("too many levels, or an alias of itself")
     _check_number(node)

@@ -39,32 +39,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "CheckPatchd",
-    "CheckReport",
-    "DataSet",
-    "Download",
-    "Item",
-    "ReadPaird",
-    "ReadPixelsd",
-    "ReadVolumed",
-    "WriteClassesd",
-    "WriteMaskd",
-    "check",
-    "checksum",
-    "datalist",
-    "get",
-    "is_phantom",
-    "locate",
-    "names",
-    "notes",
-    "read_pair",
-    "read_pixels",
-    "sections",
-    "splits",
-    "trial",
-    "unlabelled",
-    "write_phantom",
-]
+    "CheckPatchd", "CheckReport", "DataSet", "Download", "Item", "ReadPaird", "ReadPixelsd", "ReadVolumed",
+    "WriteClassesd", "WriteMaskd", "check", "checksum", "datalist", "get", "is_phantom", "locate", "names", "notes",
+    "read_pair", "read_pixels", "sections", "splits", "trial", "unlabelled", "write_phantom",
+]  # fmt: skip
 
 
 _TRANSFORMS = ("CheckPatchd", "ReadPaird", "ReadPixelsd", "ReadVolumed", "WriteClassesd", "WriteMaskd")

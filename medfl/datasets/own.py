@@ -92,12 +92,7 @@ def listed(
 
 
 def paired(
-    folder: str | Path,
-    images: str,
-    masks: str,
-    section: str,
-    group_by: str | None = None,
-    split: str | None = None,
+    folder: str | Path, images: str, masks: str, section: str, group_by: str | None = None, split: str | None = None
 ) -> list[Item]:
     """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
 

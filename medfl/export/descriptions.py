@@ -154,12 +154,7 @@ def all_options(run: Run) -> dict[str, Any]:
 
 
 def bundle_metadata(
-    folder: Path,
-    result: RunNetworks,
-    model: Model,
-    seen: ShapeRecorder,
-    agreements: Mapping[str, Agreement],
-    kind: str,
+    folder: Path, result: RunNetworks, model: Model, seen: ShapeRecorder, agreements: Mapping[str, Agreement], kind: str
 ) -> dict[str, Any]:
     """Return the content of metadata.json, from that of the run's bundle, where it has one.
 

@@ -18,7 +18,7 @@ from nvflare.private.fed.client.shell_cmd import ShellCommandProcessor
 from nvflare.private.fed.client.sys_cmd import ReportEnvProcessor
 from nvflare.private.fed.client.training_cmds import ConfigureJobLogProcessor
 
-from medfl.core.untrusted import Refused, json_values, printable
+from medfl.core.untrusted import Refused, folders_below, json_values, printable
 
 _SUFFIXES = (".json", ".crt")  # configuration, and the signature of who submitted it
 _CONFIGURATION = "config_fed_client.json"
@@ -45,7 +45,7 @@ class Sentry(AppValidator):  # type: ignore[misc]
         return next(self._problems(Path(app_folder)), ""), {}
 
     def _problems(self, app: Path) -> Iterator[str]:
-        for path in sorted(app.rglob("*")):
+        for path in sorted(Path(at, one) for at, inner, files in folders_below(app) for one in (*inner, *files)):
             name = printable(path.relative_to(app))
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 yield f"{name} is neither a file nor a folder"

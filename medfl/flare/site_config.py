@@ -241,7 +241,7 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     _check_config(run, resolved(config.bundle, bundle.protocol, ())["config"], permits, refuse)
     if run.threads > config.threads:
         raise refuse(f"it asks for {run.threads} threads", f"at most {config.threads}")
-    if not re.fullmatch("[a-z]+(:[0-9]+)?", run.device):
+    if not re.fullmatch("cpu|(cuda|mps|xpu)(:[0-9]{1,2})?", run.device):
         raise refuse(f"device {printable(run.device, 60)}", "a device of PyTorch, as cpu or cuda:0")
     if what := needs_in_one_place(method):
         raise refuse(f"method {run.method} needs {what}", "methods whose sites keep their images")

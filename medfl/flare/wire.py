@@ -34,6 +34,7 @@ NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, RENEWED, *SECTIONS})
 
 _RESERVED = frozenset({"server", "admin", "relay"})
 _WHY, _LONGEST = 400, 63
+_METRICS, _NAME, _MOST = 10_000, 200, 2**53  # metrics of a site, characters of the name of one, a whole number
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Payload:
             RunError: it is missing or another number.
         """
         value = self.numbers.get(name)
-        if value is None or value != int(value) or value < 0:
-            raise RunError(f"the number {name!r} is {value}; expected a whole one of at least 0")
+        if value is None or value != int(value) or not 0 <= value <= _MOST:
+            raise RunError(f"the number {name!r} is {printable(value, 40)}; expected a whole one from 0 to {_MOST}")
         return int(value)
 
     @property
@@ -139,10 +140,15 @@ def from_model(model: Any, sender: str) -> Payload:
     tensors: dict[str, Tensor] = {}
     for name, value in params.items():
         _require(isinstance(name, str), sender, f"the name {printable(name, 40)!r} is no text")
-        dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+        dense = (
+            isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_nested)
+        )
         _require(dense, sender, f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor")
         _require(not value.is_complex(), sender, f"{printable(name)!r} has the type {value.dtype}")
         tensors[name] = value.detach()
+    told = [name for name in metrics if not (isinstance(name, str) and name.isprintable() and len(name) <= _NAME)]
+    _require(not told, sender, f"a metric is called {printable(told[:1], 60)}")
+    _require(len(metrics) <= _METRICS, sender, f"it tells {len(metrics)} metrics; at most {_METRICS}")
     numbers = {name: value for name, value in meta.items() if name in NUMBERS}
     for name, value in {**numbers, **metrics}.items():
         plain = isinstance(name, str) and isinstance(value, int | float) and abs(value) < 1e300

@@ -217,12 +217,13 @@ PLACES = frozenset({"src", "npzfile", "root_dir", "load_path", "weights", "path"
 _SWITCHES = ("download", "pretrained", "allow_pickle", "trust_remote_code", "expanduser")
 
 
-def argument_refused(name: str, value: object) -> str:
+def argument_refused(name: str, value: object, has_url: bool | None = None) -> str:
     """Return why an argument may not have this value, "" if it may.
 
     Args:
         name: of the argument.
         value: a literal; `...` where it is computed.
+        has_url: whether one of its texts is a URL, where that is known.
     """
     if name in ("reader", "writer", "merger_cls"):
         names = value if isinstance(value, list | tuple) else [value]
@@ -230,7 +231,7 @@ def argument_refused(name: str, value: object) -> str:
             return f"argument {name!r} names what is imported and called: only readers and writers of MONAI can be"
     if name in _SWITCHES and value is not False and value is not None:
         return f"argument {name!r} can only be false here: nothing is fetched and nothing unpickled"
-    if name != "data" and "://" in _texts(value):
+    if name != "data" and ("://" in _texts(value) if has_url is None else has_url):
         return f"argument {name!r} is a URL: nothing is fetched"
     if name == "weights_only" and value is not True:
         return "argument 'weights_only' can only be true here: nothing is unpickled"
@@ -248,7 +249,7 @@ def component_refused(name: str, arguments: Mapping[str, Any]) -> str:
     """
     if name in WEIGHTS_OF_THEIR_OWN and arguments.get("pretrained", True) not in (False, None):
         return f"{name} without 'pretrained: false', which would fetch weights"
-    if without_ending(name).endswith("TorchVision") and arguments.get("name") not in TORCHVISION:
+    if without_ending(name).endswith("TorchVision") and str(arguments.get("name")) not in TORCHVISION:
         return f"{name} of {printable(arguments.get('name'))!r}, which is not on the list"
     model = str(arguments.get("model_name", "resnet18"))
     if name == "TorchVisionFCModel" and not _NETWORK.fullmatch(model):
@@ -258,7 +259,8 @@ def component_refused(name: str, arguments: Mapping[str, Any]) -> str:
     odd = {*map(str, arguments)} - _READING_ARGUMENTS - {"_target_", "_disabled_", "_requires_", "_desc_", "_mode_"}
     if odd and without_ending(name) in _READING:
         return f"{name} with {printable(min(odd))!r}, which would say how a file is opened"
-    if others := set(arguments.get("kwargs_read_csv") or ()) - set(TABLE_ARGUMENTS):
+    told = arguments.get("kwargs_read_csv") or {}
+    if others := {*map(str, told if isinstance(told, Mapping) else [told])} - set(TABLE_ARGUMENTS):
         return f"{name} with {printable(min(others))!r}, which reading a CSV file is not told here"
     return ""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import stat
 import sys
 from pathlib import Path, PurePosixPath
 
-from medfl.core.untrusted import Plain, Refused, check_visible, decode_text, printable, read_plain
+from medfl.core.untrusted import Plain, Refused, check_visible, decode_text, folders_below, printable, read_plain
 from medfl.policy.allowed_in_expressions import MODULES
 from medfl.policy.findings import File, Inspection
 from medfl.policy.policy import Policy
@@ -67,7 +66,7 @@ class BundleFiles:
         def unreadable(error: OSError) -> None:
             self.inspection.refuse(str(error.filename), "", f"a folder that cannot be read ({error.strerror})")
 
-        for folder, folders, files in os.walk(self.root, onerror=unreadable):
+        for folder, folders, files in folders_below(self.root, unreadable):
             paths += [Path(folder) / name for name in files]
             paths += [one for one in map(Path(folder).joinpath, folders) if one.is_symlink() or one.suffix in _READ_AS]
             if len(paths) > self.policy.limits.files:

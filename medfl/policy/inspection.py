@@ -13,8 +13,10 @@ expression is accepted there.
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Iterator, Mapping
 from datetime import date
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -53,6 +55,8 @@ _UPWARDS = re.compile(r"(\.\./)+(?=\w)", re.ASCII)
 _BUNDLES = ("public", "teachers", "plm", "bundle")
 """Settings that name other bundles, models and runs."""
 _LITERALS: dict[str, Plain] = {"$None": None, "$False": False, "$True": True}
+_REFUSALS = 1000
+"""After so many nothing more of a configuration is looked at."""
 _LINKS = 20
 """References of references that are followed."""
 _NAMES = re.compile(r"(\w[\w.-]*(,\w[\w.-]*)*)?", re.ASCII)
@@ -88,6 +92,11 @@ class _Inspector:
         self.referred: set[str] = set()
         self.names_of_keys = _KEY
         self.definitions: dict[_Place, list[Plain]] = {}
+        # asked once of a place, or of a value, however many references lead there
+        self.urls: dict[int, bool] = {}
+        self.texts: dict[int, bool] = {}
+        self.distinct = cache(lambda place: list({repr(v): v for v in self.definitions.get(place, ())}.values()))
+        self.is_branch = cache(lambda place: all(isinstance(v, dict) for v in self.definitions.get(place, ())))
 
     def run(self) -> None:
         refuse = self.inspection.refuse
@@ -99,7 +108,11 @@ class _Inspector:
             refuse("configs", "", "no configuration could be read")
         for file, content in self.contents.items():
             self._imports(file, content)
-        places = {file: list(_walk(content)) for file, content in self.contents.items()}
+        places: dict[str, list[tuple[_Place, Plain]]] = {}
+        for file, content in self.contents.items():
+            places[file] = list(_walk(content, self.policy.limits.depth))
+            if any(len(place) > self.policy.limits.depth for place, _ in places[file]):
+                refuse(file, "", f"an id of more than {self.policy.limits.depth} parts")
         for nodes in places.values():
             for place, node in nodes:
                 self.definitions.setdefault(place, []).append(node)
@@ -157,12 +170,13 @@ class _Inspector:
             for place, node in nodes
             if isinstance(node, str) and _MACRO.fullmatch(node)
         ]
+        outer: list[_Place] = []  # that lie in no other: beside a target in their order are all that could meet it
+        for place in sorted(place for _, place, _ in macros):
+            outer += [] if outer and place[: len(outer[-1])] == outer[-1] else [place]
         for file, place, target in macros:
-            for _, other, _ in macros:
-                length = min(len(other), len(target))
-                if other[:length] == target[:length]:
-                    self.inspection.refuse(file, _id(place), "a macro of a macro")
-                    break
+            at = bisect(outer, target)
+            if any(all(map(str.__eq__, other, target)) for other in outer[max(0, at - 1) : at + 1]):
+                self.inspection.refuse(file, _id(place), "a macro of a macro")
 
     # One file
 
@@ -174,6 +188,9 @@ class _Inspector:
         if stem in ("train", "inference", "evaluate") and "dataset_dir" in content:
             self.inspection.data[file] = printable(content["dataset_dir"])
         for place, node in places:
+            if len(self.inspection.refusals) > _REFUSALS:
+                self.inspection.refuse(file, _id(place), "there is more that is refused")
+                return
             try:
                 if isinstance(node, dict):
                     for key in node:
@@ -225,7 +242,7 @@ class _Inspector:
         checked = () if is_free else place  # every part of it, so that `x#reader#0` is one of the argument `reader`
         for part in checked:
             read_as_false = part == "pretrained" and node is True and stem == "inference"  # habits.without_fetching
-            if not read_as_false and (why := argument_refused(part, value)):
+            if not read_as_false and (why := argument_refused(part, value, self._has_url(value))):
                 raise Refused(why)
         if isinstance(node, dict):
             self._component(node, stem)
@@ -257,6 +274,14 @@ class _Inspector:
             if apart and isinstance(value, str) and value.rpartition(".")[2] in WEIGHTS_OF_THEIR_OWN:
                 raise Refused(f"{printable(value)} apart from its 'pretrained: false', which would fetch weights")
 
+    def _has_url(self, value: Plain) -> bool:
+        """Tell whether one of a value's texts is a URL; of what the configurations hold, each part is asked once."""
+        key = id(value)
+        if key not in self.urls:
+            parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+            self.urls[key] = "://" in value if isinstance(value, str) else any([self._has_url(one) for one in parts])
+        return self.urls[key]
+
     def _resolved(self, node: Plain) -> Plain:
         """Return the literal that a reference leads to, or that an expression says; else what is given.
 
@@ -267,9 +292,8 @@ class _Inspector:
             if not (isinstance(node, str) and _REFERENCE.fullmatch(node)):
                 break
             place = tuple(re.split("#|::", node[1:]))
-            found = self.definitions.get(place, [])
-            above = [self.definitions.get(place[:end], [{}]) for end in range(1, len(place))]
-            if len({repr(each) for each in found}) != 1 or any(not isinstance(v, dict) for vs in above for v in vs):
+            found = self.distinct(place) if len(place) <= self.policy.limits.depth else []
+            if len(found) != 1 or not all(self.is_branch(place[:end]) for end in range(1, len(place))):
                 break
             node = found[0]
         return _LITERALS.get(node, node) if isinstance(node, str) else node
@@ -320,21 +344,29 @@ class _Inspector:
 
     def _is_statement(self, place: _Place, content: Plain, stem: str) -> bool:
         """Tell whether medfl never evaluates this: a list of statements that nothing asks for, or one of them."""
-        if not place or len(place) > 2 or place[0] in self.referred | _ASKED or not isinstance(content, dict):
+        asked = not place or place[0] in self.referred or place[0] in _ASKED
+        if asked or len(place) > 2 or not isinstance(content, dict):
             return False
         held = content.get(place[0], content.get(f"+{place[0]}"))
         if place[0] in _ENTRIES:
             return len(place) == 1 or isinstance(held, list)
-        texts = isinstance(held, list) and all(isinstance(text, str) and text.startswith("$") for text in held)
-        return texts and stem != "federated" and not place[0].startswith("_")
+        if id(held) not in self.texts:
+            told = isinstance(held, list) and all(isinstance(text, str) and text.startswith("$") for text in held)
+            self.texts[id(held)] = told
+        return self.texts[id(held)] and stem != "federated" and not place[0].startswith("_")
 
 
-def _walk(content: Plain) -> Iterator[tuple[_Place, Plain]]:
-    """Yield every value with its place; top-level keys such as `+train#dataset` are taken apart as MONAI does."""
+def _walk(content: Plain, depth: int) -> Iterator[tuple[_Place, Plain]]:
+    """Yield every value with its place; top-level keys such as `+train#dataset` are taken apart as MONAI does.
+
+    Nothing is yielded of what lies in a place of more than `depth` parts.
+    """
     todo: list[tuple[_Place, Plain]] = [((), content)]
     while todo:
         place, node = todo.pop()
         yield place, node
+        if len(place) > depth:
+            continue
         if isinstance(node, dict):
             for key, value in reversed(node.items()):
                 name = str(key) if place else str(key).removeprefix("+")

@@ -66,11 +66,7 @@ def ranked(dice: Mapping[str, float]) -> dict[str, str]:
 
 
 def mask_overlays(
-    name: str,
-    site: str,
-    examples: Sequence[Example],
-    structures: Sequence[str],
-    median: float,
+    name: str, site: str, examples: Sequence[Example], structures: Sequence[str], median: float
 ) -> Picture:
     """Draw a site's cases, each with the reference, the prediction and where these differ, into a picture `name`.
 

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.places import weights_file
 from medfl.core.run import Run
-from medfl.core.storage import save_weights, weights_sha256
+from medfl.core.storage import load_pickled, save_weights, weights_sha256
 from medfl.core.untrusted import json_values
 
 FILE = "init.safetensors"
@@ -74,7 +73,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
         return _finite(safetensors.torch.load_file(path))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        found: Any = load_pickled(path)
     inner = next((found[key] for key in _WITHIN if isinstance(found.get(key), Mapping)), found)
     if not inner or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in inner.items()):
         raise ValueError("it holds other things than tensors by name")

@@ -31,15 +31,7 @@ from medfl.runs import early
 from medfl.runs.pace import steps
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
 from medfl.runs.resume import LISTED as _LISTED
-from medfl.runs.resume import (
-    discarding,
-    has_local,
-    is_due,
-    open_folder,
-    recorded_plan,
-    resumed_plan,
-    with_notes,
-)
+from medfl.runs.resume import discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan, with_notes
 from medfl.runtimes import of_sites, registry
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import Callback, EarlyStopping, named

@@ -6,6 +6,8 @@ import errno
 import hashlib
 import os
 import signal
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from medfl.core.errors import RunError
 from medfl.core.storage import (
     atomic_replace,
+    load_pickled,
     load_state,
     load_weights,
     save_state,
@@ -230,3 +233,37 @@ def test_what_torch_cannot_save_on_a_full_disk_is_our_own_error(tmp_path: Path) 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+class _Asks:
+    def __init__(self, what: Callable[..., object], *given: object) -> None:
+        self._asked = what, given
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self._asked
+
+
+@pytest.mark.parametrize("asked", [_Asks(torch.Tensor, 2**20), _Asks(bytearray, 2**20)])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_pickle_takes_no_more_memory_than_its_file(tmp_path: Path, asked: object, plain: bool) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"model": {"a": asked}}, path, pickle_protocol=2, _use_new_zipfile_serialization=plain)
+    with pytest.raises(ValueError, match="tensors take 4194304 bytes|other things than tensors"):
+        load_pickled(path)
+
+
+def test_a_file_of_weights_is_not_packed(tmp_path: Path) -> None:
+    path, packed = tmp_path / "a.pt", tmp_path / "b.pt"
+    shared = torch.zeros(2**20)
+    weights = {"a": shared, "tied": shared}
+    torch.save({"model": weights, "epoch": 3}, path)
+    assert bits({"a": load_pickled(path)["model"]["tied"]}) == bits({"a": shared})
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for item in old.infolist():
+            new.writestr(item.filename, old.read(item))
+    assert len(torch.load(packed, weights_only=True)["model"]["a"]) == 2**20  # PyTorch unpacks it
+    with pytest.raises(ValueError, match="would unpack to more"):
+        load_pickled(packed)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="no plain file"):
+        load_pickled(tmp_path / "pipe")

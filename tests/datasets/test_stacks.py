@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import pickle
 import shutil
@@ -257,3 +258,18 @@ def test_uris_of_rows() -> None:
     assert split_uri("/a/b!c#1.jpg") == ("/a/b!c#1.jpg", "")
     with pytest.raises(ValueError, match="KeyError"):
         stacks.load("/nowhere/cifar-10-batches-py", "extra_images")
+
+
+def test_stacks_do_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_UNPACKED", 2**20)
+    zeros = bytes(2**24)
+    (tmp_path / "a-ubyte.gz").write_bytes(gzip.compress(zeros))
+    scipy.io.savemat(tmp_path / "a.mat", {"X": np.zeros(2**24, np.uint8)}, do_compression=True)
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as archive:
+        for name in ("other", "cifar-10-batches-py/test_batch"):
+            member = tarfile.TarInfo(name)
+            member.size = len(zeros)
+            archive.addfile(member, io.BytesIO(zeros))
+    for file, name in (("a-ubyte.gz", "idx"), ("a.mat", "X"), ("cifar-10-python.tar.gz", "test_images")):
+        with pytest.raises(ValueError, match="would unpack to"):
+            stacks.load(tmp_path / file, name)

@@ -23,7 +23,7 @@ from medfl.core.errors import InputError
 from medfl.data.prepare import prepare
 from medfl.data.source import take_apart
 from medfl.datasets import CheckPatchd, ReadVolumed
-from medfl.datasets.readers import reading
+from medfl.datasets.readers import reading, stacks
 from medfl.datasets.readers.dicom import own_locale
 from medfl.datasets.readers.reading import content_key
 from medfl.datasets.readers.volumes import count_voxels, read_pair, read_volume, volume_files, volume_index
@@ -387,7 +387,7 @@ def test_a_header_that_states_more_than_its_file_can_hold_is_refused_before_it_i
 
 
 def test_an_archive_does_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_UNPACKED", 2**20)
+    monkeypatch.setattr(stacks, "_UNPACKED", 2**20)
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("a.png", bytes(2**24))
         file.writestr("b.nii.gz", gzip.compress(bytes(2**24)))

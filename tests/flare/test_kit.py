@@ -22,6 +22,7 @@ from medfl.flare.kit import secure
 from medfl.flare.parts import ALLOWED
 from medfl.flare.sentry import Sentry
 from medfl.flare.site_config import SiteConfig
+from tests.support.deep import deep_folder
 
 ROLES = ("project_admin", "org_admin", "lead", "member")
 LEAD = {"submit_job": "any", "byoc": "any", "shell_commands": "o:site", "view": "any"}
@@ -168,6 +169,10 @@ def test_medfl_s_jobs_pass_the_sentry_and_code_does_not(job: Path, commands: lis
     (job / "config" / "link.json").symlink_to("/etc/hostname")
     assert "neither a file nor a folder" in sentry.validate(str(job))[0]
     (job / "config" / "link.json").unlink()
+    (job / "deep").mkdir()
+    with deep_folder(job / "deep"):
+        assert sentry.validate(str(job)) == ("", {})
+    (job / "deep").rmdir()
     assert sentry.validate(str(job)) == ("", {})
 
 

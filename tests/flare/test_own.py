@@ -227,6 +227,12 @@ def test_a_jobs_expression_does_not_run_at_the_server(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("device", ["krum", "meta", "cuda:99999999999", "cpu:0"])
+def test_a_device_that_trains_nothing_is_refused_at_the_server(device: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the server refuses the run: device"):
+        open_server(replace(offer(), device=device), SiteConfig("mednist", str(tmp_path)))
+
+
 def test_items_and_other_sites_are_refused(scans: dict[str, Path]) -> None:
     run = offer()
     items = replace(run, partition=replace(run.partition, sites={"north": {"train": ["a"]}}))

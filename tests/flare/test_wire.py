@@ -11,6 +11,7 @@ import torch
 from medfl.core.errors import InputError, RunError
 from medfl.flare import wire
 from medfl.flare.files import raise_error
+from medfl.flare.server import reported_metrics
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,39 @@ def test_a_number_that_is_none(value: Any) -> None:
         model = SimpleNamespace(**{"params": None, "meta": None, "metrics": None, part: {wire.ROUND: value}})
         with pytest.raises(RunError, match="site 'a': the number 'round' is "):
             wire.from_model(model, "site 'a'")
+
+
+@pytest.mark.parametrize("value", [2.0**53 + 2, 1e299, 10**290])
+def test_a_whole_number_that_no_file_takes(value: float) -> None:
+    with pytest.raises(RunError, match=f"expected a whole one from 0 to {2**53}"):
+        wire.Payload(numbers={wire.STEPS: value}).whole_number(wire.STEPS)
+    with pytest.raises(RunError, match="expected a whole number of at least 0"):
+        reported_metrics(wire.Payload(metrics={"test/cases": value}), ["test"])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "what"),
+    [
+        ({"test/\ud800": 1.0}, "a metric is called"),
+        ({"test/\x1b": 1.0}, "a metric is called"),
+        ({"test/" + "x" * 200: 1.0}, "a metric is called"),
+        ({3: 1.0}, "a metric is called"),
+        ({f"test/{number}": 1.0 for number in range(10_001)}, "it tells 10001 metrics"),
+    ],
+)
+def test_metrics_that_a_run_folder_would_not_be_read_with(metrics: dict[Any, float], what: str) -> None:
+    model = SimpleNamespace(params=None, meta=None, metrics=metrics)
+    with pytest.raises(RunError, match=f"site 'a': {what}"):
+        wire.from_model(model, "site 'a'")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_of_tensors_is_not_dense() -> None:
+    model = SimpleNamespace(
+        params={"message/weights/a": torch.nested.nested_tensor([torch.ones(2)])}, meta={}, metrics={}
+    )
+    with pytest.raises(RunError, match="expected a dense tensor"):
+        wire.from_model(model, "site 'a'")
 
 
 @pytest.mark.parametrize("document", [[], None, {}, {"parts": 3}, {"parts": ["a"]}, {"parts": [1, 2, 3]}, {"text": []}])

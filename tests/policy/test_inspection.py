@@ -11,6 +11,7 @@ import pydoc
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +35,7 @@ from medfl.policy.policy import WORDS, Policy
 from tests.hostile.base import write
 from tests.hostile.friendly import FRIENDLY
 from tests.hostile.table import HOSTILE
+from tests.support.deep import deep_folder
 from tests.support.toy import run_record
 from tests.zoo.build import ZOO
 
@@ -469,3 +471,47 @@ def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
     os.truncate(root / "models" / "small.pt", 1 << 20)
     (refusal,) = inspect(root, EVERYTHING).refusals
     assert "that are not there" in refusal.why
+
+
+def numbered(name: str, value: object, count: int = 9_000) -> dict[str, Any]:
+    return {f"{name}{number}": value for number in range(count)}
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        numbered("a", "%b"),
+        {"big": numbered("k", 1), **numbered("r", "@big")},
+        {"big": "x" * 500_000, **numbered("r", "@big")},
+        {"said": ["$1"] * 9_000},
+        {"#".join("a" * 100_000): numbered("k", 1)},
+        {"n": {"_target_": "a." * 200_000 + "b"}},
+        numbered("n", {"_target_": "b", "x": "@big"}, 4_000) | {"big": numbered("k", "y", 2_000)},
+    ],
+    ids=["macros", "references", "text", "statements", "parts", "target", "refusals"],
+)
+def test_an_inspection_ends_soon_whatever_the_bundle_says(train: dict[str, Any], tmp_path: Path) -> None:
+    root = write(tmp_path / "long", train)
+    begun = time.perf_counter()
+    assert len(inspect(root).refusals) < 1_010
+    assert time.perf_counter() - begun < 8
+
+
+def test_one_text_under_many_aliases_is_refused(tmp_path: Path) -> None:
+    text = f"a: &a '{'x' * 400_000}'\n" + "".join(f"b{number}: *a\n" for number in range(1_000))
+    assert "too much text" in reasons(inspect(write(tmp_path / "long", files={"configs/evaluate.yaml": text})))
+
+
+def test_folders_within_each_other_without_end_are_walked(tmp_path: Path) -> None:
+    root = write(tmp_path / "deep")
+    with deep_folder(root):
+        assert inspect(root).accepted
+
+
+@pytest.mark.parametrize("value", [5, True, [[1]], [{}], {"a": {}}])
+@pytest.mark.parametrize(("target", "argument"), [("CSVDataset", "kwargs_read_csv"), ("TorchVisiond", "name")])
+def test_an_argument_of_any_type_is_refused_in_a_line(
+    target: str, argument: str, value: object, tmp_path: Path
+) -> None:
+    found = inspect(write(tmp_path / "odd", {"n": {"_target_": target, argument: value}}))
+    assert f"{target} " in reasons(found)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import printable
+from medfl.core.untrusted import folders_below, printable
 from medfl.datasets.readers import matching, tables
 from medfl.datasets.readers.reading import JOINED, is_hidden, is_odd, is_text
 from medfl.datasets.readers.splitting import Record
@@ -63,7 +63,7 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
         what: describes images that are not used, as in "3 images {what}: left out".
     """
     known, images, others = set(used), list[str](), list[str]()
-    for base, folders, files in os.walk(place):
+    for base, folders, files in folders_below(place):
         folders[:] = sorted(n for n in folders if not is_hidden(n) and os.path.join(base, n) not in known)
         for name in sorted(n for n in files if not is_hidden(n)):
             path = Path(base, name)
@@ -80,7 +80,7 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
 def odd(place: Path) -> tuple[str, ...]:
     """Return a line about what no reader takes of a folder, where it holds such: pipes, and names that are no text."""
     found = []
-    for base, folders, files in os.walk(place):
+    for base, folders, files in folders_below(place):
         found += [os.path.join(base, name) for name in folders if not is_text(name)]
         folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
         found += [path for path in (os.path.join(base, name) for name in files if not is_hidden(name)) if is_odd(path)]

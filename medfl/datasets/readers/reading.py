@@ -25,27 +25,19 @@ from PIL import EpsImagePlugin, ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError, refuse_folder
+from medfl.core.untrusted import folders_below
 from medfl.datasets.readers import dicom, png16, stacks
+from medfl.datasets.readers.stacks import check_unpacked
 
 EpsImagePlugin.gs_binary = False  # a page of PostScript, whatever its file is called, starts no program to draw it
 
 Pixels = NDArray[Any]
 
 UNREADABLE = (
-    OSError,
-    EOFError,
-    KeyError,
-    IndexError,
-    ValueError,
-    RuntimeError,
-    SyntaxError,
-    struct.error,
-    zlib.error,
-    zipfile.BadZipFile,
-    Image.DecompressionBombError,
-)
+    OSError, EOFError, KeyError, IndexError, ValueError, RuntimeError, SyntaxError, struct.error, zlib.error,
+    zipfile.BadZipFile, Image.DecompressionBombError,
+)  # fmt: skip
 JOINED = " | "
-_UNPACKED, _RATIO = 2**31, 100  # bytes of one image or stack, and times its packed size: more is no image
 READABLE = (
     "images are JPEG, PNG, BMP, TIFF or DICOM files, plain or in a zip, rows of an array or lists of a .json file"
 )
@@ -86,17 +78,6 @@ def require_file(path: str) -> None:
     """Raise an InputError if a path leads to a pipe or a device, which would be waited for."""
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise InputError(f"{path} is a pipe or a device", "plain files", "remove it")
-
-
-def most_unpacked(packed: int) -> int:
-    """Return how many bytes an image or stack of so many packed bytes may have."""
-    return max(_UNPACKED, _RATIO * packed)
-
-
-def check_unpacked(size: int, packed: int) -> None:
-    """Raise a ValueError if so many bytes that unpack to `size` would fill the memory with next to nothing."""
-    if size > most_unpacked(packed):
-        raise ValueError(f"{packed} bytes would unpack to {size} or more")
 
 
 @functools.lru_cache(maxsize=64)
@@ -142,7 +123,7 @@ def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
     if root.is_file():
         return [(name, f"{root}!{name}") for name in sorted(archive(root).namelist()) if _counts(name, endings)]
     names = []
-    for base, folders, files in os.walk(root, onerror=refuse_folder):
+    for base, folders, files in folders_below(root, refuse_folder):
         folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
         paths = [os.path.join(base, name) for name in files if _counts(name, endings)]
         names += [os.path.relpath(path, root).replace(os.sep, "/") for path in paths if not is_odd(path)]

@@ -29,6 +29,7 @@ _FILES: Mapping[str, Mapping[str, Sequence[str]]] = {
 _LABELS = {CIFAR10: "labels", CIFAR100: "fine_labels"}
 ARCHIVES = {CIFAR10: "cifar-10-python.tar.gz", CIFAR100: "cifar-100-python.tar.gz"}
 # What the pickle of an array may ask for: nothing that runs code of the file's choosing.
+_UNPACKED, _RATIO = 2**31, 100  # bytes of one image or stack, and times its packed size: more is no image
 _REBUILD = np.empty(0).__reduce__()[0]
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
@@ -37,6 +38,25 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("numpy._core.multiarray", "_reconstruct"): _REBUILD,
     ("_codecs", "encode"): codecs.encode,
 }
+
+
+def most_unpacked(packed: int) -> int:
+    """Return how many bytes an image or stack of so many packed bytes may have."""
+    return max(_UNPACKED, _RATIO * packed)
+
+
+def check_unpacked(size: int, packed: int) -> None:
+    """Raise a ValueError if so many bytes that unpack to `size` would fill the memory with next to nothing."""
+    if size > most_unpacked(packed):
+        raise ValueError(f"{packed} bytes would unpack to {size} or more")
+
+
+def unpacked(content: bytes) -> bytes:
+    """Return what gzip packed; a ValueError if it would fill the memory."""
+    with gzip.open(io.BytesIO(content)) as packed:
+        found = packed.read(most_unpacked(len(content)) + 1)
+    check_unpacked(len(found), len(content))
+    return found
 
 
 def load(path: str | Path, name: str) -> Array:
@@ -60,7 +80,7 @@ def load(path: str | Path, name: str) -> Array:
 def _idx(path: Path) -> Array:
     """Read an idx file: two zero bytes, type 8 (unsigned byte), number of axes, their lengths (big-endian), values."""
     content = path.read_bytes()
-    content = gzip.decompress(content) if path.suffix == ".gz" else content
+    content = unpacked(content) if path.suffix == ".gz" else content
     axes = content[3] if len(content) > 3 else 0
     shape = np.frombuffer(content, ">u4", axes, offset=4) if len(content) >= 4 + 4 * axes else np.zeros(0)
     values = np.frombuffer(content, np.uint8, offset=min(4 + 4 * axes, len(content)))
@@ -71,8 +91,10 @@ def _idx(path: Path) -> Array:
 
 def _matlab(path: Path, name: str) -> Array:
     """Read SVHN's "X" (H, W, C, N) as (N, H, W, C) or its "y" (N, 1), where 10 is digit 0, as (N,) with 0."""
-    from scipy.io import loadmat
+    from scipy.io import loadmat, whosmat
 
+    for _, shape, _ in whosmat(path):
+        check_unpacked(math.prod(shape), path.stat().st_size)
     variables = loadmat(path, variable_names=[name])
     if name not in variables:
         raise ValueError(f"it has no variable {name!r}")
@@ -95,10 +117,12 @@ def _texts(path: Path, kind: str, files: Sequence[str]) -> list[bytes]:
     """Read files of the folder, or members of the archive in one pass: to go back in it is to unpack it anew."""
     if path.is_dir():
         return [(path / file).read_bytes() for file in files]
-    texts: dict[str, bytes] = {}
+    texts, size = dict[str, bytes](), 0
     with tarfile.open(path) as archive:
         for member in archive:
             file = member.name.removeprefix("./").removeprefix(f"{kind}/")
+            size += member.size  # what is passed over is unpacked too
+            check_unpacked(size, path.stat().st_size)
             if file in files and (opened := archive.extractfile(member)):
                 texts[file] = opened.read()
     return [texts[file] for file in files]

@@ -10,17 +10,9 @@ from pathlib import Path
 
 from medfl.core.errors import InputError, refuse_folder
 from medfl.core.places import require_there
-from medfl.core.untrusted import printable
+from medfl.core.untrusted import folders_below, printable
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import (
-    JOINED,
-    archive,
-    array_shape,
-    files_below,
-    is_hidden,
-    is_odd,
-    is_text,
-)
+from medfl.datasets.readers.reading import JOINED, archive, array_shape, files_below, is_hidden, is_odd, is_text
 from medfl.datasets.readers.tables import IMAGE_SUFFIXES
 from medfl.datasets.readers.volumes import SUFFIXES
 
@@ -133,7 +125,7 @@ def other_kinds(place: Path, used: Path | None = None) -> tuple[str, ...]:
 
 def _files(root: Path) -> Iterator[Path]:
     """Yield the files below a folder that may be images: not hidden, and with names that are text."""
-    for base, folders, files in os.walk(root, onerror=refuse_folder):
+    for base, folders, files in folders_below(root, refuse_folder):
         folders[:] = sorted(name for name in folders if not is_hidden(name) and is_text(name))
         for path in (Path(base, name) for name in files if not is_hidden(name)):
             if not is_odd(str(path)):

@@ -21,16 +21,8 @@ if TYPE_CHECKING:
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import (
-    JOINED,
-    UNREADABLE,
-    archive,
-    check_unpacked,
-    files_below,
-    most_unpacked,
-    read_member,
-    split_uri,
-)
+from medfl.datasets.readers.reading import JOINED, UNREADABLE, archive, files_below, read_member, split_uri
+from medfl.datasets.readers.stacks import check_unpacked, unpacked
 
 Array = NDArray[Any]
 SUFFIXES = (".nii", ".nii.gz")
@@ -208,10 +200,7 @@ def _open(uri: str) -> Any:
         return nib.load(path)
     content = read_member(path, part)
     if part.endswith(".gz"):
-        with gzip.open(io.BytesIO(content)) as packed:
-            size = len(content)
-            content = packed.read(most_unpacked(size) + 1)
-        check_unpacked(len(content), size)
+        content = unpacked(content)
     return nib.Nifti1Image.from_bytes(content)
 
 

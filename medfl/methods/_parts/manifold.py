@@ -71,13 +71,7 @@ def intra_class_loss(
 
 
 def inter_class_loss(
-    features: Tensor,
-    labels: Tensor,
-    table: Tensor,
-    known: Tensor,
-    *,
-    owned: Tensor | None = None,
-    margin: bool = True,
+    features: Tensor, labels: Tensor, table: Tensor, known: Tensor, *, owned: Tensor | None = None, margin: bool = True
 ) -> Tensor:
     """Return the margin of the features to the prototypes g of the other classes, eq. 4.
 

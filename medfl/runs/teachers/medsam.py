@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.text_embeddings import at_hand
 from medfl.core.errors import InputError
-from medfl.core.storage import weights_sha256
+from medfl.core.storage import load_pickled, weights_sha256
 from medfl.datasets.readers.pairs import read_pair
 from medfl.runs.teachers.questions import Picture, Questions, as_picture, need_task, read_picture
 
@@ -194,7 +194,7 @@ def _from_original(path: Path, config: Any) -> Any:
     import transformers
 
     config = transformers.SamConfig() if config is None else config
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = load_pickled(path)
     sam: Any = transformers.SamModel(config)
     sam.load_state_dict(renamed(state))
     return sam
