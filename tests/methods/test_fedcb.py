@@ -258,6 +258,8 @@ def test_bad_input() -> None:
     single = Task("classification", CLASSES, lambda plm: prompts(plm)[:, :1])
     with pytest.raises(InputError, match="one prompt a class"):
         METHOD.adapt(nn.Sequential(nn.Linear(8, 3)), single)
+    with pytest.raises(InputError, match="head"):
+        METHOD.adapt(nn.Sequential(nn.Linear(8, 5)), Task("classification", CLASSES, prompts))
     assert METHOD.tasks == ("classification",)
 
 

@@ -27,7 +27,7 @@ class _Adapter(nn.Module):
 
 @contextmanager
 def adapting(
-    model: nn.Module, pairs: Pairs, scale: float, whole: Collection[str], *, trains_a: bool = True
+    model: nn.Module, pairs: Pairs, scale: float, whole: Collection[str], *, trains_a: bool
 ) -> Iterator[Pairs]:
     """Give a network adapters inside the block and train nothing beside them but `whole`; the base is not written to.
 

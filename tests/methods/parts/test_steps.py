@@ -1,0 +1,58 @@
+"""What training in parts, with repeated batches and with adapters leaves as it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from medfl.methods._parts.adapting import adapting
+from medfl.methods._parts.phases import fit_part
+from medfl.methods._parts.repeated_batches import repeating
+from tests.support.toy import Toy, blobs, classifier, cross_entropy, sgd
+
+
+def toy() -> Toy:
+    return Toy(blobs({"a": 6}), classifier(), cross_entropy, sgd(0.1, momentum=0.9), lr_decay=0.5)
+
+
+def test_a_part_with_a_rate_of_its_own_has_it_in_all_rounds() -> None:
+    federation = toy()
+    site = federation.site("a", round_=3)
+    model, by_hand = (federation.networks.fresh() for _ in range(2))
+    fit_part(model, site, ["4.bias"], "head", epochs=1, rate=0.2)
+    x, y = federation.data["a"]
+    (slope,) = torch.autograd.grad(cross_entropy(by_hand(x), y), [by_hand[4].bias])  # type: ignore[union-attr]
+    torch.testing.assert_close(model[4].bias, by_hand[4].bias - 0.2 * slope)  # type: ignore[index,union-attr,operator]
+
+
+def test_repeated_batches_are_of_the_same_items() -> None:
+    site = toy().site("a")
+    repeated = repeating(site, 3).train
+    assert repeated.ids == site.train.ids
+    assert len(repeated.prepared.items) == len(site.train.prepared.items)
+
+
+def test_norms_beside_adapters_go_by_their_running_statistics_and_are_put_back() -> None:
+    network = classifier(norm=True)().train()
+    pairs = {"0.weight": (torch.zeros(2, 8), torch.zeros(6, 2))}
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with adapting(network, pairs, 1.0, ["4.weight", "4.bias"], trains_a=True) as trained:
+        assert [layer.training for layer in network[:3]] == [True, False, True]  # type: ignore[index]
+        network(torch.randn(5, 8)).sum().backward()
+        assert all(p.requires_grad == p_is_trained(name) for name, p in network.named_parameters())
+    assert set(trained) == {"0.weight"}
+    assert network[1].training  # type: ignore[index]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    with adapting(network, {}, 1.0, ["1.running_mean", "1.weight"], trains_a=True):
+        assert network[1].training  # type: ignore[index]  # its statistics are trained too
+
+
+def p_is_trained(name: str) -> bool:
+    """Tell whether it is a factor or of the head."""
+    return name.startswith("4.") or name.rpartition(".")[2] in ("a", "b")
+
+
+def test_norms_without_running_statistics_stay_in_training() -> None:
+    network = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6, track_running_stats=False)).train()
+    with adapting(network, {}, 1.0, [], trains_a=True):
+        assert network[1].training
