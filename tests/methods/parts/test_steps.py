@@ -42,6 +42,7 @@ def test_norms_beside_adapters_go_by_their_running_statistics_and_are_put_back()
         assert all(p.requires_grad == p_is_trained(name) for name, p in network.named_parameters())
     assert set(trained) == {"0.weight"}
     assert network[1].training  # type: ignore[index]
+    assert list(network.state_dict()) == list(before)
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     with adapting(network, {}, 1.0, ["1.running_mean", "1.weight"], trains_a=True):
         assert network[1].training  # type: ignore[index]  # its statistics are trained too
