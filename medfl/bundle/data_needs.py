@@ -96,12 +96,13 @@ class Reading:
 
     def kinds(self, size: int | None) -> list[tuple[Need, int]]:
         """Return what images may be like and in how many files each is, the likeliest first; `size` is their side."""
-        told = [shape for end in (self._image, self._pred) if len(shape := end.get("spatial_shape") or []) in (2, 3)]
+        ends = [end.get("spatial_shape") or [] for end in (self._image, self._pred)]
+        told = [[int(n) if str(n).isdecimal() else n for n in shape] for shape in ends if len(shape) in (2, 3)]
         dims = len(told[0]) if told else self._of_network("spatial_dims") or 3
         sides = self._of_network("in_shape", list)[1:] or (told[0] if told and dims == 2 else [])
         is_fixed = len(sides) == dims and all(isinstance(side, int) and 0 < side <= _LARGEST for side in sides)
         small = [size] * dims if size else sides if is_fixed else [64 if dims == 2 else 32] * dims
-        firsts = self._of(r"(EnsureChannelFirst|AddChannel)(d|D|Dict)")
+        firsts = self._of(r"EnsureChannelFirst(d|D|Dict)")
         last = bool(firsts) and all(node.get("channel_dim") == -1 for _, node in firsts)
         need = Need((), first=not firsts, last=last, **self._looks(dims))
         colours, wanted = 3 if dims == 2 and self.channels >= 3 else 1, max(1, self.channels)
