@@ -104,4 +104,6 @@ def said(name: str) -> str:
     if what == "numpy":
         now = f"is Python's {detail}" if detail in _PYTHON else f"this NumPy calls {_SAME[detail]}"
         return f"it uses numpy.{detail}, which {now}; it gets that"
+    if ":" in name:
+        return "{} of it is made as {}, which does the same in this MONAI".format(*name.split(":"))
     return f"{what} is made without {detail!r}, which this MONAI does not have and which sets nothing"

@@ -27,7 +27,6 @@ from medfl.policy.allowed import (
     WRITERS,
     argument_refused,
     component_refused,
-    removed,
     without_ending,
 )
 from medfl.policy.allowed_in_expressions import TORCH_FUNCTIONS
@@ -69,7 +68,7 @@ def component(target: str) -> Callable[..., Any]:
     Raises:
         Refused: it is not on the list; nothing but the listed modules was imported to find out.
     """
-    refused = Refused(f"_target_ {printable(target)!r}, which is not on the list{removed(target)}")
+    refused = Refused(f"_target_ {printable(target)!r}, which is not on the list")
     if not _TARGET.fullmatch(target) or "__" in target:
         raise refused
     short, listed = _listed()
@@ -172,6 +171,9 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
             if _of_package(found, "monai"):
                 short.setdefault(name, found)
                 identities[id(found)] = found
+        for name, found in vars(module).items():  # MONAI's other names of the same: `Unet`, `Densenet121`
+            if id(found) in identities:
+                short.setdefault(name, found)
     for path in COMPONENTS:
         module_name, _, name = path.rpartition(".")
         if importlib.util.find_spec(module_name.partition(".")[0]) is None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Plain, Refused, check_visible, printable
-from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused, component_refused, name_set
+from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused, component_refused, name_set, renewed
 from medfl.policy.bundle_files import BundleFiles
 from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
@@ -241,13 +241,13 @@ class _Inspector:
         if node.split(".")[0] in self.own_modules and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII) and "__" not in node:
             self.inspection.need(self.policy, "scripts", node)
         else:
-            component(node)
+            component(renewed({"_target_": node})["_target_"])
         self.inspection.targets[node] += 1
 
     def _component(self, node: dict[Any, Any], stem: str) -> None:
-        target = node.get("_target_")
+        target = renewed(node).get("_target_")
         if isinstance(target, str):
-            arguments = {key: self._resolved(value) for key, value in node.items()}
+            arguments = {key: self._resolved(value) for key, value in renewed(node).items()}
             if stem == "inference" and node.get("pretrained") is True:
                 arguments["pretrained"] = False
             if why := component_refused(target.rpartition(".")[2], arguments):

@@ -286,6 +286,26 @@ def test_an_argument_without_effect_is_left_out(tmp_path: Path) -> None:
     assert older.idle_arguments("RandZoomBoxd", ["_target_", "box_keys", "label_keys", "prob"]) == {"label_keys"}
 
 
+@pytest.mark.parametrize(
+    ("old", "axis"),
+    [
+        ({"_target_": "AddChanneld"}, None),
+        ({"_target_": "monai.transforms.AsChannelFirstd"}, -1),
+        ({"_target_": "AsChannelFirstd", "channel_dim": 1}, 1),
+    ],
+)
+def test_a_transform_that_monai_has_removed_is_made_as_what_does_the_same(
+    old: dict[str, Any], axis: int | None, tmp_path: Path
+) -> None:
+    bundle = opened(tmp_path, lambda config: config.update(first={**old, "keys": "image"}))
+    volume = torch.arange(24.0).reshape(2, 3, 4)
+    expected = volume[None] if axis is None else torch.movedim(volume, axis, 0)
+    assert torch.equal(bundle.get("first")({"image": volume})["image"], expected)
+    name = old["_target_"].rpartition(".")[2]
+    assert bundle.adapted == (f"{name}:EnsureChannelFirstd",)
+    assert any(f"{name} of it is made as EnsureChannelFirstd, which does the same" in note for note in bundle.notes)
+
+
 def test_labels_that_are_true_or_false_become_numbers_where_the_loss_needs_it(tmp_path: Path) -> None:
     def edit(config: dict[str, Any]) -> None:
         for item in config["items"]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import monai.handlers
+import monai.transforms
 import pytest
 from monai.bundle import ConfigParser
 
@@ -284,6 +286,14 @@ def test_a_short_name_is_what_monai_takes_it_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("other", "name"),
+    [("Unet", "UNet"), ("Densenet121", "DenseNet121"), ("FlexUNet", "FlexibleUNet"), ("dice_ce", "DiceCELoss")],
+)
+def test_monai_s_other_names_of_a_component_are_listed_too(other: str, name: str) -> None:
+    assert component(other) is component(name)
+
+
+@pytest.mark.parametrize(
     "target",
     [
         "monai.transforms.LoadImaged", "monai.transforms.io.dictionary.LoadImaged", "torch.optim.AdamW",
@@ -326,16 +336,22 @@ def test_every_member_on_the_list_exists() -> None:
     assert absent <= allowed_in_expressions.OLDER
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("AddChanneld", "EnsureChannelFirstd with channel_dim: no_channel"), ("SplitChanneld", "SplitDimd"),
-        ("monai.transforms.AsChannelFirst", "EnsureChannelFirst with channel_dim: -1"),
-    ],
-)  # fmt: skip
-def test_a_removed_transform_is_refused_with_what_takes_its_place(old: str, new: str) -> None:
-    with pytest.raises(Refused, match=f"not on the list: MONAI has removed it, {new} takes its place"):
-        component(old)
+@pytest.mark.parametrize("old", sorted(allowed._REMOVED))
+def test_what_a_removed_component_is_made_as_is_listed_and_takes_what_it_is_told(old: str) -> None:
+    assert not hasattr(monai.transforms, old)
+    assert not hasattr(monai.handlers, old)
+    new = dict(allowed.renewed({"_target_": f"monai.transforms.{old}"}))
+    made = component(new.pop("_target_"))
+    assert new.keys() <= introspection.signature(made).parameters.keys()
+
+
+def test_a_removed_component_is_accepted_and_its_arguments_are_checked(tmp_path: Path) -> None:
+    node = {"_target_": "SplitChanneld", "keys": "pred", "channel_dim": 1, "output_postfixes": ["a", "b"]}
+    renewed = {"_target_": "SplitDimd", "keys": "pred", "dim": 1, "output_postfixes": ["a", "b"]}
+    assert allowed.renewed(node) == renewed
+    assert not inspect(write(tmp_path / "old", {"train": {"first": node}})).refusals
+    fetching = {**node, "keys": "https://example.org/keys"}
+    assert "is a URL" in reasons(inspect(write(tmp_path / "bad", {"train": {"first": fetching}})))
 
 
 # The command
