@@ -144,7 +144,7 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         },
     ),
     "several_gpus": (
-        ("distributed",),
+        (),
         {
             "imports": ["$import torch.distributed as dist", "$import glob", "$import os"],
             "device": "$torch.device(f'cuda:{dist.get_rank()}')",
@@ -172,6 +172,7 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "metric_cmp_fn": "$operator.lt",
             "joined": "$monai.transforms.concatenate((@train#dataset, 1))",
             "one": "$monai.utils.misc.first(@images)",
+            "alone": {"_target_": "DataLoader", "_requires_": ["$@train#dataset.disable_share_memory_cache()"]},
             "net": {"_target_": "TorchVisionFCModel", "model_name": "inception_v3", "num_classes": 2},
         },
     ),
