@@ -280,7 +280,7 @@ def _texts(value: object) -> str:
 def _is_reader(value: object) -> bool:
     """Tell whether a value is a reader's listed name, or a reader or writer that a listed component made."""
     if isinstance(value, str):
-        return value in READERS
+        return value.removeprefix("$monai.data.") in READERS
     from monai.data import ImageReader, ImageWriter
 
     return isinstance(value, ImageReader | ImageWriter)

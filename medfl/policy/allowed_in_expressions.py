@@ -53,8 +53,9 @@ _MEMBERS = {
     "monai.apps.pathology.handlers.utils": "from_engine_hovernet",
     "monai.auto3dseg.utils": "datafold_read",
     "monai.data": """
-        Dataset decollate_batch list_data_collate load_decathlon_datalist pad_list_data_collate
-        partition_dataset partition_dataset_classes select_cross_validation_folds
+        Dataset decollate_batch ITKReader list_data_collate load_decathlon_datalist NibabelReader NrrdReader NumpyReader
+        pad_list_data_collate partition_dataset partition_dataset_classes PILReader PydicomReader
+        select_cross_validation_folds
         """,
     "monai.data.utils": "list_data_collate no_collation pad_list_data_collate partition_dataset",
     "monai.engines": "default_metric_cmp_fn default_prepare_batch",

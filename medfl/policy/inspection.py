@@ -47,7 +47,6 @@ _ASKED = name_set(
     """
 )
 """Ids that medfl itself asks for, whether or not anything refers to them; a list under one is no list of statements."""
-_ZOO_DATA = "/workspace/"
 _UPWARDS = re.compile(r"(\.\./)+(?=\w)", re.ASCII)
 """Begins a placeholder beside the bundle, which is opened only where the user names it."""
 _BUNDLES = ("public", "teachers", "plm", "bundle")
@@ -287,10 +286,9 @@ class _Inspector:
                 raise Refused(f"the macro {printable(text, 40)!r}, which is not one of an id of this configuration")
             check_id(text[1:])
         elif place[-1:] != ("_desc_",):
-            zoo = text.startswith(_ZOO_DATA) or place in (("dataset_dir",), ("bundle_root",))
             up = _UPWARDS.match(text) if place == ("dataset_dir",) else None
             try:
-                check_path(text[up.end() :] if up else text, absolute=zoo)
+                check_path(text[up.end() :] if up else text, absolute=place in (("dataset_dir",), ("bundle_root",)))
             except Refused as error:
                 if "absolute" not in str(error) or "paths" not in self.policy.allow:
                     hint = ", for which the policy has to allow 'paths'" if "absolute" in str(error) else ""

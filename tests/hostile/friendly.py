@@ -143,6 +143,19 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "display": ["$plt.imshow(@images[0])", "$plt.show()"],
         },
     ),
+    "nuclei_and_how_they_are_read": (
+        (),
+        {
+            "read": {
+                "_target_": "LoadImaged",
+                "keys": "image",
+                "reader": "$monai.data.PILReader",
+                "converter": "$lambda x: x.convert('RGB')",
+            },
+            "inferer": {"_target_": "SlidingWindowHoVerNetInferer", "roi_size": 256, "cval": 0},
+            "example": "${'image': '/workspace/data/nuclei.png', 'label_prompt': [3]}",
+        },
+    ),
     "several_gpus": (
         (),
         {

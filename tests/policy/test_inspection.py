@@ -20,6 +20,7 @@ import monai.handlers
 import monai.transforms
 import pytest
 from monai.bundle import ConfigParser
+from monai.data import PILReader
 
 from medfl.bundle.engines import _EVALUATORS, _TRAINERS
 from medfl.bundle.files import shipped_root
@@ -236,6 +237,13 @@ def test_monai_calls_whatever_a_reader_names(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="should inherit ImageReader"):
         parser.get_parsed_content("x")
     assert canary.is_dir()
+
+
+def test_a_reader_may_be_a_class_of_monai_s_and_no_other() -> None:
+    for reader in ("PILReader", "$monai.data.PILReader", ["$monai.data.NibabelReader", None]):
+        assert not allowed.argument_refused("reader", reader)
+    for other in ("$monai.data.Dataset", "$own.PILReader", PILReader, subprocess.Popen):
+        assert "only readers and writers of MONAI" in allowed.argument_refused("reader", other)
 
 
 def test_monai_puts_keys_into_expressions_with_relative_references(tmp_path: Path) -> None:
