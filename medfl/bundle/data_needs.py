@@ -168,13 +168,14 @@ class Reading:
                     places = [max(self._crops(2)) // 2] if re.search(_PLACE, str(key)) else range(2)
                     known = None if key in {"image", *self.loaded} else places
                     fields |= dict.fromkeys(columns if isinstance(columns, list) else [columns], known)
-        names = ["case"] if path.suffix != ".json" else [*dict.fromkeys([*sorted(self.loaded), "label"])]
+        folds = ["fold"] if any("datafold_read" in text for text in self._expressions()) else []
+        names = ["case"] if path.suffix != ".json" else [*dict.fromkeys([*sorted(self.loaded), "label", *folds])]
         return Table(fields or {name: self.values(name) for name in names})
 
     def values(self, name: str, of_item: bool = False) -> Sequence[Any] | None:
         """Return the values of a field, None where it is a file; one that transforms ask an item for is a number."""
-        if "box" in name.lower():
-            return _BOXES
+        if "box" in name.lower() or name == "fold":
+            return range(2) if name == "fold" else _BOXES
         if of_item and name not in {"label", *self.loaded}:
             return [[side // 2 for side in self._shape]] if re.search(_PLACE, name) else [1]
         compared = sorted({str(value) for text in self._expressions() for value in _compared(text, name)})

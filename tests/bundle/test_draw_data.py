@@ -184,6 +184,12 @@ def test_every_stand_in_of_the_zoo_trains_on_what_is_drawn(name: str, tmp_path: 
                          "section": "validation", "transform": "@transforms", "val_frac": 0.5}},
             None, ["Task09_Spleen/dataset.json", "Task09_Spleen/image/case_000.png"], id="a decathlon",
         ),
+        pytest.param(
+            {"list": "$@dataset_dir + '/folds.json'",
+             "train_list": "$monai.auto3dseg.utils.datafold_read(@list, basedir=@dataset_dir, fold=0)[0]",
+             "val_list": "$monai.auto3dseg.utils.datafold_read(@list, basedir=@dataset_dir, fold=0)[1]"},
+            None, ["folds.json"], id="folds",
+        ),
     ],
 )  # fmt: skip
 def test_what_expressions_look_for_is_drawn(
@@ -197,6 +203,7 @@ def test_what_expressions_look_for_is_drawn(
     opened = Bundle(str(path), configured(drawn))
     assert opened.task == ("segmentation" if metadata is None else "classification")
     assert len(opened.items("train")) == drawn.counts["train"] > 1
+    assert drawn.counts["validate"] > 0
     if metadata is not None:
         assert {item["label"] for item in opened.items("train")} == {0, 1}
 
