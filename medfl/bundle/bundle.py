@@ -264,11 +264,11 @@ class Bundle:
         return prediction, y, x
 
     def _try_loss(self, prediction: Any, target: Any) -> None:
-        """Compute the loss; if it fails on labels that are true or false, let it have numbers from now on."""
+        """Compute the loss; if it fails on labels that are true or false, or bytes, let it have numbers from now on."""
         try:
             self.loss(prediction, target)
         except RuntimeError:
-            if not isinstance(target, Tensor) or target.dtype != torch.bool:
+            if not isinstance(target, Tensor) or target.dtype not in (torch.bool, torch.uint8):
                 raise
             self._config.adapted.add(older.FLOAT_LABELS)
             del self.loss

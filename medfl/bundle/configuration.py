@@ -30,6 +30,7 @@ from medfl.core.errors import InputError, did_you_mean, told
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS
+from medfl.policy.allowed import renewed
 from medfl.policy.policy import Policy
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
@@ -120,8 +121,10 @@ class Configuration:
         if isinstance(node, str) and node.startswith("%") and not self._policy.trusted:
             self._refuse_file(node)
         if not isinstance(node, Mapping):
-            return habits.on_device(key, node, self._device) if isinstance(node, str) else node
+            return habits.meant(key, node, self._device) if isinstance(node, str) else node
+        old, node = target_name(node), renewed(node)
         safe, target = {key: self._harmless(value, key) for key, value in node.items()}, target_name(node)
+        self.adapted |= set() if target == old else {f"{old}:{target}"}
         for name in older.idle_arguments(target, safe):
             del safe[name]
             self.adapted.add(f"{target}.{name}")

@@ -96,12 +96,13 @@ class Reading:
 
     def kinds(self, size: int | None) -> list[tuple[Need, int]]:
         """Return what images may be like and in how many files each is, the likeliest first; `size` is their side."""
-        told = [shape for end in (self._image, self._pred) if len(shape := end.get("spatial_shape") or []) in (2, 3)]
+        ends = [end.get("spatial_shape") or [] for end in (self._image, self._pred)]
+        told = [[int(n) if str(n).isdecimal() else n for n in shape] for shape in ends if len(shape) in (2, 3)]
         dims = len(told[0]) if told else self._of_network("spatial_dims") or 3
         sides = self._of_network("in_shape", list)[1:] or (told[0] if told and dims == 2 else [])
         is_fixed = len(sides) == dims and all(isinstance(side, int) and 0 < side <= _LARGEST for side in sides)
         small = [size] * dims if size else sides if is_fixed else [64 if dims == 2 else 32] * dims
-        firsts = self._of(r"(EnsureChannelFirst|AddChannel)(d|D|Dict)")
+        firsts = self._of(r"EnsureChannelFirst(d|D|Dict)")
         last = bool(firsts) and all(node.get("channel_dim") == -1 for _, node in firsts)
         need = Need((), first=not firsts, last=last, **self._looks(dims))
         colours, wanted = 3 if dims == 2 and self.channels >= 3 else 1, max(1, self.channels)
@@ -167,13 +168,14 @@ class Reading:
                     places = [max(self._crops(2)) // 2] if re.search(_PLACE, str(key)) else range(2)
                     known = None if key in {"image", *self.loaded} else places
                     fields |= dict.fromkeys(columns if isinstance(columns, list) else [columns], known)
-        names = ["case"] if path.suffix != ".json" else [*dict.fromkeys([*sorted(self.loaded), "label"])]
+        folds = ["fold"] if any("datafold_read" in text for text in self._expressions()) else []
+        names = ["case"] if path.suffix != ".json" else [*dict.fromkeys([*sorted(self.loaded), "label", *folds])]
         return Table(fields or {name: self.values(name) for name in names})
 
     def values(self, name: str, of_item: bool = False) -> Sequence[Any] | None:
         """Return the values of a field, None where it is a file; one that transforms ask an item for is a number."""
-        if "box" in name.lower():
-            return _BOXES
+        if "box" in name.lower() or name == "fold":
+            return range(2) if name == "fold" else _BOXES
         if of_item and name not in {"label", *self.loaded}:
             return [[side // 2 for side in self._shape]] if re.search(_PLACE, name) else [1]
         compared = sorted({str(value) for text in self._expressions() for value in _compared(text, name)})

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from medfl.policy.allowed import READERS
+
 _LIST = re.compile(r"\$.*@bundle_root\b.*['\"]/?([\w./ -]+\.(?:json|csv|tsv|txt|npz|npy|ya?ml))['\"]\s*\)?\s*")
 """An expression for a file below the bundle's folder that may be a data list."""
 _CUDA = re.compile(r"(?<!==)(?<!== )(['\"])cuda(:\d+)?\1")
@@ -47,8 +49,10 @@ def without_fetching(node: Any) -> Any:
     }
 
 
-def on_device(key: str, text: str, device: torch.device) -> str:
-    """Return a text of the configuration with CUDA devices that it names replaced by the run's device."""
+def meant(key: str, text: str, device: torch.device) -> str:
+    """Return a text with CUDA devices that it names replaced by the run's, and a reader's class by its name."""
+    if key == "reader" and text.removeprefix("$monai.data.") in READERS:
+        return text.removeprefix("$monai.data.")
     if text.startswith("$"):
         return _CUDA.sub(f"'{device}'", text).replace(".cuda()", f".to('{device}')")
     return str(device) if key in ("device", "map_location") and re.fullmatch(r"cuda(:\d+)?", text) else text

@@ -75,10 +75,11 @@ def idle_arguments(target: str, given: Iterable[str]) -> set[str]:
 
 
 def of_numbers(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a loss that gets labels which are true or false as 1.0 and 0.0."""
+    """Return a loss that gets labels which are true or false, or a byte for each output, as 1.0 and 0.0."""
 
     def with_numbers(prediction: Any, target: Any) -> Tensor:
-        return loss(prediction, target.float() if target.dtype == torch.bool else target)
+        bytes_ = target.dtype == torch.uint8 and target.shape == getattr(prediction, "shape", None)
+        return loss(prediction, target.float() if bytes_ or target.dtype == torch.bool else target)
 
     return with_numbers
 
@@ -100,8 +101,10 @@ def said(name: str) -> str:
     """Return what was done, in words, from its name in `Run.adapted`."""
     what, _, detail = name.partition(".")
     if name == FLOAT_LABELS:
-        return "its loss gets labels that are true or false as 1.0 and 0.0, as this MONAI needs"
+        return "its loss gets labels that are true or false, or bytes, as 1.0 and 0.0, as this MONAI needs"
     if what == "numpy":
         now = f"is Python's {detail}" if detail in _PYTHON else f"this NumPy calls {_SAME[detail]}"
         return f"it uses numpy.{detail}, which {now}; it gets that"
+    if ":" in name:
+        return "{} of it is made as {}, which does the same in this MONAI".format(*name.split(":"))
     return f"{what} is made without {detail!r}, which this MONAI does not have and which sets nothing"

@@ -105,13 +105,14 @@ def same_predictions(network: nn.Module, result: RunNetworks, model: Model, imag
     """Compare a network with predictions.csv on these images.
 
     Returns:
-        The number of compared items and the largest difference; None where the file is of another model or images.
+        The number of compared items and the largest difference; None where the file is of another model or images, or
+        validation draws at random, by an item's place among all.
     """
-    file = result.path / "predictions.csv"
+    file, draws = result.path / "predictions.csv", images.prepared.deterministic() is not images.prepared
     of_this_model = (
         result.which == "last" and result.finished and (model.site != "") == (result.method.judged == "personal")
     )
-    if not of_this_model or not images.from_run or not file.is_file():
+    if not of_this_model or not images.from_run or not file.is_file() or draws:
         return None
     shard = Shard.of(images.prepared, range(len(images.inputs)))
     cases = images.bundle.evaluator(network, shard, CPU)

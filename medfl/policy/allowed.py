@@ -52,11 +52,11 @@ MONAI_COMPONENTS = name_set(
     """
     Compose OneOf RandomOrder SomeOf PadListDataCollate
 
-    AsymmetricUnifiedFocalLoss BarlowTwinsLoss BendingEnergyLoss BoxGIoULoss ContrastiveLoss DeepSupervisionLoss Dice
-    DiceCELoss DiceFocalLoss DiceLoss DiffusionLoss FocalLoss GeneralizedDiceFocalLoss GeneralizedDiceLoss
-    GeneralizedWassersteinDiceLoss GlobalMutualInformationLoss HausdorffDTLoss LocalNormalizedCrossCorrelationLoss
-    LogHausdorffDTLoss MaskedDiceLoss MaskedLoss MultiScaleLoss NACLLoss PatchAdversarialLoss SSIMLoss SURELoss
-    SoftDiceclDiceLoss SoftclDiceLoss TverskyLoss
+    AUCMLoss AsymmetricUnifiedFocalLoss BarlowTwinsLoss BendingEnergyLoss BoundaryLoss BoxGIoULoss ContrastiveLoss
+    DeepSupervisionLoss Dice DiceCELoss DiceFocalLoss DiceLoss DiffusionLoss FocalLoss GeneralizedDiceFocalLoss
+    GeneralizedDiceLoss GeneralizedWassersteinDiceLoss GlobalMutualInformationLoss HausdorffDTLoss JukeboxLoss
+    LocalNormalizedCrossCorrelationLoss LogHausdorffDTLoss MCCLoss MaskedDiceLoss MaskedLoss MultiScaleLoss NACLLoss
+    PatchAdversarialLoss SSIMLoss SURELoss SoftDiceclDiceLoss SoftclDiceLoss TverskyLoss
 
     AHNet AttentionUnet AutoEncoder AutoencoderKL BasicUNet BasicUNetPlusPlus Classifier ControlNet Critic DAF3D
     DecoderOnlyTransformer DenseNet DenseNet121 DenseNet169 DenseNet201 DenseNet264 DiNTS DiffusionModelUNet
@@ -86,19 +86,19 @@ MONAI_COMPONENTS = name_set(
     PatchInferer SaliencyInferer SimpleInferer SliceInferer SlidingWindowInferer SlidingWindowInfererAdapt
     SlidingWindowSplitter VQVAETransformerInferer WSISlidingWindowSplitter
 
-    AveragePrecisionMetric ConfusionMatrixMetric CumulativeAverage DiceMetric FBetaScore GeneralizedDiceScore
-    HausdorffDistanceMetric LossMetric MAEMetric MSEMetric MeanIoU MultiScaleSSIMMetric PSNRMetric PanopticQualityMetric
-    RMSEMetric ROCAUCMetric SSIMMetric SurfaceDiceMetric SurfaceDistanceMetric VarianceMetric
+    AbsoluteVolumeDifferenceMetric AveragePrecisionMetric CalibrationErrorMetric ConfusionMatrixMetric CumulativeAverage
+    DiceMetric EmbeddingCollapseMetric FBetaScore FIDMetric GeneralizedDiceScore HausdorffDistanceMetric
+    LabelQualityScore LossMetric MAEMetric MAPEMetric MMDMetric MSEMetric MeanIoU MultiScaleSSIMMetric PSNRMetric
+    PanopticQualityMetric RMSEMetric ROCAUCMetric SSIMMetric SurfaceDiceMetric SurfaceDistanceMetric VarianceMetric
 
     AdversarialTrainer DiffusionPrepareBatch EnsembleEvaluator GanTrainer PrepareBatchDefault PrepareBatchExtraInput
     SupervisedEvaluator SupervisedTrainer VPredictionPrepareBatch
 
     ExponentialLR LinearLR Novograd WarmupCosineSchedule
 
-    CSVDataset CSVIterableDataset TorchVisionFCModel
-    COCOMetric Interaction RetinaNet RetinaNetDetector resnet_fpn_feature_extractor
-    DecathlonDataset MedNISTDataset Relabeld VistaPreTransformd VistaPostTransformd AnchorGeneratorWithAnchorShape
-    AutoencoderKlMaisi DiffusionModelUNetMaisi ControlNetMaisi
+    COCOMetric CSVDataset CSVIterableDataset DecathlonDataset Interaction MedNISTDataset Relabeld RetinaNet
+    RetinaNetDetector TorchVisionFCModel VistaPostTransformd VistaPreTransformd resnet_fpn_feature_extractor
+    AnchorGeneratorWithAnchorShape AutoencoderKlMaisi ControlNetMaisi DiffusionModelUNetMaisi
     """
 )
 
@@ -154,18 +154,23 @@ def without_ending(name: str) -> str:
     return name
 
 
-_REMOVED = {
-    "AddChannel": ("EnsureChannelFirst", " with channel_dim: no_channel"),
-    "AsChannelFirst": ("EnsureChannelFirst", " with channel_dim: -1"),
-    "SplitChannel": ("SplitDim", ""),
+_REMOVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "AddChannel": ("EnsureChannelFirst", {"channel_dim": "no_channel"}),
+    "AsChannelFirst": ("EnsureChannelFirst", {"channel_dim": -1}),
+    "SplitChannel": ("SplitDim", {"dim": 0}),
+    "IgniteMetric": ("IgniteMetricHandler", {}),
 }
+"""Components that MONAI has removed: what does the same now, and what it is told for that."""
 
 
-def removed(target: str) -> str:
-    """Return what to say of a transform that MONAI has removed, "" of anything else."""
-    found = re.fullmatch(rf"(?:monai\.[\w.]*)?({'|'.join(_REMOVED)})(d|D|Dict)?", target, re.ASCII)
-    new, how = _REMOVED[found[1]] if found else ("", "")
-    return f": MONAI has removed it, {new}{found[2] or ''}{how} takes its place" if found else ""
+def renewed(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a component that MONAI has removed as the one that does the same now; any other as it is."""
+    found = re.fullmatch(rf"(?:monai\.[\w.]*)?({'|'.join(_REMOVED)})(d|D|Dict)?", str(node.get("_target_")), re.ASCII)
+    if found is None:
+        return node
+    new, told = _REMOVED[found[1]]
+    given = {"dim" if (new, key) == ("SplitDim", "channel_dim") else key: value for key, value in node.items()}
+    return {**told, **given, "_target_": new + (found[2] or "")}
 
 
 # Arguments with a meaning of their own, whoever takes them
@@ -277,7 +282,7 @@ def _texts(value: object) -> str:
 def _is_reader(value: object) -> bool:
     """Tell whether a value is a reader's listed name, or a reader or writer that a listed component made."""
     if isinstance(value, str):
-        return value in READERS
+        return value.removeprefix("$monai.data.") in READERS
     from monai.data import ImageReader, ImageWriter
 
     return isinstance(value, ImageReader | ImageWriter)

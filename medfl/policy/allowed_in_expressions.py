@@ -42,6 +42,7 @@ _MEMBERS = {
         Tensor uint8
         """,
     "torch.cuda": "device_count is_available",
+    "torch.distributed": "get_rank get_world_size is_available is_initialized",
     "torch.nn.functional": """
         adaptive_avg_pool2d adaptive_avg_pool3d affine_grid avg_pool2d avg_pool3d gelu grid_sample interpolate
         leaky_relu log_softmax max_pool2d max_pool3d normalize one_hot pad relu sigmoid softmax
@@ -52,8 +53,9 @@ _MEMBERS = {
     "monai.apps.pathology.handlers.utils": "from_engine_hovernet",
     "monai.auto3dseg.utils": "datafold_read",
     "monai.data": """
-        Dataset decollate_batch list_data_collate load_decathlon_datalist pad_list_data_collate
-        partition_dataset partition_dataset_classes select_cross_validation_folds
+        Dataset decollate_batch ITKReader list_data_collate load_decathlon_datalist NibabelReader NrrdReader NumpyReader
+        pad_list_data_collate partition_dataset partition_dataset_classes PILReader PydicomReader
+        select_cross_validation_folds
         """,
     "monai.data.utils": "list_data_collate no_collation pad_list_data_collate partition_dataset",
     "monai.engines": "default_metric_cmp_fn default_prepare_batch",
@@ -105,9 +107,7 @@ trusts indices that it is given (`sparse_coo_tensor`, `embedding_bag`), and the 
 
 _WORDED = {
     "distributed": """
-        torch.distributed.get_rank torch.distributed.get_world_size torch.distributed.is_available
-        torch.distributed.is_initialized torch.distributed.init_process_group torch.distributed.destroy_process_group
-        torch.cuda.set_device
+        torch.distributed.init_process_group torch.distributed.destroy_process_group torch.cuda.set_device
         """,
     "pickle": "torch.load torch.jit.load",
     "sys.path": "sys.path.append sys.path.insert",
@@ -118,60 +118,49 @@ WORDED = {member: word for word, members in _WORDED.items() for member in member
 MODULES = frozenset(path.partition(".")[0] for path in MEMBERS)
 """The packages of these; Python of a bundle's own may not take their names."""
 
-METHODS_OF = {
-    "text": name_set(
-        """
+_METHODS_OF = {
+    "text": """
         count endswith find format index isalpha isdigit join lower lstrip partition removeprefix removesuffix replace
         rfind rpartition rsplit rstrip split splitlines startswith strip title upper zfill
-        """
-    ),
-    "list": name_set("copy count index pop reverse sort"),
-    "tuple": name_set("count index"),
-    "dict": name_set("copy get items keys pop setdefault update values"),
-    "set": name_set("add copy difference intersection issubset issuperset union update"),
-    "number": name_set("imag is_integer real"),
-    "path": name_set(
-        """
+        """,
+    "list": "copy count index pop reverse sort",
+    "tuple": "count index",
+    "dict": "copy get items keys pop setdefault update values",
+    "set": "add copy difference intersection issubset issuperset union update",
+    "number": "imag is_integer real",
+    "path": """
         absolute as_posix exists glob is_absolute is_dir is_file iterdir joinpath name parent parents parts read_text
         relative_to resolve rglob stem suffix suffixes with_name with_suffix
-        """
-    ),
-    "file": name_set("close read readline readlines"),
-    "time": name_set("date day hour isoformat microsecond minute month second strftime time year"),
-    "random": name_set("choice integers normal permutation rand randint randn random sample shuffle uniform"),
-    "table": name_set(
-        """
+        """,
+    "file": "close read readline readlines",
+    "time": "date day hour isoformat microsecond minute month second strftime time year",
+    "random": "choice integers normal permutation rand randint randn random sample shuffle uniform",
+    "table": """
         columns dropna head iloc index isin loc reset_index shape size sort_values tail to_dict to_list to_numpy tolist
         unique values
-        """
-    ),
-    "tensor": name_set(
-        """
+        """,
+    "tensor": """
         abs all any argmax argmin array astype bool clamp clip clone contiguous copy cpu cuda cumsum detach device dim
         double dtype expand flatten flip float half index_select int is_cuda item long max mean median meta min ndim
         ndimension nonzero numel numpy permute prod repeat requires_grad reshape round shape sigmoid size softmax
         squeeze std sum swapaxes T t to tolist transpose type type_as unique unsqueeze view
-        """
-    ),
-    "network": name_set(
-        """
+        """,
+    "network": """
         apply attention bias children classifier cpu cuda decoder double encoder eval fc features float half head
         load_old_state_dict load_state_dict modules named_children named_parameters network parameters
         set_atss_matcher set_balanced_sampler set_box_coder_weights set_box_regression_loss
         set_box_selector_parameters set_cls_loss set_hard_negative_sampler set_regular_matcher
         set_sliding_window_inferer set_target_keys state_dict to train weight
-        """
-    ),
-    "device": name_set("index type"),
-    "picture": name_set("convert crop height mode resize size width"),
-    "component": name_set(
-        """
-        attention batch batch_size data dataset decoder encoder epoch epoch_length get_last_lr head iteration max_epochs
-        metrics output param_groups
-        set_random_state state state_dict step transform transforms
-        """
-    ),
+        """,
+    "device": "index type",
+    "picture": "convert crop height mode resize size width",
+    "component": """
+        attention batch batch_size data dataset decoder disable_share_memory_cache encoder epoch epoch_length
+        get_last_lr head iteration max_epochs metrics output param_groups set_random_state state state_dict step
+        transform transforms
+        """,
 }
+METHODS_OF = {kind: name_set(names) for kind, names in _METHODS_OF.items()}
 """What expressions may ask of a value, by the kind of the value; a path can only be looked at, never changed."""
 METHODS = frozenset().union(*METHODS_OF.values())
 """All of them: what an inspection, which knows no values, lets pass."""

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import EnumMeta
 from functools import cache
 from typing import Any, TypeGuard
@@ -27,7 +27,6 @@ from medfl.policy.allowed import (
     WRITERS,
     argument_refused,
     component_refused,
-    removed,
     without_ending,
 )
 from medfl.policy.allowed_in_expressions import TORCH_FUNCTIONS
@@ -50,7 +49,7 @@ _APPS = (
     *(f"monai.apps.{name}." for name in ("deepedit", "deepgrow", "detection", "nuclick", "pathology", "vista3d")),
     "monai.networks.blocks.",
 )
-"""Applications and blocks of MONAI of which every transform and network is listed."""
+"""Applications and blocks of MONAI of which every transform, network and inferer is listed."""
 _IN_EXPRESSIONS = (
     "torch.", "ignite.", "monai.networks.", "monai.losses.", "monai.metrics.", "monai.inferers.", "monai.transforms.",
     "monai.apps.",
@@ -70,9 +69,8 @@ def component(target: str) -> Callable[..., Any]:
     Raises:
         Refused: it is not on the list; nothing but the listed modules was imported to find out.
     """
-    plain = len(target) <= _LONGEST and _TARGET.fullmatch(target) and "__" not in target
-    refused = Refused(f"_target_ {printable(target)!r}, which is not on the list{removed(target) if plain else ''}")
-    if not plain:
+    refused = Refused(f"_target_ {printable(target)!r}, which is not on the list")
+    if len(target) > _LONGEST or not _TARGET.fullmatch(target) or "__" in target:
         raise refused
     short, listed = _listed()
     if "." not in target:
@@ -162,6 +160,7 @@ def _in_module(module: str, name: str) -> object:
 def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., Any]]]:
     """Return the components of MONAI by their short names, and all listed ones by identity."""
     from monai.engines import PrepareBatch
+    from monai.inferers import Inferer
     from monai.transforms import Transform
     from torch import nn
 
@@ -169,11 +168,14 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
     identities: dict[int, Callable[..., Any]] = {}
     for home in _HOMES:
         module = importlib.import_module(home)
-        for name in _monai_names():
+        for name in (*MONAI_COMPONENTS, *TRANSFORMS, *(f"{name}d" for name in TRANSFORMS)):
             found = getattr(module, name, None)
             if _of_package(found, "monai"):
                 short.setdefault(name, found)
                 identities[id(found)] = found
+        for name, found in vars(module).items():  # MONAI's other names of the same: `Unet`, `LoadImageD`
+            if id(found) in identities:
+                short.setdefault(name, found)
     for path in COMPONENTS:
         module_name, _, name = path.rpartition(".")
         if importlib.util.find_spec(module_name.partition(".")[0]) is None:
@@ -181,7 +183,7 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
         found = getattr(importlib.import_module(module_name), name, None)
         if _of_package(found, path.partition(".")[0]):
             identities[id(found)] = found
-    bases = (Transform, nn.Module, PrepareBatch)
+    bases = (Transform, nn.Module, PrepareBatch, Inferer)
     for module_name in [name for name in sys.modules if name.startswith(_APPS)]:
         for name, found in vars(sys.modules[module_name]).items():
             of_apps = inspect.isclass(found) and issubclass(found, bases) and found.__module__.startswith(_APPS)
@@ -201,12 +203,6 @@ def _fetches(found: Callable[..., Any]) -> bool:
     """Tell whether a network fetches weights unless told otherwise."""
     pretrained = inspect.signature(found).parameters.get("pretrained")
     return pretrained is not None and pretrained.default is not False
-
-
-def _monai_names() -> Iterator[str]:
-    yield from MONAI_COMPONENTS
-    for name in TRANSFORMS:
-        yield from (name, f"{name}d", f"{name}D", f"{name}Dict")
 
 
 def _of_package(found: object, package: str) -> TypeGuard[Callable[..., Any]]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Plain, Refused, check_visible, printable
-from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused, component_refused, name_set
+from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused, component_refused, name_set, renewed
 from medfl.policy.bundle_files import BundleFiles
 from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
@@ -49,7 +49,6 @@ _ASKED = name_set(
     """
 )
 """Ids that medfl itself asks for, whether or not anything refers to them; a list under one is no list of statements."""
-_ZOO_DATA = "/workspace/"
 _UPWARDS = re.compile(r"(\.\./)+(?=\w)", re.ASCII)
 """Begins a placeholder beside the bundle, which is opened only where the user names it."""
 _BUNDLES = ("public", "teachers", "plm", "bundle")
@@ -258,13 +257,13 @@ class _Inspector:
         if node.split(".")[0] in self.own_modules and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII) and "__" not in node:
             self.inspection.need(self.policy, "scripts", node)
         else:
-            component(node)
+            component(renewed({"_target_": node})["_target_"])
         self.inspection.targets[node] += 1
 
     def _component(self, node: dict[Any, Any], stem: str) -> None:
-        target = node.get("_target_")
+        target = renewed(node).get("_target_")
         if isinstance(target, str):
-            arguments = {key: self._resolved(value) for key, value in node.items()}
+            arguments = {key: self._resolved(value) for key, value in renewed(node).items()}
             if stem == "inference" and node.get("pretrained") is True:
                 arguments["pretrained"] = False
             if why := component_refused(target.rpartition(".")[2], arguments):
@@ -311,10 +310,9 @@ class _Inspector:
                 raise Refused(f"the macro {printable(text, 40)!r}, which is not one of an id of this configuration")
             check_id(text[1:])
         elif place[-1:] != ("_desc_",):
-            zoo = text.startswith(_ZOO_DATA) or place in (("dataset_dir",), ("bundle_root",))
             up = _UPWARDS.match(text) if place == ("dataset_dir",) else None
             try:
-                check_path(text[up.end() :] if up else text, absolute=zoo)
+                check_path(text[up.end() :] if up else text, absolute=place in (("dataset_dir",), ("bundle_root",)))
             except Refused as error:
                 if "absolute" not in str(error) or "paths" not in self.policy.allow:
                     hint = ", for which the policy has to allow 'paths'" if "absolute" in str(error) else ""

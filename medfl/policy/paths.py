@@ -15,7 +15,7 @@ def check_path(text: str, *, absolute: bool = False) -> None:
 
     Args:
         text: any text of a configuration.
-        absolute: it may begin with a slash: it is a continuation, or the place where the zoo keeps its data.
+        absolute: it may begin with a slash, as a continuation; where the zoo keeps its data it always may.
 
     Raises:
         Refused: it is a URL, leads upwards, to a home or to a system folder, or is absolute.
@@ -28,7 +28,7 @@ def check_path(text: str, *, absolute: bool = False) -> None:
         raise Refused("a path outside of bundle and data folder")
     if _SYSTEM.match(text):
         raise Refused("a path into a folder of the system")
-    if text.startswith("/") and not absolute:
+    if text.startswith("/") and not absolute and not text.startswith("/workspace/"):
         raise Refused("an absolute path")
 
 

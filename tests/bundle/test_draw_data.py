@@ -184,6 +184,12 @@ def test_every_stand_in_of_the_zoo_trains_on_what_is_drawn(name: str, tmp_path: 
                          "section": "validation", "transform": "@transforms", "val_frac": 0.5}},
             None, ["Task09_Spleen/dataset.json", "Task09_Spleen/image/case_000.png"], id="a decathlon",
         ),
+        pytest.param(
+            {"list": "$@dataset_dir + '/folds.json'",
+             "train_list": "$monai.auto3dseg.utils.datafold_read(@list, basedir=@dataset_dir, fold=0)[0]",
+             "val_list": "$monai.auto3dseg.utils.datafold_read(@list, basedir=@dataset_dir, fold=0)[1]"},
+            None, ["folds.json"], id="folds",
+        ),
     ],
 )  # fmt: skip
 def test_what_expressions_look_for_is_drawn(
@@ -197,6 +203,7 @@ def test_what_expressions_look_for_is_drawn(
     opened = Bundle(str(path), configured(drawn))
     assert opened.task == ("segmentation" if metadata is None else "classification")
     assert len(opened.items("train")) == drawn.counts["train"] > 1
+    assert drawn.counts["validate"] > 0
     if metadata is not None:
         assert {item["label"] for item in opened.items("train")} == {0, 1}
 
@@ -271,17 +278,26 @@ def test_channels_are_those_of_the_metadata_in_one_file_or_several(tmp_path: Pat
     assert np.unique(mask).tolist() == [0, 1, 2, 4]
 
 
+ARRAYS = PAIRS | {
+    "images": "$sorted(glob.glob(@dataset_dir + '/Train/*image.npy'))",
+    "labels": "$sorted(glob.glob(@dataset_dir + '/Train/*inst_map.npy'))",
+    "transforms": {"_target_": "Compose", "transforms": [
+        {"_target_": "LoadImaged", "keys": ["image", "label"]},
+        {"_target_": "EnsureChannelFirstd", "keys": ["image", "label"], "channel_dim": -1},
+    ]},
+}  # fmt: skip
+
+
 def test_masks_in_arrays_have_the_axis_that_is_asked_for(tmp_path: Path) -> None:
-    ids = {
-        "images": "$sorted(glob.glob(@dataset_dir + '/Train/*image.npy'))",
-        "labels": "$sorted(glob.glob(@dataset_dir + '/Train/*inst_map.npy'))",
-        "transforms": {"_target_": "Compose", "transforms": [
-            {"_target_": "LoadImaged", "keys": ["image", "label"]},
-            {"_target_": "EnsureChannelFirstd", "keys": ["image", "label"], "channel_dim": -1},
-        ]},
-    }  # fmt: skip
-    drawn = draw_data(str(bundle(tmp_path / "bundle", ids | PAIRS, None)), tmp_path / "drawn")
+    drawn = draw_data(str(bundle(tmp_path / "bundle", ARRAYS, None)), tmp_path / "drawn")
     assert np.load(drawn.folder / "Train/case_000inst_map.npy").shape == (32, 32, 1)
+
+
+def test_sides_that_metadata_tell_as_texts_are_numbers(tmp_path: Path) -> None:
+    """As those of the zoo's HoVerNet, whose network takes no other size."""
+    shapes = {"inputs": {"image": {"num_channels": 1, "spatial_shape": ["48", "40"]}}}
+    drawn = draw_data(str(bundle(tmp_path / "bundle", ARRAYS, shapes)), tmp_path / "drawn")
+    assert np.load(drawn.folder / "Train/case_000inst_map.npy").shape == (48, 40, 1)
 
 
 def test_masks_of_one_value_that_are_scaled_are_white(tmp_path: Path) -> None:

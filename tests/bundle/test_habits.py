@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from medfl import datasets
 from medfl.bundle import habits, older
@@ -91,10 +92,12 @@ def test_the_bundles_own_list_comes_first_and_that_of_config_before_it(tmp_path:
         ("x", "$1 if @device.type == 'cuda' else 2", "$1 if @device.type == 'cuda' else 2"),
         ("device", "cuda:0", "cpu"),
         ("name", "cuda", "cuda"),
+        ("reader", "$monai.data.PILReader", "PILReader"),
+        ("reader", "$monai.data.Dataset", "$monai.data.Dataset"),
     ],
 )
-def test_cuda_by_name_is_the_runs_device(key: str, text: str, moved: str) -> None:
-    assert habits.on_device(key, text, torch.device("cpu")) == moved
+def test_cuda_by_name_is_the_runs_device_and_a_readers_class_its_name(key: str, text: str, moved: str) -> None:
+    assert habits.meant(key, text, torch.device("cpu")) == moved
 
 
 def test_test_data_that_lie_elsewhere_are_not_needed(tmp_path: Path) -> None:
@@ -262,6 +265,15 @@ def test_mixed_precision_of_the_trainer_is_for_gpus(tmp_path: Path) -> None:
     assert not make_plan(Request(str(bundle.root), **DIVIDED)).run.amp, "MONAI's trainer has it on a GPU alone"
 
 
+def test_a_reader_that_an_expression_names_reads(tmp_path: Path) -> None:
+    """As HoVerNet's inference."""
+    Image.new("RGBA", (6, 4), (3, 2, 1, 0)).save(tmp_path / "slide.png")
+    read = {"_target_": "LoadImaged", "keys": "image", "reader": "$monai.data.PILReader"}
+    convert = {"converter": "$lambda x: x.convert('RGB')"}
+    bundle = opened(tmp_path, lambda config: config.update(read={**read, **convert}))
+    assert bundle.get("read")({"image": str(tmp_path / "slide.png")})["image"].shape == (6, 4, 3)
+
+
 # Older MONAI and NumPy
 
 
@@ -286,16 +298,39 @@ def test_an_argument_without_effect_is_left_out(tmp_path: Path) -> None:
     assert older.idle_arguments("RandZoomBoxd", ["_target_", "box_keys", "label_keys", "prob"]) == {"label_keys"}
 
 
-def test_labels_that_are_true_or_false_become_numbers_where_the_loss_needs_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "axis"),
+    [
+        ({"_target_": "AddChanneld"}, None),
+        ({"_target_": "monai.transforms.AsChannelFirstd"}, -1),
+        ({"_target_": "AsChannelFirstd", "channel_dim": 1}, 1),
+    ],
+)
+def test_a_transform_that_monai_has_removed_is_made_as_what_does_the_same(
+    old: dict[str, Any], axis: int | None, tmp_path: Path
+) -> None:
+    bundle = opened(tmp_path, lambda config: config.update(first={**old, "keys": "image"}))
+    volume = torch.arange(24.0).reshape(2, 3, 4)
+    expected = volume[None] if axis is None else torch.movedim(volume, axis, 0)
+    assert torch.equal(bundle.get("first")({"image": volume})["image"], expected)
+    name = old["_target_"].rpartition(".")[2]
+    assert bundle.adapted == (f"{name}:EnsureChannelFirstd",)
+    assert any(f"{name} of it is made as EnsureChannelFirstd, which does the same" in note for note in bundle.notes)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8])
+def test_labels_that_are_true_or_false_become_numbers_where_the_loss_needs_it(
+    kind: torch.dtype, tmp_path: Path
+) -> None:
     def edit(config: dict[str, Any]) -> None:
         for item in config["items"]:
-            item |= {"image": "$torch.rand(1, 4, 4)", "label": "$torch.rand(3, 4, 4) > 0.5"}
+            item |= {"image": "$torch.rand(1, 4, 4)", "label": f"$(torch.rand(3, 4, 4) > 0.5).to({kind})"}
         config["network"] = "$torch.nn.Conv2d(1, 3, 1).to(@device)"
         config["loss"] = {"_target_": "DiceLoss", "sigmoid": True, "squared_pred": True}
 
     bundle = opened(tmp_path, edit, TRUSTED)
     assert bundle.adapted == (older.FLOAT_LABELS,)
-    pred, label = torch.rand(2, 3, 4, 4), torch.rand(2, 3, 4, 4) > 0.5
+    pred, label = torch.rand(2, 3, 4, 4), (torch.rand(2, 3, 4, 4) > 0.5).to(kind)
     assert torch.equal(bundle.loss(pred, label), bundle.loss(pred, label.float()))
 
 
@@ -364,3 +399,9 @@ def test_images_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pyt
     found = with_data("mednist", "images", {}, "cpu")
     assert len(found.bundle.items("test")) > 0
     assert found.folder == str(tmp_path / "images")
+
+
+def test_bytes_that_name_classes_stay_what_they_are() -> None:
+    loss, pred, label = torch.nn.CrossEntropyLoss(), torch.rand(2, 3, 4, 4), torch.ones(2, 4, 4, dtype=torch.uint8)
+    seen = older.of_numbers(lambda prediction, target: loss(prediction, target.long()) + target.is_floating_point())
+    assert torch.equal(seen(pred, label), loss(pred, label.long()))

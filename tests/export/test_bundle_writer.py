@@ -30,6 +30,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import load_weights, save_weights
 from medfl.export import checks as export_checks
 from medfl.export import formats as export_formats
+from medfl.export import images
 from medfl.export.bundle_writer import _BundleWriter, _NetworkDefinition, export
 from medfl.export.checks import problems
 from medfl.export.formats import OnnxNetwork, parse_formats
@@ -607,6 +608,24 @@ def test_foreign_bundles(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
     network = Bundle(str(tmp_path / "bundle"), again).network()
     assert network.state_dict().keys() == weights.keys()
+
+
+@pytest.mark.slow
+def test_predictions_of_images_that_are_drawn_anew_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NuClick's, whose validation clicks at random: an item's draws are by its place, and only some are compared."""
+    monkeypatch.setitem(images._COUNT, "classification", 3)
+    zoo = ZOO["cls2d_glob_yaml"](tmp_path)
+    noise = "{'_target_': 'RandGaussianNoised', 'keys': 'image', 'prob': 1.0}"
+    text = (zoo.path / zoo.config).read_text()
+    assert 'transforms: "%train#deterministic_transforms"' in text
+    noisy = text.replace('"%train#deterministic_transforms"', f'["%train#deterministic_compose", {noise}]')
+    noisy += "\ntrain#deterministic_compose: {_target_: Compose, transforms: '$@train#deterministic_transforms'}\n"
+    (zoo.path / zoo.config).write_text(noisy)
+    requested = {"sites": 2, "rounds": 1, "partition": "iid"}
+    federate(str(zoo.path), config=zoo.overrides, requested=requested, out=tmp_path / "run", jobs=1)
+    assert export(tmp_path / "run", tmp_path / "bundle", formats=())["bundles"][0]["predictions"] is None
 
 
 def command(folder: Path, *arguments: str) -> None:

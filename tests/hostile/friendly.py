@@ -143,8 +143,21 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "display": ["$plt.imshow(@images[0])", "$plt.show()"],
         },
     ),
+    "nuclei_and_how_they_are_read": (
+        (),
+        {
+            "read": {
+                "_target_": "LoadImaged",
+                "keys": "image",
+                "reader": "$monai.data.PILReader",
+                "converter": "$lambda x: x.convert('RGB')",
+            },
+            "inferer": {"_target_": "SlidingWindowHoVerNetInferer", "roi_size": 256, "cval": 0},
+            "example": "${'image': '/workspace/data/nuclei.png', 'label_prompt': [3]}",
+        },
+    ),
     "several_gpus": (
-        ("distributed",),
+        (),
         {
             "imports": ["$import torch.distributed as dist", "$import glob", "$import os"],
             "device": "$torch.device(f'cuda:{dist.get_rank()}')",
@@ -172,6 +185,7 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "metric_cmp_fn": "$operator.lt",
             "joined": "$monai.transforms.concatenate((@train#dataset, 1))",
             "one": "$monai.utils.misc.first(@images)",
+            "alone": {"_target_": "DataLoader", "_requires_": ["$@train#dataset.disable_share_memory_cache()"]},
             "net": {"_target_": "TorchVisionFCModel", "model_name": "inception_v3", "num_classes": 2},
         },
     ),

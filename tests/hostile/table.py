@@ -389,7 +389,7 @@ HOSTILE: dict[str, Hostile] = {
     "import_monai_bundle": _imports("from monai import bundle", "bundle.run()"),
     "import_sys": _imports("import sys", "sys.path.append('x')", "'sys.path'", word="sys.path"),
     "import_distributed": _imports(
-        "import torch.distributed as dist", "dist.get_rank()", "'distributed'", word="distributed"
+        "import torch.distributed as dist", "dist.init_process_group()", "'distributed'", word="distributed"
     ),
     "import_of_a_function": _imports("from os import system", "system('id')"),
     "import_of_load": _imports("from torch import load", "load('x.pt')", "'pickle'", word="pickle"),

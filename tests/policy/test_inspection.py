@@ -17,8 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import monai.handlers
+import monai.transforms
 import pytest
 from monai.bundle import ConfigParser
+from monai.data import PILReader
 
 from medfl.bundle.engines import _EVALUATORS, _TRAINERS
 from medfl.bundle.files import shipped_root
@@ -238,6 +241,13 @@ def test_monai_calls_whatever_a_reader_names(tmp_path: Path) -> None:
     assert canary.is_dir()
 
 
+def test_a_reader_may_be_a_class_of_monai_s_and_no_other() -> None:
+    for reader in ("PILReader", "$monai.data.PILReader", ["$monai.data.NibabelReader", None]):
+        assert not allowed.argument_refused("reader", reader)
+    for other in ("$monai.data.Dataset", "$own.PILReader", PILReader, subprocess.Popen):
+        assert "only readers and writers of MONAI" in allowed.argument_refused("reader", other)
+
+
 def test_monai_puts_keys_into_expressions_with_relative_references(tmp_path: Path) -> None:
     """Why keys are plain names: `$@#b` becomes `$@` + the parent's key + `::b`, and the key is Python."""
     canary = tmp_path / "canary"
@@ -286,6 +296,14 @@ def test_a_short_name_is_what_monai_takes_it_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("other", "name"),
+    [("Unet", "UNet"), ("Densenet121", "DenseNet121"), ("FlexUNet", "FlexibleUNet"), ("dice_ce", "DiceCELoss")],
+)
+def test_monai_s_other_names_of_a_component_are_listed_too(other: str, name: str) -> None:
+    assert component(other) is component(name)
+
+
+@pytest.mark.parametrize(
     "target",
     [
         "monai.transforms.LoadImaged", "monai.transforms.io.dictionary.LoadImaged", "torch.optim.AdamW",
@@ -328,16 +346,22 @@ def test_every_member_on_the_list_exists() -> None:
     assert absent <= allowed_in_expressions.OLDER
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("AddChanneld", "EnsureChannelFirstd with channel_dim: no_channel"), ("SplitChanneld", "SplitDimd"),
-        ("monai.transforms.AsChannelFirst", "EnsureChannelFirst with channel_dim: -1"),
-    ],
-)  # fmt: skip
-def test_a_removed_transform_is_refused_with_what_takes_its_place(old: str, new: str) -> None:
-    with pytest.raises(Refused, match=f"not on the list: MONAI has removed it, {new} takes its place"):
-        component(old)
+@pytest.mark.parametrize("old", sorted(allowed._REMOVED))
+def test_what_a_removed_component_is_made_as_is_listed_and_takes_what_it_is_told(old: str) -> None:
+    assert not hasattr(monai.transforms, old)
+    assert not hasattr(monai.handlers, old)
+    new = dict(allowed.renewed({"_target_": f"monai.transforms.{old}"}))
+    made = component(new.pop("_target_"))
+    assert new.keys() <= introspection.signature(made).parameters.keys()
+
+
+def test_a_removed_component_is_accepted_and_its_arguments_are_checked(tmp_path: Path) -> None:
+    node = {"_target_": "SplitChanneld", "keys": "pred", "channel_dim": 1, "output_postfixes": ["a", "b"]}
+    renewed = {"_target_": "SplitDimd", "keys": "pred", "dim": 1, "output_postfixes": ["a", "b"]}
+    assert allowed.renewed(node) == renewed
+    assert not inspect(write(tmp_path / "old", {"train": {"first": node}})).refusals
+    fetching = {**node, "keys": "https://example.org/keys"}
+    assert "is a URL" in reasons(inspect(write(tmp_path / "bad", {"train": {"first": fetching}})))
 
 
 # The command
